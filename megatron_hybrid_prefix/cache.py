@@ -31,7 +31,7 @@ This file is longer than 400 lines because it has every step of the pipeline, in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.index.blocks import KVBlocks
@@ -48,7 +48,6 @@ from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest,
 from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.index.shared_store import SharedStore
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.store_ahead import Place, StoreAhead
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries, with_verification
@@ -56,7 +55,7 @@ from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from megatron_hybrid_prefix.tiers.base import DepthTier, TierBehind
-from megatron_hybrid_prefix.tiers.units import HOST, Copy, EntryKind
+from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy
 
 
 class HybridPrefixCache:
@@ -85,9 +84,6 @@ class HybridPrefixCache:
         host_pages: Pages of the host tier. 0: no host tier.
         host_kv_pages: Pages per KV block on the host.
         host_state_pages: Pages per state on the host.
-        host_state_share: Share of the host pages that states may use, 0 to 1; KV uses the others. None: both share all
-            pages.
-        host_write_through: True: copy to the host when published. False: copy only when evicted.
         behind: The tier behind the host. It is offered what the host evicts. Needs a host tier.
         boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
         scores_bytes: Bytes of the log-probs of cached prompts. 0: requests that want those of their prompt match nothing.
@@ -124,8 +120,6 @@ class HybridPrefixCache:
         host_pages: int = 0,
         host_kv_pages: int = 1,
         host_state_pages: int = 1,
-        host_state_share: float | None = None,
-        host_write_through: bool = False,
         behind: TierBehind | None = None,
         boundary_rule: BoundaryRule = prompt_boundaries,
         scores_bytes: int = 0,
@@ -163,13 +157,7 @@ class HybridPrefixCache:
                 kv_pages=host_kv_pages,
                 state_pages=host_state_pages,
                 block_tokens=block_tokens,
-                eviction=make_policy_below(
-                    eviction,
-                    eviction_policy,
-                    state_blocks=host_state_pages / host_kv_pages if host_state_share is None else None,
-                ),
-                state_share=host_state_share,
-                write_through=host_write_through,
+                eviction=make_policy_below(eviction, eviction_policy, state_blocks=host_state_pages / host_kv_pages),
                 behind=behind,
                 stats=self._stats,
             )
@@ -202,7 +190,6 @@ class HybridPrefixCache:
             interval_tokens=retention_interval_tokens,
             rule=boundary_rule,
         )
-        self._ahead = StoreAhead(self._store, self._stats)
         self.loads = Loads(self._store, self._requests, self._matcher, self._stats, block_tokens=block_tokens)
         self.scores = PromptScores(tree, self._planner.writing, block_tokens=block_tokens)
         self.blocks = BlocksById(self._store, self._requests, self.loads)
@@ -398,28 +385,17 @@ class HybridPrefixCache:
         self._store.copies_taken()
         return copies
 
-    def store_ahead(self, plans: Iterable[StepPlan]) -> tuple[list[Copy], list[Copy]]:
-        """Stores on the host what will be evicted next, as much as was evicted since the last call.
+    def take_published(self) -> list[Copy]:
+        """Takes what publication queued for a tier behind the host that gets entries early.
 
-        Call it after a forward was launched and published, while the device is busy. No later forward waits until these entries
-        are copied.
-
-        Args:
-            plans: Plans of that forward.
-
-        Returns:
-            Copies to be carried out at once, the first ones before the second ones: those that need not wait for the forward, and those
-            that must run after it, because it writes what they read. The second ones also have what was queued before.
+        Carry it out after the forward that writes these entries, which is launched. Other copies stay queued, and with them all: they
+        must come before the next forward, and not after this one.
         """
-        written: set[Place] = set()
-        for plan in plans:
-            written.update((EntryKind.STATE, checkpoint.slot) for checkpoint in plan.checkpoints)
-            # A plan that is published has no owner any more.
-            live = self._requests.owner(plan) or self._requests.live.get(plan.request_id)
-            if live is not None:
-                first, last = plan.start_tokens // self.block_tokens, ceil_div(plan.end_tokens, self.block_tokens)
-                written.update((EntryKind.KV, block_id) for block_id in live.block_ids[first:last])
-        return self._ahead.run(written)
+        store, host = self._store, self._store.host
+        of_forward = host is not None and host.behind is not None and host.behind.shared
+        if not of_forward or not all(isinstance(copy, BlockTransfer) for copy in store.copies):
+            return []
+        return store.take_copies()
 
     def grow(self, request_id: int, length_tokens: int) -> Grown | None:
         """Gives the request the blocks that its KV needs up to position ``length_tokens``.

@@ -1,22 +1,59 @@
-"""`HybridPrefixConfig`: the settings of the prefix cache."""
+"""`HybridPrefixConfig`: the settings of the prefix cache, and those that are gone."""
 
 from __future__ import annotations
 
+import argparse
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, NoReturn, Self, get_args
 
 from megatron_hybrid_prefix.policy.registry import (
     DEFAULT_EVICTION_POLICY,
     check_eviction_policy,
     eviction_policy_names,
-    present_eviction_policy,
 )
 from megatron_hybrid_prefix.tiers.registry import tier_name
 from megatron_hybrid_prefix.tiers.shared import SharedSettings
 
 StateDtypeName = Literal["float32", "bfloat16"]
 ExactName = Literal["bits"]
+
+# Settings of 0.1 that were removed, and what to do instead.
+REMOVED = {
+    "host_state_share": "leave it out; KV and states share all of the host tier",
+    "host_write_through": "leave it out; what is evicted is stored, and with a shared tier what is computed",
+    "verify_host_loads": "leave it out; loads are always checked",
+}
+
+
+class _RefusesRemoved:
+    """Says what to do in place of Python's "unexpected keyword argument"."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        for name, instead in REMOVED.items():
+            if name in settings:
+                raise ValueError(f"{name}={settings[name]!r}: this setting was removed: {instead}")
+        return super().__new__(cls)
+
+
+def add_removed_flags(parser: argparse.ArgumentParser, removed: Mapping[str, str]) -> None:
+    """Makes removed flags an error of one line. The help does not show them.
+
+    Args:
+        parser: The parser that had the flags.
+        removed: What to do instead, by flag.
+    """
+
+    def refuse(instead: str, _: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(f"this flag was removed: {instead}")
+
+    hidden: dict[str, Any] = {"nargs": "?", "const": "", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for flag, instead in removed.items():
+        parser.add_argument(flag, type=partial(refuse, instead), **hidden)
 
 
 def _help(text: str, **more: Any) -> dict[str, Any]:
@@ -25,7 +62,7 @@ def _help(text: str, **more: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HybridPrefixConfig:
+class HybridPrefixConfig(_RefusesRemoved):
     """Settings of the prefix cache, validated once. All sizes are per rank."""
 
     cache_gb: float | None = field(
@@ -50,7 +87,6 @@ class HybridPrefixConfig:
             "the tokens it saves and by how often such states are reused. 'lru': the least recently used one. Plugins "
             "may add others.",
             choices=eviction_policy_names,
-            type=present_eviction_policy,
         ),
     )
     verify_hits: float = field(
@@ -120,19 +156,6 @@ class HybridPrefixConfig:
             "more). 0: no host tier."
         ),
     )
-    host_state_share: float | None = field(
-        default=None,
-        metadata=_help(
-            "Share of the host tier that states may use, 0 to 1; KV blocks use the rest. None: both share all of it, "
-            "and what is worth least per byte is evicted."
-        ),
-    )
-    host_write_through: bool = field(
-        default=False,
-        metadata=_help(
-            "Copy prompts to the host tier as soon as they are computed. By default they are copied when evicted."
-        ),
-    )
     tier_behind_host: str | None = field(
         default=None,
         metadata=_help(
@@ -147,13 +170,6 @@ class HybridPrefixConfig:
             "'file:///var/cache/prefix?gb=200', 'mooncake://10.0.0.1:50051'. A restarted process, or another replica "
             "with the same weights, reuses what is there. Needs host_gb, and a secret: HYBRID_PREFIX_SECRET, or "
             "secret_file in the URL. None: no such tier."
-        ),
-    )
-    verify_host_loads: bool = field(
-        default=True,
-        metadata=_help(
-            "Check every loaded entry against its checksum, on the GPU. A corrupt entry is dropped and the prompt "
-            "recomputed."
         ),
     )
     check_ranks: bool = field(
@@ -176,14 +192,11 @@ class HybridPrefixConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value}: must be 0 or more")
-        if self.host_state_share is not None and not 0 <= self.host_state_share <= 1:
-            raise ValueError(f"host_state_share={self.host_state_share}: must be from 0 to 1, or None")
         if not 0 <= self.verify_hits <= 1:
             raise ValueError(f"verify_hits={self.verify_hits}: must be from 0 to 1")
         interval = self.retention_interval_tokens
         if interval is not None and interval < 0:
             raise ValueError(f"retention_interval_tokens={interval}: must be 0 or more, or None")
-        object.__setattr__(self, "eviction_policy", present_eviction_policy(self.eviction_policy))
         check_eviction_policy(self.eviction_policy)
         if self.tier_behind_host is not None:
             tier_name(self.tier_behind_host)
@@ -197,8 +210,6 @@ class HybridPrefixConfig:
                 raise ValueError(
                     f"shared={self.shared!r}: there is room for one tier behind the host; see tier_behind_host"
                 )
-            if not self.verify_host_loads:
-                raise ValueError(f"shared={self.shared!r}: needs verify_host_loads, as others may write to it")
         if self.exact is not None and self.exact not in get_args(ExactName):
             raise ValueError(f"exact={self.exact!r}: must be {' or '.join(map(repr, get_args(ExactName)))}, or None")
         if self.exact is not None and self.state_dtype not in (None, "float32"):

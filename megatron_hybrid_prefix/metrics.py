@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
-
-
-class ReasonCounts(dict[str, int]):
-    """Counts by `CheckpointReason` name. The old name ``replay`` reads ``repeat``, with a warning."""
-
-    def __missing__(self, name: str) -> int:
-        if name != "replay":
-            raise KeyError(name)
-        warnings.warn("checkpoints_by_reason['replay'] is now called 'repeat'", FutureWarning, stacklevel=2)
-        return self["repeat"]
-
-
-# Fields that depend on one rank's memory. All other fields are equal on ranks that run the same requests.
-OWN_STATS = (
-    "bytes_budget",
-    "host_bytes_budget",
-    "host_bytes_loaded",
-    "host_bytes_stored",
-    "host_seconds",
-    "host_seconds_waited",
-    "tiers",  # has bytes and seconds of this rank
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,10 +50,6 @@ class TierStats:
     faults: dict[str, int] = field(default_factory=dict)
 
 
-# Fields of the host tier that also have a flat name: ``host_loads`` is ``tiers["host"].loads``.
-_HOST_FIGURES = tuple(item.name for item in fields(TierStats) if item.name not in ("failed", "bytes_used", "faults"))
-
-
 @dataclass(slots=True, kw_only=True)
 class PrefixStats:
     """Counters since the start, and the slots in use now.
@@ -105,8 +78,7 @@ class PrefixStats:
             or ``resume()`` without ``keep_on_resume``.
         verified_hits: Hits that were computed again and compared with the cache (``verify_hits``).
         verify_mismatches: Verified hits that differed; 0 unless the cache is wrong.
-        tiers: Statistics by tier: "host", and the tier behind it. Those of the host are also ``host_loads``,
-            ``host_stores`` and so on.
+        tiers: Statistics by tier: "host", and the tier behind it.
         fallbacks: Times the cache reused or kept less than planned, by reason: ``stale_match`` (evicted between match
             and admission), ``forward_failed``, ``epoch_changed``, ``released`` and ``reset`` (with a plan in flight),
             ``host_load_failed`` (the copy failed, or its checksum was wrong), ``host_load_given_up`` (a request
@@ -130,8 +102,8 @@ class PrefixStats:
     lost_tokens_no_scores: int = 0
     checkpoints_published: int = 0
     checkpoints_skipped: int = 0
-    checkpoints_by_reason: ReasonCounts = field(
-        default_factory=lambda: ReasonCounts({reason.name.lower(): 0 for reason in CheckpointReason})
+    checkpoints_by_reason: dict[str, int] = field(
+        default_factory=lambda: {reason.name.lower(): 0 for reason in CheckpointReason}
     )
     evictions: int = 0
     kv_evictions: int = 0
@@ -148,20 +120,14 @@ class PrefixStats:
     scores_bytes_budget: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """All statistics as plain values, for JSON. Those of the host tier also have flat names, ``host_...``."""
-        host = {f"host_{name}": getattr(self.tiers["host"], name) for name in _HOST_FIGURES}
-        return asdict(self) | host
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("host_") and name[5:] in _HOST_FIGURES:
-            return getattr(self.tiers["host"], name[5:])
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        """All statistics as plain values, for JSON."""
+        return asdict(self)
 
     def copy(self) -> PrefixStats:
         """A deep copy. Written out, because ``deepcopy`` takes five times as long."""
         return replace(
             self,
-            checkpoints_by_reason=ReasonCounts(self.checkpoints_by_reason),
+            checkpoints_by_reason=dict(self.checkpoints_by_reason),
             tiers={name: replace(tier, faults=dict(tier.faults)) for name, tier in self.tiers.items()},
             fallbacks=dict(self.fallbacks),
         )

@@ -10,8 +10,6 @@ registry imports them when its names are first needed, in every process, so that
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable
 from importlib import import_module
 
 from megatron_hybrid_prefix.errors import PluginError
@@ -49,15 +47,13 @@ class Registry[T]:
     def __init__(self, what: str) -> None:
         self._what = what
         self._by_name: dict[str, T] = {}
-        self._former_names: dict[str, str] = {}
 
-    def register(self, name: str, thing: T, *, former_names: Iterable[str] = ()) -> None:
+    def register(self, name: str, thing: T) -> None:
         """Adds ``thing`` under ``name``.
 
         Args:
             name: A name that is not registered yet.
             thing: The object.
-            former_names: Old names. They still work, with a warning (`present_name`); `names` does not list them.
 
         Raises:
             ValueError: The name is empty or taken.
@@ -67,14 +63,6 @@ class Registry[T]:
         if self._by_name.get(name, thing) is not thing:
             raise ValueError(f"{self._what}={name!r}: registered already")
         self._by_name[name] = thing
-        self._former_names.update(dict.fromkeys(former_names, name))
-
-    def present_name(self, name: str) -> str:
-        """The current name: ``name``, or the name that replaced it, with a FutureWarning."""
-        present = name if name in self._by_name else self._former_names.get(name, name)
-        if present != name:
-            warnings.warn(f"{self._what}={name!r} is now called {present!r}", FutureWarning, stacklevel=3)
-        return present
 
     def names(self) -> tuple[str, ...]:
         """All names, including those of plugins.
@@ -92,7 +80,6 @@ class Registry[T]:
             ValueError: There is none. The message lists the names.
             PluginError: A plugin cannot be imported.
         """
-        name = self.present_name(name)
         self.check(name)
         return self._by_name[name]
 

@@ -76,11 +76,7 @@ from megatron_hybrid_prefix.lab.plan_report import print_fits, print_fixed_split
 from megatron_hybrid_prefix.lab.replay import TooLargeError, ceiling_tokens
 from megatron_hybrid_prefix.lab.traces import read_trace
 from megatron_hybrid_prefix.models.config import PRESETS, get_preset
-from megatron_hybrid_prefix.policy.registry import (
-    DEFAULT_EVICTION_POLICY,
-    eviction_policy_names,
-    present_eviction_policy,
-)
+from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, eviction_policy_names
 
 # --- Command ---------------------------------------------------------------------------------------------------------
 
@@ -152,7 +148,6 @@ def make_parser() -> ArgumentParser:
     add("--limit", type=positive_int, metavar="N", help="only the first N requests by time")
     add(
         "--eviction",
-        type=present_eviction_policy,
         choices=eviction_policy_names(),
         default=DEFAULT_EVICTION_POLICY,
         help="eviction policy (default: %(default)s)",

@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.config import add_removed_flags
 from megatron_hybrid_prefix.console.engine_options import positive_int, whole_number
 from megatron_hybrid_prefix.console.hf import add_hf_option, folder_of
 from megatron_hybrid_prefix.console.terminal import (
@@ -68,11 +69,7 @@ from megatron_hybrid_prefix.lab.memory_report import MOST_SPLITS, is_split, memo
 from megatron_hybrid_prefix.lab.plot import save_plot
 from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, TooLargeError, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
-from megatron_hybrid_prefix.policy.registry import (
-    DEFAULT_EVICTION_POLICY,
-    eviction_policy_names,
-    present_eviction_policy,
-)
+from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, eviction_policy_names
 
 DEFAULT_SLOTS = "64,256,1024,4096"
 DEFAULT_BASELINES = "lru,upstream,align"
@@ -119,19 +116,18 @@ def make_parser() -> ArgumentParser:
         help=f"with --cache-gb: also replay N fixed splits, at most {MOST_SPLITS}, and show the best",
     )
     add(
-        "--host-state-slots",
+        "--host-pages",
         type=whole_number,
         default=0,
         metavar="N",
-        help="states in the host tier (default: 0)",
+        help="KV blocks and states in the host tier (default: 0)",
     )
-    add("--host-kv-blocks", type=whole_number, default=0, metavar="N", help="KV blocks in the host tier (default: 0)")
     add("--preset", metavar="MODEL", help="show bytes for this preset, Megatron arguments or Hugging Face config.json")
     add_hf_option(add)
     add = parser.add_argument_group("policy").add_argument
     add(
         "--eviction",
-        type=present_eviction_policy,
+        type=lambda name: "recompute_cost" if name == "replay_cost" else name,  # its name in 0.1
         choices=eviction_policy_names(),
         default=DEFAULT_EVICTION_POLICY,
         help="policy that picks the state to evict (default: %(default)s)",
@@ -163,6 +159,7 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="PATH", help="write all results as JSON, with the occupancy over time")
     add("--plot", type=Path, metavar="PATH", help="plot reuse at each budget, one line per policy, as PNG, SVG or PDF")
+    add_removed_flags(parser, dict.fromkeys(("--host-state-slots", "--host-kv-blocks"), "use --host-pages"))
     return parser
 
 
@@ -200,10 +197,7 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
     interval = None if args.interval is None else _interval(args.interval, "--interval", block_tokens)
     if interval is not None and args.admission != "adaptive":
         raise InputError(f"--interval {interval}: --admission {args.admission} keeps no states at intervals")
-    states, blocks = args.host_state_slots, args.host_kv_blocks
-    host: dict[str, Any] = {}
-    if states + blocks:
-        host = {"host_pages": states + blocks, "host_state_share": states / (states + blocks)}
+    host = {"host_pages": args.host_pages} if args.host_pages else {}
     name = args.eviction if args.admission == "adaptive" else f"{args.eviction}, {args.admission}"
     if interval is not None:
         name += f", every {interval}"
@@ -267,10 +261,8 @@ def check_clairvoyant(args: argparse.Namespace) -> None:
         InputError: One is given.
     """
     limited = args.kv_blocks not in (None, "unlimited")
-    if args.clairvoyant and (limited or args.cache_gb is not None or args.host_state_slots + args.host_kv_blocks):
-        raise InputError(
-            "--clairvoyant: does not go with --kv-blocks, --cache-gb, --host-state-slots, --host-kv-blocks"
-        )
+    if args.clairvoyant and (limited or args.cache_gb is not None or args.host_pages):
+        raise InputError("--clairvoyant: does not go with --kv-blocks, --cache-gb, --host-pages")
 
 
 def run_clairvoyant(trace: Trace, slots: Sequence[int], interrupt: Interrupt) -> list[Clairvoyant]:

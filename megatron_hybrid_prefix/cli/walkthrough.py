@@ -35,7 +35,7 @@ OTHER_TOKENS = 520  # the other conversation
 _KINDS = ("KV", "state")  # kinds of entries that move to or from the host
 SHOWN = (
     *("prompt_tokens", "computed_prompt_tokens", "reused_tokens_device", "reused_tokens_host"),
-    *("checkpoints_published", "evictions", "kv_evictions", "host_stores", "host_loads"),
+    *("checkpoints_published", "evictions", "kv_evictions"),
 )
 
 
@@ -54,7 +54,7 @@ class Diary:
         self.events: list[tuple[str, str]] = []
         self._matched = False  # recorded already; a load changes the match
         watched = {
-            cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow", "take_copies", "store_ahead"),
+            cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow", "take_copies"),
             cache.loads: ("begin_load_back",),
             cache.blocks: ("allocate",),
         }
@@ -141,11 +141,6 @@ class Diary:
         for to_host, group in groupby(units, key=lambda unit: unit.target == HOST):
             self.say("store" if to_host else "fetch", f"{'to' if to_host else 'from'} the host: {_moved(group)}")
 
-    def _store_ahead(self, copies: tuple[Sequence[Any], Sequence[Any]], plans: Any) -> None:
-        for units, what in zip(copies, ("what may go next", "after the forward"), strict=True):
-            if units:
-                self.say("ahead", f"to the host, {what}: {_moved(units)}")
-
     def take(self) -> list[tuple[str, str]]:
         """The events since the last call."""
         events, self.events, self._matched = self.events, [], False
@@ -197,6 +192,15 @@ def sampling() -> Any:
     )
 
 
+def counts(stats: PrefixStats) -> dict[str, int]:
+    """The counters that are shown."""
+    host = stats.tiers[HOST]
+    return {name: getattr(stats, name) for name in SHOWN} | {
+        "stored on the host": host.stores,
+        "loaded from the host": host.loads,
+    }
+
+
 def walk(model: Any) -> Iterator[dict[str, Any]]:
     """Runs the turns. Yields for each its name, prompt, events, counters, and where the conversation is afterwards."""
     from megatron_hybrid_prefix import build_engine
@@ -224,7 +228,7 @@ def walk(model: Any) -> Iterator[dict[str, Any]]:
     diary = Diary(cache)
     rng, vocabulary = random.Random(0), model.hybrid_config.vocab_size
     history: list[int] = []
-    before = PrefixStats()
+    before = counts(PrefixStats())
     for name, count in (
         ("turn 1", OPENING_TOKENS),
         ("turn 2", QUESTION_TOKENS),
@@ -238,18 +242,18 @@ def walk(model: Any) -> Iterator[dict[str, Any]]:
         engine.context.check_integrity()
         if not other:
             history = prompt + result.generated
-        stats = engine.context.prefix_stats()
+        after = counts(engine.context.prefix_stats())
         yield {
             "name": name,
             "prompt_tokens": len(prompt),
             "answer_tokens": len(result.generated),
             "events": [{"verb": verb, "text": text} for verb, text in diary.take()],
-            "counted": {key: getattr(stats, key) - getattr(before, key) for key in SHOWN},
+            "counted": {name: count - before[name] for name, count in after.items()},
             "conversation": places(cache, history),
             "same_tokens": result.generated == right.generated,
             "max_log_prob_difference": max(abs(a - b) for a, b in zip(result.log_probs, right.log_probs, strict=True)),
         }
-        before = stats
+        before = after
 
 
 # --- Command ---------------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from megatron_hybrid_prefix.index.host_tier import HostTier, is_probationary
+from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
@@ -24,7 +24,6 @@ class CheckpointTable:
 
     Attributes:
         protected: Slots that `protect` pinned.
-        evicted_guesses: Number of evicted probationary states.
     """
 
     protected: Sequence[int] = ()
@@ -40,7 +39,6 @@ class CheckpointTable:
         self.slots = slots
         self.eviction = eviction
         self._tree, self._host, self._stats = tree, host, stats
-        self.evicted_guesses = 0
         self._unwritten: set[int] = set()  # published slots whose states are copied there later
 
     def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
@@ -133,32 +131,6 @@ class CheckpointTable:
         """Evicts the node's state, to the host tier if it has room and the state is in its slot already."""
         self.slots.retire(self._evicted(node))
 
-    def next_evicted(self, *, guesses: int, others: int, but: Iterable[Node] = ()) -> list[Node]:
-        """The nodes whose states the policy evicts next, as far as one can tell now. O(states squared).
-
-        Args:
-            guesses: At most so many for guesses, which only take the place of guesses.
-            others: At most so many more, for other states.
-            but: Not these nodes.
-        """
-        found = dict.fromkeys(but)
-        known = len(found)
-
-        def is_next(node: Node) -> bool:
-            return node not in found and self.can_be_evicted(node)
-
-        for count, probationary_only in ((guesses, True), (others, False)):
-            for _ in range(count):
-                node = self.eviction.victim(is_next, probationary_only=probationary_only)
-                if node is None:
-                    break
-                found[node] = None
-        return list(found)[known:]
-
-    def can_be_evicted(self, node: Node) -> bool:
-        """Whether the node has a state that can be evicted, and can be stored: it is in its slot."""
-        return node.slot != NO_SLOT and node.slot not in self._unwritten and self._is_evictable(node)
-
     def drop_decoded(self, node: Node, slot: int) -> None:
         """Drops an older decode state of a request, unless it is gone already or another request used it."""
         if node.slot == slot and node.reason == CheckpointReason.DECODE and not node.used:
@@ -198,7 +170,6 @@ class CheckpointTable:
         if self._host is not None and node.slot not in self._unwritten:
             self._host.store_state(node)
         self._stats.evictions += 1
-        self.evicted_guesses += is_probationary(node)
         return self._take_off(node)
 
     def _take_off(self, node: Node) -> int:

@@ -16,16 +16,11 @@ class HostEntries:
     Args:
         total_pages: Number of pages.
         pages_of: Pages per entry, by kind.
-        state_share: Share of the pages that states may use, 0 to 1; KV uses the rest. None: both share all pages.
     """
 
-    def __init__(self, total_pages: int, pages_of: Mapping[EntryKind, int], state_share: float | None) -> None:
+    def __init__(self, total_pages: int, pages_of: Mapping[EntryKind, int]) -> None:
         self.total_pages = total_pages
         self.pages_of = pages_of
-        self._most_pages: dict[EntryKind, int] | None = None
-        if state_share is not None:
-            states = round(total_pages * state_share)
-            self._most_pages = {EntryKind.KV: total_pages - states, EntryKind.STATE: states}
         self.reset()
 
     def reset(self) -> None:
@@ -34,7 +29,6 @@ class HostEntries:
         self._free = deque(range(self.total_pages))
         self._pages: dict[int, tuple[int, ...]] = {}  # by entry
         self._next_entry = 0
-        self._used_pages = {EntryKind.KV: 0, EntryKind.STATE: 0}
         self._tags: dict[int, Tag] = {}
         self._payloads: dict[int, Any] = {}
         self._pins: dict[int, int] = {}
@@ -49,33 +43,23 @@ class HostEntries:
         """Number of free pages."""
         return len(self._free)
 
-    @property
-    def are_divided(self) -> bool:
-        """Whether KV and states each have a fixed share of the pages (``state_share``)."""
-        return self._most_pages is not None
-
     def has_room(self, kind: EntryKind) -> bool:
         """Whether there are pages for one more entry of this kind."""
-        count = self.pages_of[kind]
-        fits = self._most_pages is None or self._used_pages[kind] + count <= self._most_pages[kind]
-        return fits and count <= len(self._free)
+        return self.pages_of[kind] <= len(self._free)
 
     def add(self, tag: Tag) -> int:
         """Allocates an entry. The caller checks `has_room`."""
-        kind, take = tag.kind, self._free.popleft
-        count = self.pages_of[kind]
+        count, take = self.pages_of[tag.kind], self._free.popleft
         entry = self._next_entry
         self._next_entry += 1
         self._pages[entry] = tuple([take() for _ in range(count)])
         self._tags[entry] = tag
-        self._used_pages[kind] += count
         return entry
 
     def remove(self, entry: int) -> None:
         """Frees the entry, even if it is pinned."""
-        pages = self._pages.pop(entry)
-        self._used_pages[self._tags.pop(entry).kind] -= len(pages)
-        self._free.extend(pages)
+        del self._tags[entry]
+        self._free.extend(self._pages.pop(entry))
         self._payloads.pop(entry, None)
         self._pins.pop(entry, None)
         self._private.discard(entry)
@@ -143,10 +127,6 @@ class HostEntries:
             raise CacheCorruptionError("the entries on the host differ from those of the tree and preempted requests")
         if not set(self._pins) <= set(self._pages) or any(pins < 1 for pins in self._pins.values()):
             raise CacheCorruptionError("a pinned entry on the host was removed")
-        used = dict.fromkeys(EntryKind, 0)
         for entry, held in self._pages.items():
-            used[self._tags[entry].kind] += len(held)
             if len(held) != self.pages_of[self._tags[entry].kind]:
                 raise CacheCorruptionError(f"{self._tags[entry]} has the wrong number of pages: {len(held)}")
-        if used != self._used_pages:
-            raise CacheCorruptionError(f"host pages in use by kind: {used}, but the counter says {self._used_pages}")

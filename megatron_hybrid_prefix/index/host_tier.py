@@ -58,15 +58,12 @@ class HostTier:
         state_pages: Pages per state.
         block_tokens: Tokens per block.
         eviction: Ranks the states on the host.
-        state_share: Share of the pages that states may use, 0 to 1; KV uses the rest. None: both share all pages.
         stats: Counts the moves.
-        write_through: Whether KV and states are stored as soon as they are published.
         behind: The tier behind the host. It is offered what is evicted here, or (a `SharedTier`) what is stored here.
 
     Attributes:
         entries: Pages and pins of all entries.
         transfers: Queued copies, to be carried out in this order.
-        ahead: Entries that were stored ahead, pinned (`keep_ahead`). Some may be gone.
         routing_of: Returns the routing of a KV block on the device, which is stored with the block; None if it has
             none.
     """
@@ -81,24 +78,20 @@ class HostTier:
         block_tokens: int,
         eviction: EvictionPolicy[Node],
         stats: PrefixStats,
-        state_share: float | None = None,
-        write_through: bool = False,
         behind: TierBehind | None = None,
     ) -> None:
         self._tree = tree
-        self.entries = HostEntries(pages, {EntryKind.KV: kv_pages, EntryKind.STATE: state_pages}, state_share)
+        self.entries = HostEntries(pages, {EntryKind.KV: kv_pages, EntryKind.STATE: state_pages})
         self._block_tokens = block_tokens
         self._eviction = eviction
         self._stats = stats
         self._figures = stats.tiers[HOST]
-        self.write_through = write_through
         self.behind = behind
         self._early = behind is not None and behind.shared
         # The tier behind is offered what is evicted here.
         self._stores_everything = behind is not None and not behind.shared
         # Entries that are being read from behind. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()
-        self.ahead: list[int] = []
         self.transfers: list[Copy] = []
         self.routing_of: Callable[[int], Any] = lambda block_id: None
         self.reset()
@@ -115,7 +108,6 @@ class HostTier:
         self._spare_kv: OrderedDict[Node, None] = OrderedDict()
         self._spare_states: OrderedDict[Node, None] = OrderedDict()
         self._fetching.clear()
-        self.ahead.clear()
         self._eviction.clear()
         if self.behind is not None:
             name = self.behind.name
@@ -147,21 +139,19 @@ class HostTier:
 
     # -- to the host ---------------------------------------------------------------------------------------------------
 
-    def store_kv(self, node: Node, *, forced: bool = False, stays: bool = False) -> bool:
+    def store_kv(self, node: Node, *, forced: bool = False) -> bool:
         """Stores the node's KV block, before it leaves the device.
 
         Args:
             node: Its KV is on the device.
             forced: Store it even if no state on the host needs it.
-            stays: It does not leave the device now.
 
         Returns:
             False if there is no room, or not for KV that no state needs.
         """
         if node.host_block == NO_BLOCK:
             if not self._make_room_for_kv(node, forced=forced or self._stores_everything):
-                is_lost = not (forced or stays)
-                if is_lost and node.host_slot != NO_SLOT and not self.entries.is_pinned(node.host_slot):
+                if not forced and node.host_slot != NO_SLOT and not self.entries.is_pinned(node.host_slot):
                     self.drop_state(node)  # a guess: it cannot be reached without its KV
                 return False
             self._put_kv(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
@@ -170,15 +160,13 @@ class HostTier:
             self.entries.keep_payload(node.host_block, payload)
         return True
 
-    def store_state(self, node: Node, *, stays: bool = False) -> bool:
+    def store_state(self, node: Node) -> bool:
         """Stores the node's state, before it leaves the device.
 
         A probationary state only gets free or spare pages, or pages of other probationary states.
 
         Args:
             node: Its state is on the device.
-            stays: It does not leave the device now. A probationary state then takes the place of another one unconditionally:
-                when it leaves the device, it may be worth more than that one.
 
         Returns:
             False if all that is stored is worth more.
@@ -191,32 +179,12 @@ class HostTier:
         self._eviction.added(node)  # first, so that its value is compared with the others'
         if node.used:
             self._eviction.used(node)
-        if not self._make_room_for_state(node, compares=not (stays and is_probationary(node))):
+        if not self._make_room_for_state(node):
             self._eviction.removed(node)
             return False
         self._put_state(node, self._store(node.slot, self._tag(EntryKind.STATE, node)))
         self._write_down(node)
         return True
-
-    def keep_ahead(self, entry: int) -> None:
-        """The entry was stored before the device evicts it. It is not evicted here until `let_go_of_ahead`."""
-        self.entries.pin([entry])
-        self.ahead.append(entry)
-
-    def let_go_of_ahead(self) -> None:
-        """Reverts all `keep_ahead`. What is still on the device, too, is spare from now on. A state without its KV goes."""
-        self.entries.unpin(self.ahead)
-        for entry in self.ahead:
-            node = self._tree.get(self.entries.tag(entry).key) if entry in self.entries else None
-            if node is None:
-                continue
-            if node.host_block == entry and node.block_id != NO_BLOCK:
-                self._make_spare(self._spare_kv, node)
-            elif node.host_slot == entry and node.slot != NO_SLOT:
-                self._make_spare(self._spare_states, node)
-            elif node.block_id == node.host_block == NO_BLOCK and not self.entries.is_pinned(entry):
-                self.drop_state(node)  # its KV left while it was pinned
-        self.ahead.clear()
 
     def also_on_device(self, path: Sequence[Node]) -> None:
         """The device has the KV of this path now: what the host has of it is spare. The deepest block goes first."""
@@ -245,13 +213,11 @@ class HostTier:
             self.state_also_on_device(node)
 
     def stores_published(self, reason: CheckpointReason) -> bool:
-        """Whether a state that was just computed is stored at once, not only when the device evicts it.
+        """Whether a state that was just computed is stored at once, for a shared tier, not only when the device evicts it.
 
         A decode state is not: it is copied to its slot later, and soon replaced by the next one. See `store_answer`.
         """
-        if reason == CheckpointReason.DECODE:
-            return False
-        return self.write_through or (self._early and reason != CheckpointReason.INTERVAL)
+        return self._early and reason not in (CheckpointReason.DECODE, CheckpointReason.INTERVAL)
 
     def store_private(self, kind: EntryKind, device_id: int, tag: Tag) -> int | None:
         """Stores an entry of one preempted request until it is removed. Returns the entry; None if there is no room."""
@@ -408,8 +374,7 @@ class HostTier:
         self.entries.check([*kv, *states])
         if self._kv_entries != len(kv) or set(self._states) != set(states.values()):
             raise CacheCorruptionError("the entries on the host and those that are counted differ")
-        not_spare = [node for node in self._states if node.slot != NO_SLOT and node not in self._spare_states]
-        if any(node.host_slot not in self.ahead for node in not_spare):
+        if any(node.slot != NO_SLOT and node not in self._spare_states for node in self._states):
             raise CacheCorruptionError("a state is on the device, too, but is not spare on the host")
         if not self._spare_kv.keys() <= set(kv.values()) or not self._spare_states.keys() <= self._states.keys():
             raise CacheCorruptionError("what is spare on the host is not there")
@@ -550,12 +515,12 @@ class HostTier:
                 return False
         return True
 
-    def _make_room_for_state(self, node: Node, *, compares: bool) -> bool:
-        """Evicts until the node's state fits. False: it is worth no more than what is stored, if that is compared."""
+    def _make_room_for_state(self, node: Node) -> bool:
+        """Evicts until the node's state fits. False: it is worth no more than what is stored."""
         guess = is_probationary(node)
-        incoming = node if compares and not self._stores_everything else None
+        incoming = None if self._stores_everything else node
         while not self.entries.has_room(EntryKind.STATE):
-            if not self.entries.are_divided and self._evict_spare_kv():
+            if self._evict_spare_kv():
                 continue
             if not self._evict_state(incoming, guesses_only=guess):
                 self._figures.full += not guess
@@ -565,8 +530,7 @@ class HostTier:
     def _make_room(self, kind: EntryKind) -> bool:
         """Evicts until an entry that must be stored fits. False: all that is left is pinned."""
         while not self.entries.has_room(kind):
-            helps = kind == EntryKind.KV or not self.entries.are_divided
-            if not (helps and self._evict_spare_kv()) and not self._evict_state():
+            if not self._evict_spare_kv() and not self._evict_state():
                 self._figures.full += 1
                 return False
         return True

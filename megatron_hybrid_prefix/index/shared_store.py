@@ -14,7 +14,7 @@ KV is valued like states: a block is worth what the states at and below it are w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -256,19 +256,6 @@ class SharedStore(PrefixStore):
                 return
             self.blocks.now_worthless(above)
             above = above.parent
-
-    def next_evicted_kv(self, states: Iterable[Node]) -> Iterator[Node]:
-        """See PrefixStore: worthless KV, then what those states made useful."""
-        yield from self.blocks.queue()
-        users: dict[Node, int] = {}
-        for state in states:
-            node: Node | None = None if is_probationary(state) else state
-            while node is not None:
-                users[node] = users.get(node, node.users) - 1
-                if users[node] or self.blocks.ref_count(node.block_id):
-                    break
-                yield node
-                node = node.parent
 
     def memory_use(self) -> MemoryUse:
         """Who uses the memory now. O(blocks)."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Container, Sequence
 
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.checkpoints import CheckpointTable
-from megatron_hybrid_prefix.index.host_tier import HostTier, is_probationary
+from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.requests import LiveRequest
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -99,30 +98,6 @@ class PrefixStore:
             self._stats.kv_evictions += 1
         return blocks.take(count)
 
-    def next_evicted_states(self, *, blocks: int, guesses: int, others: int) -> list[Node]:
-        """The nodes whose states will be evicted next, as far as one can tell now: with their KV, or by the policy.
-
-        Args:
-            blocks: So many KV blocks will be evicted.
-            guesses: At most so many states for guesses.
-            others: At most so many for others.
-        """
-        table = self.checkpoints
-        with_kv = [node for node in islice(self.blocks.queue(), blocks) if table.can_be_evicted(node)]
-        gone = sum(map(is_probationary, with_kv))
-        found = table.next_evicted(
-            guesses=max(0, guesses - gone), others=max(0, others - (len(with_kv) - gone)), but=with_kv
-        )
-        return with_kv + found
-
-    def next_evicted_kv(self, states: Iterable[Node]) -> Iterator[Node]:
-        """The nodes whose KV will be evicted next, the next one first, as far as one can tell now.
-
-        Args:
-            states: The nodes whose states will be evicted next.
-        """
-        return self.blocks.queue()
-
     def register(self, live: LiveRequest, full_blocks: int) -> None:
         """Makes the request's first ``full_blocks`` blocks matchable. The forwards that compute them are launched."""
         path, keys = live.path, live.chain.keys
@@ -142,9 +117,6 @@ class PrefixStore:
                 self.blocks.merge(node, block_id)
             path.append(node)
         if self.host is not None:
-            if self.host.write_through:
-                for node in reversed(path[first:]):
-                    self.host.store_kv(node)
             self.host.also_on_device(path[first:])
 
     def let_go(self, live: LiveRequest) -> None:

@@ -148,12 +148,7 @@ class CacheServer:
             return None
         plan = cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens)
         cache.take_copies()  # a replay has no data to copy
-        loads = plan.load_id is not None
-        if not loads:
-            cache.publish(plan)
-        cache.store_ahead([plan])
-        if loads:  # as in the engine, when the forward is over
-            cache.publish(plan)
+        cache.publish(plan)
         cache.release(self._next_id)
         return admission.resume_tokens
 

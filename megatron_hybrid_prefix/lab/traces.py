@@ -27,7 +27,6 @@ from megatron_hybrid_prefix.console.terminal import InputError, read_text
 from megatron_hybrid_prefix.index.keys import KEY_BYTES, KeyMaker
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 
-FORMATS = ("mooncake", "session", "text")
 MOONCAKE_BLOCK_TOKENS = 512
 TEXT_BLOCK_TOKENS = 256
 
@@ -52,7 +51,7 @@ class Trace:
     """Recorded requests, by time.
 
     Attributes:
-        format: One of `FORMATS`.
+        format: "mooncake", "session" or "text".
         block_tokens: Tokens per block.
         requests: The requests.
     """

@@ -172,7 +172,6 @@ _DERIVED: dict[type, type] = {
     SelfAttention: InvariantSelfAttention,
     MLP: InvariantGatedMLP,
 }
-_ORIGINALS = {derived: original for original, derived in _DERIVED.items()}
 
 
 def use_invariant_layers(model: torch.nn.Module) -> int:
@@ -185,24 +184,12 @@ def use_invariant_layers(model: torch.nn.Module) -> int:
     for module in model.modules():
         original = type(module)
         mixin = next((mixin for base, mixin in _MIXINS.items() if isinstance(module, base)), None)
-        if mixin is None or original in _ORIGINALS:
+        if mixin is None or original in _DERIVED.values():
             continue
         if original not in _DERIVED:
-            derived = type(f"Invariant{original.__name__}", (mixin, original), {"__doc__": original.__doc__})
-            _DERIVED[original], _ORIGINALS[derived] = derived, original
+            _DERIVED[original] = type(f"Invariant{original.__name__}", (mixin, original), {"__doc__": original.__doc__})
         module.__class__ = _DERIVED[original]
         changed += 1
-    return changed
-
-
-def drop_invariant_layers(model: torch.nn.Module) -> int:
-    """Undo `use_invariant_layers`; returns how many modules changed."""
-    changed = 0
-    for module in model.modules():
-        original = _ORIGINALS.get(type(module))
-        if original is not None:
-            module.__class__ = original
-            changed += 1
     return changed
 
 

@@ -54,11 +54,6 @@ def check_eviction_policy(name: str) -> None:
     _POLICIES.check(name)
 
 
-def present_eviction_policy(name: str) -> str:
-    """The current name of a policy. An old name warns; an unknown name is returned as it is."""
-    return _POLICIES.present_name(name)
-
-
 def make_eviction_policy(name: str) -> EvictionPolicy[Any]:
     """Makes an empty policy.
 
@@ -69,19 +64,19 @@ def make_eviction_policy(name: str) -> EvictionPolicy[Any]:
     return _POLICIES[name]()
 
 
-def make_policy_below(above: EvictionPolicy[Any], name: str, *, state_blocks: float | None) -> EvictionPolicy[Any]:
+def make_policy_below(above: EvictionPolicy[Any], name: str, *, state_blocks: float) -> EvictionPolicy[Any]:
     """Makes the policy of the tier below.
 
     Args:
         above: The policy of the tier above, which was not used yet.
         name: Its name.
-        state_blocks: Bytes of a state in KV blocks, if states and KV share the memory of the tier below.
+        state_blocks: Bytes of a state in KV blocks.
     """
     below = above.tier_below() if isinstance(above, KnowsTiers) else make_eviction_policy(name)
-    if state_blocks is not None and isinstance(below, SharesMemory):
+    if isinstance(below, SharesMemory):
         below.share_memory(state_blocks=state_blocks)
     return below
 
 
 register_eviction_policy("lru", LruEviction)
-_POLICIES.register("recompute_cost", RecomputeCostEviction, former_names=["replay_cost"])
+register_eviction_policy("recompute_cost", RecomputeCostEviction)

@@ -191,10 +191,7 @@ def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[s
         labels: Labels of every sample.
     """
     labels = labels or {}
-    of_host = {f"host_{figure}" for figure in stats.get("tiers", {}).get("host", {})}
     for name, value in stats.items():
-        if name in of_host:
-            continue  # also a figure of the tier
         start = next((start for start in _LABELLED if name.startswith(start)), None)
         if start is not None and not name.endswith(_LEVELS):
             metric, label, text = _LABELLED[start]

@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.tiers.base import SharedTier, Tier
 from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, Staging, Tensors
 from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
 from megatron_hybrid_prefix.tiers.loads import Loads
-from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
+from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue
 from megatron_hybrid_prefix.tiers.shared_tier_moves import SharedTierMoves
 from megatron_hybrid_prefix.tiers.stores import Stores
 from megatron_hybrid_prefix.tiers.tier_moves import TierMoves
@@ -42,7 +42,6 @@ class HostArena:
         page_bytes: Bytes per page.
         pages_of: Pages per entry, by kind.
         device: Device of the tensors.
-        verify: Whether to compute and compare checksums.
         behind: The tier behind the host, or None.
 
     Attributes:
@@ -63,14 +62,13 @@ class HostArena:
         page_bytes: int,
         pages_of: Mapping[EntryKind, int],
         device: torch.device | str,
-        verify: bool = True,
         behind: Tier | None = None,
     ) -> None:
         device = torch.device(device)
         is_shared = isinstance(behind, SharedTier)
         self.pages = HostPages(pages, page_bytes, device)
         self.contents = PageContents(pages, device, for_threads=is_shared)
-        self._copies = EntryCopies(tensors, self.pages, pages_of=pages_of, device=device, verify=verify)
+        self._copies = EntryCopies(tensors, self.pages, pages_of=pages_of, device=device)
         store_queue, load_queue = (
             DeviceQueue(device, ahead=ahead) if device.type == "cuda" else HostQueue() for ahead in (1, BUFFERS)
         )
@@ -85,7 +83,6 @@ class HostArena:
             self.stores,
             load_queue,
             load_staging,
-            verify=verify,
             device=device,
         )
         self._behind: TierMoves | None = None
@@ -127,9 +124,7 @@ class HostArena:
         """Bytes of one entry on this rank."""
         return self._copies.bytes[kind]
 
-    def carry_out(
-        self, units: Sequence[BlockTransfer], *, send: bool = True, written: Mark = None, beside: bool = False
-    ) -> None:
+    def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True, beside: bool = False) -> None:
         """Launch transfers in order. The model may overwrite stored entries after `wait_for_stores`.
 
         A transfer that fails is logged. Its load counts as failed, on this rank.
@@ -137,7 +132,6 @@ class HostArena:
         Args:
             units: The transfers.
             send: False: gather what is stored, and leave its copies to the host to `send`. What needs them launches them, too.
-            written: A `mark_model` after which the model writes to nothing that is stored here. None: now.
             beside: Leave half of the device to the model's later launches while entries are gathered.
         """
         behind = self._behind or self._shared
@@ -147,7 +141,7 @@ class HostArena:
                 if self._shared is not None:
                     run = self._shared.overwrite(run)
                 before = self.loads.mark_before_stores(run)
-                self.stores.run(run, before, send=send, written=written, beside=beside)
+                self.stores.run(run, before, send=send, beside=beside)
             elif target == DEVICE:
                 self.loads.run(run if self._shared is None else self._shared.without_put_off(run))
             else:
@@ -158,10 +152,6 @@ class HostArena:
     def send(self) -> None:
         """Launch the copies to the host that `carry_out` left. They do not wait for what the model launched since."""
         self.stores.send()
-
-    def mark_model(self) -> Mark:
-        """Mark the model's launches until now, for `carry_out`."""
-        return self.stores.queue.mark_model()
 
     def wait_for_stores(self) -> None:
         """The model's later launches run after all stores have read their entries."""

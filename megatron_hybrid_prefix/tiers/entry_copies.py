@@ -73,7 +73,6 @@ class EntryCopies:
         pages: The pages on the host.
         pages_of: Pages per entry, by kind.
         device: Device of the tensors.
-        verify: Whether to compute checksums.
 
     Attributes:
         bytes: Bytes of an entry on this rank, by kind.
@@ -88,9 +87,8 @@ class EntryCopies:
         *,
         pages_of: Mapping[EntryKind, int],
         device: torch.device,
-        verify: bool,
     ) -> None:
-        self._tensors, self._pages, self._device, self._verify = tensors, pages, device, verify
+        self._tensors, self._pages, self._device = tensors, pages, device
         self.by_engine = pages.page_bytes >= ENGINE_BYTES
         self.row_bytes = {kind: count * pages.page_bytes for kind, count in pages_of.items()}
         sizes = {kind: [each[:, 0].nbytes for each in own] for kind, own in tensors().items()}
@@ -186,10 +184,9 @@ class EntryCopies:
             copy_to_host(tensor, self._pages.rows, moves, start_bytes=start)
 
     def sum(self, batch: Batch) -> None:
-        """Sums the entries in their places, if there are checksums."""
-        if self._verify:
-            for tensor, start in self._parts(batch.kind):
-                sum_entries(tensor, batch.device_ids, batch.sums, start_bytes=start)
+        """Sums the entries in their places."""
+        for tensor, start in self._parts(batch.kind):
+            sum_entries(tensor, batch.device_ids, batch.sums, start_bytes=start)
 
     def to_staging(self, batch: Batch, staging: Staging) -> None:
         """From the pages to the staging buffer, by the copy engines."""
@@ -220,7 +217,6 @@ class EntryCopies:
         memory, pages = self._pages.rows, batch.pages
         if rows is not None and row_ids is not None:
             memory, pages = rows, row_ids[: len(rows), None]
-        sums = batch.sums if self._verify else None
         for tensor, start in self._parts(batch.kind):
             copy_pages(
                 tensor,
@@ -229,7 +225,7 @@ class EntryCopies:
                 pages,
                 to_pages=to_pages,
                 start_bytes=start,
-                sums=sums,
+                sums=batch.sums,
                 beside=beside,
             )
 

@@ -3,7 +3,7 @@
 The copy engines copy entries to a staging buffer on the device, and a kernel copies them from there to their places. Pages that are
 too small for the engines are read by the kernel, straight into their places.
 
-The CPU learns that a load failed after the forward that used it. What is wrong (if checksums are compared) or missing is zeros by
+The CPU learns that a load failed after the forward that used it. What is wrong or missing is zeros by
 then: other bytes may be NaN, and to sample from NaN is an error, on a GPU one that ends the process.
 """
 
@@ -49,7 +49,6 @@ class Loads:
         stores: The stores, whose entries are loaded, and which read from where loads write to.
         queue: Where the copies run.
         staging: The buffer on the device.
-        verify: Whether to compare checksums.
         device: The device.
 
     Attributes:
@@ -67,11 +66,10 @@ class Loads:
         queue: DeviceQueue | HostQueue,
         staging: Staging,
         *,
-        verify: bool,
         device: torch.device,
     ) -> None:
         self._copies, self._contents, self._stores, self.queue = copies, contents, stores, queue
-        self._staging, self.by_engine, self._verify = staging, copies.by_engine, verify
+        self._staging, self.by_engine = staging, copies.by_engine
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int64, device=device)  # by load
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int64)
         if device.type == "cuda":
@@ -107,7 +105,7 @@ class Loads:
                 self._bring(*prepared.rounds[:BUFFERS])
             rounds = prepared.rounds
             self._bad_rows.index_fill_(0, prepared.new_loads, 0)  # the other loads have begun with other entries
-            expected = self._contents.sums.index_select(0, prepared.first_pages) if self._verify else None
+            expected = self._contents.sums.index_select(0, prepared.first_pages)
             try:
                 for number, round_ in enumerate(rounds):
                     self.queue.use(round_[0].half)
@@ -116,8 +114,7 @@ class Loads:
                             self._fail(batch)
                     self.queue.free(round_[0].half)
                     self._bring(*rounds[number + BUFFERS :][:1])
-                if expected is not None:
-                    self._bad_rows.index_add_(0, prepared.load_of, prepared.sums.ne_(expected))
+                self._bad_rows.index_add_(0, prepared.load_of, prepared.sums.ne_(expected))
                 self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             finally:
                 self.last = self.queue.mark()
@@ -203,8 +200,7 @@ class Loads:
     def _load(self, batch: Batch) -> None:
         """Copies entries to their places."""
         self._copies.to_places(batch, self._staging if self.by_engine else None)
-        if self._verify:
-            self._copies.zero_wrong(batch, self._contents.sums)
+        self._copies.zero_wrong(batch, self._contents.sums)
         missing = [unit for unit in batch.units if not self._contents.holds(unit)]
         for unit in missing:
             page = unit.pages[0]

@@ -62,7 +62,6 @@ class Stores:
         after: Mark,
         *,
         send: bool = True,
-        written: Mark = None,
         beside: bool = False,
     ) -> None:
         """Launch stores, in order. The model may overwrite the entries after `wait`.
@@ -73,7 +72,6 @@ class Stores:
             units: The stores.
             after: They run after this mark of another queue.
             send: False: leave the copies of what is gathered to `send`.
-            written: A mark of the model's launches: those before it wrote the entries. None: all until now.
             beside: Leave half of the device to the model's later launches.
         """
         if not units:
@@ -82,7 +80,7 @@ class Stores:
             self.send()
         is_idle = self.stored is None or self.stored.query()  # changes the way, but nothing that arrives
         self._new_pages.update(_first_pages(units))
-        with self._storing(after, written, after_model=written is None):
+        with self._storing(after):
             for number, different in enumerate(without_shared_pages(units)):
                 if number:
                     self._send()  # to the same pages

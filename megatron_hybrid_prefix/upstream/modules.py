@@ -2,15 +2,14 @@
 
 _CORE = "megatron.core"
 _INFERENCE = f"{_CORE}.inference"
-_CONTROLLERS = f"{_INFERENCE}.text_generation_controllers.text_generation_controller"
 
 ATTENTION = f"{_CORE}.transformer.attention"
 ATTENTION_CLASS = f"{ATTENTION}:Attention"
 CAUSAL_CONV1D = f"{_CORE}.ssm.ops.causal_conv1d_varlen"
 CAUSAL_CONV1D_STEP = f"{_CORE}.ssm.ops.causal_conv1d_triton"
 COMMUNICATION = f"{_INFERENCE}.communication_utils"
-CONTROLLER = _CONTROLLERS
-CONTROLLER_CLASS = f"{_CONTROLLERS}:TextGenerationController"
+CONTROLLER = f"{_INFERENCE}.text_generation_controllers.text_generation_controller"
+CONTROLLER_CLASS = f"{CONTROLLER}:TextGenerationController"
 CUDA_GRAPHS = f"{_CORE}.transformer.cuda_graphs"
 DYNAMIC_CONTEXT = f"{_INFERENCE}.contexts.dynamic_context"
 DYNAMIC_CONTEXT_CLASS = f"{DYNAMIC_CONTEXT}:DynamicInferenceContext"

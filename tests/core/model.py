@@ -96,7 +96,7 @@ class ModelEngine:
         self.seen: Counter[str] = Counter()
         self.expected: dict[bytes, Content] = {}  # what the keys of entries on the host name
         self.next_id = 0
-        self.stores_ahead = False  # whether forwards are told to the cache once they are launched
+        self.publishes_early = False  # whether forwards are published once they are launched
         self.counted = dict.fromkeys(COUNTED, 0)
 
     # -- what should be there ------------------------------------------------------------------------------------------
@@ -552,15 +552,13 @@ class ModelEngine:
         load = self.live(request).load
         writes = self.writes(request, plan, succeeds)
         # What a forward with a load wrote is published once it is over.
-        early = self.stores_ahead and succeeds and load is None and not request.released
+        early = self.publishes_early and succeeds and load is None and not request.released
         if early:
             self.publish(plan, request)
-        before, after = self.cache.store_ahead([plan]) if self.stores_ahead else ([], [])
-        self.carry_out_units(before)
+        published = self.cache.take_published() if self.publishes_early else []
         self.write(request, plan, succeeds, writes)
-        self.carry_out_units(after)
-        self.seen["stored ahead"] += sum(unit.source == DEVICE for unit in before)
-        self.seen["stored when written"] += sum(unit.source == DEVICE for unit in after)
+        self.carry_out_units(published)
+        self.seen["stored when written"] += sum(unit.source == DEVICE for unit in published)
         if early:
             self.forget_plan(plan, request)
             return

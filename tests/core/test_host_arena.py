@@ -35,7 +35,6 @@ class Pools:
         device: str,
         scale: int = 1,
         *,
-        verify: bool = True,
         mamba_layers: int = 3,
         behind: Tier | None = None,
     ) -> None:
@@ -52,7 +51,6 @@ class Pools:
             page_bytes=self.page_bytes,
             pages_of=self.pages_of,
             device=device,
-            verify=verify,
             behind=behind,
         )
 
@@ -678,9 +676,9 @@ def test_zeros_for_a_wrong_entry_do_not_hit_a_later_one_in_its_place(device):
 
 
 def test_what_could_not_be_brought_is_not_loaded(monkeypatch):
-    """Without checksums, the bytes that the staging buffer had before would be taken for the entry."""
+    """The bytes that the staging buffer had before may be those of an equal entry, with its checksum."""
     monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
-    pools = Pools("cpu", verify=False)
+    pools = Pools("cpu")
     for index in range(2):
         pools.write(EntryKind.KV, index, 1.0 + index)
         pools.arena.carry_out([pools.unit(EntryKind.KV, index, index, key=bytes([index]))])
@@ -730,11 +728,10 @@ def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fails", ["nothing", "straight_to_pages", "the second straight_to_pages", "sum"])
-@pytest.mark.parametrize("verify", [True, False])
-def test_what_goes_straight_to_the_host_arrives_or_is_not_there(device, fails, verify, monkeypatch):
+def test_what_goes_straight_to_the_host_arrives_or_is_not_there(device, fails, monkeypatch):
     """What the engines refuse is copied as the others are. A checksum that could not be computed is not taken for one."""
     monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
-    pools = Pools(device, verify=verify)
+    pools = Pools(device)
     entries = [(kind, index) for kind in EntryKind for index in (1, 2)]
     for kind, index in entries:
         pools.write(kind, index, 3.0 + index)
@@ -782,16 +779,6 @@ def test_another_tag_is_noticed():
     assert pools.arena.has_failed(1)
     pools.arena.carry_out([pools.unit(EntryKind.KV, 2, 7, load_id=2)])  # nothing was ever stored there
     assert pools.arena.has_failed(2)
-
-
-def test_without_verification_nothing_is_compared():
-    pools = Pools("cpu", verify=False)
-    pools.write(EntryKind.KV, 1, 3.0)
-    unit = pools.unit(EntryKind.KV, 1, 5)
-    pools.arena.carry_out([unit])
-    pools.arena.memory[unit.pages[0] * pools.page_bytes] ^= 2
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 2, 5, load_id=1)])
-    assert not pools.arena.has_failed(1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
+import pickle
 from bisect import bisect_right
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.config import REMOVED, HybridPrefixConfig
 from megatron_hybrid_prefix.index.tree import Node
-from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import (
     Boundary,
     CheckpointReason,
@@ -21,7 +23,7 @@ from megatron_hybrid_prefix.policy.boundaries import (
     prompt_boundaries,
 )
 from megatron_hybrid_prefix.policy.lru import LruEviction
-from megatron_hybrid_prefix.policy.registry import eviction_policy_names, make_eviction_policy
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 
 JUNCTION, TAIL, REPEAT = CheckpointReason.JUNCTION, CheckpointReason.TAIL, CheckpointReason.REPEAT
 BREAKPOINT, INTERVAL = CheckpointReason.BREAKPOINT, CheckpointReason.INTERVAL
@@ -279,9 +281,11 @@ def test_the_order_of_eviction_is_that_of_two_lists(calls):
         assert list(policy) == probationary + others and len(policy) == len(probationary + others)
 
 
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="eviction_policy='random'"):
-        make_eviction_policy("random")
+@pytest.mark.parametrize("name", ["random", "replay_cost"])
+def test_an_unknown_policy_is_refused(name):
+    for refuse in (make_eviction_policy, lambda name: HybridPrefixConfig(mamba_gb=1, eviction_policy=name)):
+        with pytest.raises(ValueError, match=f"^eviction_policy='{name}': must be 'lru' or 'recompute_cost'"):
+            refuse(name)
 
 
 @pytest.mark.parametrize(
@@ -308,20 +312,16 @@ def test_config_is_frozen_and_by_keyword():
         HybridPrefixConfig(1)
 
 
-def test_the_former_name_of_the_default_policy_still_works_with_a_warning():
-    with pytest.warns(FutureWarning, match=r"eviction_policy='replay_cost' is now called 'recompute_cost'"):
-        config = HybridPrefixConfig(mamba_gb=1, eviction_policy="replay_cost")
-    assert config.eviction_policy == "recompute_cost"
-    assert "replay_cost" not in eviction_policy_names()
-    with pytest.warns(FutureWarning):
-        assert type(make_eviction_policy("replay_cost")) is type(make_eviction_policy("recompute_cost"))
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_says_what_to_do(name):
+    with pytest.raises(ValueError, match=rf"^{name}=True: this setting was removed: leave it out; .*$"):
+        HybridPrefixConfig(mamba_gb=1, **{name: True})
+    assert not hasattr(HybridPrefixConfig, name)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'host_writes'"):
+        HybridPrefixConfig(mamba_gb=1, host_writes=True)
 
 
-def test_the_former_name_of_a_count_by_reason_still_reads_with_a_warning():
-    stats = PrefixStats()
-    stats.checkpoints_by_reason["repeat"] += 3
-    with pytest.warns(FutureWarning, match="'replay'.* is now called 'repeat'"):
-        assert stats.copy().checkpoints_by_reason["replay"] == 3
-    assert stats.as_dict()["checkpoints_by_reason"]["repeat"] == 3
-    with pytest.raises(KeyError):
-        stats.checkpoints_by_reason["nothing"]
+def test_settings_can_be_copied():
+    config = HybridPrefixConfig(mamba_gb=1, host_gb=2)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == dataclasses.replace(config) == config
+    assert not hasattr(config, "__dict__")

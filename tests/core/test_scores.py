@@ -128,7 +128,6 @@ def test_random_prompts(seed, host_pages):
         kv_blocks=12 if host_pages else dice.choice((12, 40)),
         state_slots=3 if host_pages else dice.choice((3, 20)),
         host_pages=host_pages,
-        host_write_through=dice.random() < 0.5,
     )
     trunks = [[dice.randrange(50) for _ in range(30)] for _ in range(3)]
     skipped = 0

@@ -451,9 +451,11 @@ def test_mutants_are_found(mutant, monkeypatch):
 
 def test_blocks_move_on_after_an_invalidation():
     """Requests that run on share blocks whose move is still queued."""
-    cache = shared(60, 5, host_pages=40, host_state_pages=2, host_write_through=True)
+    cache = shared(60, 5, host_pages=40, host_state_pages=2)
     running = cache.admit(1, cache.match(cache.chain(list(range(3 * BLOCK + 1)))))
     cache.publish(cache.plan(1, running.resume_tokens, 3 * BLOCK + 1))
+    for node in cache.inspect.nodes_with_state():
+        cache.inspect.host_tier.store_state(node)
     stores = cache.take_copies()
     assert stores
     cache._store.copies += [*stores, BlockMove(source_block=1, target_block=2)]
@@ -466,7 +468,7 @@ def test_blocks_move_on_after_an_invalidation():
 
 def test_waiting_loads_give_back_their_slots_too():
     """A load of a state alone, whose KV a running request holds: the page of its slot is available."""
-    cache = shared(9, host_pages=40, host_state_pages=2, host_write_through=True)
+    cache = shared(9, host_pages=40, host_state_pages=2)
     tokens = list(range(2 * BLOCK + 1))
     first = cache.admit(1, cache.match(cache.chain(tokens)))
     cache.publish(cache.plan(1, first.resume_tokens, len(tokens)))
@@ -504,10 +506,11 @@ def test_the_tier_behind_is_offered_each_state_that_the_host_evicts(monkeypatch)
 
 
 def test_a_guess_that_got_a_reason_is_no_guess_on_the_host():
-    cache = with_host(kv_blocks=20, state_slots=8, host_pages=40, eviction_policy="lru", host_write_through=True)
+    cache = with_host(kv_blocks=20, state_slots=8, host_pages=40, eviction_policy="lru")
     run(cache, "prompt", 6)
     host = cache.inspect.host_tier
-    node = next(node for node in cache.inspect.nodes() if is_probationary(node) and node.host_slot != NO_SLOT)
+    node = next(node for node in cache.inspect.nodes_with_state() if is_probationary(node))
+    assert host.store_state(node)
     cache._store.checkpoints.confirm(node.key, CheckpointReason.JUNCTION)
     cache._store.checkpoints.evict(node)
     assert node.host_slot != NO_SLOT

@@ -20,7 +20,6 @@ from hypothesis.stateful import (
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index import store_ahead
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from tests.core.model import BEHIND, ModelEngine, Request
 from tests.core.shared_model import SharedModelEngine
@@ -29,19 +28,13 @@ from tests.harness.plugins.dictionary_tier import DictionaryTier
 STEPS: Counter[str] = Counter()
 
 
-@pytest.fixture(autouse=True)
-def host_has_room_ahead(monkeypatch):
-    """A third of these small hosts."""
-    monkeypatch.setattr(store_ahead, "AHEAD_PART", 3)
-
-
 SALTS = [(None, None), ("", None), ("a", None), ("a", "lora"), (None, "a")]
 HOSTS: list[dict[str, Any]] = [
     {},
     {"host_pages": 6, "host_kv_pages": 1, "host_state_pages": 2},
     {"host_pages": 30, "host_kv_pages": 2, "host_state_pages": 3},
-    {"host_pages": 40, "host_kv_pages": 1, "host_state_pages": 1, "host_state_share": 0.3},
-    {"host_pages": 200, "host_kv_pages": 1, "host_state_pages": 1, "host_write_through": True},
+    {"host_pages": 40, "host_kv_pages": 1, "host_state_pages": 1},
+    {"host_pages": 200, "host_kv_pages": 1, "host_state_pages": 1},
     {"host_pages": 1000, "host_kv_pages": 1, "host_state_pages": 2},
 ]
 MEMORIES: list[dict[str, int]] = [  # pages of 1, 1, 3, 4 and 5 blocks, most with blocks left over
@@ -68,7 +61,7 @@ class CacheMachine(RuleBasedStateMachine):
         host=st.sampled_from([HOSTS[0], *HOSTS]),
         memory=st.sampled_from([None] * len(MEMORIES) + MEMORIES),
         policy=st.sampled_from(["lru", "recompute_cost"]),
-        stores_ahead=st.booleans(),
+        publishes_early=st.booleans(),
     )
     def build(
         self,
@@ -81,7 +74,7 @@ class CacheMachine(RuleBasedStateMachine):
         host: dict[str, Any],
         memory: dict[str, int] | None,
         policy: str,
-        stores_ahead: bool,
+        publishes_early: bool,
     ) -> None:
         split = {"kv_blocks": kv_blocks, "state_slots": state_slots, "first_state_slot": max_requests}
         cache = HybridPrefixCache(
@@ -93,7 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
             **host,
         )
         self.engine = ModelEngine(cache, kv_blocks, max_requests) if memory is None else SharedModelEngine(cache)
-        self.engine.stores_ahead = stores_ahead
+        self.engine.publishes_early = publishes_early
         self.known: list[list[int]] = [[]]
         self.waiting: list[Request] = []  # preempted
         STEPS["machines"] += 1
@@ -299,7 +292,7 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None, shared: boo
         **host,
     )
     engine = SharedModelEngine(cache) if shared else ModelEngine(cache, kv_blocks, first_state_slot)
-    engine.stores_ahead = random.Random(f"ahead {seed}").random() < 0.7
+    engine.publishes_early = random.Random(f"early {seed}").random() < 0.7
     known: list[list[int]] = [[]]
     waiting: list[Request] = []
     for _ in range(steps):
@@ -405,7 +398,6 @@ def test_random_traffic(seeds):
         assert STEPS[what] >= len(seeds) / 6, f"{what}: only {STEPS[what]} times"
     assert STEPS["probationary state confirmed"] > 0
     moves = ("stored", "loaded", "admitted from the host", "resumed", "swapped out", "load failed", "load given up")
-    moves += ("stored ahead", "stored when written")
     for what in moves:
         assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
 
@@ -418,7 +410,6 @@ def test_random_traffic_in_shared_memory(seeds):
     print(dict(STEPS))
     common = ("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost")
     own = ("moved", "told of a move", "cleared", "ghosts", "decoded states", "shared beyond")
-    own += ("stored ahead", "stored when written")
     for what in (*common, *own, "junctions", "intervals", "readmitted", "stored", "loaded", "swapped out"):
         assert STEPS[what] >= len(seeds) / 10, f"{what}: only {STEPS[what]} times"
 
@@ -430,7 +421,6 @@ def test_random_traffic_with_a_tier_behind_the_host(seeds):
         run_seed(seed, 150, behind=["", "20", "3"])
     print(dict(STEPS))
     moves = ("stored", "loaded", "admitted from the host", "taken behind", "given back", "spoilt behind", "load failed")
-    moves += ("stored ahead", "stored when written")
     for what in moves:
         assert STEPS[what] >= len(seeds) / 30, f"{what}: only {STEPS[what]} times"
     assert STEPS["not given back"] > 0

@@ -320,19 +320,20 @@ def test_copies_that_are_sent_later_do_not_wait_for_the_forward(world: Launches)
     assert len(before) == launches, "they are sent once"
 
 
-class Ahead:
-    """A cache without copies, but for what it stores ahead."""
+class Published:
+    """A cache without copies, but for what publication queued."""
 
     layout = None
 
-    def __init__(self, *copies: list[BlockTransfer]) -> None:
-        self.copies = copies
+    def __init__(self, *copies: BlockTransfer) -> None:
+        self.copies = list(copies)
 
     def take_copies(self) -> list[BlockTransfer]:
         return []
 
-    def store_ahead(self, plans: object) -> tuple[list[BlockTransfer], ...]:
-        return self.copies
+    def take_published(self) -> list[BlockTransfer]:
+        copies, self.copies = self.copies, []
+        return copies
 
 
 def moves_of(world: Launches, cache: Any) -> HostMoves:
@@ -342,34 +343,28 @@ def moves_of(world: Launches, cache: Any) -> HostMoves:
     return moves
 
 
-def test_what_is_stored_ahead_does_not_wait_for_the_forward(world: Launches) -> None:
-    """Unless the forward writes it. What comes later waits until both are gathered, though nothing else is stored."""
+def test_what_publication_queued_is_stored_after_the_forward_that_writes_it(world: Launches) -> None:
+    """What comes later waits until it is gathered, though nothing else is stored."""
     before, pools = world.before, world.pools
     world.arena.stores.stored.is_over = True
-    moves = moves_of(world, Ahead([pools.unit(EntryKind.KV, 0, 0)], [pools.unit(EntryKind.KV, 1, 1)]))
-    moves.launch(send=False)
-    world.launch("copy of a decode state")
+    moves = moves_of(world, Published(pools.unit(EntryKind.KV, 1, 1)))
     moves.launch(send=False)
     world.launch("forward")
-    moves.forward_launched([])
-    for name in ("_gather 0", "_store 0"):
-        assert "copy of a decode state" in before[name] and "forward" not in before[name]
+    moves.forward_launched()
     assert "forward" in before["_gather 1"] and "_gather 1" in before["_store 1"]
-    beside = [world.options[f"_gather {n}"]["beside"] for n in range(2)]
-    assert beside == [False, True], "sampling does not wait for programs of the second one"
+    assert world.options["_gather 1"]["beside"], "sampling does not wait for its programs"
     world.launch("sampling")
-    assert not {"_gather 0", "_gather 1"} & before["sampling"]
+    assert "_gather 1" not in before["sampling"]
     moves.launch(send=False)
     world.launch("next forward")
-    assert {"_gather 0", "_gather 1"} <= before["next forward"]
-    assert not {"_store 0", "_store 1"} & before["next forward"]
+    assert "_gather 1" in before["next forward"] and "_store 1" not in before["next forward"]
 
 
-def test_nothing_is_stored_ahead_for_a_controller_that_does_not_say_when_a_forward_is(world: Launches) -> None:
-    moves = moves_of(world, Ahead([world.pools.unit(EntryKind.KV, 0, 0)], []))
+def test_what_publication_queued_waits_for_a_controller_that_does_not_say_when_a_forward_is(world: Launches) -> None:
+    moves = moves_of(world, Published(world.pools.unit(EntryKind.KV, 0, 0)))
     moves.sends_later = False
     moves.launch()
-    moves.forward_launched([])
+    moves.forward_launched()
     assert not world.before
 
 

@@ -80,7 +80,8 @@ def answer(*, reused, log_prob=-1.0):
 
 def layout_findings():
     """Findings of two ranks without any mistake."""
-    stats = {"reused_tokens": 64, "host_loads": 2, "fallbacks": {"host_load_failed": 1}, "bytes_budget": 5}
+    host = {"loads": 2, "bytes_loaded": 5}
+    stats = {"reused_tokens": 64, "tiers": {"host": host}, "fallbacks": {"host_load_failed": 1}, "bytes_budget": 5}
     on = {"answers": [answer(reused=64)], "stats": stats, "present": {"waiting": []}, "decisions": [7], "preempted": 0}
     run = {"off": {"answers": [answer(reused=0)]}, "on": on}
     damaged = {"answers": [answer(reused=64, log_prob=-1.5)]}
@@ -95,7 +96,8 @@ def test_right_findings_pass():
 
 def test_statistics_of_a_ranks_own_memory_may_differ():
     ranks = layout_findings()
-    ranks[1]["runs"]["host, legacy"]["on"]["stats"]["bytes_budget"] = 9
+    stats = ranks[1]["runs"]["host, legacy"]["on"]["stats"]
+    stats["bytes_budget"] = stats["tiers"]["host"]["bytes_loaded"] = 9
     functional.judge_layout(CASES["tp2"], ranks, 1e-5)
 
 
@@ -106,7 +108,7 @@ LAYOUT_DEFECTS = {
     "0 answers, 1 with caching off": lambda on, rank: on.update(answers=[]),
     "decisions of ranks 0 and 1 differ": lambda on, rank: on.update(decisions=[8]),
     "present of ranks 0 and 1 differ": lambda on, rank: on.update(present={}),
-    "prefix_stats of ranks 0 and 1 differ": lambda on, rank: on["stats"].update(host_loads=3),
+    "prefix_stats of ranks 0 and 1 differ": lambda on, rank: on["stats"]["tiers"]["host"].update(loads=3),
     "wrong states do not show in answer 0": lambda on, rank: rank["damaged"]["answers"][0].update(log_probs=[-1, -2]),
 }
 
@@ -123,7 +125,7 @@ def test_wrong_findings_of_one_rank_fail(message):
     ("message", "stats"),
     [
         ("host, legacy: nothing was reused", {"reused_tokens": 0}),
-        ("nothing came back from the host", {"host_loads": 0}),
+        ("nothing came back from the host", {"tiers": {"host": {"loads": 0}}}),
         ("0 failed loads, for one changed bit", {"fallbacks": {}}),
     ],
 )

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.metrics import OWN_STATS
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, padded_block_bytes
 from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.rank_stats import alike_on_ranks
 from tests.harness.selection import mostly_slow
 from tests.harness.workers import prefix_parallel as worker
 from tests.harness.workers.launch import run_ranks
@@ -121,8 +121,7 @@ def test_all_ranks_decide_alike_and_as_one_alone(case, alone, name):
         assert found["present"] == right["present"]
         assert found["preempted"] == right["preempted"]
         # What slots and entries take is each rank's own; how many there are is not.
-        own = dict.fromkeys(OWN_STATS, 0)
-        assert found["stats"] | own == right["stats"] | own
+        assert alike_on_ranks(found["stats"]) == alike_on_ranks(right["stats"])
         assert [a["cached_tokens"] for a in found["answers"]] == [a["cached_tokens"] for a in right["answers"]]
 
 
@@ -133,7 +132,7 @@ def test_scenarios_do_what_they_are_for(case):
         assert cached[2:6] == [2 * worker.BLOCK_TOKENS] * 4
         assert tails["stats"]["evictions"] == 0
         assert chunked["stats"]["evictions"] > 3 and chunked["stats"]["reused_tokens"] > 0
-        assert host["stats"]["host_loads"] > 10 and host["stats"]["reused_tokens_host"] > 0
+        assert host["stats"]["tiers"]["host"]["loads"] > 10 and host["stats"]["reused_tokens_host"] > 0
         assert host["stats"]["fallbacks"]["host_load_failed"] == 1
         assert preempted["stats"]["kv_evictions"] > 3 and preempted["stats"]["reused_tokens"] > 0
         assert preempted["preempted"] > 1
@@ -173,7 +172,7 @@ def test_one_memory(case, alone):
         assert_same(found["answers"], right)
         assert found["layout"] == first["layout"] and found["layout"][1] == max(1, most_blocks)
         assert found["decisions"] == first["decisions"] and found["moved"] == first["moved"]
-        assert found["stats"]["host_loads"] > 0 and found["stats"]["kv_evictions"] > 3
+        assert found["stats"]["tiers"]["host"]["loads"] > 0 and found["stats"]["kv_evictions"] > 3
     assert first["moved"] > 0 or first["layout"][1] == 1
 
 

@@ -13,7 +13,7 @@ from megatron.core.ssm import mamba_mixer
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.layers import invariant
 from megatron_hybrid_prefix.layers.grid import ChunkGrid
-from megatron_hybrid_prefix.layers.invariant import drop_invariant_layers, invariant_problem
+from megatron_hybrid_prefix.layers.invariant import invariant_problem
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
@@ -288,9 +288,6 @@ def test_the_default_computes_as_without_the_mixins(platform, monkeypatch):
         harness.send(*prompts, count=3)
         answers.append([bits(harness.finished[number]) for number in sorted(harness.finished)])
     assert answers[0] == answers[2] != answers[1]
-    assert drop_invariant_layers(model) > 0
-    assert drop_invariant_layers(model) == 0
-    assert not any(type(module).__name__.startswith("Invariant") for module in model.modules())
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def test_breakpoints_of_another_type_are_refused(model, wrong):
     assert "\n" not in str(error.value) and len(str(error.value)) < 130
     engine = served.engine
     assert list(engine.requests) == [running] and not engine.waiting_request_ids
-    assert served.context.known_requests <= 1
+    assert len(served.context._requests) <= 1
     served.next_id = 1
     assert served.add(tokens(2, 20, seed=2), cache_breakpoints=None) == 2  # the id can be had
     served.run()

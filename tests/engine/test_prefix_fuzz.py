@@ -65,7 +65,7 @@ class Traffic:
         interval = self.retention.choice((None, None, 0, block, 2 * block))
         self.tier = random.Random(f"host {seed}")
         self.ends = random.Random(f"ends {seed}")
-        host = {"host_gb": self.tier.choice(HOST_GB), "host_write_through": self.tier.random() < 0.3}
+        host = {"host_gb": self.tier.choice(HOST_GB)}
         chunked = dice.random() < 0.6
         memory = {"mamba_gb": dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30}
         if one_memory:
@@ -330,7 +330,7 @@ def check_counted(stats: Any, requests: Iterable[Any], aborted: set[int]) -> Non
         assert left == 0
 
 
-FIGURES = ("reused_tokens", "evictions", "kv_evictions", "checkpoints_skipped", "host_loads", "host_preempted")
+FIGURES = ("reused_tokens", "evictions", "kv_evictions", "checkpoints_skipped")
 REASONS = ("junction", "breakpoint", "tail", "interval")
 
 
@@ -340,6 +340,7 @@ def _events(traffics: Iterable[Traffic]) -> dict[str, int]:
     for traffic in traffics:
         stats = traffic.engine.context.prefix_stats()
         found = {name: getattr(stats, name) for name in FIGURES}
+        found |= {f"host_{name}": getattr(stats.tiers["host"], name) for name in ("loads", "preempted")}
         found |= {reason: stats.checkpoints_by_reason[reason] for reason in REASONS}
         found["preempted"] = traffic.engine.evicted_request_count
         found["read_back"] = sum(traffic.finished[number].num_cached_tokens > 0 for number in traffic.read_back_ids)

@@ -578,7 +578,6 @@ def test_settings_and_flags(folder):
     [
         ({"shared": "/tmp/x", "host_gb": 1}, "must be a URL"),
         ({"shared": "file:///tmp/x?gb=1"}, "set host_gb above 0"),
-        ({"shared": "file:///tmp/x?gb=1", "host_gb": 1, "verify_host_loads": False}, "needs verify_host_loads"),
     ],
 )
 def test_settings_that_cannot_be(fields, message):

@@ -6,9 +6,7 @@
 Every prompt is new. Once the device is full, each one evicts what an earlier one left. After 50 or 60 of them an engine has learned that
 guesses are of no use here, and evicts less: ``--warm-up 80`` times that. The engines take turns, prompt by prompt, in
 random order, and each prompt's time is divided by that of the prompt without a cache of the same round. Rows with "at once"
-store what is evicted before the forward that evicts it, and nothing while a forward runs. Those with "nothing ahead" gather it before,
-and copy it while the forward runs. Those with "published late" publish when the
-forward is over, and store ahead what is cached until then. ``--rows`` chooses some (``off`` is always there). A prompt begins when the GPU is idle. What
+copy what is evicted before the forward that evicts it. Those with "published late" publish when the forward is over. ``--rows`` chooses some (``off`` is always there). A prompt begins when the GPU is idle. What
 still goes to the host after its token is shown beside it, and costs the next prompt: so prompts are also sent ``--row`` at a time,
 one right after the other, and that time is divided likewise (0: they are not). ``--variants`` copies what was gathered by
 a kernel of some programs, not by the copy engines. ``--parts`` says how far the engine was when; noting that takes some time, too.
@@ -37,7 +35,7 @@ from megatron_hybrid_prefix.tiers import entry_copies
 from tests.gpu.shared_tier import Milestones, milestones_table
 from tests.harness.engine_helpers import greedy, run_to_end
 
-AT_ONCE, LATE, NOT_AHEAD = ", at once", ", published late", ", nothing ahead"
+AT_ONCE, LATE = ", at once", ", published late"
 
 
 @contextmanager
@@ -122,7 +120,7 @@ def main() -> None:
             "no host tier": split,
             "one memory, no host tier": one,
         }
-        for when in ("", AT_ONCE, LATE, NOT_AHEAD):
+        for when in ("", AT_ONCE, LATE):
             settings |= {f"host tier{when}": split | host, f"one memory, host tier{when}": one | host}
         if args.rows is not None:
             unknown = [name for name in args.rows if name not in settings]
@@ -136,8 +134,6 @@ def main() -> None:
             engines[name] = build_engine(model, prefix, **kv, **common)
             if name.endswith(AT_ONCE):
                 engines[name].context.host_moves.sends_later = False
-            if name.endswith(NOT_AHEAD):
-                engines[name].context.prefix_cache._ahead._store_next = lambda: None
             if name.endswith(LATE):
                 engines[name].context._can_be_published = lambda plans: False
         rows = {name: (name, nullcontext) for name in engines}

@@ -87,8 +87,8 @@ def main(mode, preset="small", memory="split", host_gb="8"):
                         break
                     compared, difference = compared + 1, difference + abs(log_prob - its)
     stats = engine.context.prefix_stats().as_dict()
-    names = ("reused_tokens_host", "host_loads", "host_stores", "fallbacks", "host_seconds", "host_seconds_waited")
-    report = {name: stats[name] for name in names}
+    report = {name: stats[name] for name in ("reused_tokens_host", "fallbacks")}
+    report |= {name: stats["tiers"]["host"][name] for name in ("loads", "stores", "seconds", "seconds_waited")}
     if memory == "one_memory":
         report["moved_blocks"] = cache.inspect.memory_use().moved_blocks
     report |= {

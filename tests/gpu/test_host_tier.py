@@ -26,7 +26,7 @@ def test_cold_device_and_host_agree(preset, mode, memory):
     found = json.loads(run_script("host_tier.py", mode, preset, memory).strip().splitlines()[-1])
     print(found)
     assert found.get("moved_blocks", 1) > 0
-    assert found["reused_tokens_host"] > 20_000 and found["host_loads"] > 200
+    assert found["reused_tokens_host"] > 20_000 and found["loads"] > 200
     assert found["fallbacks"] == {}
     assert found["bit_equal_states"] >= 10 and found["unequal_states"] == 0
     assert found["tokens_compared"] > 300

@@ -59,9 +59,7 @@ def main() -> None:
     page_bytes = choose_page_bytes(sizes.values())
     pages_of = {kind: -(-size // page_bytes) for kind, size in sizes.items()}
     pages = list(range(2 * (args.kv_blocks * pages_of[EntryKind.KV] + args.states * pages_of[EntryKind.STATE])))
-    arena = HostArena(
-        lambda: tensors, pages=len(pages), page_bytes=page_bytes, pages_of=pages_of, device=device, verify=True
-    )
+    arena = HostArena(lambda: tensors, pages=len(pages), page_bytes=page_bytes, pages_of=pages_of, device=device)
     random.Random(0).shuffle(pages)  # as after a while
 
     def units(to_host: bool) -> list[BlockTransfer]:

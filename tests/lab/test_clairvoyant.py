@@ -168,7 +168,7 @@ def test_table_and_json(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "options",
-    [["--kv-blocks", "9"], ["--host-state-slots", "4"], ["--cache-gb", "1", "--preset", "tiny"]],
+    [["--kv-blocks", "9"], ["--host-pages", "4"], ["--cache-gb", "1", "--preset", "tiny"]],
 )
 def test_options_that_do_not_go_with_it(tmp_path, capsys, options):
     trace = tmp_path / "t.jsonl"

@@ -197,6 +197,8 @@ def test_a_malformed_line_is_named(tmp_path, capsys, kind, line, message):
         (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json: there is no folder /nowhere"),
         (["--block-tokens", "0"], "argument --block-tokens: '0' is not a whole number above 0"),
         (["--eviction", "best"], "argument --eviction: invalid choice: 'best'"),
+        (["--host-state-slots", "4"], "argument --host-state-slots: this flag was removed: use --host-pages"),
+        (["--host-kv-blocks=4"], "argument --host-kv-blocks: this flag was removed: use --host-pages"),
     ],
 )
 def test_bad_options_are_named(trace_file, capsys, arguments, message):
@@ -348,13 +350,20 @@ def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
     many = Policy(name="many", eviction=eviction, admission="asked")
     with_host = replay(trace, few, state_slots=4)
     assert with_host.reused_tokens == replay(trace, many, state_slots=20_000).reused_tokens
-    assert with_host.counters["host_loads"] > 0
+    assert with_host.counters["tiers"]["host"]["loads"] > 0
+
+
+def test_the_policys_name_of_old_traces(trace_file, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert run(trace_file, "--eviction", "replay_cost", "--state-slots", "4", "--json", out) == 0
+    assert capsys.readouterr().err == ""
+    assert json.loads(out.read_text())["runs"][0]["policy"]["eviction"] == "recompute_cost"
 
 
 def test_host_options(trace_file, tmp_path):
     out = tmp_path / "out.json"
-    assert run(trace_file, "--state-slots", "1", "--host-state-slots", "8", "--host-kv-blocks", "8", "--json", out) == 0
+    assert run(trace_file, "--state-slots", "1", "--host-pages", "16", "--json", out) == 0
     own, *others = json.loads(out.read_text())["runs"]
-    assert own["policy"]["options"] == {"host_pages": 16, "host_state_share": 0.5}
+    assert own["policy"]["options"] == {"host_pages": 16}
     by_name = {run["policy"]["name"]: run["policy"]["options"] for run in others}
     assert by_name["upstream 0.19"] == {} and by_name["lru"] == own["policy"]["options"]

@@ -116,7 +116,8 @@ class HostTier(Scenario):
         moves = getattr(contestant.engine.context, "host_moves", None)
         if moves is None:
             return sample
-        loaded_bytes = (after["host_bytes_loaded"] - before["host_bytes_loaded"]) / self.prompts
+        at_first, at_last = (counters["tiers"]["host"]["bytes_loaded"] for counters in (before, after))
+        loaded_bytes = (at_last - at_first) / self.prompts
         speeds = _speeds(contestant.engine.context)
         sample |= speeds | {"loaded_mb": loaded_bytes / 1e6}
         if speeds:

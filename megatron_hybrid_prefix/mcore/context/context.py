@@ -358,11 +358,6 @@ class HybridPrefixContext(ContextSeam):
         return self.prefix_cache is not None and self.prefix_request(req).counted_tokens > 0
 
     @property
-    def known_requests(self) -> int:
-        """Number of requests with keys: those that are still referenced."""
-        return len(self._requests)
-
-    @property
     def has_own_layers(self) -> bool:
         """Whether the model has layers that only this package's engine runs."""
         return needs_this_package(self.config.mamba_inference_state_config)
@@ -492,7 +487,7 @@ class HybridPrefixContext(ContextSeam):
             self._publish(failed=set())
             self._published_plans = len(plans)
         if self.moves is not None:
-            self.moves.forward_launched(plans)
+            self.moves.forward_launched()
 
     def calculate_log_probs_tensors(
         self,

@@ -11,7 +11,7 @@ import types
 from dataclasses import MISSING, Field, fields
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.config import REMOVED, HybridPrefixConfig, add_removed_flags
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.tokenizer import Tokenizer
@@ -68,6 +68,8 @@ def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.Argument
             ),
             **_argument(field, types_[field.name]),
         )
+    for name, instead in REMOVED.items():
+        add_removed_flags(parser, dict.fromkeys((flag_of(name), f"--no{flag_of(name)[1:]}"), instead))
     return parser
 
 
@@ -181,9 +183,7 @@ def _argument(field: Field[Any], kind: Any) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"choices": [*get_args(kind), *([_NONE] if optional else [])]}
     if "choices" in field.metadata:
-        return {"choices": [*field.metadata["choices"](), *([_NONE] if optional else [])]} | (
-            {"type": field.metadata["type"]} if "type" in field.metadata else {}
-        )
+        return {"choices": [*field.metadata["choices"](), *([_NONE] if optional else [])]}
     if kind in (int, float, str):
         return {"type": _or_none(kind) if optional else kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
     raise TypeError(f"HybridPrefixConfig.{field.name}: a field of this type cannot have a flag")

@@ -30,10 +30,9 @@ from megatron_hybrid_prefix.tiers.base import SharedTier, TierBehind
 from megatron_hybrid_prefix.tiers.file import FileTier
 from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
-from megatron_hybrid_prefix.tiers.queue import Mark
 from megatron_hybrid_prefix.tiers.registry import make_tier, tier_name
 from megatron_hybrid_prefix.tiers.shared import FolderSettings, MooncakeSettings, SharedSettings
-from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, Copy, EntryKind, PageClear, stores_first
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind, PageClear, stores_first
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -95,12 +94,8 @@ class Moves:
             else:
                 memory.clear_pages([copy.page for copy in group if isinstance(copy, PageClear)])
 
-    def forward_launched(self, plans: Iterable[StepPlan]) -> None:
-        """Launch what need not precede a forward: copies to the host that `launch` left, and of what will be evicted next.
-
-        Args:
-            plans: Plans of the forward.
-        """
+    def forward_launched(self) -> None:
+        """Launch what need not precede a forward: copies to the host that `launch` left, and what its publication queued."""
 
     def wait_for_loads(self, plans: Iterable[StepPlan]) -> None:
         """Make the next forward run after the loads that it uses. What does not use them can be launched before."""
@@ -145,7 +140,6 @@ class HostMoves(Moves):
     ) -> None:
         super().__init__(memory)
         self.sends_later = False
-        self._before_forward: Mark = None  # the model's launches before its last forward
         self._groups = groups
         own_bytes = {
             kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in of_kind)
@@ -173,7 +167,6 @@ class HostMoves(Moves):
                 page_bytes=page_bytes,
                 pages_of=pages_of,
                 device=tensors()[EntryKind.KV][0].device,
-                verify=prefix.verify_host_loads,
                 behind=None if self._behind is None else self._behind.tier,
             )
         except (RuntimeError, MemoryError) as error:
@@ -189,8 +182,6 @@ class HostMoves(Moves):
             "host_pages": pages,
             "host_kv_pages": pages_of[EntryKind.KV],
             "host_state_pages": pages_of[EntryKind.STATE],
-            "host_state_share": prefix.host_state_share,
-            "host_write_through": prefix.host_write_through,
         }
         if self._behind is not None and pages:
             self.cache_fields["behind"] = self._behind
@@ -280,32 +271,21 @@ class HostMoves(Moves):
         if self.arena is None:
             super().launch(send=send)
             return
-        self.arena.wait_for_stores()  # of what was stored ahead
+        self.arena.wait_for_stores()  # of what publication queued
         self._wait_for_cancelled()  # a block may move to where such a load writes
         send = send or not self.sends_later
         super().launch(send=send)
         if send:
             self.arena.send()
         self._wait_for_cancelled()
-        if self.sends_later:
-            self._before_forward = self.arena.mark_model()
 
-    def forward_launched(self, plans: Iterable[StepPlan]) -> None:
-        """See Moves. What will be evicted next is gathered while the forward runs, or after it, if it writes that.
-
-        The same holds for what publication queued: it need not wait for the next forward.
-        """
+    def forward_launched(self) -> None:
+        """See Moves."""
         if self.arena is None or not self.sends_later:
             return
         self.arena.send()
-        now, later = self._cache.store_ahead(plans)
-        self._store(now, written=self._before_forward)
-        self._store(later, beside=True)  # of sampling, whose token somebody waits for
-
-    def _store(self, copies: Iterable[Copy], *, written: Mark = None, beside: bool = False) -> None:
-        assert self.arena is not None
-        units = [copy for copy in copies if isinstance(copy, BlockTransfer)]
-        self.arena.carry_out(units, send=False, written=written, beside=beside)
+        units = [copy for copy in self._cache.take_published() if isinstance(copy, BlockTransfer)]
+        self.arena.carry_out(units, send=False, beside=True)  # of sampling, whose token somebody waits for
         self.arena.send()
 
     def _transfer(self, units: list[BlockTransfer], *, send: bool) -> None:

@@ -24,9 +24,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid_prefix.metrics import OWN_STATS
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
+from tests.harness.rank_stats import alike_on_ranks
 from tests.harness.workers.launch import environment, run_ranks, run_torchrun
 
 WORKER = Path(__file__).with_name("ranks.py")
@@ -131,13 +131,13 @@ def judge_layout(case: Case, ranks: Sequence[dict[str, Any]], tolerance: float) 
             other = found["runs"][name]["on"]
             for key in ("decisions", "present", "preempted"):
                 expect(other[key] == first[key], f"{name}: {key} of ranks 0 and {number} differ")
-            stats, right = ({k: v for k, v in side["stats"].items() if k not in OWN_STATS} for side in (other, first))
-            expect(stats == right, f"{name}: prefix_stats of ranks 0 and {number} differ")
+            alike = alike_on_ranks(other["stats"]) == alike_on_ranks(first["stats"])
+            expect(alike, f"{name}: prefix_stats of ranks 0 and {number} differ")
         if name.startswith("host"):
-            expect(first["stats"]["host_loads"] > 0, f"{name}: nothing came back from the host")
+            expect(first["stats"]["tiers"]["host"]["loads"] > 0, f"{name}: nothing came back from the host")
             failed = first["stats"]["fallbacks"].get("host_load_failed", 0)
             expect(failed == 1, f"{name}: {failed} failed loads, for one changed bit on the last rank")
-            loads += first["stats"]["host_loads"]
+            loads += first["stats"]["tiers"]["host"]["loads"]
     # Or else parity would say nothing about the states.
     for number, found in enumerate(ranks):
         right = found["runs"]["tails, legacy"]["off"]["answers"]
