@@ -1,4 +1,4 @@
-"""`PromptScores`: which log-probs a forward adds to the cache (``cache.scores``)."""
+"""`PromptScores`: which log-probs a forward adds to the `ScoreTable`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_hybrid_prefix.index.inspect import Inspector
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.scores import Kept
-from megatron_hybrid_prefix.index.tree import Node, PrefixTree
+from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 
@@ -19,13 +19,13 @@ class Promise:
     Attributes:
         position_tokens: End of the block.
         is_logits: Whether it is the next logits at that position; False: the scores of the block.
-        node: The block's node.
+        key: The block's key.
         kept: What to fill.
     """
 
     position_tokens: int
     is_logits: bool
-    node: Node
+    key: bytes
     kept: Kept
 
 
@@ -33,32 +33,33 @@ class PromptScores:
     """Promises and fills log-probs of cached prompts.
 
     Args:
-        tree: The prefix tree.
-        writing: Keys whose state a forward in flight writes.
+        table: Where they are kept.
+        inspect: Says what is cached.
         block_tokens: Tokens per KV block.
     """
 
-    def __init__(self, tree: PrefixTree, writing: Collection[bytes], *, block_tokens: int) -> None:
-        self._tree, self._writing, self._block_tokens = tree, writing, block_tokens
+    def __init__(self, table: ScoreTable, inspect: Inspector, *, block_tokens: int) -> None:
+        self._table, self._inspect, self._block_tokens = table, inspect, block_tokens
 
-    @property
-    def is_on(self) -> bool:
-        """Whether log-probs are kept."""
-        return self._tree.scores.budget_bytes > 0
-
-    def wanted_logits(self, chain: KeyChain, start_tokens: int, end_tokens: int) -> list[int]:
+    def wanted_logits(
+        self, chain: KeyChain, start_tokens: int, end_tokens: int, writing: Collection[bytes]
+    ) -> list[int]:
         """Boundaries in (start, end] whose next logits a forward over [start, end) should keep, ascending.
 
         These are the boundaries that have a state, or get one in this step, and no next logits yet.
+
+        Args:
+            chain: Keys of the prompt.
+            start_tokens: First computed position.
+            end_tokens: See above.
+            writing: Keys of the blocks at whose end this step writes a state.
         """
-        if chain.epoch != self._tree.epoch:
-            return []
         found = []
         for depth in self._depths(chain, start_tokens, end_tokens):
             key = chain.keys[depth - 1]
-            node = self._tree.get(key)
+            node = self._inspect.node(key)
             has_state = node is not None and not node.slot == node.host_slot == NO_SLOT
-            if (has_state or key in self._writing) and self._tree.scores.next_logits(node) is None:
+            if (has_state or key in writing) and self._table.next_logits(key) is None:
                 found.append(depth * self._block_tokens)
         return found
 
@@ -76,18 +77,16 @@ class PromptScores:
             top_n: Likeliest tokens per position.
             captured: Positions of `wanted_logits` whose logits the caller has.
         """
-        if chain.epoch != self._tree.epoch:
-            return []
-        scores, promises = self._tree.scores, []
+        promises = []
         for depth in self._depths(chain, start_tokens, end_tokens):
-            node = self._tree.get(chain.keys[depth - 1])
-            if node is None:
+            key = chain.keys[depth - 1]
+            if self._inspect.node(key) is None:
                 break  # not published, or evicted: nothing after it can be reached
             position = depth * self._block_tokens
-            if (kept := scores.promise_block(node, top_n)) is not None:
-                promises.append(Promise(position, False, node, kept))
-            if position in captured and (kept := scores.promise_next_logits(node)) is not None:
-                promises.append(Promise(position, True, node, kept))
+            if (kept := self._table.promise_block(key, top_n)) is not None:
+                promises.append(Promise(position, False, key, kept))
+            if position in captured and (kept := self._table.promise_next_logits(key)) is not None:
+                promises.append(Promise(position, True, key, kept))
         return promises
 
     def fill(self, chain: KeyChain, values: Sequence[tuple[Promise, Any, int]]) -> None:
@@ -97,19 +96,17 @@ class PromptScores:
             chain: Keys of its prompt.
             values: Each with its value and the size of that in bytes.
         """
-        scores = self._tree.scores
         for promise, value, size_bytes in values:
-            scores.fill(promise.node, promise.kept, value, size_bytes)
-        if values and chain.epoch == self._tree.epoch:
+            self._table.fill(promise.key, promise.kept, value, size_bytes)
+        if values:
             deepest = max(promise.position_tokens for promise, _, _ in values) // self._block_tokens
-            path = (self._tree.get(key) for key in chain.keys[:deepest])
-            scores.use([node for node in path if node is not None])
-        scores.trim()
+            self._table.use(chain.keys[:deepest])
+        self._table.trim()
 
     def withdraw(self, promises: Iterable[Promise]) -> None:
         """Drops promises that will not be filled."""
         for promise in promises:
-            self._tree.scores.withdraw(promise.node, promise.kept)
+            self._table.withdraw(promise.key, promise.kept)
 
     def _depths(self, chain: KeyChain, start_tokens: int, end_tokens: int) -> range:
         """Blocks, by their depth, that end in (start, end]."""
