@@ -15,10 +15,15 @@ the blocks above them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.inspect import Inspector
+from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 
 class Kept:
@@ -60,6 +65,23 @@ class Kept:
         self._value, self.size_bytes = value, size_bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Promise:
+    """A value that a step has computed, and fills when it is on the host.
+
+    Attributes:
+        position_tokens: End of the block.
+        is_logits: Whether it is the next logits at that position; False: the scores of the block.
+        key: The block's key.
+        kept: What to fill.
+    """
+
+    position_tokens: int
+    is_logits: bool
+    key: bytes
+    kept: Kept
+
+
 class BlockScores:
     """What is kept beside one block.
 
@@ -80,6 +102,7 @@ class ScoreTable:
 
     Args:
         budget_bytes: Bytes of all values. 0: nothing is kept.
+        block_tokens: Tokens per KV block.
 
     Attributes:
         budget_bytes: See above.
@@ -88,15 +111,13 @@ class ScoreTable:
         evictions: Blocks whose scores were evicted because the budget was full.
     """
 
-    def __init__(self, budget_bytes: int = 0) -> None:
+    def __init__(self, budget_bytes: int, block_tokens: int) -> None:
         self.budget_bytes = budget_bytes
+        self._block_tokens = block_tokens
         self.used_bytes = 0
         self.version = 0
         self.evictions = 0
         self._kept: OrderedDict[bytes, BlockScores] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     # -- read ----------------------------------------------------------------------------------------------------------
 
@@ -110,23 +131,24 @@ class ScoreTable:
         kept = self._kept.get(key)
         return None if kept is None else kept.next_logits
 
-    def depths(self, keys: Sequence[bytes], top_n: int) -> list[int]:
-        """Depths, in blocks, where a request that wants the log-probs of its prompt may resume. Ascending.
+    def positions(self, chain: KeyChain, top_n: int) -> tuple[int, ...]:
+        """Positions where a request that wants the log-probs of its prompt may resume. Ascending.
 
         Args:
-            keys: Keys of the prompt's blocks, front first.
+            chain: Keys of the prompt.
             top_n: Likeliest tokens that it wants per position.
         """
         found = []
-        for depth, key in enumerate(keys, 1):
+        for depth, key in enumerate(chain.keys, 1):
             if self.block(key, top_n) is None:
                 break
             if self.next_logits(key) is not None:
-                found.append(depth)
-        return found
+                found.append(depth * self._block_tokens)
+        return tuple(found)
 
-    def take(self, keys: Sequence[bytes], top_n: int) -> tuple[Kept, ...]:
-        """A request resumes at one of `depths`: scores of the blocks up to there, then the next logits. Empty without keys."""
+    def take(self, chain: KeyChain, resume_tokens: int, top_n: int) -> tuple[Kept, ...]:
+        """A request resumes at one of `positions`: scores of the blocks before it, then the next logits there. Empty at 0."""
+        keys = chain.keys[: resume_tokens // self._block_tokens]
         found = [self.block(key, top_n) for key in keys]
         if keys:
             found.append(self.next_logits(keys[-1]))
@@ -134,32 +156,77 @@ class ScoreTable:
         self.use(keys)
         return tuple(item for item in found if item is not None)
 
+    def wanted_logits(
+        self, chain: KeyChain, plan: StepPlan, inspect: Inspector, writing: Collection[bytes]
+    ) -> list[int]:
+        """Boundaries whose next logits a forward should keep, ascending.
+
+        These are the boundaries that have a state, or get one in this step, and no next logits yet.
+
+        Args:
+            chain: Keys of the prompt.
+            plan: Of the forward.
+            inspect: Says what is cached.
+            writing: Keys of the blocks at whose end this step writes a state.
+        """
+        found = []
+        for depth in self._depths(chain, plan):
+            key = chain.keys[depth - 1]
+            node = inspect.node(key)
+            has_state = node is not None and not node.slot == node.host_slot == NO_SLOT
+            if (has_state or key in writing) and self.next_logits(key) is None:
+                found.append(depth * self._block_tokens)
+        return found
+
     # -- write ---------------------------------------------------------------------------------------------------------
 
-    def promise_block(self, key: bytes, top_n: int) -> Kept | None:
-        """Promises scores of the block. None: it has such scores already, with as many likeliest tokens."""
-        if not self.budget_bytes or self.block(key, top_n) is not None:
-            return None
-        kept = self._kept.setdefault(key, BlockScores())
-        self._subtract(kept.block)
-        kept.block = Kept(top_n)
-        self.version += 1
-        return kept.block
+    def promise(
+        self, chain: KeyChain, plan: StepPlan, inspect: Inspector, *, top_n: int, captured: Collection[int]
+    ) -> list[Promise]:
+        """A forward succeeded and was published: promises its scores, and the next logits at ``captured``.
 
-    def promise_next_logits(self, key: bytes) -> Kept | None:
-        """Promises the next logits of the boundary at the block's end. None: it has them already."""
-        if not self.budget_bytes or self.next_logits(key) is not None:
-            return None
-        kept = self._kept.setdefault(key, BlockScores())
-        kept.next_logits = Kept()
-        self.version += 1
-        return kept.next_logits
+        Not what is kept already, with as many likeliest tokens. Pass each promise to `fill` or to `withdraw` before the next
+        forward is published.
 
-    def fill(self, key: bytes, promised: Kept, value: Any, size_bytes: int) -> None:
-        """Fills a promise. The value is kept if the block still has the promise, and then counts towards the budget."""
-        promised.fill(value, size_bytes)
-        if self._has(key, promised):
-            self.used_bytes += size_bytes
+        Args:
+            chain: Keys of the prompt.
+            plan: Of the forward.
+            inspect: Says what is cached.
+            top_n: Likeliest tokens per position.
+            captured: Positions of `wanted_logits` whose logits the caller has.
+        """
+        promises: list[Promise] = []
+        for depth in self._depths(chain, plan) if self.budget_bytes else ():
+            key, position = chain.keys[depth - 1], depth * self._block_tokens
+            if inspect.node(key) is None:
+                break  # not published, or evicted: nothing after it can be reached
+            kept = self._kept.setdefault(key, BlockScores())
+            if kept.block is None or kept.block.top_n < top_n:
+                self._subtract(kept.block)
+                kept.block = Kept(top_n)
+                promises.append(Promise(position, False, key, kept.block))
+            if position in captured and kept.next_logits is None:
+                kept.next_logits = Kept()
+                promises.append(Promise(position, True, key, kept.next_logits))
+        self.version += bool(promises)
+        return promises
+
+    def fill(self, chain: KeyChain, values: Sequence[tuple[Promise, Any, int]]) -> None:
+        """Fills promises of one request. Values whose promise is still kept count towards the budget.
+
+        Args:
+            chain: Keys of its prompt.
+            values: Each with its value and the size of that in bytes.
+        """
+        for promise, value, size_bytes in values:
+            promise.kept.fill(value, size_bytes)
+            if self._has(promise):
+                self.used_bytes += size_bytes
+        deepest = max((promise.position_tokens for promise, _, _ in values), default=0)
+        self.use(chain.keys[: deepest // self._block_tokens])
+        while self.used_bytes > self.budget_bytes:
+            self.drop(next(iter(self._kept)))
+            self.evictions += 1
 
     def use(self, keys: Sequence[bytes]) -> None:
         """A request used or made the scores of these blocks, front first. Deeper blocks will be evicted first."""
@@ -167,16 +234,11 @@ class ScoreTable:
             if key in self._kept:
                 self._kept.move_to_end(key)
 
-    def trim(self) -> None:
-        """Evicts what exceeds the budget."""
-        while self.used_bytes > self.budget_bytes:
-            self.drop(next(iter(self._kept)))
-            self.evictions += 1
-
-    def withdraw(self, key: bytes, promised: Kept) -> None:
-        """Drops a promise that will not be filled."""
-        if self._has(key, promised) and not promised.is_filled:
-            self.drop(key)
+    def withdraw(self, promises: Iterable[Promise]) -> None:
+        """Drops promises that will not be filled."""
+        for promise in promises:
+            if self._has(promise) and not promise.kept.is_filled:
+                self.drop(promise.key)
 
     def drop(self, key: bytes) -> None:
         """Drops what is kept beside the block."""
@@ -220,9 +282,14 @@ class ScoreTable:
                 f"scores of {sizes} bytes, counted as {self.used_bytes}, budget {self.budget_bytes}"
             )
 
-    def _has(self, key: bytes, promised: Kept) -> bool:
-        kept = self._kept.get(key)
-        return kept is not None and (kept.block is promised or kept.next_logits is promised)
+    def _depths(self, chain: KeyChain, plan: StepPlan) -> range:
+        """Blocks, by their depth, whose end the forward reaches."""
+        last = min(plan.end_tokens // self._block_tokens, len(chain.keys))
+        return range(plan.start_tokens // self._block_tokens + 1, last + 1)
+
+    def _has(self, promise: Promise) -> bool:
+        kept = self._kept.get(promise.key)
+        return kept is not None and (kept.block is promise.kept or kept.next_logits is promise.kept)
 
     def _subtract(self, item: Kept | None) -> None:
         if item is not None:

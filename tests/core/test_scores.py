@@ -8,31 +8,40 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.inspect import Inspector
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.index.prompt_scores import PromptScores
+from megatron_hybrid_prefix.index.requests import RequestBook, StepPlan
 from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
+from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, PrefixTree
+from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.pool.slots import SlotPool
 from tests.harness.selection import mostly_slow
 
 BLOCK = 4
 SCORES, LOGITS = 10, 30  # bytes of a value, and of one more per likeliest token
 
 
+def whole(tokens: int) -> StepPlan:
+    """A prompt in one forward."""
+    return StepPlan(plan_id=0, request_id=0, start_tokens=0, end_tokens=tokens, source_slot=None, checkpoints=())
+
+
 class Prompts:
     """A cache, and an engine that computes nothing. A value says whose it is: key of its block, and likeliest tokens."""
 
     def __init__(self, scores_bytes: int, **options: int) -> None:
-        self.table = ScoreTable(scores_bytes)
+        self.table = ScoreTable(scores_bytes, BLOCK)
         options = {"block_tokens": BLOCK, "kv_blocks": 40, "state_slots": 20} | options
         self.cache = HybridPrefixCache(beside=self.table, **options)
-        self.scores = PromptScores(self.table, self.cache.inspect, block_tokens=BLOCK)
         self.sent = self.lost_tokens = 0
 
     def match(self, chain: KeyChain, top_n: int | None, limit: int | None = None) -> Match:
-        depths = [] if top_n is None else self.table.depths(chain.keys, top_n)
-        resume_at = None if top_n is None else [depth * BLOCK for depth in depths]
+        resume_at = None if top_n is None else self.table.positions(chain, top_n)
         return self.cache.match(chain, max_resume_tokens=limit, resume_at=resume_at)
 
     def check(self) -> None:
@@ -61,17 +70,17 @@ class Prompts:
             end = min(len(tokens), start + chunk)
             plan = cache.plan(self.sent, start, end)
             writing = [chain.keys[checkpoint.position_tokens // BLOCK - 1] for checkpoint in plan.checkpoints]
-            captured = self.scores.wanted_logits(chain, start, end, writing) if top_n is not None else []
+            captured = self.table.wanted_logits(chain, plan, cache.inspect, writing) if top_n is not None else []
             assert cache.publish(plan)
             if top_n is not None:
-                promises = self.scores.promise(chain, start, end, top_n=top_n, captured=captured)
+                promises = self.table.promise(chain, plan, cache.inspect, top_n=top_n, captured=captured)
                 values = []
                 for promise in promises:
                     key = chain.keys[promise.position_tokens // BLOCK - 1]
                     assert promise.key == key and promise.position_tokens <= end
                     value = (key, "logits") if promise.is_logits else (key, top_n)
                     values.append((promise, value, LOGITS if promise.is_logits else SCORES * (1 + top_n)))
-                self.scores.fill(chain, values)
+                self.table.fill(chain, values)
             start = end
             self.check()
         cache.release(self.sent)
@@ -79,7 +88,7 @@ class Prompts:
         return admission.resume_tokens
 
     def _take(self, chain: KeyChain, resume_tokens: int, top_n: int | None) -> tuple[Kept, ...]:
-        return () if top_n is None else self.table.take(chain.keys[: resume_tokens // BLOCK], top_n)
+        return () if top_n is None else self.table.take(chain, resume_tokens, top_n)
 
 
 def test_a_hit_reaches_as_deep_as_the_log_probs():
@@ -94,7 +103,7 @@ def test_a_hit_reaches_as_deep_as_the_log_probs():
     assert prompts.send([*context, 7], 2) == 12
     assert prompts.send([*context, 8], 2, salt="other") == 0
     prompts.cache.invalidate()
-    assert prompts.table.used_bytes == len(prompts.table) == 0
+    assert prompts.table.used_bytes == 0
     assert prompts.send([*context, 9], 0) == 0
     assert prompts.lost_tokens == 24
 
@@ -103,7 +112,7 @@ def test_without_a_budget_nothing_is_kept():
     prompts = Prompts(scores_bytes=0)
     for last in range(3):
         assert prompts.send([*range(12), last], 0) == 0
-    assert len(prompts.table) == 0
+    assert prompts.table.used_bytes == 0
 
 
 def test_a_promise_that_is_withdrawn_is_gone_and_one_that_is_not_filled_is_an_error():
@@ -111,50 +120,67 @@ def test_a_promise_that_is_withdrawn_is_gone_and_one_that_is_not_filled_is_an_er
     cache = prompts.cache
     chain = cache.chain(list(range(5)))
     cache.admit(1, prompts.match(chain, 0))
-    cache.publish(cache.plan(1, 0, 5))
-    promises = prompts.scores.promise(chain, 0, 5, top_n=0, captured=[BLOCK])
+    plan = cache.plan(1, 0, 5)
+    cache.publish(plan)
+    promises = prompts.table.promise(chain, plan, cache.inspect, top_n=0, captured=[BLOCK])
     assert [promise.is_logits for promise in promises] == [False, True]
     with pytest.raises(CacheCorruptionError, match="never filled"):
-        _ = prompts.table.take(chain.keys[: prompts.match(chain, 0).resume_tokens // BLOCK], 0)[0].value
-    prompts.scores.withdraw(promises)
+        _ = prompts.table.take(chain, prompts.match(chain, 0).resume_tokens, 0)[0].value
+    prompts.table.withdraw(promises)
     assert prompts.match(chain, 0).resume_tokens == 0
 
 
 def test_the_deepest_block_of_the_prompt_used_longest_ago_goes_first():
-    table, one, other = ScoreTable(3 * SCORES), [b"a", b"b"], b"c"
-    for key in (*one, other):
-        promised = table.promise_block(key, 0)
-        assert promised is not None
-        table.fill(key, promised, "value", SCORES)
-    table.use(one)
-    table.budget_bytes = 2 * SCORES
-    table.trim()
-    assert [table.block(key, 0) is not None for key in (*one, other)] == [True, True, False]
-    table.budget_bytes = SCORES
-    table.trim()
-    assert [table.block(key, 0) is not None for key in one] == [True, False]
+    prompts = Prompts(scores_bytes=3 * SCORES, retention_interval_tokens=0)
+    table = prompts.table
+
+    def kept(first: int) -> list[bool]:
+        chain = prompts.cache.chain([first] * (2 * BLOCK))
+        return [table.block(key, 0) is not None for key in chain.keys]
+
+    def score(first: int, length: int) -> KeyChain:
+        chain = prompts.cache.chain([first] * length)
+        prompts.send([first] * length, None)
+        promises = table.promise(chain, whole(length), prompts.cache.inspect, top_n=0, captured=())
+        table.fill(chain, [(promise, "value", SCORES) for promise in promises])
+        return chain
+
+    one = score(1, 2 * BLOCK)
+    score(2, BLOCK)
+    assert (kept(1), kept(2)) == ([True, True], [True, False])
+    table.use(one.keys)
+    score(3, BLOCK)
+    assert (kept(1), kept(2), table.evictions) == ([True, True], [False, False], 1)
+    table.use(prompts.cache.chain([3] * BLOCK).keys)
+    score(4, BLOCK)
+    assert (kept(1), kept(3), table.evictions) == ([True, False], [True, False], 2)
 
 
 def test_what_leaves_the_tree_leaves_the_table():
-    table = ScoreTable(1000)
+    chain = KeyChain([b"a", b"b"], 2 * BLOCK)
+    table = ScoreTable(1000, BLOCK)
     tree = PrefixTree(beside=table)
-    path = [tree.insert(b"a", None, 0)]
-    path.append(tree.insert(b"b", path[0], 1))
+    path = [tree.insert(chain.keys[0], None, 0)]
+    path.append(tree.insert(chain.keys[1], path[0], 1))
     for node in path:
         tree.set_state(node, node.block_id, CheckpointReason.TAIL)
-        assert table.promise_block(node.key, 0) and table.promise_next_logits(node.key)
-    assert table.depths([b"a", b"b"], 0) == [1, 2]
+    store = PrefixStore(tree, KVBlocks(4), SlotPool(4, 0), make_eviction_policy("lru"), None, PrefixStats())
+    inspect = Inspector(store, RequestBook())
+    positions = [BLOCK, 2 * BLOCK]
+    assert table.wanted_logits(chain, whole(2 * BLOCK), inspect, ()) == positions
+    table.promise(chain, whole(2 * BLOCK), inspect, top_n=0, captured=positions)
+    assert table.positions(chain, 0) == (BLOCK, 2 * BLOCK)
     path[0].host_slot = 7
     tree.drop_state(path[0])
-    assert table.depths([b"a", b"b"], 0) == [1, 2], "the host still has the state"
+    assert table.positions(chain, 0) == (BLOCK, 2 * BLOCK), "the host still has the state"
     tree.drop_host_state(path[0])
-    assert table.depths([b"a", b"b"], 0) == [2]
+    assert table.positions(chain, 0) == (2 * BLOCK,)
     tree.drop_state(path[1])
     path[1].block_id = NO_BLOCK
     tree.prune(path[1])
-    assert table.block(b"b", 0) is None and table.block(b"a", 0) is not None
+    assert [table.block(key, 0) is not None for key in chain.keys] == [True, False]
     tree.clear()
-    assert len(table) == 0
+    assert table.block(chain.keys[0], 0) is None
 
 
 @pytest.mark.parametrize("host_pages", [0, 30])

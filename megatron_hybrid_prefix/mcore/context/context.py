@@ -152,8 +152,9 @@ class HybridPrefixContext(ContextSeam):
         if prefix is not None and prefix.exact and self._model_states is not None:
             check_exact_config(prefix, inference_config, self._model_states.quanta)
         # Processed log-probs depend on a request's temperature and filters, so they are not shared.
-        keeps_scores = prefix is not None and inference_config.logprobs_mode == "raw_logprobs"
-        self._scores = ScoreTable(int(prefix.prompt_log_probs_gb * 2**30) if prefix is not None and keeps_scores else 0)
+        shared = prefix is not None and inference_config.logprobs_mode == "raw_logprobs"
+        scores_bytes = int(prefix.prompt_log_probs_gb * 2**30) if prefix is not None and shared else 0
+        self._scores = ScoreTable(scores_bytes, inference_config.block_size_tokens)
         self._requests = RequestBook(self._scores, 0.0 if prefix is None else prefix.verify_hits)
         if prefix is not None:
             # Keep megatron from allocating its own cache, and from warning about it.

@@ -81,8 +81,7 @@ class PrefixRequest:
         if last is None or last.resume_tokens > limit or last.limit_tokens < limit or not self._is_current(last, cache):
             resume_at = None
             if self.scores is not None and self.top_n is not None:
-                depths = self.scores.depths(self.chain.keys, self.top_n)
-                resume_at = tuple(depth * cache.block_tokens for depth in depths)
+                resume_at = self.scores.positions(self.chain, self.top_n)
                 self.scores_version = self.scores.version
             self.last = last = cache.match(self.chain, read=self.read, max_resume_tokens=limit, resume_at=resume_at)
             if last.resume_tokens and self.write and self.take_sample is not None:
@@ -97,10 +96,10 @@ class PrefixRequest:
             return False
         return cache.is_current(last)
 
-    def take_scores(self, blocks: int) -> None:
-        """The request resumes after so many blocks: hold what is kept of their log-probs, which may be evicted meanwhile."""
+    def take_scores(self, resume_tokens: int) -> None:
+        """The request resumes there: hold what is kept of the log-probs before, which may be evicted meanwhile."""
         if self.scores is not None and self.top_n is not None:
-            self.kept = self.scores.take(self.chain.keys[:blocks], self.top_n)
+            self.kept = self.scores.take(self.chain, resume_tokens, self.top_n)
 
 
 class RequestBook:

@@ -9,12 +9,10 @@ from typing import NamedTuple
 import torch
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.prompt_scores import Promise
-from megatron_hybrid_prefix.index.scores import Kept
+from megatron_hybrid_prefix.index.scores import Kept, Promise
 
-TopTokens = tuple[
-    list[float], list[int]
-]  # log-probs and ids of the likeliest tokens at a position, the likeliest first
+# Log-probs and ids of the likeliest tokens at a position, the likeliest first.
+TopTokens = tuple[list[float], list[int]]
 
 
 class Scores(NamedTuple):
@@ -139,9 +137,8 @@ class ScoredPrompt:
         """Adds a step's log-probs: for each computed position those of the next token. Returns whether they are complete."""
         if self._lost:
             return False
-        left = (
-            len(self._tokens) - self._resume - len(self._scores.log_probs)
-        )  # the last one is of the answer's first token
+        # The last one is of the answer's first token.
+        left = len(self._tokens) - self._resume - len(self._scores.log_probs)
         if self.top_n and len(tops) < min(left, len(log_probs)):
             self._lost = True
             return False

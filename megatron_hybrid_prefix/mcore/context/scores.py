@@ -15,9 +15,8 @@ import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.index.prompt_scores import Promise, PromptScores
 from megatron_hybrid_prefix.index.requests import StepPlan
-from megatron_hybrid_prefix.index.scores import ScoreTable
+from megatron_hybrid_prefix.index.scores import Promise, ScoreTable
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -40,7 +39,6 @@ class ScoredPrompts:
         self, context: ContextSeam, cache: HybridPrefixCache, table: ScoreTable, *, keeps_log_probs: bool = False
     ) -> None:
         self._context, self._cache, self._table, self._keeps_log_probs = context, cache, table, keeps_log_probs
-        self._scores = PromptScores(table, cache.inspect, block_tokens=cache.block_tokens)
         self._lost_tokens = 0
         self._published: dict[int, ScoredPrompt] = {}  # prompts of the last forward, by request id
 
@@ -48,7 +46,7 @@ class ScoredPrompts:
         """A request that wants the log-probs of its prompt is admitted with ``match``, and resumes at ``resume_tokens``."""
         assert known.top_n is not None
         if match.load_id is None:  # else taken when the load began
-            known.take_scores(resume_tokens // self._cache.block_tokens)
+            known.take_scores(resume_tokens)
         known.scored = ScoredPrompt(
             known.chain,
             tokens,
@@ -78,7 +76,7 @@ class ScoredPrompts:
             scored = request.scored
             if scored is not None and request.write:
                 scored.next_logits.clear()
-                positions = self._scores.wanted_logits(scored.chain, plan.start_tokens, plan.end_tokens, writing)
+                positions = self._table.wanted_logits(scored.chain, plan, self._cache.inspect, writing)
                 if positions:
                     wanted.append((scored, plan, positions))
         if not wanted:
@@ -110,8 +108,8 @@ class ScoredPrompts:
         self._lost_tokens += scored.lost_tokens
         scored.lost_tokens = 0
         if cached:
-            scored.promises = self._scores.promise(
-                scored.chain, plan.start_tokens, plan.end_tokens, top_n=scored.top_n, captured=scored.next_logits.keys()
+            scored.promises = self._table.promise(
+                scored.chain, plan, self._cache.inspect, top_n=scored.top_n, captured=scored.next_logits.keys()
             )
 
     def without_promised(self, requests: Iterable[PrefixRequest]) -> set[int]:
@@ -153,21 +151,20 @@ class ScoredPrompts:
         filled: list[tuple[Promise, Any, int]] = []
         for promise in scored.promises:
             if promise.is_logits:
-                logits = captured[
-                    promise.position_tokens
-                ].clone()  # those are pinned, and one tensor for the whole step
+                # Those are pinned, and one tensor for the whole step.
+                logits = captured[promise.position_tokens].clone()
                 filled.append((promise, logits, logits.nbytes))
             elif complete and (part := scored.block(promise.position_tokens, self._cache.block_tokens)) is not None:
                 filled.append((promise, part, part.size_bytes))
-        self._scores.fill(scored.chain, filled)
-        self._scores.withdraw(scored.promises)  # of those that are left
+        self._table.fill(scored.chain, filled)
+        self._table.withdraw(scored.promises)  # of those that are left
         scored.promises, scored.next_logits = [], {}
 
     def forget_step(self) -> None:
         """The last forward's log-probs will not come."""
         for scored in self._published.values():
             scored.lose_step()
-            self._scores.withdraw(scored.promises)
+            self._table.withdraw(scored.promises)
             scored.promises, scored.next_logits = [], {}
         self._published.clear()
 
