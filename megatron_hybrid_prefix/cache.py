@@ -31,7 +31,7 @@ This file is longer than 400 lines because it has every step of the pipeline, in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.index.blocks import KVBlocks
@@ -43,12 +43,10 @@ from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.loads import Loads
 from megatron_hybrid_prefix.index.matcher import Match, Matcher
 from megatron_hybrid_prefix.index.planner import BoundaryRule, StepPlanner
-from megatron_hybrid_prefix.index.prompt_scores import PromptScores
 from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest, RequestBook, StepPlan
-from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.index.shared_store import SharedStore
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.tree import Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import KeyedValues, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries, with_verification
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make_eviction_policy, make_policy_below
@@ -86,12 +84,11 @@ class HybridPrefixCache:
         host_state_pages: Pages per state on the host.
         behind: The tier behind the host. It is offered what the host evicts. Needs a host tier.
         boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
-        scores_bytes: Bytes of the log-probs of cached prompts. 0: requests that want those of their prompt match nothing.
+        beside: What the caller keeps beside the blocks, by their keys. The cache says what has to go.
 
     Attributes:
         layout: How KV blocks and states share one memory; None if they do not.
         loads: Loads from the host tier; preempted requests that are swapped out.
-        scores: Log-probs of cached prompts.
         blocks: KV blocks by id.
         inspect: Read-only queries.
 
@@ -122,7 +119,7 @@ class HybridPrefixCache:
         host_state_pages: int = 1,
         behind: TierBehind | None = None,
         boundary_rule: BoundaryRule = prompt_boundaries,
-        scores_bytes: int = 0,
+        beside: KeyedValues | None = None,
     ) -> None:
         if min_computed_tokens < 1:
             raise ValueError(f"min_computed_tokens={min_computed_tokens}: must be 1 or more")
@@ -147,7 +144,7 @@ class HybridPrefixCache:
         self.retention_interval_tokens = retention_interval_tokens
         self._keys = KeyMaker(block_tokens, secret, adapter_secret)
         self._stats = PrefixStats(bytes_budget=bytes_budget)
-        tree, host = PrefixTree(epoch, ScoreTable(scores_bytes, self._stats)), None
+        tree, host = PrefixTree(epoch, beside), None
         tiers: list[DepthTier] = []
         eviction = make_eviction_policy(eviction_policy)
         if host_pages:
@@ -191,7 +188,6 @@ class HybridPrefixCache:
             rule=boundary_rule,
         )
         self.loads = Loads(self._store, self._requests, self._matcher, self._stats, block_tokens=block_tokens)
-        self.scores = PromptScores(tree, self._planner.writing, block_tokens=block_tokens)
         self.blocks = BlocksById(self._store, self._requests, self.loads)
         self.inspect = Inspector(self._store, self._requests)
 
@@ -225,7 +221,7 @@ class HybridPrefixCache:
         *,
         read: bool = True,
         max_resume_tokens: int | None = None,
-        top_n: int | None = None,
+        resume_at: Collection[int] | None = None,
     ) -> Match:
         """Finds the deepest state that the prompt can resume from. Changes nothing.
 
@@ -235,8 +231,8 @@ class HybridPrefixCache:
             chain: Keys of the prompt.
             read: False: match nothing, because the request must not reuse the cache.
             max_resume_tokens: Resume at this position or earlier.
-            top_n: The request wants the log-probs of its prompt, with so many likeliest tokens per position: resume only where
-                they are kept. None: it does not want them.
+            resume_at: Resume at one of these positions only, because the request needs more there than the cache holds.
+                Block boundaries. None: resume anywhere.
 
         Returns:
             An immutable match. It pins nothing, so it may be out of date by the time of `admit`.
@@ -249,7 +245,7 @@ class HybridPrefixCache:
         limit_tokens = chain.tokens - self.min_computed_tokens
         if max_resume_tokens is not None:
             limit_tokens = min(limit_tokens, max_resume_tokens)
-        return self._matcher.match(chain, limit_tokens, read, top_n)
+        return self._matcher.match(chain, limit_tokens, read, resume_at)
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
@@ -336,8 +332,6 @@ class HybridPrefixCache:
         if match.source_slot is not None:
             store.slots.pin(match.source_slot)
             store.checkpoints.use(match.path[-1])
-        if match.scores:
-            store.tree.scores.use(match.path)
         live_slot = store.take_live_slot()
         block_ids += store.take_blocks(max(0, self._blocks_for(match, length_tokens) - len(path)))
         write = write and chain.epoch == self.epoch
@@ -357,7 +351,6 @@ class HybridPrefixCache:
             stored_tokens=len(path) * self.block_tokens,
             read=match.read,
             pinned_slot=match.source_slot,
-            top_n=match.top_n,
             live_slot=live_slot,
             uncounted=match,
             counted_tokens=counted_tokens,
@@ -371,7 +364,6 @@ class HybridPrefixCache:
             source_slot=match.source_slot,
             lost_tokens_no_state=match.lost_tokens_no_state,
             boundaries=live.boundaries,
-            scores=match.scores,
             live_slot=live_slot,
         )
 
@@ -624,8 +616,6 @@ class HybridPrefixCache:
         stats = self._stats.copy()
         stats.slots_total = self._store.slots.total_slots
         stats.slots_used = self._store.slots.used_slots
-        stats.scores_bytes_used = self._store.tree.scores.used_bytes
-        stats.scores_bytes_budget = self._store.tree.scores.budget_bytes
         host = self._store.host
         if host is not None:
             stats.tiers[HOST].kv_blocks, stats.tiers[HOST].states = host.kv_entries, host.state_entries
@@ -684,10 +674,6 @@ class HybridPrefixCache:
             wanted |= dict(live.boundaries)  # requested by others since the load began
             live.boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
         load.admitted, live.uncounted, live.counted_tokens = True, match, counted_tokens
-        if match.scores:
-            tree = self._store.tree
-            nodes = map(tree.get, match.chain.keys[: match.resume_tokens // self.block_tokens])
-            tree.scores.use([node for node in nodes if node is not None])
         return Admission(
             request_id=live.request_id,
             block_ids=tuple(live.block_ids),
@@ -698,7 +684,6 @@ class HybridPrefixCache:
             lost_tokens_no_state=match.lost_tokens_no_state,
             boundaries=live.boundaries,
             payloads=load.payloads,
-            scores=match.scores,
             live_slot=live.live_slot,
         )
 
@@ -721,7 +706,6 @@ class HybridPrefixCache:
         else:
             stats.reused_tokens_host += match.resume_tokens
         stats.lost_tokens_no_state += match.lost_tokens_no_state
-        stats.lost_tokens_no_scores += match.lost_tokens_no_scores
 
     def _shared_beyond(self, match: Match, length_tokens: int | None) -> Sequence[Node] | None:
         """Nodes of cached blocks after the matched ones that the request shares; it computes their tokens again.

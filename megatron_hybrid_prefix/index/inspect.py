@@ -48,10 +48,6 @@ class Inspector:
         """Position up to which a live request's forwards are planned."""
         return self._requests[request_id].planned_tokens
 
-    def top_n(self, request_id: int) -> int | None:
-        """Likeliest tokens per position that a live request wants of its prompt, with their log-probs; None: none."""
-        return self._requests[request_id].top_n
-
     def block_ids(self, request_id: int) -> tuple[int, ...]:
         """KV blocks of a live or loading request, front first."""
         return tuple(self._requests[request_id].block_ids)

@@ -39,7 +39,6 @@ def check_integrity(
     slots.check()
     store.check()
     _check_tree(tree, blocks)
-    tree.scores.check(set(tree))
     _check_requests(tree, blocks, requests, block_tokens, tree.epoch)
     _check_ref_counts(blocks, requests, unattached)
     _check_slots(tree, slots, list(store.checkpoints.eviction), requests, store.checkpoints.protected)

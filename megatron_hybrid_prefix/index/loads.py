@@ -157,7 +157,7 @@ class Loads:
         match = self._matcher.fresh(match)
         keys = match.chain.keys[: len(left.path)]
         fits = left.depth_tokens <= match.limit_tokens and keys == [node.key for node in left.path]
-        fits = fits and match.top_n is None  # no log-probs of what was swapped out
+        fits = fits and match.resume_at is None
         if not fits or not match.read or not all(entry in host.entries for entry in left.pinned):
             self.drop_swapped_out(request_id)
             return None
@@ -222,10 +222,7 @@ class Loads:
             loadable_blocks=0,
             load_id=load_id,
             loaded_blocks=tuple(block_ids),
-            scores=()
-            if match.top_n is None
-            else self._store.tree.scores_of(match.chain.keys[: resume_tokens // self._block_tokens], match.top_n),
-            lost_tokens_no_scores=0,
+            lost_tokens_elsewhere=0,
         )
         live = LiveRequest(
             request_id=request_id,
@@ -241,7 +238,6 @@ class Loads:
             stored_tokens=max(resume_tokens, len(shared) * self._block_tokens),
             read=match.read,
             pinned_slot=None,
-            top_n=match.top_n,
         )
         live.load = Load(
             load_id=load_id,

@@ -6,7 +6,6 @@ from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.scores import Kept
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import DepthTier
@@ -28,12 +27,9 @@ class Match:
         source_slot: Slot of the state at ``resume_tokens``; None if that is 0.
         lost_tokens_no_state: Tokens whose KV is on the device, but that are recomputed because no state was kept that
             deep.
-        version: Version of the tree, and with ``top_n`` of its scores, at the time of the match.
-        top_n: The request wants the log-probs of its prompt, with so many likeliest tokens per position, so it resumes only
-            where they are kept. None: it does not want them.
-        scores: Scores of the blocks up to ``resume_tokens``, then the next logits there. Empty without ``top_n``.
-        lost_tokens_no_scores: Tokens that could be skipped without ``top_n``, but are computed because their log-probs are
-            not kept.
+        version: Version of the tree at the time of the match.
+        resume_at: Positions where the request may resume; None: anywhere.
+        lost_tokens_elsewhere: Tokens that could be skipped without ``resume_at``, but are computed: their state is elsewhere.
         seen_blocks: With shared memory: number of leading blocks that an earlier prompt had, even if their KV was evicted
             since (``ghosts.py``). At least ``kv_depth_blocks`` then; else 0.
         loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.
@@ -51,9 +47,8 @@ class Match:
     source_slot: int | None
     lost_tokens_no_state: int
     version: int
-    top_n: int | None = None
-    scores: tuple[Kept, ...] = ()
-    lost_tokens_no_scores: int = 0
+    resume_at: Collection[int] | None = None
+    lost_tokens_elsewhere: int = 0
     seen_blocks: int = 0
     loadable_blocks: int = 0
     load_id: int | None = None
@@ -73,7 +68,7 @@ def match_prefix(
     block_tokens: int,
     limit_tokens: int,
     read: bool,
-    top_n: int | None = None,
+    resume_at: Collection[int] | None = None,
     ghosts: Container[bytes] = frozenset(),
 ) -> Match:
     """Matches ``chain`` against the tree and the tiers below. O(blocks matched).
@@ -85,7 +80,7 @@ def match_prefix(
         block_tokens: Tokens per block.
         limit_tokens: The request must resume here or earlier, so that it computes at least one token.
         read: False: match nothing.
-        top_n: See `Match`.
+        resume_at: See `Match`.
         ghosts: Keys of evicted blocks that are remembered.
     """
     path = tree.path(chain.keys) if read else []
@@ -96,14 +91,14 @@ def match_prefix(
     resume_blocks = device_blocks
     while resume_blocks and path[resume_blocks - 1].slot == NO_SLOT:
         resume_blocks -= 1
-    state_blocks, scored = resume_blocks, None
-    if top_n is not None:
-        scored = tree.scored_depths(chain.keys[:usable_blocks] if read else [], top_n)
-        while resume_blocks and (path[resume_blocks - 1].slot == NO_SLOT or resume_blocks not in scored):
+    state_blocks, depths = resume_blocks, None
+    if resume_at is not None:
+        depths = {position // block_tokens for position in resume_at}
+        while resume_blocks and (path[resume_blocks - 1].slot == NO_SLOT or resume_blocks not in depths):
             resume_blocks -= 1
     loadable_blocks = resume_blocks
     for tier in tiers:
-        loadable_blocks = _state_depth(tier, chain.keys, loadable_blocks, usable_blocks, scored)
+        loadable_blocks = _state_depth(tier, chain.keys, loadable_blocks, usable_blocks, depths)
     seen_blocks = 0
     if ghosts and read:
         seen_blocks = next(
@@ -119,10 +114,9 @@ def match_prefix(
         resume_tokens=resume_blocks * block_tokens,
         source_slot=path[resume_blocks - 1].slot if resume_blocks else None,
         lost_tokens_no_state=(device_blocks - state_blocks) * block_tokens,
-        version=_version(tree, top_n),
-        top_n=top_n,
-        scores=() if top_n is None else tree.scores_of(chain.keys[:resume_blocks], top_n),
-        lost_tokens_no_scores=(state_blocks - resume_blocks) * block_tokens,
+        version=tree.version,
+        resume_at=resume_at,
+        lost_tokens_elsewhere=(state_blocks - resume_blocks) * block_tokens,
         seen_blocks=seen_blocks,
         loadable_blocks=loadable_blocks if loadable_blocks > resume_blocks else 0,
     )
@@ -138,21 +132,16 @@ def _kv_depth(tiers: Sequence[DepthTier], keys: Sequence[bytes], depth: int) -> 
     return depth
 
 
-def _state_depth(tier: DepthTier, keys: Sequence[bytes], after: int, limit: int, scored: Collection[int] | None) -> int:
-    """Depth in blocks of the tier's deepest state beyond ``after``, only at the depths of ``scored`` if that is given."""
-    if scored is None:
+def _state_depth(tier: DepthTier, keys: Sequence[bytes], after: int, limit: int, depths: Collection[int] | None) -> int:
+    """Depth in blocks of the tier's deepest state beyond ``after``, and one of ``depths`` if these are given."""
+    if depths is None:
         return tier.state_depth(keys, after, limit)
-    while (limit := max((depth for depth in scored if depth <= limit), default=0)) > after:
+    while (limit := max((depth for depth in depths if depth <= limit), default=0)) > after:
         depth = tier.state_depth(keys, after, limit)
-        if depth <= after or depth in scored:
+        if depth <= after or depth in depths:
             return depth
         limit = depth - 1
     return after
-
-
-def _version(tree: PrefixTree, top_n: int | None) -> int:
-    # Both versions only grow, so their sum is the same only if both are.
-    return tree.version if top_n is None else tree.version + tree.scores.version
 
 
 class Matcher:
@@ -178,7 +167,7 @@ class Matcher:
         self._tree, self._tiers, self._loads, self._block_tokens = tree, tiers, loads, block_tokens
         self._ghosts = ghosts
 
-    def match(self, chain: KeyChain, limit_tokens: int, read: bool, top_n: int | None = None) -> Match:
+    def match(self, chain: KeyChain, limit_tokens: int, read: bool, resume_at: Collection[int] | None = None) -> Match:
         """See `match_prefix`. A chain of another weights epoch matches nothing."""
         tree = self._tree
         read = read and chain.epoch == tree.epoch
@@ -189,7 +178,7 @@ class Matcher:
             block_tokens=self._block_tokens,
             limit_tokens=limit_tokens,
             read=read,
-            top_n=top_n,
+            resume_at=resume_at,
             ghosts=self._ghosts,
         )
 
@@ -197,10 +186,10 @@ class Matcher:
         """Whether matching again would give the same result."""
         if match.load_id is not None:
             return match.load_id in self._loads
-        return match.version == _version(self._tree, match.top_n) and match.prompt_tokens == match.chain.tokens
+        return match.version == self._tree.version and match.prompt_tokens == match.chain.tokens
 
     def fresh(self, match: Match) -> Match:
         """The match itself, or a new one with the same limit if it is out of date."""
         if self.is_current(match):
             return match
-        return self.match(match.chain, match.limit_tokens, match.read, match.top_n)
+        return self.match(match.chain, match.limit_tokens, match.read, match.resume_at)

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.index.scores import Kept
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.tiers.units import Tag
@@ -30,7 +29,6 @@ class Admission:
         lost_tokens_no_state: See `Match`.
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
         boundaries: Positions of the prompt that get a checkpoint.
-        scores: See `Match`.
         live_slot: With shared memory: slot of the request's own state until it is released. None: the engine has slots of
             its own for running requests.
     """
@@ -44,7 +42,6 @@ class Admission:
     lost_tokens_no_state: int
     boundaries: tuple[Boundary, ...]
     payloads: dict[int, Any] = field(default_factory=dict)
-    scores: tuple[Kept, ...] = ()
     live_slot: int | None = None
 
 
@@ -176,7 +173,6 @@ class LiveRequest:
         plans: Its plans in flight, by id.
         released: Released by the engine with a plan in flight. Removed when the last plan is settled.
         load: Its load from the host, until the first forward is settled.
-        top_n: See `Match`: what its forwards compute is scored.
         live_slot: Slot of its own state, if the memory is shared and it is admitted.
         uncounted: The match with which it was admitted, until its first forward is published and counted.
         counted_tokens: Tokens that were counted before: it was preempted, or started over.
@@ -198,7 +194,6 @@ class LiveRequest:
     plans: dict[int, StepPlan] = field(default_factory=dict)
     released: bool = False
     load: Load | None = None
-    top_n: int | None = None
     live_slot: int | None = None
     uncounted: Match | None = None
     counted_tokens: int = 0

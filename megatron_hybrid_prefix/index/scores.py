@@ -6,22 +6,24 @@ A request that wants the log-probs of its prompt can skip tokens only if their l
 - the *next logits* of a boundary: the logits after the last token before it. The log-prob of the first token after a boundary
   comes from the token before it, which a hit does not compute, and each prompt may have another token there.
 
-Only requests that want the log-probs of their prompt make scores. Scores belong to a node of the prefix tree, so they are
-never shared between salts, adapters or epochs. They are values on the host, opaque here, within a budget of bytes. If that is
-full, the scores used longest ago go first, deeper blocks before the blocks above them.
+Only requests that want the log-probs of their prompt make scores. They are kept by the key of their block, so they are never
+shared between salts, adapters or epochs, and leave when the block leaves the prefix tree (`KeyedValues`). They are values on
+the host, opaque here, within a budget of bytes. If that is full, the scores used longest ago go first, deeper blocks before
+the blocks above them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.index.tree import Node
-    from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.index.inspect import Inspector
+from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 
 class Kept:
@@ -63,11 +65,28 @@ class Kept:
         self._value, self.size_bytes = value, size_bytes
 
 
-class NodeScores:
-    """What is kept beside one node.
+@dataclass(frozen=True, slots=True, eq=False)
+class Promise:
+    """A value that a step has computed, and fills when it is on the host.
 
     Attributes:
-        block: Scores of its block, or None.
+        position_tokens: End of the block.
+        is_logits: Whether it is the next logits at that position; False: the scores of the block.
+        key: The block's key.
+        kept: What to fill.
+    """
+
+    position_tokens: int
+    is_logits: bool
+    key: bytes
+    kept: Kept
+
+
+class BlockScores:
+    """What is kept beside one block.
+
+    Attributes:
+        block: Scores of the block, or None.
         next_logits: Next logits of the boundary at its end, or None.
     """
 
@@ -79,102 +98,165 @@ class NodeScores:
 
 
 class ScoreTable:
-    """Scores by node, least recently used first.
+    """Scores by key of their block, least recently used first.
 
     Args:
         budget_bytes: Bytes of all values. 0: nothing is kept.
+        block_tokens: Tokens per KV block.
 
     Attributes:
         budget_bytes: See above.
         used_bytes: Bytes of the values kept now.
         version: Grows whenever scores are added or dropped.
-        stats: Counts evictions.
+        evictions: Blocks whose scores were evicted because the budget was full.
     """
 
-    def __init__(self, budget_bytes: int = 0, stats: PrefixStats | None = None) -> None:
+    def __init__(self, budget_bytes: int, block_tokens: int) -> None:
         self.budget_bytes = budget_bytes
+        self._block_tokens = block_tokens
         self.used_bytes = 0
         self.version = 0
-        self.stats = stats
-        self._kept: OrderedDict[Node, NodeScores] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
+        self.evictions = 0
+        self._kept: OrderedDict[bytes, BlockScores] = OrderedDict()
 
     # -- read ----------------------------------------------------------------------------------------------------------
 
-    def block(self, node: Node | None, top_n: int) -> Kept | None:
-        """Scores of the node's block with at least ``top_n`` likeliest tokens per position, or None."""
-        kept = None if node is None else self._kept.get(node)
+    def block(self, key: bytes, top_n: int) -> Kept | None:
+        """Scores of the block with at least ``top_n`` likeliest tokens per position, or None."""
+        kept = self._kept.get(key)
         return None if kept is None or kept.block is None or kept.block.top_n < top_n else kept.block
 
-    def next_logits(self, node: Node | None) -> Kept | None:
-        """Next logits of the boundary at the node's end, or None."""
-        kept = None if node is None else self._kept.get(node)
+    def next_logits(self, key: bytes) -> Kept | None:
+        """Next logits of the boundary at the block's end, or None."""
+        kept = self._kept.get(key)
         return None if kept is None else kept.next_logits
+
+    def positions(self, chain: KeyChain, top_n: int) -> tuple[int, ...]:
+        """Positions where a request that wants the log-probs of its prompt may resume. Ascending.
+
+        Args:
+            chain: Keys of the prompt.
+            top_n: Likeliest tokens that it wants per position.
+        """
+        found = []
+        for depth, key in enumerate(chain.keys, 1):
+            if self.block(key, top_n) is None:
+                break
+            if self.next_logits(key) is not None:
+                found.append(depth * self._block_tokens)
+        return tuple(found)
+
+    def take(self, chain: KeyChain, resume_tokens: int, top_n: int) -> tuple[Kept, ...]:
+        """A request resumes at one of `positions`: scores of the blocks before it, then the next logits there. Empty at 0."""
+        keys = chain.keys[: resume_tokens // self._block_tokens]
+        found = [self.block(key, top_n) for key in keys]
+        if keys:
+            found.append(self.next_logits(keys[-1]))
+        assert None not in found, found
+        self.use(keys)
+        return tuple(item for item in found if item is not None)
+
+    def wanted_logits(
+        self, chain: KeyChain, plan: StepPlan, inspect: Inspector, writing: Collection[bytes]
+    ) -> list[int]:
+        """Boundaries whose next logits a forward should keep, ascending.
+
+        These are the boundaries that have a state, or get one in this step, and no next logits yet.
+
+        Args:
+            chain: Keys of the prompt.
+            plan: Of the forward.
+            inspect: Says what is cached.
+            writing: Keys of the blocks at whose end this step writes a state.
+        """
+        found = []
+        for depth in self._depths(chain, plan):
+            key = chain.keys[depth - 1]
+            node = inspect.node(key)
+            has_state = node is not None and not node.slot == node.host_slot == NO_SLOT
+            if (has_state or key in writing) and self.next_logits(key) is None:
+                found.append(depth * self._block_tokens)
+        return found
 
     # -- write ---------------------------------------------------------------------------------------------------------
 
-    def promise_block(self, node: Node, top_n: int) -> Kept | None:
-        """Promises scores of the node's block. None: the node has such scores already, with as many likeliest tokens."""
-        if not self.budget_bytes or self.block(node, top_n) is not None:
-            return None
-        kept = self._kept.setdefault(node, NodeScores())
-        self._subtract(kept.block)
-        kept.block = Kept(top_n)
-        self.version += 1
-        return kept.block
+    def promise(
+        self, chain: KeyChain, plan: StepPlan, inspect: Inspector, *, top_n: int, captured: Collection[int]
+    ) -> list[Promise]:
+        """A forward succeeded and was published: promises its scores, and the next logits at ``captured``.
 
-    def promise_next_logits(self, node: Node) -> Kept | None:
-        """Promises the next logits of the boundary at the node's end. None: the node has them already."""
-        if not self.budget_bytes or self.next_logits(node) is not None:
-            return None
-        kept = self._kept.setdefault(node, NodeScores())
-        kept.next_logits = Kept()
-        self.version += 1
-        return kept.next_logits
+        Not what is kept already, with as many likeliest tokens. Pass each promise to `fill` or to `withdraw` before the next
+        forward is published.
 
-    def fill(self, node: Node, promised: Kept, value: Any, size_bytes: int) -> None:
-        """Fills a promise. The value is kept if the node still has the promise, and then counts towards the budget."""
-        promised.fill(value, size_bytes)
-        if self._has(node, promised):
-            self.used_bytes += size_bytes
+        Args:
+            chain: Keys of the prompt.
+            plan: Of the forward.
+            inspect: Says what is cached.
+            top_n: Likeliest tokens per position.
+            captured: Positions of `wanted_logits` whose logits the caller has.
+        """
+        promises: list[Promise] = []
+        for depth in self._depths(chain, plan) if self.budget_bytes else ():
+            key, position = chain.keys[depth - 1], depth * self._block_tokens
+            if inspect.node(key) is None:
+                break  # not published, or evicted: nothing after it can be reached
+            kept = self._kept.setdefault(key, BlockScores())
+            if kept.block is None or kept.block.top_n < top_n:
+                self._subtract(kept.block)
+                kept.block = Kept(top_n)
+                promises.append(Promise(position, False, key, kept.block))
+            if position in captured and kept.next_logits is None:
+                kept.next_logits = Kept()
+                promises.append(Promise(position, True, key, kept.next_logits))
+        self.version += bool(promises)
+        return promises
 
-    def use(self, path: Sequence[Node]) -> None:
-        """A request used or made the scores of these nodes, front first. Deeper nodes will be evicted first."""
-        for node in reversed(path):
-            if node in self._kept:
-                self._kept.move_to_end(node)
+    def fill(self, chain: KeyChain, values: Sequence[tuple[Promise, Any, int]]) -> None:
+        """Fills promises of one request. Values whose promise is still kept count towards the budget.
 
-    def trim(self) -> None:
-        """Evicts what exceeds the budget."""
+        Args:
+            chain: Keys of its prompt.
+            values: Each with its value and the size of that in bytes.
+        """
+        for promise, value, size_bytes in values:
+            promise.kept.fill(value, size_bytes)
+            if self._has(promise):
+                self.used_bytes += size_bytes
+        deepest = max((promise.position_tokens for promise, _, _ in values), default=0)
+        self.use(chain.keys[: deepest // self._block_tokens])
         while self.used_bytes > self.budget_bytes:
             self.drop(next(iter(self._kept)))
-            if self.stats is not None:
-                self.stats.scores_evictions += 1
+            self.evictions += 1
 
-    def withdraw(self, node: Node, promised: Kept) -> None:
-        """Drops a promise that will not be filled."""
-        if self._has(node, promised) and not promised.is_filled:
-            self.drop(node)
+    def use(self, keys: Sequence[bytes]) -> None:
+        """A request used or made the scores of these blocks, front first. Deeper blocks will be evicted first."""
+        for key in reversed(keys):
+            if key in self._kept:
+                self._kept.move_to_end(key)
 
-    def drop(self, node: Node) -> None:
-        """Drops what is kept beside the node."""
-        kept = self._kept.pop(node, None)
+    def withdraw(self, promises: Iterable[Promise]) -> None:
+        """Drops promises that will not be filled."""
+        for promise in promises:
+            if self._has(promise) and not promise.kept.is_filled:
+                self.drop(promise.key)
+
+    def drop(self, key: bytes) -> None:
+        """Drops what is kept beside the block."""
+        kept = self._kept.pop(key, None)
         if kept is not None:
             self._subtract(kept.block)
             self._subtract(kept.next_logits)
             self.version += 1
 
-    def drop_next_logits(self, node: Node) -> None:
-        """Drops the node's next logits: no tier has a state there any more."""
-        kept = self._kept.get(node)
+    def drop_state(self, key: bytes) -> None:
+        """Drops the block's next logits: no tier has a state there any more."""
+        kept = self._kept.get(key)
         if kept is not None and kept.next_logits is not None:
             self._subtract(kept.next_logits)
             kept.next_logits = None
             self.version += 1
             if kept.block is None:
-                del self._kept[node]
+                del self._kept[key]
 
     def clear(self) -> None:
         """Drops everything."""
@@ -182,27 +264,32 @@ class ScoreTable:
         self.used_bytes = 0
         self.version += 1
 
-    def check(self, nodes: set[Node]) -> None:
-        """Checks that scores belong to these nodes and that bytes add up, within the budget.
+    def check(self, keys: Collection[bytes]) -> None:
+        """Checks that scores belong to blocks with these keys and that bytes add up, within the budget.
 
         Raises:
             CacheCorruptionError: One of these does not hold.
         """
         sizes = 0
-        for node, kept in self._kept.items():
-            if node not in nodes:
-                raise CacheCorruptionError(f"{node} has scores and is not in the tree")
+        for key, kept in self._kept.items():
+            if key not in keys:
+                raise CacheCorruptionError(f"block {key.hex()[:8]} has scores and is not in the tree")
             if kept.block is None and kept.next_logits is None:
-                raise CacheCorruptionError(f"{node} has empty scores")
+                raise CacheCorruptionError(f"block {key.hex()[:8]} has empty scores")
             sizes += sum(item.size_bytes for item in (kept.block, kept.next_logits) if item is not None)
         if sizes != self.used_bytes or self.used_bytes > self.budget_bytes:
             raise CacheCorruptionError(
                 f"scores of {sizes} bytes, counted as {self.used_bytes}, budget {self.budget_bytes}"
             )
 
-    def _has(self, node: Node, promised: Kept) -> bool:
-        kept = self._kept.get(node)
-        return kept is not None and (kept.block is promised or kept.next_logits is promised)
+    def _depths(self, chain: KeyChain, plan: StepPlan) -> range:
+        """Blocks, by their depth, whose end the forward reaches."""
+        last = min(plan.end_tokens // self._block_tokens, len(chain.keys))
+        return range(plan.start_tokens // self._block_tokens + 1, last + 1)
+
+    def _has(self, promise: Promise) -> bool:
+        kept = self._kept.get(promise.key)
+        return kept is not None and (kept.block is promise.kept or kept.next_logits is promise.kept)
 
     def _subtract(self, item: Kept | None) -> None:
         if item is not None:

@@ -12,9 +12,9 @@ has children. Three invariants keep everything else simple. ``check_integrity`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
-from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
@@ -79,22 +79,34 @@ class Node:
         return f"Node({self.key.hex()[:8]}, depth {self.depth_blocks}, block {self.block_id}, slot {self.slot})"
 
 
+class KeyedValues(Protocol):
+    """What somebody keeps beside the tree, by the keys of its nodes. The tree says what has to go."""
+
+    def drop(self, key: bytes) -> None:
+        """The node has left the tree."""
+
+    def drop_state(self, key: bytes) -> None:
+        """No tier has the state at the node's end any more."""
+
+    def clear(self) -> None:
+        """All nodes have left the tree."""
+
+
 class PrefixTree:
     """Nodes by key.
 
     Attributes:
         version: Grows whenever a match could give another result.
         epoch: Weights epoch of all nodes.
-        scores: Log-probs kept beside the nodes.
 
     Args:
         epoch: Weights epoch at the start.
-        scores: See above; by default none are kept.
+        beside: What is kept beside the nodes.
     """
 
-    def __init__(self, epoch: int = 0, scores: ScoreTable | None = None) -> None:
+    def __init__(self, epoch: int = 0, beside: KeyedValues | None = None) -> None:
         self.epoch = epoch
-        self.scores = ScoreTable() if scores is None else scores
+        self._beside = beside
         self._nodes: dict[bytes, Node] = {}
         self.version = 0
 
@@ -119,31 +131,6 @@ class PrefixTree:
             found.append(node)
         return found
 
-    def scored_depths(self, keys: Sequence[bytes], top_n: int) -> list[int]:
-        """Depths, in blocks, where a request that wants the log-probs of its prompt may resume. Ascending.
-
-        Args:
-            keys: Keys of the prompt's blocks, front first.
-            top_n: Likeliest tokens that it wants per position.
-        """
-        found = []
-        for depth, key in enumerate(keys, 1):
-            node = self.get(key)
-            if self.scores.block(node, top_n) is None:
-                break
-            if self.scores.next_logits(node) is not None:
-                found.append(depth)
-        return found
-
-    def scores_of(self, keys: Sequence[bytes], top_n: int) -> tuple[Kept, ...]:
-        """Scores of these blocks, then the next logits after the last one. Each must be kept. Empty without keys."""
-        nodes = [self.get(key) for key in keys]
-        found = [self.scores.block(node, top_n) for node in nodes]
-        if nodes:
-            found.append(self.scores.next_logits(nodes[-1]))
-        assert None not in found, found
-        return tuple(item for item in found if item is not None)
-
     def insert(self, key: bytes, parent: Node | None, block_id: int) -> Node:
         """Adds a node. Its key must not be in the tree yet; its parent must be."""
         assert key not in self._nodes
@@ -162,7 +149,8 @@ class PrefixTree:
             and node.slot == node.host_slot == NO_SLOT
         ):
             del self._nodes[node.key]
-            self.scores.drop(node)
+            if self._beside is not None:
+                self._beside.drop(node.key)
             if node.parent is not None:
                 node.parent.children -= 1
             node = node.parent
@@ -180,20 +168,14 @@ class PrefixTree:
         """Takes the node's state off the device. Returns its slot."""
         assert node.slot != NO_SLOT, node
         slot, node.slot = node.slot, NO_SLOT
-        if node.host_slot == NO_SLOT:
-            node.reason = None
-            self.scores.drop_next_logits(node)
-        self.version += 1
+        self._state_left(node)
         return slot
 
     def drop_host_state(self, node: Node) -> None:
         """Takes the node's state off the host."""
         assert node.host_slot != NO_SLOT, node
         node.host_slot = NO_SLOT
-        if node.slot == NO_SLOT:
-            node.reason = None
-            self.scores.drop_next_logits(node)
-        self.version += 1
+        self._state_left(node)
 
     def clear(self) -> None:
         """Removes all nodes."""
@@ -202,5 +184,13 @@ class PrefixTree:
                 None  # breaks reference cycles, so that the garbage collector has no work
             )
         self._nodes.clear()
-        self.scores.clear()
+        if self._beside is not None:
+            self._beside.clear()
+        self.version += 1
+
+    def _state_left(self, node: Node) -> None:
+        if node.slot == node.host_slot == NO_SLOT:
+            node.reason = None
+            if self._beside is not None:
+                self._beside.drop_state(node.key)
         self.version += 1

@@ -782,9 +782,10 @@ CONFIG = (
     *rows_of(
         f"{_INFERENCE}.config:InferenceConfig",
         attributes(
-            "mamba_inference_state_config enable_prefix_caching prefix_caching_mamba_gb pg_collection block_size_tokens",
+            "mamba_inference_state_config enable_prefix_caching prefix_caching_mamba_gb pg_collection block_size_tokens "
+            "logprobs_mode",
             "mcore/context/context",
-            "settings of megatron's own cache, which ours takes over; whether its blocks suit the layers",
+            "settings of megatron's own cache, which ours takes over; whether its blocks suit the layers, whether log-probs are shared",
         ),
         attributes(
             "max_sequence_length max_tokens max_requests buffer_size_gb paused_buffer_size_gb mamba_memory_ratio "

@@ -8,35 +8,60 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.scores import ScoreTable
-from megatron_hybrid_prefix.index.tree import PrefixTree
+from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.inspect import Inspector
+from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.matcher import Match
+from megatron_hybrid_prefix.index.requests import RequestBook, StepPlan
+from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
+from megatron_hybrid_prefix.index.store import PrefixStore
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, PrefixTree
+from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.pool.slots import SlotPool
 from tests.harness.selection import mostly_slow
 
 BLOCK = 4
 SCORES, LOGITS = 10, 30  # bytes of a value, and of one more per likeliest token
 
 
+def whole(tokens: int) -> StepPlan:
+    """A prompt in one forward."""
+    return StepPlan(plan_id=0, request_id=0, start_tokens=0, end_tokens=tokens, source_slot=None, checkpoints=())
+
+
 class Prompts:
     """A cache, and an engine that computes nothing. A value says whose it is: key of its block, and likeliest tokens."""
 
-    def __init__(self, **options: int) -> None:
-        self.cache = HybridPrefixCache(**{"block_tokens": BLOCK, "kv_blocks": 40, "state_slots": 20} | options)
-        self.sent = 0
+    def __init__(self, scores_bytes: int, **options: int) -> None:
+        self.table = ScoreTable(scores_bytes, BLOCK)
+        options = {"block_tokens": BLOCK, "kv_blocks": 40, "state_slots": 20} | options
+        self.cache = HybridPrefixCache(beside=self.table, **options)
+        self.sent = self.lost_tokens = 0
+
+    def match(self, chain: KeyChain, top_n: int | None, limit: int | None = None) -> Match:
+        resume_at = None if top_n is None else self.table.positions(chain, top_n)
+        return self.cache.match(chain, max_resume_tokens=limit, resume_at=resume_at)
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        self.table.check({node.key for node in self.cache.inspect.nodes()})
 
     def send(self, tokens: list[int], top_n: int | None, *, salt: str | None = None, chunk: int = 1000) -> int:
         """A prompt from its arrival to its end. Returns the tokens that it skipped."""
         cache, self.sent = self.cache, self.sent + 1
         chain = cache.chain(tokens, salt=salt)
-        match = cache.match(chain, top_n=top_n, max_resume_tokens=min(chunk, len(tokens)) - 1)
-        match = cache.loads.begin_load_back(self.sent, match) or match
+        match, kept = self.match(chain, top_n, min(chunk, len(tokens)) - 1), None
+        if (loading := cache.loads.begin_load_back(self.sent, match)) is not None:
+            match, kept = loading, self._take(chain, loading.resume_tokens, top_n)
         cache.take_copies()
         admission = cache.admit(self.sent, match, length_tokens=len(tokens))
         assert admission is not None
+        self.lost_tokens += match.lost_tokens_elsewhere
         blocks = admission.resume_tokens // BLOCK
-        if top_n is None or not blocks:
-            assert admission.scores == ()
-        else:
-            *scores, logits = admission.scores
+        *scores, logits = (kept or self._take(chain, admission.resume_tokens, top_n)) or (None,)
+        if logits is not None:
             assert [item.value[0] for item in scores] == chain.keys[:blocks]
             assert all(item.value[1] == item.top_n >= top_n for item in scores)
             assert logits.value == (chain.keys[blocks - 1], "logits")
@@ -44,22 +69,26 @@ class Prompts:
         while start < len(tokens):
             end = min(len(tokens), start + chunk)
             plan = cache.plan(self.sent, start, end)
-            captured = cache.scores.wanted_logits(chain, start, end) if top_n is not None else []
+            writing = [chain.keys[checkpoint.position_tokens // BLOCK - 1] for checkpoint in plan.checkpoints]
+            captured = self.table.wanted_logits(chain, plan, cache.inspect, writing) if top_n is not None else []
             assert cache.publish(plan)
             if top_n is not None:
-                promises = cache.scores.promise(chain, start, end, top_n=top_n, captured=captured)
+                promises = self.table.promise(chain, plan, cache.inspect, top_n=top_n, captured=captured)
                 values = []
                 for promise in promises:
                     key = chain.keys[promise.position_tokens // BLOCK - 1]
-                    assert promise.node.key == key and promise.position_tokens <= end
+                    assert promise.key == key and promise.position_tokens <= end
                     value = (key, "logits") if promise.is_logits else (key, top_n)
                     values.append((promise, value, LOGITS if promise.is_logits else SCORES * (1 + top_n)))
-                cache.scores.fill(chain, values)
+                self.table.fill(chain, values)
             start = end
-            cache.check_integrity()
+            self.check()
         cache.release(self.sent)
-        cache.check_integrity()
+        self.check()
         return admission.resume_tokens
+
+    def _take(self, chain: KeyChain, resume_tokens: int, top_n: int | None) -> tuple[Kept, ...]:
+        return () if top_n is None else self.table.take(chain, resume_tokens, top_n)
 
 
 def test_a_hit_reaches_as_deep_as_the_log_probs():
@@ -74,47 +103,84 @@ def test_a_hit_reaches_as_deep_as_the_log_probs():
     assert prompts.send([*context, 7], 2) == 12
     assert prompts.send([*context, 8], 2, salt="other") == 0
     prompts.cache.invalidate()
-    assert prompts.cache.stats().scores_bytes_used == 0
+    assert prompts.table.used_bytes == 0
     assert prompts.send([*context, 9], 0) == 0
-    assert prompts.cache.stats().lost_tokens_no_scores == 24
+    assert prompts.lost_tokens == 24
 
 
 def test_without_a_budget_nothing_is_kept():
     prompts = Prompts(scores_bytes=0)
     for last in range(3):
         assert prompts.send([*range(12), last], 0) == 0
-    assert not prompts.cache.scores.is_on
+    assert prompts.table.used_bytes == 0
 
 
 def test_a_promise_that_is_withdrawn_is_gone_and_one_that_is_not_filled_is_an_error():
-    cache = Prompts(scores_bytes=1000).cache
+    prompts = Prompts(scores_bytes=1000)
+    cache = prompts.cache
     chain = cache.chain(list(range(5)))
-    cache.admit(1, cache.match(chain, top_n=0))
-    cache.publish(cache.plan(1, 0, 5))
-    promises = cache.scores.promise(chain, 0, 5, top_n=0, captured=[BLOCK])
+    cache.admit(1, prompts.match(chain, 0))
+    plan = cache.plan(1, 0, 5)
+    cache.publish(plan)
+    promises = prompts.table.promise(chain, plan, cache.inspect, top_n=0, captured=[BLOCK])
     assert [promise.is_logits for promise in promises] == [False, True]
     with pytest.raises(CacheCorruptionError, match="never filled"):
-        _ = cache.match(chain, top_n=0).scores[0].value
-    cache.scores.withdraw(promises)
-    assert cache.match(chain, top_n=0).resume_tokens == 0
+        _ = prompts.table.take(chain, prompts.match(chain, 0).resume_tokens, 0)[0].value
+    prompts.table.withdraw(promises)
+    assert prompts.match(chain, 0).resume_tokens == 0
 
 
 def test_the_deepest_block_of_the_prompt_used_longest_ago_goes_first():
-    table, tree = ScoreTable(3 * SCORES), PrefixTree()
-    one = [tree.insert(b"a", None, 0)]
-    one.append(tree.insert(b"b", one[0], 1))
-    other = tree.insert(b"c", None, 2)
-    for node in (one[0], one[1], other):
-        promised = table.promise_block(node, 0)
-        assert promised is not None
-        table.fill(node, promised, "value", SCORES)
-    table.use(one)
-    table.budget_bytes = 2 * SCORES
-    table.trim()
-    assert [table.block(node, 0) is not None for node in (*one, other)] == [True, True, False]
-    table.budget_bytes = SCORES
-    table.trim()
-    assert [table.block(node, 0) is not None for node in one] == [True, False]
+    prompts = Prompts(scores_bytes=3 * SCORES, retention_interval_tokens=0)
+    table = prompts.table
+
+    def kept(first: int) -> list[bool]:
+        chain = prompts.cache.chain([first] * (2 * BLOCK))
+        return [table.block(key, 0) is not None for key in chain.keys]
+
+    def score(first: int, length: int) -> KeyChain:
+        chain = prompts.cache.chain([first] * length)
+        prompts.send([first] * length, None)
+        promises = table.promise(chain, whole(length), prompts.cache.inspect, top_n=0, captured=())
+        table.fill(chain, [(promise, "value", SCORES) for promise in promises])
+        return chain
+
+    one = score(1, 2 * BLOCK)
+    score(2, BLOCK)
+    assert (kept(1), kept(2)) == ([True, True], [True, False])
+    table.use(one.keys)
+    score(3, BLOCK)
+    assert (kept(1), kept(2), table.evictions) == ([True, True], [False, False], 1)
+    table.use(prompts.cache.chain([3] * BLOCK).keys)
+    score(4, BLOCK)
+    assert (kept(1), kept(3), table.evictions) == ([True, False], [True, False], 2)
+
+
+def test_what_leaves_the_tree_leaves_the_table():
+    chain = KeyChain([b"a", b"b"], 2 * BLOCK)
+    table = ScoreTable(1000, BLOCK)
+    tree = PrefixTree(beside=table)
+    path = [tree.insert(chain.keys[0], None, 0)]
+    path.append(tree.insert(chain.keys[1], path[0], 1))
+    for node in path:
+        tree.set_state(node, node.block_id, CheckpointReason.TAIL)
+    store = PrefixStore(tree, KVBlocks(4), SlotPool(4, 0), make_eviction_policy("lru"), None, PrefixStats())
+    inspect = Inspector(store, RequestBook())
+    positions = [BLOCK, 2 * BLOCK]
+    assert table.wanted_logits(chain, whole(2 * BLOCK), inspect, ()) == positions
+    table.promise(chain, whole(2 * BLOCK), inspect, top_n=0, captured=positions)
+    assert table.positions(chain, 0) == (BLOCK, 2 * BLOCK)
+    path[0].host_slot = 7
+    tree.drop_state(path[0])
+    assert table.positions(chain, 0) == (BLOCK, 2 * BLOCK), "the host still has the state"
+    tree.drop_host_state(path[0])
+    assert table.positions(chain, 0) == (2 * BLOCK,)
+    tree.drop_state(path[1])
+    path[1].block_id = NO_BLOCK
+    tree.prune(path[1])
+    assert [table.block(key, 0) is not None for key in chain.keys] == [True, False]
+    tree.clear()
+    assert table.block(chain.keys[0], 0) is None
 
 
 @pytest.mark.parametrize("host_pages", [0, 30])
@@ -138,13 +204,13 @@ def test_random_prompts(seed, host_pages):
         top_n = dice.choice((None, 0, 0, 1, 2))
         resumed = prompts.send(tokens, top_n, salt=dice.choice((None, None, "s")), chunk=dice.choice((4, 7, 1000)))
         skipped += resumed * (top_n is not None)
-        assert prompts.cache.stats().scores_bytes_used <= budget
+        assert prompts.table.used_bytes <= budget
         if dice.random() < 0.01:
             prompts.cache.invalidate()
     stats = prompts.cache.stats()
     assert not host_pages or stats.reused_tokens_host > 0
     assert skipped > 0 or budget == 60 or stats.slots_total == 3, "in so little memory it may be 0"
-    assert (stats.scores_evictions > 0) == (budget < 5000)
+    assert (prompts.table.evictions > 0) == (budget < 5000)
 
 
 def test_a_hit_on_the_host_uses_its_scores():

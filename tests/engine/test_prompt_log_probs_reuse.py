@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.index.keys import KeyMaker
-from megatron_hybrid_prefix.index.scores import ScoreTable
-from megatron_hybrid_prefix.mcore.context import context, scores
+from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
+from megatron_hybrid_prefix.mcore.context import context, scored_prompt, scores
+from megatron_hybrid_prefix.mcore.context.scored_prompt import Scores
 from megatron_hybrid_prefix.mcore.engine import engine
 from tests.engine.test_prompt_log_probs import BLOCK, MODES, Reference, Traffic, WrongLogProb, prompt
 from tests.harness.bits import Alone, differing, exact_harness
@@ -239,14 +240,14 @@ def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, mode, mo
 def test_a_request_whose_promised_log_probs_never_come_starts_over(tiny, reference, mode, monkeypatch):
     """The step that promised them turns out to lack some."""
     traffic = Traffic(tiny, "on", async_sched_mode=mode)
-    add, calls = scores.ScoredPrompt.add, itertools.count()
+    add, calls = scored_prompt.ScoredPrompt.add, itertools.count()
 
     def lose_once(prompt: Any, *step: Any) -> bool:
         if next(calls) == 0:
             prompt.lose_step()
         return add(prompt, *step)
 
-    monkeypatch.setattr(scores.ScoredPrompt, "add", lose_once)
+    monkeypatch.setattr(scored_prompt.ScoredPrompt, "add", lose_once)
     traffic.add(ending(128, 0), 3)
     traffic.add(ending(128, 1), 3)  # waits for the first one's state
     traffic.run()
@@ -401,7 +402,7 @@ def _logits_of_the_position_before(original: Any) -> Any:
 
 
 def _log_probs_one_position_early(original: Any) -> Any:
-    def part(self: scores.Scores, start: int, end: int, top_n: int) -> scores.Scores:
+    def part(self: Scores, start: int, end: int, top_n: int) -> Scores:
         right = original(self, start, end, top_n)
         return right._replace(log_probs=right.log_probs[1:] + right.log_probs[:1])
 
@@ -409,16 +410,21 @@ def _log_probs_one_position_early(original: Any) -> Any:
 
 
 def _logits_of_another_boundary(original: Any) -> Any:
-    return lambda self, node: original(self, node.parent) or original(self, node) if node is not None else None
+    def next_logits(self: ScoreTable, key: bytes) -> Kept | None:
+        own = original(self, key)
+        others = (kept.next_logits for other, kept in self._kept.items() if other != key and kept.next_logits)
+        return own if own is None else next(others, own)
+
+    return next_logits
 
 
 def _too_few_likeliest(original: Any) -> Any:
-    return lambda self, node, top_n: original(self, node, 0)
+    return lambda self, key, top_n: original(self, key, 0)
 
 
 MUTANTS = {
     "logits of the position before": (scores.ScoredPrompts, "_first_tokens", _logits_of_the_position_before),
-    "block shifted by one": (scores.Scores, "part", _log_probs_one_position_early),
+    "block shifted by one": (Scores, "part", _log_probs_one_position_early),
     "logits of another boundary": (ScoreTable, "next_logits", _logits_of_another_boundary),
     "fewer likeliest tokens than asked for": (ScoreTable, "block", _too_few_likeliest),
 }

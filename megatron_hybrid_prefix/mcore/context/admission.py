@@ -118,7 +118,7 @@ class Admissions:
         if cache.inspect.live_requests() or cache.inspect.loading_requests():
             return match
         fits = cache.can_admit(match, length_tokens=length)
-        return match if fits else cache.match(known.chain, read=False, top_n=known.top_n)
+        return match if fits else cache.match(known.chain, read=False)
 
     def _admit_first(self, req: DynamicInferenceRequest, known: PrefixRequest, length: int) -> AdmittedChunk:
         match = self._match(known, length)
@@ -136,7 +136,7 @@ class Admissions:
             raise BlockOverflowError(req.request_id)
         known.lost_tokens = admission.lost_tokens_no_state
         if known.top_n is not None:
-            self._scored.begin(known, req.prompt_tokens, admission)
+            self._scored.begin(known, req.prompt_tokens, match, admission.resume_tokens)
             req.prompt_log_probs = req.prompt_top_n_logprobs = None  # the request may have started over
         allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
         allocator.take_routing(admission.payloads)

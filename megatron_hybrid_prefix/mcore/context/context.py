@@ -27,6 +27,7 @@ import torch
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore.context import reports, rows
 from megatron_hybrid_prefix.mcore.context.admission import Admissions
@@ -150,7 +151,11 @@ class HybridPrefixContext(ContextSeam):
             )
         if prefix is not None and prefix.exact and self._model_states is not None:
             check_exact_config(prefix, inference_config, self._model_states.quanta)
-        self._requests = RequestBook(0.0 if prefix is None else prefix.verify_hits)
+        # Processed log-probs depend on a request's temperature and filters, so they are not shared.
+        shared = prefix is not None and inference_config.logprobs_mode == "raw_logprobs"
+        scores_bytes = int(prefix.prompt_log_probs_gb * 2**30) if prefix is not None and shared else 0
+        self._scores = ScoreTable(scores_bytes, inference_config.block_size_tokens)
+        self._requests = RequestBook(self._scores, 0.0 if prefix is None else prefix.verify_hits)
         if prefix is not None:
             # Keep megatron from allocating its own cache, and from warning about it.
             inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False)
@@ -202,8 +207,7 @@ class HybridPrefixContext(ContextSeam):
             block_tokens=self.block_size_tokens,
             eviction_policy=prefix.eviction_policy,
             retention_interval_tokens=prefix.retention_interval_tokens,
-            # Processed log-probs depend on a request's temperature and filters, so they are not shared.
-            scores_bytes=int(prefix.prompt_log_probs_gb * 2**30) if self.config.logprobs_mode == "raw_logprobs" else 0,
+            beside=self._scores,
             **sizes,
             **host_fields,
         )
@@ -214,7 +218,7 @@ class HybridPrefixContext(ContextSeam):
         cache.blocks.set_on_move(self.kv_block_allocator.move_routing)
         if self.checkpoint_slots and (prefix.caches_answers or self.host_moves is not None):
             self._decodes = DecodedStates(self, cache, self._note, keep=prefix.caches_answers)
-        self.scored = ScoredPrompts(self, cache, keeps_log_probs=self.is_exact)
+        self.scored = ScoredPrompts(self, cache, self._scores, keeps_log_probs=self.is_exact)
         self._admissions = Admissions(self, cache, self._requests, self.scored, self._note)
         if self.moves is not None:
             self.moves.serve(cache)
@@ -735,6 +739,8 @@ class HybridPrefixContext(ContextSeam):
         stats = self.prefix_cache.stats()
         if self.host_moves is not None:
             self.host_moves.count(stats)
+        if self.scored is not None:
+            self.scored.count(stats)
         return stats
 
     def memory_report(self) -> str:
@@ -749,8 +755,9 @@ class HybridPrefixContext(ContextSeam):
 
     def check_integrity(self) -> None:
         """Raises CacheCorruptionError if the cache is corrupt, or disagrees with megatron's tables; for tests."""
-        if self.prefix_cache is not None:
+        if self.prefix_cache is not None and self.scored is not None:
             self.prefix_cache.check_integrity()
+            self.scored.check()
             if self.has_tensors:
                 rows.check_rows(self, self.prefix_cache)
 

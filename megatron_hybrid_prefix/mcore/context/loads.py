@@ -63,6 +63,7 @@ class RequestLoads:
             if loading is None:
                 return False
             match = known.last = loading
+            known.take_scores(match.resume_tokens)
             self._moves.start_load(req.request_id, match)
             self._note(
                 lambda: (

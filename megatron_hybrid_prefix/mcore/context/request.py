@@ -26,7 +26,8 @@ from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import StepPlan
-from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompt
+from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
+from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
 
 
 @dataclass(slots=True)
@@ -45,6 +46,9 @@ class PrefixRequest:
         lost_tokens: Tokens with cached KV at admission that were computed because there was no state.
         top_n: The request wants the log-probs of its prompt, with so many likeliest tokens per position; None: it does not,
             or none are kept.
+        scores: Log-probs of cached prompts; None without ``top_n``. It resumes only where its own are kept.
+        scores_version: Their version at the time of the last match.
+        kept: Log-probs that it takes from there, from the start of its load to its admission.
         scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
         counted_tokens: Tokens that the statistics have: forwards of them, or of the request that it continues, were published.
         resumes: Whether the request was preempted and may have swapped out to the host.
@@ -62,6 +66,9 @@ class PrefixRequest:
     last: Match | None = None
     lost_tokens: int = 0
     top_n: int | None = None
+    scores: ScoreTable | None = None
+    scores_version: int = 0
+    kept: tuple[Kept, ...] = ()
     scored: ScoredPrompt | None = None
     counted_tokens: int = 0
     resumes: bool = False
@@ -72,25 +79,40 @@ class PrefixRequest:
         """Match the first ``length_tokens`` with the cache; at least one token remains to be computed."""
         limit = length_tokens - 1
         last = self.last
-        if last is None or last.resume_tokens > limit or last.limit_tokens < limit or not cache.is_current(last):
-            self.last = last = cache.match(self.chain, read=self.read, max_resume_tokens=limit, top_n=self.top_n)
+        if last is None or last.resume_tokens > limit or last.limit_tokens < limit or not self._is_current(last, cache):
+            resume_at = None
+            if self.scores is not None and self.top_n is not None:
+                resume_at = self.scores.positions(self.chain, self.top_n)
+                self.scores_version = self.scores.version
+            self.last = last = cache.match(self.chain, read=self.read, max_resume_tokens=limit, resume_at=resume_at)
             if last.resume_tokens and self.write and self.take_sample is not None:
                 if self.take_sample():
                     self.read, self.verify_at_tokens = False, last.resume_tokens
-                    self.last = last = cache.match(self.chain, read=False, top_n=self.top_n)
+                    self.last = last = cache.match(self.chain, read=False)
                 self.take_sample = None
         return last
+
+    def _is_current(self, last: Match, cache: HybridPrefixCache) -> bool:
+        if last.load_id is None and self.scores is not None and self.scores.version != self.scores_version:
+            return False
+        return cache.is_current(last)
+
+    def take_scores(self, resume_tokens: int) -> None:
+        """The request resumes there: hold what is kept of the log-probs before, which may be evicted meanwhile."""
+        if self.scores is not None and self.top_n is not None:
+            self.kept = self.scores.take(self.chain, resume_tokens, self.top_n)
 
 
 class RequestBook:
     """One `PrefixRequest` per request. Not stored on the request: its attributes would travel with the reply.
 
     Args:
+        scores: Log-probs of cached prompts.
         verify_hits: Share of the hits to recompute and compare.
     """
 
-    def __init__(self, verify_hits: float = 0.0) -> None:
-        self._verify_hits = verify_hits
+    def __init__(self, scores: ScoreTable, verify_hits: float = 0.0) -> None:
+        self._scores, self._verify_hits = scores, verify_hits
         self._hits = 0
         self._entries: dict[int, tuple[weakref.ref[Any], PrefixRequest]] = {}  # by id(), while the request lives
         self._in_step: dict[int, PrefixRequest] = {}  # by request id, in the order of their rows
@@ -108,7 +130,7 @@ class RequestBook:
         ref, known = self._entries.get(id(req), (None, None))
         if ref is None or known is None or ref() is not req or known.chain.epoch != cache.epoch:
             counted_tokens = 0 if known is None or ref is None or ref() is not req else known.counted_tokens
-            known = _read_request(req, cache)
+            known = _read_request(req, cache, self._scores)
             known.counted_tokens = counted_tokens
             known.take_sample = self._take_sample if self._verify_hits else None
             number, entries = id(req), self._entries
@@ -164,12 +186,12 @@ class RequestBook:
         return int(self._hits * self._verify_hits) > int((self._hits - 1) * self._verify_hits)
 
 
-def _read_request(req: Any, cache: HybridPrefixCache) -> PrefixRequest:
+def _read_request(req: Any, cache: HybridPrefixCache, scores: ScoreTable) -> PrefixRequest:
     params = req.sampling_params
     salt, adapter = (getattr(params, name, None) for name in ("cache_salt", "cache_adapter"))
     # Log-probs of the prompt need the logits of every position. Only what has them in the cache can be skipped.
     wants_prompt = getattr(params, "return_log_probs", False) and not getattr(params, "skip_prompt_log_probs", False)
-    keeps_scores = cache.scores.is_on
+    keeps_scores = scores.budget_bytes > 0
     write = bool(getattr(params, "cache_write", True))
     return PrefixRequest(
         chain=cache.chain(
@@ -181,6 +203,7 @@ def _read_request(req: Any, cache: HybridPrefixCache) -> PrefixRequest:
         read=bool(getattr(params, "cache_read", True)) and (keeps_scores or not wants_prompt),
         write=write,
         top_n=int(getattr(params, "top_n_logprobs", 0) or 0) if wants_prompt and keeps_scores else None,
+        scores=scores if wants_prompt and keeps_scores else None,
         breakpoints=_breakpoints(req.request_id, getattr(params, "cache_breakpoints", None)),
     )
 

@@ -48,20 +48,16 @@ class Coalescing:
             most: Maximum number of requests to look at.
         """
         cache, block_tokens = self._cache, self._cache.block_tokens
-        owners = _Owners(block_tokens)
-        for request_id in cache.inspect.prefilling():
-            owners.add(
-                cache.inspect.request_keys(request_id),
-                cache.inspect.planned_tokens(request_id),
-                request_id,
-                cache.inspect.top_n(request_id),
-            )
+        owners, prefilling = _Owners(block_tokens), cache.inspect.prefilling()
         held: list[int] = []
         idle: dict[int, tuple[int, int, int]] = {}
         for request in islice(waiting, most):
-            if cache.inspect.is_live(request.request_id):
-                continue  # between two chunks: already an owner
             keys = self._prefix_request(request)
+            if cache.inspect.is_live(request.request_id):  # between two chunks
+                if request.request_id in prefilling:
+                    planned_tokens = cache.inspect.planned_tokens(request.request_id)
+                    owners.add(keys.chain.keys, planned_tokens, request.request_id, keys.top_n)
+                continue
             length = request.remaining_prompt_length
             resume = keys.match(cache, length).resume_tokens
             owner_of = owners.of(keys.top_n)
