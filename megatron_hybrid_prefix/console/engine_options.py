@@ -125,7 +125,7 @@ def check_memory(budget: Mapping[str, float], device: Any, where: str = "", *, a
     Raises:
         InputError: It does not.
     """
-    from megatron_hybrid_prefix.platform import free_bytes, host_free_bytes
+    from megatron_hybrid_prefix.platform.memory import free_bytes, host_free_bytes
 
     on_host = {name: gb for name, gb in budget.items() if name == "host_gb" or device.type == "cpu"}
     on_device = {name: gb for name, gb in budget.items() if name not in on_host}

@@ -6,7 +6,6 @@ name. `patches` lists the replacements; `active_rebindings` returns those in for
 
 from __future__ import annotations
 
-from megatron_hybrid_prefix.platform.memory import free_bytes, host_free_bytes
 from megatron_hybrid_prefix.platform.start import (
     Platform,
     active_rebindings,
@@ -22,8 +21,6 @@ __all__ = [
     "Platform",
     "active_rebindings",
     "ensure_platform",
-    "free_bytes",
-    "host_free_bytes",
     "join_ranks",
     "replace_names",
     "running_platform",

@@ -380,7 +380,7 @@ def test_a_placeholder_never_hides_a_real_module(upstream):
 
 
 def test_free_memory_of_a_container_is_within_its_limit(tmp_path):
-    from megatron_hybrid_prefix.platform import host_free_bytes
+    from megatron_hybrid_prefix.platform.memory import host_free_bytes
 
     machine = host_free_bytes(tmp_path)  # no limit
     assert machine > 0
