@@ -135,6 +135,37 @@ def test_top_log_probs_end_with_the_answer(tiny_mtp):
     assert len(served.finished[number].generated_top_n_logprobs) == len(served.finished[number].generated_tokens)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_where_bits_have_to_be_equal(tiny, mode):
+    served = Ending(tiny, 0, async_sched_mode=mode, exact="bits")
+    prompt = tokens(1, 5, seed=7)
+    token = different(known_answer(served.plain, prompt, COUNT))[4]
+    numbers = [served.ask(prompt, **way) for way in ways(token)]
+    served.run()
+    served.check_ends(*numbers)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_step_shows_a_token_after_the_end(tiny_mtp, mode):
+    """A stream sends what a request has after each step."""
+    served = Ending(tiny_mtp, 3, async_sched_mode=mode)
+    prompt = tokens(0, 30, seed=4)
+    answer = known_answer(served.plain, prompt, COUNT)
+    end = different(answer)[5]
+    number = served.ask(prompt, **ways(end)[1])
+    shown: list[list[int]] = []
+
+    def stream() -> None:
+        entry = served.engine.requests.get(number)
+        shown.append(list(entry.record[-1].generated_tokens) if entry is not None else [])
+
+    served.engine.on_step = stream
+    served.run()
+    right = cut(answer, {end})
+    assert any(shown) and all(tokens == right[: len(tokens)] for tokens in shown)
+    served.check_ends(number)
+
+
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 def test_preempted_requests_keep_their_end_tokens(tiny_mtp, mode):
     served = Ending(tiny_mtp, 2, async_sched_mode=mode, blocks=9)
