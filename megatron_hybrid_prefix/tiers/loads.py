@@ -83,7 +83,7 @@ class Loads:
     def run(self, units: Sequence[BlockTransfer], prepared: PreparedLoads | None = None) -> None:
         """Launch loads, in order. The model uses the entries after `wait_for`.
 
-        A copy that fails is logged. Its load counts as failed, on this rank.
+        A copy that fails is logged. Its load counts as failed, on this rank. So does one whose launch raises.
 
         Args:
             units: The loads.

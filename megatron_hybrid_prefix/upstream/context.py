@@ -190,7 +190,8 @@ class ContextSeam(DynamicInferenceContext):
 
     def _get_async_sched_rows_requiring_new_block(self) -> torch.Tensor:
         needed: torch.Tensor = super()._get_async_sched_rows_requiring_new_block()
-        needed[self.rows_past_the_end()] = False  # no row is paused here
+        if self.num_speculative_tokens:
+            needed[self.rows_past_the_end()] = False  # no row is paused here
         return needed
 
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,7 +306,9 @@ class ContextSeam(DynamicInferenceContext):
 
     def rows_past_the_end(self) -> torch.Tensor:
         """Rows for which megatron wants a KV block that only drafts past the end of the answer would use: (rows,) int64."""
-        rows = slice(0, self.total_request_count if self.num_speculative_tokens else 0)
+        if not self.num_speculative_tokens:
+            return torch.empty(0, dtype=torch.int64)
+        rows = slice(0, self.total_request_count)
         crosses = self.request_last_kv_block_offset[rows] + 1 + self.num_speculative_tokens >= self.block_size_tokens
         # The KV of the last token is never needed.
         enough = self.request_output_lengths[rows] - 1 <= self.request_kv_block_counts[rows] * self.block_size_tokens

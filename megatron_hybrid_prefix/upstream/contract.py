@@ -487,7 +487,9 @@ ENGINE = rows_of(
         "mcore/engine/engine upstream/engine",
         "its parts and settings",
     ),
-    attributes("use_coordinator _state_events _pending_signals", "upstream/engine", "a reset keeps the engine's state"),
+    attributes(
+        "use_coordinator _state_events _pending_signals _cond", "upstream/engine", "a reset keeps the engine's state"
+    ),
     attributes("ep_world_size ep_consensus_interval", "mcore/engine/engine", "set to 1 if there are no peers"),
     attributes("engine_loop_task", "serve/ranks", "awaited by a replica"),
     attributes("socket_for_receiving_requests", "upstream/engine", "its socket to the coordinator"),

@@ -65,6 +65,9 @@ class EngineSeam(DynamicInferenceEngine):
         except Exception as error:
             self.ended(f"a step failed: {type(error).__name__}: {error}")
             raise
+        finally:  # megatron returns if its task is cancelled, in a step, too
+            if self.needs_reset:
+                self.ended("a step was cancelled")
 
     async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """See upstream. Raises the error of a step that failed."""
@@ -144,10 +147,12 @@ class EngineSeam(DynamicInferenceEngine):
         suspended = state in (EngineState.SUSPENDED, EngineState.SUSPENDING)
         ended = state in (None, EngineState.STOPPING, EngineState.STOPPED)
         stays = suspended or (not ended and self.use_coordinator)
-        kept = (state, self.use_coordinator, self._state_events, self._pending_signals) if stays else None
+        # A loop may wait for the condition.
+        names = ("state", "use_coordinator", "_state_events", "_pending_signals", "_cond") if stays else ()
+        kept = {name: getattr(self, name) for name in names}
         super().reset()
-        if kept is not None:
-            self.state, self.use_coordinator, self._state_events, self._pending_signals = kept
+        for name, value in kept.items():
+            setattr(self, name, value)
         if suspended:
             self.resume_request_ids: list[int] = []
 
@@ -203,6 +208,11 @@ class EngineSeam(DynamicInferenceEngine):
     def receive_failed(self, request_id: int, error: Exception) -> None:
         """A request of the coordinator could not be received."""
         raise error
+
+    @property
+    def needs_reset(self) -> bool:
+        """Whether a step did not come to its end."""
+        return False
 
     def ended(self, why: str) -> None:
         """The engine's loop ended, and leaves unfinished requests."""

@@ -324,3 +324,75 @@ def test_a_step_that_fails_ends_the_loop_and_resolves_all_futures(model, alone, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         asyncio.run(asyncio.wait_for(serve(), timeout=HANG_S))
+
+
+def test_a_cancelled_step_ends_the_loop_and_resolves_all_futures(model, alone):
+    """Megatron's loop returns then, as if it had ended well."""
+
+    async def serve() -> None:
+        engine = build(model)
+        futures = [send(engine, number, LONG) for number in range(2)]
+        running = asyncio.create_task(engine.run_engine())
+        while engine.step_began_s is None:
+            await asyncio.sleep(0)  # up to the point in a step where others may run
+        running.cancel()
+        for future in futures:
+            with pytest.raises(RequestDroppedError, match="cancelled"):
+                await future
+        await asyncio.gather(running, return_exceptions=True)
+        engine.reset()
+        future = send(engine, 0, LONG)
+        again = asyncio.create_task(engine.run_engine())
+        assert (await future).merge().generated_tokens == alone[1]
+        again.cancel()
+
+    asyncio.run(asyncio.wait_for(serve(), timeout=HANG_S))
+
+
+def test_a_loop_that_waits_goes_on_after_a_reset_while_suspended(model, alone):
+    async def serve() -> None:
+        engine = build(model)
+        running = asyncio.create_task(engine.run_engine())
+        for _ in range(3):
+            await asyncio.sleep(0)  # it waits for requests now
+        engine.suspend()
+        engine.reset()
+        engine.resume()
+        future = send(engine, 0, LONG)
+        async with engine._cond:
+            engine._cond.notify_all()  # as megatron does when a request comes from a coordinator
+        assert (await future).merge().generated_tokens == alone[1]
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(serve(), timeout=HANG_S))
+
+
+def test_a_tokenizer_that_cannot_say_what_was_refused_leaves_nothing(model, alone, monkeypatch):
+    """Megatron notes a refused request before it looks at its text."""
+    engine = build(model)
+    first = send(engine, 0, LONG)
+    monkeypatch.setattr(engine, "refuse_request", lambda number: (engine.failed_request_ids.append(number), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        send(engine, 1, Asked(random_tokens(LIMIT_TOKENS + 9, seed=1)))
+    monkeypatch.undo()
+    finished: dict[int, Any] = {}
+    run_to_end(engine, finished)
+    assert list(finished) == [0] and first.done() and list(finished[0].generated_tokens) == alone[1]
+
+
+def test_generate_ends_if_the_engine_is_reset_meanwhile(model):
+    engine = build(model)
+    engine.on_step = engine.reset
+    with pytest.raises(RequestDroppedError, match="reset"):
+        engine.generate([LONG.prompt], params(LONG.fields))
+
+
+def test_the_whole_length_may_be_that_of_the_prompt_if_its_log_probs_are_wanted(model):
+    engine = build(model, materialize_only_last_token_logits=False)
+    fields = {"num_tokens_to_generate": None, "num_tokens_total": 9, "skip_prompt_log_probs": False}
+    finished: dict[int, Any] = {}
+    send(engine, 0, Asked(list(range(9)), fields))
+    run_to_end(engine, finished)
+    assert not finished[0].generated_tokens and len(finished[0].prompt_log_probs) == 8
+    with pytest.raises(ValueError, match="num_tokens_total=8 leaves nothing"):
+        send(engine, 1, Asked(list(range(9)), fields | {"num_tokens_total": 8}))

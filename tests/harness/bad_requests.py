@@ -108,7 +108,7 @@ def _fields() -> dict[str, Asked]:
 _TOGETHER: dict[str, Asked] = {
     "both lengths": Asked([1, 2, 3], {"num_tokens_to_generate": 4, "num_tokens_total": 9}, "num_tokens_total"),
     "a total within the prompt": Asked(
-        list(range(9)), {"num_tokens_to_generate": None, "num_tokens_total": 9}, "num_tokens_total"
+        list(range(9)), {"num_tokens_to_generate": None, "num_tokens_total": 8}, "num_tokens_total"
     ),
     "a total of text": Asked([1], {"num_tokens_to_generate": None, "num_tokens_total": "9"}, "num_tokens_total"),
     "no tokens and no log-probs": Asked(

@@ -77,12 +77,13 @@ def drafts_past_the_end(context: ContextSeam) -> Iterator[None]:
     row could not go on.
     """
     past = context.rows_past_the_end()
+    if not len(past):
+        yield
+        return
     offsets = context.request_last_kv_block_offset
     before = dict(zip(context.request_ids[past].tolist(), offsets[past].tolist(), strict=True))
     offsets[past] = 0  # so it does not look as if the last block was full
     yield
-    if not before:
-        return
     advanced = 1 + context.num_speculative_tokens
     for row, request_id in enumerate(context.request_ids[: context.total_request_count].tolist()):
         if request_id in before:

@@ -115,7 +115,7 @@ class ScoredPrompts:
     def without_promised(self, requests: Iterable[PrefixRequest]) -> set[int]:
         """Requests whose first forward is over, and whose kept log-probs were promised by a step that never filled them.
 
-        That step's bookkeeping raised. These requests must start over.
+        That step turned out to lack some. These requests must start over.
         """
         found = set()
         for request in requests:

@@ -109,6 +109,8 @@ class HybridPrefixEngine(EngineSeam):
         Megatron forgets them at the end of a step. Left by one that raised, they would fail each later prefill. The futures of
         dropped requests get a `RequestDroppedError`, and clients behind a coordinator a failed request.
         """
+        if getattr(self, "use_coordinator", False):
+            self.messages_taken()  # what ended, and was not told
         for request_id in self._drop_futures("the engine was reset"):
             self.reply_refused(request_id, "the engine was reset")
         super().reset()
@@ -122,6 +124,11 @@ class HybridPrefixEngine(EngineSeam):
         context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
         context.prefix_cache_prefill_computed_tokens = context.prefix_cache_prefill_skipped_tokens = 0
         self.drop_pending_logits()
+
+    @property
+    def needs_reset(self) -> bool:
+        """See the seam."""
+        return self._step_failed
 
     def ended(self, why: str) -> None:
         """See the seam. (The coordinator tells clients of what a replica leaves.)"""
@@ -281,7 +288,11 @@ class HybridPrefixEngine(EngineSeam):
         try:
             return self.accept_request(request)
         except BaseException:
-            self.requests.pop(request.request_id, None)  # megatron records a request before it looks at it
+            # Megatron records a request before it looks at it.
+            self.requests.pop(request.request_id, None)
+            for ids in (self.waiting_request_ids, self.failed_request_ids):
+                if request.request_id in ids:
+                    ids.remove(request.request_id)
             raise
 
     def generate(
@@ -291,15 +302,23 @@ class HybridPrefixEngine(EngineSeam):
 
         Raises:
             EngineSuspendedError: The engine is suspended.
+            RequestDroppedError: The engine was reset meanwhile.
             ValueError: A prompt or the parameters are wrong; none of the prompts is run.
         """
         self._check_not_suspended()
         requests = [self._new_request(self._free_id(), prompt, sampling_params) for prompt in prompts]
-        for request in requests:
-            self._accept_new(request)
+        try:
+            for request in requests:
+                self._accept_new(request)
+        except BaseException:
+            for request in requests:
+                self.abort_request(request.request_id)
+            raise
         left = {request.request_id for request in requests}
         records: dict[int, DynamicInferenceRequestRecord] = {}
         while left:
+            if gone := left - self.requests.keys():
+                raise RequestDroppedError(f"request {min(gone)}: the engine was reset")
             for record in self.step_modern()["finished_request_records"]:
                 records[record.request_id] = record
                 left.discard(record.request_id)

@@ -91,7 +91,7 @@ class RequestRules:
                 raise FieldError("prompt", "the prompt is empty")
             check_tokens("the prompt", (int(tokens.min()), int(tokens.max())), self.vocab_size)
             total = params.num_tokens_total
-            if total is not None and total <= len(tokens):
+            if total is not None and total - len(tokens) < (not params.return_log_probs):  # those of the prompt alone
                 raise FieldError(
                     "num_tokens_total", f"num_tokens_total={total} leaves nothing after {len(tokens)} prompt tokens"
                 )

@@ -1,7 +1,7 @@
 """`RowSampling`: megatron's sampling, and the options of single requests that megatron does not have.
 
 Megatron samples a step before the engine records its tokens, and records them before it samples the next step. That holds
-for legacy and asynchronous scheduling. So the requests' own lists have all tokens before the one to sample.
+for legacy and asynchronous scheduling. So the requests' own lists have all tokens before the one to sample, but its drafts.
 """
 
 from __future__ import annotations
