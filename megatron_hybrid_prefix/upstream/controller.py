@@ -132,8 +132,8 @@ class ControllerSeam(TextGenerationController):
             of_rows = slice(shape[0] * shape[1])
             counts = self.drafts_verified(tokens[of_rows].view(shape), accepted[of_rows].view(shape))
             if counts is not None:
-                first = torch.arange(shape[0], device=counts.device) * shape[1]
-                last[: shape[0]] = first + counts - 1
+                before = torch.arange(-1, (shape[0] - 1) * shape[1], shape[1], device=counts.device)
+                torch.add(before, counts, out=last[: shape[0]])
         return last, accepted, tokens
 
     def _transfer_samples_to_cpu(self, active_request_count: int) -> Any:

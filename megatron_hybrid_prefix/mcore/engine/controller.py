@@ -24,11 +24,13 @@ _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs
 class HybridPrefixController(ControllerSeam):
     """Megatron's controller, for this package's engine."""
 
-    # What `RowSource` says, and the end tokens of each request. The engine sets all four.
+    # What `RowSource` says; the end tokens of each request; those of requests with others than ``termination_id``. The engine
+    # sets all of these.
     replays: Mapping[int, Sequence[int]] = MappingProxyType({})
     row_options: Mapping[int, SamplingOptions] = MappingProxyType({})
     record_of: Callable[[int], DynamicInferenceRequestRecord]
     end_tokens: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    other_ends: Mapping[int, tuple[int, ...]] = MappingProxyType({})
     _accepted_drafts: AcceptedDrafts | None = None
 
     def sampling_around(self, backend: Any) -> Any:
@@ -58,23 +60,32 @@ class HybridPrefixController(ControllerSeam):
 
     def drafts_verified(self, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor | None:
         """See the seam. An answer ends at its first end token, also if that is a draft."""
+        if not self.end_tokens:
+            return None
         if self._accepted_drafts is None:
             self._accepted_drafts = AcceptedDrafts()
         return self._accepted_drafts.cut(tokens, accepted, self._ends_of_rows()[: len(tokens)])
 
     def tokens_on_host(self, tokens: torch.Tensor, ends: torch.Tensor) -> None:
         """See the seam. Megatron knows one end token: of several the sampled one, if it is among them."""
-        if not self.end_tokens:
+        if not self.other_ends:
             return
-        for row, (own, token) in enumerate(zip(self._ends_of_rows(), tokens.tolist(), strict=True)):
-            if own:
-                ends[row] = token if token in own else own[0]
+        known = ends.tolist()
+        for row, (request_id, token) in enumerate(zip(self._request_ids(), tokens.tolist(), strict=True)):
+            own = self.other_ends.get(request_id)
+            if own is not None:
+                known[row] = token if token in own else own[0]
+        ends.copy_(torch.tensor(known))
 
     def _ends_of_rows(self) -> list[tuple[int, ...]]:
         """End tokens of each active row."""
+        return [self.end_tokens.get(request_id, ()) for request_id in self._request_ids()]
+
+    def _request_ids(self) -> list[int]:
+        """Ids of the active rows."""
         context = self.inference_wrapped_model.inference_context
-        ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
-        return [self.end_tokens.get(request_id, ()) for request_id in ids]
+        ids: list[int] = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+        return ids
 
     def pending_logits_moved(self, rows: torch.Tensor) -> None:
         """See the seam. Also moves the log-prob options, which megatron leaves in place."""

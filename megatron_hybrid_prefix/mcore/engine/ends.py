@@ -50,7 +50,7 @@ class AcceptedDrafts:
         if not any(ends):
             return None
         is_end = (tokens[:, 1:, None] == self._ends(ends, tokens.device)[:, None, :]).any(dim=-1)
-        accepted[:, 1:] &= is_end.cumsum(dim=1) == 0
+        accepted[:, 1:].masked_fill_(is_end.cumsum(dim=1) > 0, False)
         return accepted.sum(dim=1)
 
     def _ends(self, ends: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
