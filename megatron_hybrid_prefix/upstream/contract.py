@@ -617,7 +617,7 @@ CONTROLLER = (
             "_verify_speculative_tokens",
             "(self, output_tokens, input_tokens_required, num_decode_requests, num_prefill_requests, active_request_count)",
             "upstream/controller",
-            "an accepted draft that is an end token ends the answer",
+            "a draft that is an end token is not accepted: it is sampled, and ends the answer",
         ),
         overrides(
             "_dynamic_step_forward_logits",

@@ -124,17 +124,12 @@ class ControllerSeam(TextGenerationController):
         num_prefill_requests: int,
         active_request_count: int,
     ) -> Any:
-        last, accepted, tokens = super()._verify_speculative_tokens(
-            output_tokens, input_tokens_required, num_decode_requests, num_prefill_requests, active_request_count
-        )
         if num_decode_requests:
             shape = num_decode_requests, self.num_speculative_tokens + 1
-            of_rows = slice(shape[0] * shape[1])
-            counts = self.drafts_verified(tokens[of_rows].view(shape), accepted[of_rows].view(shape))
-            if counts is not None:
-                before = torch.arange(-1, (shape[0] - 1) * shape[1], shape[1], device=counts.device)
-                torch.add(before, counts, out=last[: shape[0]])
-        return last, accepted, tokens
+            self.before_verification(input_tokens_required[: shape[0] * shape[1]].view(shape)[:, 1:])
+        return super()._verify_speculative_tokens(
+            output_tokens, input_tokens_required, num_decode_requests, num_prefill_requests, active_request_count
+        )
 
     def _transfer_samples_to_cpu(self, active_request_count: int) -> Any:
         result = super()._transfer_samples_to_cpu(active_request_count)
@@ -187,17 +182,12 @@ class ControllerSeam(TextGenerationController):
     def tokens_sampled(self) -> None:
         """Called after sampling and verifying drafts, before log-probs are computed."""
 
-    def drafts_verified(self, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor | None:
-        """Called after drafts were verified; may reject more of them.
+    def before_verification(self, drafts: torch.Tensor) -> None:
+        """Called before drafts are compared with what the model sampled; what it sets to -1 is rejected, with all that follows.
 
         Args:
-            tokens: (rows, drafts + 1) integer, on the device: the step's input of the rows that decode; drafts from the second on.
-            accepted: (rows, drafts + 1) bool, on the device: whether each was accepted. May be changed.
-
-        Returns:
-            (rows,) int64, on the device: accepted tokens of each row; None: as they were.
+            drafts: (rows, drafts) integer, on the device: those of the rows that decode. A copy.
         """
-        return None
 
     def tokens_on_host(self, tokens: torch.Tensor, ends: torch.Tensor) -> None:
         """Called when a step's sampled tokens arrived, before megatron looks which requests they end.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_hybrid_prefix.mcore.engine.ends import AcceptedDrafts, end_tokens_of
+from megatron_hybrid_prefix.mcore.engine.ends import EndsOfDrafts, end_tokens_of
 from tests.harness.defect_helpers import WrongAnswer, defect, make_side
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
@@ -201,26 +201,22 @@ def test_end_tokens_of_a_request(fields, ends):
     assert end_tokens_of(params) == ends
 
 
-def test_cut_of_random_drafts():
+def test_rejected_drafts_at_random():
     """Against a loop over rows and drafts."""
     generator = torch.Generator().manual_seed(0)
-    drafts = AcceptedDrafts()
+    of_drafts = EndsOfDrafts()
     for _ in range(200):
         rows, width = (int(torch.randint(1, high, (1,), generator=generator)) for high in (5, 6))
-        fed = torch.randint(0, 6, (rows, width + 1), generator=generator)
-        counts = torch.randint(1, width + 2, (rows,), generator=generator)
-        accepted = torch.arange(width + 1) < counts[:, None]
-        ends = [tuple(torch.randint(0, 9, (row % 3,), generator=generator).tolist()) for row in range(rows)]
-        right = []
-        for row, count in enumerate(counts.tolist()):
-            found = [place for place in range(1, count) if int(fed[row, place]) in ends[row]]
-            right.append(found[0] if found else count)
-        cut_counts = drafts.cut(fed, accepted, ends)
-        if not any(ends):
-            assert cut_counts is None
-            continue
-        assert cut_counts.tolist() == right
-        assert torch.equal(accepted, torch.arange(width + 1) < torch.tensor(right)[:, None])
+        drafts = torch.randint(0, 6, (rows, width), generator=generator)
+        most = int(torch.randint(0, 4, (1,), generator=generator))
+        ends = [
+            tuple(torch.randint(0, 9, (row % (most + 1),), generator=generator).tolist()) for row in range(1, rows + 1)
+        ]
+        right = [
+            [-1 if token in own else token for token in row] for row, own in zip(drafts.tolist(), ends, strict=True)
+        ]
+        of_drafts.reject(drafts, ends)
+        assert drafts.tolist() == right
 
 
 @pytest.fixture

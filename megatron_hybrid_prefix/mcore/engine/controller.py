@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
-from megatron_hybrid_prefix.mcore.engine.ends import AcceptedDrafts
+from megatron_hybrid_prefix.mcore.engine.ends import EndsOfDrafts
 from megatron_hybrid_prefix.mcore.engine.sampling import RowSampling
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
@@ -31,7 +32,10 @@ class HybridPrefixController(ControllerSeam):
     record_of: Callable[[int], DynamicInferenceRequestRecord]
     end_tokens: Mapping[int, tuple[int, ...]] = MappingProxyType({})
     other_ends: Mapping[int, tuple[int, ...]] = MappingProxyType({})
-    _accepted_drafts: AcceptedDrafts | None = None
+
+    @cached_property
+    def _ends_of_drafts(self) -> EndsOfDrafts:
+        return EndsOfDrafts()  # here, because `install` calls megatron's constructor alone
 
     def sampling_around(self, backend: Any) -> Any:
         """See the seam."""
@@ -58,13 +62,10 @@ class HybridPrefixController(ControllerSeam):
             # The token is known on the host, so the fill does not synchronise.
             self.sampled_tokens[row - context.paused_request_count].fill_(token)
 
-    def drafts_verified(self, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor | None:
+    def before_verification(self, drafts: torch.Tensor) -> None:
         """See the seam. An answer ends at its first end token, also if that is a draft."""
-        if not self.end_tokens:
-            return None
-        if self._accepted_drafts is None:
-            self._accepted_drafts = AcceptedDrafts()
-        return self._accepted_drafts.cut(tokens, accepted, self._ends_of_rows()[: len(tokens)])
+        if self.end_tokens:
+            self._ends_of_drafts.reject(drafts, self._ends_of_rows()[: len(drafts)])
 
     def tokens_on_host(self, tokens: torch.Tensor, ends: torch.Tensor) -> None:
         """See the seam. Megatron knows one end token: of several the sampled one, if it is among them."""

@@ -23,35 +23,29 @@ def end_tokens_of(params: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in (first, *more) if token is not None and token >= 0))
 
 
-class AcceptedDrafts:
-    """Cuts the accepted drafts of requests at their first end token.
+class EndsOfDrafts:
+    """Rejects drafts that are an end token, and so all drafts after them.
 
-    An end token that is an accepted draft becomes the token that the step samples. (It is what the model sampled there, or
-    the draft would not have been accepted.) The drafts after it are rejected, and so are their KV, states and log-probs.
+    If the draft was right, the step samples the same token in its place, and the answer ends there. KV, states and log-probs of the drafts
+    after it go as those of any rejected draft.
     """
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
         self._on_device: torch.Tensor | None = None
 
-    def cut(self, tokens: torch.Tensor, accepted: torch.Tensor, ends: list[tuple[int, ...]]) -> torch.Tensor | None:
-        """Reject drafts from the first end token on.
-
-        Does not wait for the device.
+    def reject(self, drafts: torch.Tensor, ends: list[tuple[int, ...]]) -> None:
+        """Set drafts that are an end token to -1. Does not wait for the device.
 
         Args:
-            tokens: (rows, drafts + 1) integer, on the device: the step's input; the first one of each row is no draft.
-            accepted: (rows, drafts + 1) bool, on the device: True up to the last accepted draft. Is changed.
+            drafts: (rows, drafts) integer, on the device. Is changed.
             ends: For each row: the request's end tokens.
-
-        Returns:
-            (rows,) int64, on the device: accepted tokens of each row, at least 1; None: no row has an end token.
         """
         if not any(ends):
-            return None
-        is_end = (tokens[:, 1:, None] == self._ends(ends, tokens.device)[:, None, :]).any(dim=-1)
-        accepted[:, 1:].masked_fill_(is_end.cumsum(dim=1) > 0, False)
-        return accepted.sum(dim=1)
+            return
+        tokens = self._ends(ends, drafts.device)
+        is_end = drafts == tokens if tokens.shape[1] == 1 else (drafts[:, :, None] == tokens[:, None, :]).any(dim=-1)
+        drafts.masked_fill_(is_end, -1)
 
     def _ends(self, ends: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
         """(rows, most end tokens of a row), filled with -1."""
