@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_hybrid_prefix.index.host_tier import HostTier, is_probationary
@@ -159,11 +159,9 @@ class CheckpointTable:
         if was_guess:
             self._store.gain_state(node)
 
-    def victim(self, *, loose: bool = False) -> Node | None:
-        """The state to evict next; None if there is none. ``loose``: of those in pages that eviction can free."""
-        return self.eviction.victim(
-            lambda node: self.slots.is_loose(node.slot) if loose else not self.slots.pins(node.slot)
-        )
+    def victim(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
+        """The state to evict next, of those that nobody reads and that may go; None if there is none."""
+        return self.eviction.victim(lambda node: not self.slots.pins(node.slot) and may_go(node))
 
     def evict(self, node: Node, *, with_page: bool = False) -> None:
         """Evicts the node's state, to the host tier if it has room. ``with_page``: and the others of its page."""
