@@ -206,7 +206,7 @@ class CheckpointTable:
 
     def _evicted(self, node: Node) -> int:
         """Evicts the node's state. Returns its slot, which no node has now."""
-        if self._host is not None and node.slot not in self.protected:
+        if self._host is not None:
             self._host.store_state(node)
         self._stats.evictions += 1
         return self._take_off(node)
