@@ -20,13 +20,10 @@ BLOCK = 4
 
 
 def engine(**options) -> ModelEngine:
-    """One memory with room for all, in pages of 3 blocks or 2 states; or two budgets, so that a test can count either."""
+    """One memory, in pages of 3 blocks or 2 states; or two budgets, where a test counts blocks."""
     options = {"block_tokens": BLOCK, "retention_interval_tokens": 0, "eviction_policy": "lru"} | options
-    if {"kv_blocks", "state_slots"}.isdisjoint(options):
-        options |= {"page_blocks": 3, "page_states": 2}
-    elif "page_blocks" not in options:
-        options = {"state_slots": 100} | options
-    return ModelEngine(HybridPrefixCache(CacheSettings(**{"kv_blocks": 100} | options)))
+    sizes = {"state_slots": 100} if "kv_blocks" in options else {"kv_blocks": 200, "page_blocks": 3, "page_states": 2}
+    return ModelEngine(HybridPrefixCache(CacheSettings(**sizes | options)))
 
 
 def tokens(*runs: int, rest: int = 0) -> list[int]:
@@ -121,7 +118,7 @@ def test_disjoint_prompts_and_other_salts_share_nothing():
 def test_opting_out_of_reading_and_writing():
     model = engine()
     run(model, tokens(1, 2, rest=1), write=False)
-    assert model.cache.inspect.node_count == 0 and model.cache.blocks.free_count == 100
+    assert model.cache.inspect.node_count == 0 and model.cache.blocks.free_count == 200
     run(model, tokens(1, 2, rest=1))
     unread = run(model, tokens(1, 2, 3, rest=1), read=False)
     assert unread.admission.resume_tokens == 0 and states(model) == {

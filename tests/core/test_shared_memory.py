@@ -328,14 +328,6 @@ def test_a_state_that_finds_no_page_to_empty_evicts_another_state():
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("policy", ["lru", "recompute_cost"])
-def test_each_policy_ranks_what_is_shared(policy):
-    cache = shared(30, eviction_policy=policy)
-    rng = random.Random(1)
-    reused = sum(run(cache, str(rng.randrange(4)), 5, prefix=2) or 0 for _ in range(60))
-    assert reused > 0
-
-
 def test_value_is_per_byte_that_is_freed():
     """Two states that save as much each. One of them needs twice the KV: it goes first, though it was used last."""
     cache = shared(40, page_blocks=4, eviction_policy="recompute_cost")
@@ -428,18 +420,6 @@ def test_a_cap_bounds_the_cached_states_and_reserves_nothing():
     cache.check_integrity()
 
 
-def test_a_guess_at_the_cap_takes_the_slot_of_another_guess_only():
-    cache = shared(60, state_slots=3, retention_interval_tokens=BLOCK)
-    run(cache, "a", 4)  # a tail, and two of the three guesses
-    assert depths(cache) == [1, 2, 4]
-    run(cache, "b", 4)  # its tail and its guesses take the slots of both guesses, and of no other state
-    assert depths(cache) == [1, 4, 4]
-    run(cache, "c", 4)
-    assert depths(cache) == [4, 4, 4]
-    run(cache, "d", 4)
-    assert depths(cache) == [4, 4, 4]
-
-
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
@@ -477,19 +457,6 @@ def a_page_with_a_block_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pages, "empty", all_but_one)
 
 
-def a_held_block_moves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pages, "_is_unheld", Pages._has_free)
-    patch.setattr(Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size)
-
-
-def a_decoded_state_without_protection(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CheckpointTable, "protect", lambda self, slot: None)
-
-
-def a_live_slot_that_is_evicted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PageSlots, "make_live", PageSlots.abandon)
-
-
 def a_page_that_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
     take = Pages.take_blocks
 
@@ -499,36 +466,6 @@ def a_page_that_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
         return block_ids
 
     patch.setattr(Pages, "take_blocks", forgotten)
-
-
-def useful_kv_is_evicted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixStore, "gain_state", lambda self, node: None)
-    patch.setattr(PrefixStore, "lose_state", lambda self, node: None)
-
-
-def the_cap_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotPool, "is_full", False)
-
-
-def the_cap_counts_live_slots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotPool, "is_full", property(lambda self: self.used_slots >= self.most_cached))
-
-
-def a_guess_at_the_cap_takes_any_slot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CheckpointTable, "_guess_elsewhere", lambda self, path: self.victim())
-
-
-def a_page_goes_though_a_slot_is_in_use(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PageSlots, "is_loose", lambda self, slot: not self.pins(slot))
-
-
-def a_page_goes_state_by_state(patch: pytest.MonkeyPatch) -> None:
-    evict = CheckpointTable.evict
-    patch.setattr(CheckpointTable, "evict", lambda self, node, *, with_page=False: evict(self, node))
-
-
-def only_states_of_free_pages_go(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixStore, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))
 
 
 def the_node_of_another_slot(patch: pytest.MonkeyPatch) -> None:
@@ -542,29 +479,47 @@ def the_node_of_another_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointTable, "bind", beside)
 
 
-MUTANTS = [
-    stale_id_after_a_move,
-    a_move_that_is_not_copied,
-    a_page_one_block_too_short,
-    a_page_with_a_block_left,
-    a_held_block_moves,
-    a_decoded_state_without_protection,
-    a_live_slot_that_is_evicted,
-    a_page_that_is_not_cleared,
-    useful_kv_is_evicted,
-    the_cap_is_ignored,
-    the_cap_counts_live_slots,
-    a_guess_at_the_cap_takes_any_slot,
-    a_page_goes_though_a_slot_is_in_use,
-    a_page_goes_state_by_state,
-    only_states_of_free_pages_go,
-    the_node_of_another_slot,
-]
+EVICT = CheckpointTable.evict
+MUTANTS = {
+    each.__name__: each
+    for each in (
+        *(stale_id_after_a_move, a_move_that_is_not_copied, a_page_one_block_too_short, a_page_with_a_block_left),
+        *(a_page_that_is_not_cleared, the_node_of_another_slot),
+    )
+} | {
+    what: lambda patch, changes=changes: [patch.setattr(*change) for change in changes]
+    for what, *changes in (
+        (
+            "a held block moves",
+            (Pages, "_is_unheld", Pages._has_free),
+            (Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size),
+        ),
+        ("a decoded state without protection", (CheckpointTable, "protect", lambda self, slot: None)),
+        ("a live slot that is evicted", (PageSlots, "make_live", PageSlots.abandon)),
+        (
+            "useful KV is evicted",
+            (PrefixStore, "gain_state", lambda self, node: None),
+            (PrefixStore, "lose_state", lambda self, node: None),
+        ),
+        ("the cap is ignored", (SlotPool, "is_full", False)),
+        (
+            "the cap counts live slots",
+            (SlotPool, "is_full", property(lambda self: self.used_slots >= self.most_cached)),
+        ),
+        ("a guess at the cap takes any slot", (CheckpointTable, "_guess_elsewhere", lambda self, path: self.victim())),
+        ("a page goes though a slot is in use", (PageSlots, "is_loose", lambda self, slot: not self.pins(slot))),
+        (
+            "a page goes state by state",
+            (CheckpointTable, "evict", lambda self, node, with_page=False: EVICT(self, node)),
+        ),
+        ("only whole pages go", (PrefixStore, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))),
+    )
+}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_found(mutant, monkeypatch):
-    mutant(monkeypatch)
+    MUTANTS[mutant](monkeypatch)
     test_stateful.fail_unless_a_seed_fails()
 
 
