@@ -49,8 +49,8 @@ def test_layout(cache_bytes, block_bytes, state_bytes, expected):
 
 
 @pytest.mark.parametrize("alignment_bytes", [1, 16])
-def test_a_layout_has_as_few_states_in_a_page_as_lose_a_tenth_and_loses_least_with_them(alignment_bytes):
-    """Against all layouts with up to 64 states in a page."""
+def test_a_layout_loses_least_with_as_few_states_in_a_page_as_lose_little(alignment_bytes):
+    """A tenth of a page and 1/32 of a block at most. Against all layouts with up to 64 states in a page."""
     for block_bytes in range(16, 400, 48):
         for state_bytes in range(1, 2000, 37):
             found, most = [], []
@@ -60,9 +60,9 @@ def test_a_layout_has_as_few_states_in_a_page_as_lose_a_tenth_and_loses_least_wi
                     step = max(block_bytes, aligned)
                     lost = 1 - states * state_bytes / (blocks * step), 1 - block_bytes / step
                     found.append((0.25 * lost[0] + 0.75 * lost[1], states, blocks, step))
-                    most.append(max(lost))
-                if min(most) <= 0.1:
-                    found = [each for each, largest in zip(found, most, strict=True) if largest <= 0.1]
+                    most.append(max(10 * lost[0], 32 * lost[1]))
+                if min(most) <= 1:
+                    found = [each for each, largest in zip(found, most, strict=True) if largest <= 1]
                     break
             layout = PageLayout.of(block_bytes=block_bytes, state_bytes=state_bytes, alignment_bytes=alignment_bytes)
             assert (layout.page_states, layout.page_blocks, layout.block_bytes) == min(found)[1:]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
 from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
