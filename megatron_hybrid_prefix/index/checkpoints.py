@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_hybrid_prefix.index.host_tier import HostTier, is_probationary
@@ -50,14 +50,12 @@ class CheckpointTable:
     def __init__(self, store: _Store, eviction: EvictionPolicy[Node], stats: PrefixStats) -> None:
         self._store, self.slots, self.eviction = store, store.slots, eviction
         self._tree, self._host, self._stats = store.tree, store.host, stats
-        self._node_of: dict[int, Node] = {}  # by slot
         self.protected: list[int] = []
 
     def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
         """Gives the node the state in the reserved ``slot``. The node must have no state on the device."""
         self.slots.publish(slot)
         self._tree.set_state(node, slot, reason)
-        self._node_of[slot] = node
         self.eviction.added(node)
         if self._host is not None:
             self._host.state_also_on_device(node)
@@ -159,11 +157,9 @@ class CheckpointTable:
         if was_guess:
             self._store.gain_state(node)
 
-    def victim(self, *, loose: bool = False) -> Node | None:
-        """The state to evict next; None if there is none. ``loose``: of those in pages that eviction can free."""
-        return self.eviction.victim(
-            lambda node: self.slots.is_loose(node.slot) if loose else not self.slots.pins(node.slot)
-        )
+    def victim(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
+        """The state to evict next, of those that nobody reads and that may go; None if there is none."""
+        return self.eviction.victim(lambda node: not self.slots.pins(node.slot) and may_go(node))
 
     def evict(self, node: Node) -> None:
         """Evicts the node's state, to the host tier if it has room."""
@@ -181,14 +177,13 @@ class CheckpointTable:
 
     def unbind_all(self) -> None:
         """Takes all states off the device. Pinned slots stay in use until they are unpinned."""
-        for node in list(self._node_of.values()):
-            self.slots.retire(self._tree.drop_state(node))
-        self._node_of.clear()
+        for node in self._tree:
+            if node.slot != NO_SLOT:
+                self.slots.retire(self._tree.drop_state(node))
         self.eviction.clear()
 
     def reset(self) -> None:
         """Frees all slots, even pinned ones. The caller empties the tree."""
-        self._node_of.clear()
         self.protected.clear()
         self.eviction.clear()
         self.slots.reset()
@@ -206,7 +201,7 @@ class CheckpointTable:
 
     def _evicted(self, node: Node) -> int:
         """Evicts the node's state. Returns its slot, which no node has now."""
-        if self._host is not None and node.slot not in self.protected:
+        if self._host is not None:
             self._host.store_state(node)
         self._stats.evictions += 1
         return self._take_off(node)
@@ -216,7 +211,6 @@ class CheckpointTable:
         counted = not is_probationary(node)
         self.eviction.removed(node)
         slot = self._tree.drop_state(node)
-        del self._node_of[slot]
         if counted:
             self._store.lose_state(node)
         return slot

@@ -3,9 +3,9 @@
 What goes first, when bytes are needed:
 
 1. Worthless KV, behind which no request can resume: worthless longest ago first, the deepest block first.
-   Its keys are remembered (``ghosts.py``).
-2. The state that the eviction policy names, with the others of its page (one, unless states are small). Evicting it makes the
-   KV worthless that only it made useful. So policies rank by value per byte *freed*, if they can (`SharesMemory`).
+   Its keys are remembered if the policy ranks by value (``ghosts.py``).
+2. The state that the eviction policy names. Evicting it makes the KV worthless that only it made useful. So policies rank by
+   value per byte *freed*, if they can (`SharesMemory`). A page of several states is free when the last of them has gone.
 
 An interval state that nobody used is a guess. It only gets free bytes, or those of another guess, and makes no KV useful.
 
@@ -277,12 +277,18 @@ class PrefixStore:
         if node is not None:
             self._drop_kv(node)
             return True
-        state = checkpoints.victim(loose=not for_slot)
+        state = checkpoints.victim() if for_slot else checkpoints.victim(self._frees_bytes)
         if state is not None:
             checkpoints.evict(state)
             return True
         # All that is left is KV below states that wait for their copy. Without those states it is worthless.
         return not states_only and checkpoints.drop_protected()
+
+    def _frees_bytes(self, node: Node) -> bool:
+        """Whether KV gets bytes when the node's state goes: those of its page, or of KV that only this state makes useful."""
+        if self.slots.is_loose(node.slot):
+            return True
+        return node.users == 1 and not is_probationary(node) and not self.blocks.ref_count(node.block_id)
 
     def _drop_kv(self, node: Node) -> None:
         if node.slot != NO_SLOT:

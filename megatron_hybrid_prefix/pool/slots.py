@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -95,10 +95,6 @@ class SlotPool:
     def is_loose(self, slot: int) -> bool:
         """Whether the published ``slot`` is in a page that eviction can free."""
         return not self.pins(slot)
-
-    def slots_beside(self, slot: int) -> Iterator[int]:
-        """The published slots of the page of the published ``slot``, with it."""
-        yield slot
 
     def pages_of(self, slots: Sequence[int]) -> int:
         """Pages that only these slots keep from being freed by eviction."""
@@ -238,13 +234,6 @@ class PageSlots(SlotPool):
     def is_loose(self, slot: int) -> bool:
         """See SlotPool."""
         return not self._stuck[self._index(slot) // self._size]
-
-    def slots_beside(self, slot: int) -> Iterator[int]:
-        """See SlotPool."""
-        first = self._index(slot) // self._size * self._size
-        for index in range(first, first + self._size):
-            if self._state[index] == SlotState.PUBLISHED:
-                yield self.first_slot + index
 
     def pages_of(self, slots: Sequence[int]) -> int:
         """See SlotPool."""

@@ -3,22 +3,27 @@
 Contents are exact: the salt, and for every token so far its id and its weights epoch. So if anything goes wrong (a
 block given to two requests, a state of another depth, stale data, data of other weights), a request reads something
 else than its own history, and an assertion fails.
+
+A page of the memory holds states or KV: a write to one spoils the other. So a block or slot that is given out while its
+bytes have another owner, or a copy that comes too late, is found when somebody reads.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.host_tier import is_probationary
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
-from megatron_hybrid_prefix.index.tree import NO_BLOCK
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
-from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.units import DEVICE, BlockMove, EntryKind, PageClear
 
@@ -73,16 +78,27 @@ class Kept:
 
     slot: int
     probationary: bool  # kept on a guess, and nobody resumed from it
+    decoded: bool = False  # nobody asked for it, and nobody resumed from it
 
 
 class ModelEngine:
-    """Runs requests on the facade, writes pretend contents, and checks everything that is read."""
+    """Runs requests on the facade, writes pretend contents, and checks everything that is read.
 
-    def __init__(self, cache: HybridPrefixCache, kv_blocks: int, max_requests: int = 0) -> None:
+    Where states take no memory, it predicts each state that ``lru`` evicts; else only what must hold of any choice.
+    """
+
+    def __init__(self, cache: HybridPrefixCache) -> None:
         self.cache = cache
-        self.kv_blocks = kv_blocks
-        self.max_requests = max_requests
-        self.block_tokens = cache.block_tokens
+        sizes = cache.settings
+        self.kv_blocks, self.first_slot, self.block_tokens = sizes.kv_blocks, sizes.first_state_slot, sizes.block_tokens
+        self.page_blocks, self.page_states = sizes.page_blocks, sizes.page_states
+        self.pages = sizes.kv_blocks // sizes.page_blocks if sizes.page_blocks else 0
+        self.predicts = not self.pages and sizes.eviction_policy == "lru"
+        self.computed: set[Content] = set()  # all that was ever matchable
+        self.decoded: dict[int, Content] = {}  # states that wait for their copy, by slot
+        self.with_old_state: set[int] = set()  # blocks that hold bytes of a state
+        self.is_copying = False
+        cache.blocks.set_on_move(self.on_move)
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.host: dict[tuple[int, ...], Content] = {}  # by pages
@@ -111,7 +127,9 @@ class ModelEngine:
 
     def carry_out(self) -> None:
         """Carries out the queued copies, as late as allowed: just before anything else is written."""
+        self.is_copying = True
         self.carry_out_units(self.cache.take_copies())
+        self.is_copying = False
 
     def carry_out_units(self, units: list[Any]) -> None:
         for unit in units:
@@ -145,24 +163,68 @@ class ModelEngine:
                 if self.host[unit.pages] == GARBAGE:
                     self.bad_loads.add(unit.load_id)
 
+    def on_move(self, source: int, target: int) -> None:
+        assert source not in self.held_blocks() and target not in self.held_blocks(), "a held block moves"
+        self.seen["told of a move"] += 1
+
     def clear_page(self, page: int) -> None:
-        raise AssertionError("KV and states share no memory")
+        for block_id in self.blocks_of(page):
+            self.put_block(block_id, GARBAGE)
+
+    def blocks_of(self, page: int) -> range:
+        return range(page * self.page_blocks, (page + 1) * self.page_blocks)
+
+    def page_of(self, slot: int) -> int:
+        return (slot - self.first_slot) // self.page_states
 
     def put_block(self, block_id: int, content: Content) -> None:
+        # A copy is of a whole block. A forward leaves what is behind its last token.
+        assert self.is_copying or block_id not in self.with_old_state, "KV is written beside what a state left"
+        self.with_old_state.discard(block_id)
         self.blocks[block_id] = content
+        if self.pages:
+            first = self.first_slot + block_id // self.page_blocks * self.page_states
+            self.slots.update(dict.fromkeys(range(first, first + self.page_states), GARBAGE))
 
     def put_state(self, slot: int, content: Content) -> None:
         self.slots[slot] = content
+        if self.pages:
+            blocks = self.blocks_of(self.page_of(slot))
+            self.blocks.update(dict.fromkeys(blocks, GARBAGE))
+            self.with_old_state.update(blocks)
 
     def put_live(self, request: Request, content: Content) -> None:
         request.live_state = content
+        if request.admission.live_slot is not None:
+            self.carry_out()
+            self.put_state(request.admission.live_slot, content)
 
     def check_live(self, request: Request, content: Content) -> None:
         assert request.live_state == content
+        live_slot = request.admission.live_slot
+        assert live_slot is None or self.slots[live_slot] == content, "the live state was overwritten"
 
-    def has_room(self, own: int, shared: Sequence[int], source_slot: int | None) -> bool:
-        """Whether ``own`` blocks can be had, beside the held and the shared ones."""
-        return own <= self.kv_blocks - len(self.held_blocks() | set(shared))
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def stuck_pages(self) -> set[int]:
+        """Pages with a slot that cannot be evicted."""
+        slots, fixed = self.cache._store.slots, (SlotState.RESERVED, SlotState.LIVE, SlotState.RETIRED)
+        ids = range(self.first_slot, self.first_slot + self.pages * self.page_states)
+        return {self.page_of(slot) for slot in ids if slots.pins(slot) or slots.state(slot) in fixed}
+
+    def has_room(
+        self, own: int, shared: Sequence[int] = (), source_slot: int | None = None, *, with_slot: bool | None = None
+    ) -> bool:
+        """Counts pages one by one: one with a stuck slot is lost, and one without held blocks is needed for a slot."""
+        held = self.held_blocks() | set(shared)
+        stuck = self.stuck_pages()
+        if self.pages and source_slot is not None:
+            stuck.add(self.page_of(source_slot))
+        left = self.kv_blocks - len(held) - len(stuck) * self.page_blocks
+        if not (self.page_blocks and self.cache.settings.live_states if with_slot is None else with_slot):
+            return own <= left
+        empty = [page for page in range(self.pages) if page not in stuck and held.isdisjoint(self.blocks_of(page))]
+        return bool(empty) and own <= left - self.page_blocks
 
     def table(self, request: Request) -> tuple[int, ...]:
         if request.released:
@@ -179,8 +241,11 @@ class ModelEngine:
 
     def seen_before(self, salt: Salt, tokens: list[int], match: Match) -> int:
         """Depth in blocks that the cache remembers without KV."""
-        assert match.seen_blocks == 0
-        return 0
+        if match.seen_blocks:
+            assert self.now(salt, tokens[: match.seen_blocks * self.block_tokens]) in self.computed
+            assert match.seen_blocks >= match.kv_depth_blocks
+            self.seen["ghosts"] += match.seen_blocks > match.kv_depth_blocks
+        return match.seen_blocks
 
     def device_depth(self, salt: Salt, tokens: list[int]) -> int:
         """Number of leading blocks whose KV is on the device."""
@@ -195,6 +260,8 @@ class ModelEngine:
 
     def on_device(self) -> tuple[set[Content], set[Content]]:
         """KV and states on the device."""
+        if self.pages:
+            self.carry_out()  # blocks may have moved
         nodes = list(self.cache.inspect.nodes())
         cached = {self.blocks[node.block_id] for node in nodes if node.block_id != NO_BLOCK}
         return cached, {self.slots[node.slot] for node in nodes if node.slot != NO_SLOT}
@@ -266,16 +333,19 @@ class ModelEngine:
 
     def forget_lost(self) -> None:
         """Forgets states that were dropped with their KV or with the weights."""
-        kept_slots = self.kept_slots()
+        kept_slots = self.kept_slots() if self.predicts else set()
         self.order = [kept for kept in self.order if kept.slot in kept_slots]
         assert {kept.slot for kept in self.order} == kept_slots, "a state appeared from nowhere"
 
     def use(self, slot: int, what: str = "used") -> None:
-        kept = next(kept for kept in self.order if kept.slot == slot)
+        kept = next((kept for kept in self.order if kept.slot == slot), None)
+        if kept is None:
+            assert not self.predicts
+            return
         self.seen[f"probationary state {what}"] += kept.probationary
         self.order.remove(kept)
         self.order.append(kept)
-        kept.probationary = False
+        kept.probationary = kept.decoded = False
 
     def victim(self, guess: bool, request: Request) -> Kept | None:
         """The state to evict when no slot is free.
@@ -307,7 +377,7 @@ class ModelEngine:
         contents = {position: self.now(request.salt, request.tokens[:position]) for _, position in wanted}
         for reason, position in sorted(wanted):
             state = kept.get(contents[position])
-            if reason != CheckpointReason.INTERVAL and state is not None and state.probationary:
+            if reason != CheckpointReason.INTERVAL and state and (state.probationary or state.decoded):
                 self.use(state.slot, "confirmed")
         free, planned, skipped = self.cache.inspect.free_slots, [], 0
         for reason, position in sorted(wanted):
@@ -492,24 +562,59 @@ class ModelEngine:
         if not self.grow(request, end):
             return None
         self.forget_lost()
-        before = {kept.slot: kept.probationary for kept in self.order}
-        skipped = self.cache.stats().checkpoints_skipped
-        expected, expected_skipped = self.oracle_plan(request, start, end)
+        self.probationary = {node for node in self.cache.inspect.nodes_with_state() if is_probationary(node)}
+        asked = {position: reason for position, reason in self.live(request).boundaries if start < position <= end}
+        before, stats = self.on_slots(), self.cache.stats()
+        room = self.free_places()
+        expected, expected_skipped = self.oracle_plan(request, start, end) if self.predicts else ([], 0)
         plan = self.cache.plan(request.request_id, start, end)
-        assert [(checkpoint.position_tokens, checkpoint.reason) for checkpoint in plan.checkpoints] == expected
-        assert self.cache.stats().checkpoints_skipped - skipped == expected_skipped
-        self.check_displaced(plan, before)
-        positions = [checkpoint.position_tokens for checkpoint in plan.checkpoints]
-        assert positions == sorted(set(positions)) and all(start < position <= end for position in positions)
-        assert request.write or not positions
-        assert all(checkpoint.slot >= self.max_requests for checkpoint in plan.checkpoints)
+        planned = [(checkpoint.position_tokens, checkpoint.reason) for checkpoint in plan.checkpoints]
+        skipped = self.cache.stats().checkpoints_skipped - stats.checkpoints_skipped
+        assert not self.predicts or (planned, skipped) == (expected, expected_skipped)
+        assert planned == sorted(planned) and dict(planned).items() <= asked.items()
+        assert self.live(request).write or not planned
+        for_others = skipped + sum(reason != CheckpointReason.INTERVAL for _, reason in planned)
+        self.check_displaced(before, for_others)
+        assert len(asked) > room or before.keys() <= self.kept_slots(), "evicted, though there was room"
+        if skipped:
+            assert all(map(self.cache.inspect.slot_readers, self.kept_slots())), "skipped, though a state could go"
+            assert not self.free_places() and (self.is_full() or not self.has_room(0, with_slot=True))
+        assert all(checkpoint.slot >= self.first_slot for checkpoint in plan.checkpoints)
         others = [p for other in self.requests for p in other.plans]
         written = [checkpoint.slot for p in [*others, plan] for checkpoint in p.checkpoints]
+        written += [live_slot for r in self.requests if (live_slot := r.admission.live_slot) is not None]
         assert len(set(written)) == len(written), "two forwards write one slot"
         if not request.plans:
             self.check_reads(request, plan)
         request.plans.append(plan)
         return plan
+
+    def on_slots(self) -> dict[int, Node]:
+        """The states on the device, by slot."""
+        return {node.slot: node for node in self.cache.inspect.nodes_with_state()}
+
+    def is_full(self) -> bool:
+        """Whether there are as many cached states as allowed."""
+        cap, slots = self.cache.settings.state_slots, self.cache._store.slots
+        fixed = (SlotState.RESERVED, SlotState.PUBLISHED, SlotState.RETIRED)
+        return cap is not None and sum(len(slots.slots_in(state)) for state in fixed) >= cap
+
+    def free_places(self) -> int:
+        """States that fit without any eviction; 0 or more than 0 is exact."""
+        slots, cap = self.cache._store.slots, self.cache.settings.state_slots
+        free = self.cache.inspect.free_slots
+        if self.pages and not free:
+            pages = self.cache._store.pages
+            free = self.page_states * (pages.unheld_pages > 0 and pages.free_blocks >= self.page_blocks)
+        return free if cap is None else min(free, max(0, cap - slots.cached_slots))
+
+    def check_displaced(self, before: dict[int, Node], asked: int) -> None:
+        """Checks which states were evicted. An interval state may only displace probationary ones."""
+        lost = [node for slot, node in before.items() if node.slot != slot and node not in self.probationary]
+        assert asked or not lost
+        if self.predicts:
+            assert {kept.slot for kept in self.order} == self.kept_slots() and len(lost) <= asked
+            assert not lost or not [kept for kept in self.order if kept.probationary], "probationary ones go first"
 
     def grow(self, request: Request, end: int) -> bool:
         """Gets blocks up to position ``end`` of the prompt. False: there are too few."""
@@ -517,7 +622,8 @@ class ModelEngine:
         last = min(-(-end // block), request.prompt_tokens // block, self.device_depth(request.salt, request.tokens))
         # All that it holds is cached, too.
         follows = request.read and self.live(request).write and held * block <= len(request.kv)
-        grown = self.cache.grow(request.request_id, end)
+        with self.evicting():
+            grown = self.cache.grow(request.request_id, end)
         if grown is None:
             return False
         if follows:
@@ -529,19 +635,29 @@ class ModelEngine:
             self.seen["shared beyond by a chunk"] += 1
         return True
 
+    @contextmanager
+    def evicting(self) -> Iterator[None]:
+        """Checks what goes for KV: worthless KV first, and after it whole pages."""
+        worthless, states, stuck = list(self.cache.inspect.evictable()), self.on_slots(), self.stuck_pages()
+        guesses = {node for node in states.values() if is_probationary(node)}
+        yield
+        lost = {slot for slot, node in states.items() if node.slot != slot and node not in guesses}
+        if not lost:
+            return
+        ref_counts = memoryview(self.cache.blocks.ref_counts()).cast("i")
+        assert all(node.block_id == NO_BLOCK or ref_counts[node.block_id] for node in worthless), (
+            "worthless KV goes first"
+        )
+        pages = {self.page_of(slot) for slot in lost} - stuck if self.pages else set()
+        self.seen["several states of a page"] += len({slot for slot in states if self.page_of(slot) in pages}) > len(
+            pages
+        )
+        assert not [slot for slot in self.kept_slots() if self.page_of(slot) in pages], "a page goes whole"
+
     def is_bad(self, request: Request) -> bool:
         """Whether garbage was loaded for the request."""
         live = self.live(request)
         return live.load is not None and live.load.load_id in self.bad_loads
-
-    def check_displaced(self, plan: StepPlan, before: dict[int, bool]) -> None:
-        """Checks which states were evicted. An interval state may only displace probationary ones."""
-        left = self.kept_slots()
-        assert {kept.slot for kept in self.order} == left
-        asked_for = sum(checkpoint.reason != CheckpointReason.INTERVAL for checkpoint in plan.checkpoints)
-        lost = [slot for slot, probationary in before.items() if not probationary and slot not in left]
-        assert len(lost) <= asked_for
-        assert not lost or not [kept for kept in self.order if kept.probationary], "probationary ones go first"
 
     def settle(self, plan: StepPlan, request: Request, *, succeeds: bool) -> None:
         """Runs the plan's forward, checks its reads again, and publishes or abandons it."""
@@ -561,6 +677,7 @@ class ModelEngine:
         self.seen["stored when written"] += sum(unit.source == DEVICE for unit in published)
         if early:
             self.forget_plan(plan, request)
+            self.note_computed(request)
             return
         if succeeds and load is not None and load.load_id in self.bad_loads:
             self.forget_lost()
@@ -575,6 +692,11 @@ class ModelEngine:
             request.broken = request.broken or not retry
             self.cache.abandon(plan)
         self.forget_plan(plan, request)
+        self.note_computed(request)
+
+    def note_computed(self, request: Request) -> None:
+        ends = range(self.block_tokens, len(request.history) + 1, self.block_tokens)
+        self.computed |= {(request.salt, request.history[:end]) for end in ends}
 
     def publish(self, plan: StepPlan, request: Request) -> None:
         """Publishes the plan, before or after its forward is over."""
@@ -593,7 +715,7 @@ class ModelEngine:
                 self.counted["reused_tokens_device" if load is None else "reused_tokens_host"] += skipped
         self.forget_lost()
         self.cache.publish(plan)
-        kept_slots = self.kept_slots()
+        kept_slots = self.kept_slots() if self.predicts else set()
         if load is not None and load.slot in kept_slots:
             self.order.append(Kept(load.slot, probationary=False))
         for checkpoint in plan.checkpoints:
@@ -615,6 +737,7 @@ class ModelEngine:
             position = len(request.tokens) - 1
             if position >= len(self.table(request)) * self.block_tokens and not self.one_block(request, by_id):
                 self.cache.append(request.request_id, request.tokens[appended:])
+                self.note_computed(request)
                 self.release(request)
                 return False
             self.write_block(request, position)
@@ -625,23 +748,48 @@ class ModelEngine:
                 self.cache.append(request.request_id, request.tokens[appended:])
                 appended = len(request.tokens)
         self.cache.append(request.request_id, request.tokens[appended:])
+        self.note_computed(request)
         return True
+
+    def checkpoint_decoded(self, request: Request) -> bool:
+        """Keeps the state that the request reached, if it is at a block boundary. Others may come before the copies."""
+        position, content = len(request.history), (request.salt, request.history)
+        if position % self.block_tokens or position >= len(request.tokens) + 1 or not request.history:
+            return False
+        self.forget_lost()
+        kept = [kept for kept in self.order if (self.slots | self.decoded)[kept.slot] == content and kept.probationary]
+        slot = self.cache.checkpoint_decoded(request.request_id, position)
+        if slot is None:
+            if kept and self.live(request).write:
+                self.use(kept[0].slot, "confirmed")
+                kept[0].decoded = True
+            return False
+        self.order = [kept for kept in self.order if kept.slot != slot]
+        if self.predicts:
+            self.order.append(Kept(slot, probationary=False, decoded=True))
+        self.decoded[slot] = content
+        self.seen["decoded states"] += 1
+        return True
+
+    def copy_decoded(self) -> None:
+        """Copies these states to their slots, after the cache's own copies."""
+        self.carry_out()
+        for slot, content in self.decoded.items():
+            self.put_state(slot, content)
+        self.decoded.clear()
 
     def one_block(self, request: Request, by_id: bool) -> bool:
         if not by_id:
             grown = self.cache.grow(request.request_id, len(request.tokens))
             return grown is not None and not grown.shared
-        block_ids = self.cache.blocks.allocate(1)
+        with self.evicting():
+            block_ids = self.cache.blocks.allocate(1)
         if block_ids is None:
-            assert not self.has_blocks()
+            assert not self.has_room(1, with_slot=False)
             return False
         assert not set(block_ids) & self.held_blocks()
         self.cache.blocks.attach(request.request_id, block_ids)
         return True
-
-    def has_blocks(self) -> bool:
-        """Whether one more block can be had."""
-        return len(self.held_blocks()) < self.kv_blocks
 
     def release(self, request: Request) -> None:
         if not request.plans:
@@ -653,6 +801,7 @@ class ModelEngine:
     def reset(self) -> None:
         self.stale_plans += [plan for request in self.requests for plan in request.plans]
         self.requests.clear()
+        self.decoded.clear()
         self.cache.reset()
 
     def drain(self) -> None:
@@ -750,7 +899,11 @@ class ModelEngine:
             if node.slot != NO_SLOT:
                 assert self.slots[node.slot] == content, node
         stats = self.cache.stats()
-        assert 0 <= stats.slots_used <= stats.slots_total
+        cap = self.cache.settings.state_slots
+        assert 0 <= stats.slots_used <= stats.slots_total and (cap is None or stats.slots_used <= cap)
+        use = self.cache.inspect.memory_use()
+        in_states = use.state_pages * self.page_blocks
+        assert use.free_blocks + use.held_blocks + use.cached_blocks + in_states == use.total_blocks
         assert {name: getattr(stats, name) for name in COUNTED} == self.counted
 
     def check_host(self) -> None:

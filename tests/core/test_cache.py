@@ -19,12 +19,11 @@ from tests.core.model import ModelEngine, Request
 BLOCK = 4
 
 
-def engine(kv_blocks: int = 100, state_slots: int = 100, **options) -> ModelEngine:
-    options = {"retention_interval_tokens": 0, "eviction_policy": "lru"} | options
-    cache = HybridPrefixCache(
-        CacheSettings(block_tokens=BLOCK, kv_blocks=kv_blocks, state_slots=state_slots, **options)
-    )
-    return ModelEngine(cache, kv_blocks)
+def engine(**options) -> ModelEngine:
+    """One memory, in pages of 3 blocks or 2 states; or two budgets, where a test counts blocks."""
+    options = {"block_tokens": BLOCK, "retention_interval_tokens": 0, "eviction_policy": "lru"} | options
+    sizes = {"state_slots": 100} if "kv_blocks" in options else {"kv_blocks": 200, "page_blocks": 3, "page_states": 2}
+    return ModelEngine(HybridPrefixCache(CacheSettings(**sizes | options)))
 
 
 def tokens(*runs: int, rest: int = 0) -> list[int]:
@@ -119,7 +118,7 @@ def test_disjoint_prompts_and_other_salts_share_nothing():
 def test_opting_out_of_reading_and_writing():
     model = engine()
     run(model, tokens(1, 2, rest=1), write=False)
-    assert model.cache.inspect.node_count == 0 and model.cache.blocks.free_count == 100
+    assert model.cache.inspect.node_count == 0 and model.cache.blocks.free_count == 200
     run(model, tokens(1, 2, rest=1))
     unread = run(model, tokens(1, 2, 3, rest=1), read=False)
     assert unread.admission.resume_tokens == 0 and states(model) == {
@@ -283,15 +282,15 @@ def test_the_more_wanted_boundary_gets_the_last_slot():
     assert states(model) == {2: [CheckpointReason.JUNCTION]}
 
 
-def test_evicting_kv_evicts_its_state_but_not_the_reverse():
+def test_kv_goes_with_the_states_behind_it_but_not_the_reverse():
     model = engine(kv_blocks=6, state_slots=6)
     run(model, tokens(1, 2, 3))
     run(model, tokens(4, 5, rest=1))
     assert (model.cache.stats().kv_evictions, model.cache.stats().evictions) == (0, 0)
     run(model, tokens(6))  # one block free
-    run(model, tokens(7))  # takes block 3 of the first prompt, and the state at its end
-    assert (model.cache.stats().kv_evictions, model.cache.stats().evictions) == (1, 1)
-    assert 3 not in states(model) and CheckpointReason.REPEAT in states(model)[2]
+    run(model, tokens(7))  # the first prompt's states go, both are older than the others; then its block 3 is worthless
+    assert (model.cache.stats().kv_evictions, model.cache.stats().evictions) == (1, 2)
+    assert sorted(states(model)) == [1, 2] and [n.depth_blocks for n in model.cache.inspect.evictable()] == [2, 1]
     model = engine(kv_blocks=6, state_slots=1)
     run(model, tokens(1, rest=1))
     run(model, tokens(2, rest=1))
@@ -615,14 +614,14 @@ def test_who_must_not_read_shares_nothing():
 
 
 def test_statistics_are_a_snapshot_and_plain():
-    model = engine(state_slots=4, bytes_budget=400)
+    model = engine(state_slots=4)
     before = model.cache.stats()
     run(model, tokens(1, 2))
     stats = model.cache.stats()
     none = dict.fromkeys(("junction", "breakpoint", "tail", "repeat", "interval", "decode", "verify"), 0)
     assert before.checkpoints_by_reason == none
     assert stats.checkpoints_by_reason == none | {"tail": 1, "repeat": 1}
-    assert (stats.slots_total, stats.slots_used, stats.bytes_budget) == (4, 2, 400)
+    assert (stats.slots_total, stats.slots_used) == (4, 2)
     assert json.loads(json.dumps(stats.as_dict())) == stats.as_dict()
     assert set(stats.as_dict()) == {item.name for item in fields(stats)}
     assert set(stats.as_dict()["tiers"]["host"]) == {item.name for item in fields(TierStats)}
@@ -665,7 +664,7 @@ def test_a_trace_of_keys_needs_no_tokens():
         lambda cache: cache._requests.live[1].block_ids.pop(),
         lambda cache: cache._requests.live[1].path.pop(0),
         lambda cache: setattr(cache._requests.live[1], "pinned_slot", None),
-        lambda cache: cache._store.slots.unpin(0),
+        lambda cache: cache._store.slots.unpin(cache._requests.live[1].pinned_slot),
         lambda cache: cache._store.checkpoints.eviction.clear(),
         lambda cache: cache.blocks._unattached.add(7),
         lambda cache: cache._planner.writing.clear(),

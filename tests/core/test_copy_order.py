@@ -15,8 +15,10 @@ from megatron_hybrid_prefix.tiers.units import (
     stores_first,
 )
 
-PAGE_BLOCKS, BLOCKS, HOST_PAGES = 3, 12, 6
-FIRST_SLOT = 2  # that of the first page; those before it are the engine's
+PAGE_BLOCKS, PAGE_STATES, BLOCKS, HOST_PAGES = 3, 2, 12, 6
+SLOTS = BLOCKS // PAGE_BLOCKS * PAGE_STATES
+FIRST_SLOT = 2  # of the first page; those before it are the engine's
+LAYOUT = PAGE_BLOCKS, PAGE_STATES, FIRST_SLOT
 
 
 def transfer(kind, device_id, page, *, load=False):
@@ -29,20 +31,26 @@ def transfer(kind, device_id, page, *, load=False):
 
 def carry_out(copies):
     """What is on the device and on the host after the copies."""
-    device, host = [f"block {block}" for block in range(BLOCKS)], [("nothing",)] * HOST_PAGES
+    # In parts of blocks, as many as a page has states. So a state has as many as a page has blocks.
+    device, host = [f"part {part}" for part in range(BLOCKS * PAGE_STATES)], [("nothing",)] * HOST_PAGES
+
+    def part(kind, number):
+        size = PAGE_STATES if kind == EntryKind.KV else PAGE_BLOCKS
+        return slice(number * size, (number + 1) * size)
+
     for copy in copies:
         if isinstance(copy, BlockMove):
-            device[copy.target_block] = device[copy.source_block]
+            device[part(EntryKind.KV, copy.target_block)] = device[part(EntryKind.KV, copy.source_block)]
             continue
         if isinstance(copy, PageClear):
-            device[copy.page * PAGE_BLOCKS : (copy.page + 1) * PAGE_BLOCKS] = ["zeros"] * PAGE_BLOCKS
+            for block in range(copy.page * PAGE_BLOCKS, (copy.page + 1) * PAGE_BLOCKS):
+                device[part(EntryKind.KV, block)] = ["zeros"] * PAGE_STATES
             continue
-        size = 1 if copy.tag.kind == EntryKind.KV else PAGE_BLOCKS
-        first = copy.device_id if copy.tag.kind == EntryKind.KV else (copy.device_id - FIRST_SLOT) * size
-        place = slice(first, first + size)
+        place = part(copy.tag.kind, copy.device_id - (FIRST_SLOT if copy.tag.kind == EntryKind.STATE else 0))
         if copy.source == DEVICE:
             host[copy.pages[0]] = tuple(device[place])
         else:
+            size = place.stop - place.start
             device[place] = (host[copy.pages[0]] * size)[:size]
     return device, host
 
@@ -60,10 +68,10 @@ def test_the_result_is_the_same():
                 copies.append(BlockMove(source_block=source, target_block=target))
             else:
                 kind = dice.choice(list(EntryKind))
-                places = (0, BLOCKS) if kind == EntryKind.KV else (FIRST_SLOT, FIRST_SLOT + BLOCKS // PAGE_BLOCKS)
+                places = (0, BLOCKS) if kind == EntryKind.KV else (FIRST_SLOT, FIRST_SLOT + SLOTS)
                 page = dice.randrange(HOST_PAGES)
                 copies.append(transfer(kind, dice.randrange(*places), page, load=what == "load"))
-        ordered = stores_first(copies, PAGE_BLOCKS, FIRST_SLOT)
+        ordered = stores_first(copies, *LAYOUT)
         assert sorted(map(id, ordered)) == sorted(map(id, copies))
         assert carry_out(ordered) == carry_out(copies)
         earlier += ordered != copies
@@ -74,23 +82,23 @@ def test_an_eviction_after_a_move_is_launched_with_those_before():
     moves = [BlockMove(source_block=0, target_block=4)]
     before, after = (
         transfer(EntryKind.KV, 7, 0),
-        [transfer(EntryKind.STATE, FIRST_SLOT + page, page) for page in (2, 3)],
+        [transfer(EntryKind.STATE, FIRST_SLOT + slot, slot % 6) for slot in (4, 7)],
     )
-    assert stores_first([before, *moves, *after], PAGE_BLOCKS, FIRST_SLOT) == [before, *after, *moves]
+    assert stores_first([before, *moves, *after], *LAYOUT) == [before, *after, *moves]
 
 
 def test_what_was_moved_is_stored_after_its_move():
     moves = [BlockMove(source_block=0, target_block=4)]
-    for store in (transfer(EntryKind.KV, 4, 0), transfer(EntryKind.STATE, FIRST_SLOT + 1, 0)):
-        assert stores_first([*moves, store], PAGE_BLOCKS, FIRST_SLOT) == [*moves, store]
+    for store in (transfer(EntryKind.KV, 4, 0), *(transfer(EntryKind.STATE, FIRST_SLOT + slot, 0) for slot in (2, 3))):
+        assert stores_first([*moves, store], *LAYOUT) == [*moves, store]
 
 
 def test_a_state_is_stored_before_its_page_is_cleared():
     clear, other = PageClear(1), transfer(EntryKind.KV, 7, 1)
-    before, after = transfer(EntryKind.STATE, FIRST_SLOT + 1, 0), transfer(EntryKind.KV, 4, 2)
-    assert stores_first([before, clear, other, after], PAGE_BLOCKS, FIRST_SLOT) == [before, other, clear, after]
+    before, after = transfer(EntryKind.STATE, FIRST_SLOT + 3, 0), transfer(EntryKind.KV, 4, 2)
+    assert stores_first([before, clear, other, after], *LAYOUT) == [before, other, clear, after]
 
 
 def test_stores_stay_behind_a_load_from_the_same_page():
     copies = [transfer(EntryKind.KV, 2, 1, load=True), transfer(EntryKind.KV, 3, 1)]
-    assert stores_first(copies, PAGE_BLOCKS, FIRST_SLOT) == copies
+    assert stores_first(copies, *LAYOUT) == copies

@@ -12,7 +12,8 @@ from megatron_hybrid_prefix.index.matcher import match_prefix
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
-from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.pool.pages import Pages
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.units import EntryKind
 from tests.harness.plugins.dictionary_tier import DictionaryTier
@@ -104,6 +105,10 @@ def test_no_read_matches_nothing():
 # -- KV blocks ---------------------------------------------------------------------------------------------------------
 
 
+def kv_blocks(count: int) -> KVBlocks:
+    return KVBlocks(Pages(count, 0), SlotPool(0))
+
+
 def keyed(blocks: KVBlocks, tree: PrefixTree, chain: KeyChain) -> tuple[list[int], list[Node]]:
     """A request that computed and registered all of ``chain``."""
     path = tree.path(chain.keys)
@@ -117,7 +122,7 @@ def keyed(blocks: KVBlocks, tree: PrefixTree, chain: KeyChain) -> tuple[list[int
 
 
 def test_blocks_go_round():
-    blocks, tree = KVBlocks(6), PrefixTree()
+    blocks, tree = kv_blocks(6), PrefixTree()
     block_ids, path = keyed(blocks, tree, chain_of(1, 2))
     assert block_ids == [0, 1] and (blocks.free_blocks, blocks.cached_blocks) == (4, 0)
     assert blocks.share(path) == block_ids and blocks.ref_count(0) == 2
@@ -134,7 +139,7 @@ def test_blocks_go_round():
 
 
 def test_the_block_let_go_longest_ago_goes_first_and_never_before_its_children():
-    blocks, tree = KVBlocks(8), PrefixTree()
+    blocks, tree = kv_blocks(8), PrefixTree()
     one = keyed(blocks, tree, chain_of(1, 2, 3))
     other = keyed(blocks, tree, chain_of(4))
     blocks.release(*one)
@@ -146,7 +151,7 @@ def test_the_block_let_go_longest_ago_goes_first_and_never_before_its_children()
 
 
 def test_a_block_computed_twice_is_private_and_takes_over_when_the_first_goes():
-    blocks, tree = KVBlocks(8), PrefixTree()
+    blocks, tree = kv_blocks(8), PrefixTree()
     first, path = keyed(blocks, tree, chain_of(1, 2))
     second, same = keyed(blocks, tree, chain_of(1, 2, 3))
     assert same[:2] == path and [node.block_id for node in same] == [0, 1, 4]
@@ -161,7 +166,7 @@ def test_a_block_computed_twice_is_private_and_takes_over_when_the_first_goes():
 
 
 def test_a_duplicate_is_freed_with_its_request():
-    blocks, tree = KVBlocks(8), PrefixTree()
+    blocks, tree = kv_blocks(8), PrefixTree()
     first, path = keyed(blocks, tree, chain_of(1, 2))
     second, same = keyed(blocks, tree, chain_of(1, 2))
     blocks.release(second, same)
@@ -170,7 +175,7 @@ def test_a_duplicate_is_freed_with_its_request():
 
 
 def test_a_block_computed_again_replaces_one_that_nobody_holds():
-    blocks, tree = KVBlocks(4), PrefixTree()
+    blocks, tree = kv_blocks(4), PrefixTree()
     blocks.release(*keyed(blocks, tree, chain_of(1)))
     second, (node,) = keyed(blocks, tree, chain_of(1))
     assert node.block_id == second[0] == 1 and blocks.cached_blocks == 0 and blocks.free_blocks == 3
@@ -178,7 +183,7 @@ def test_a_block_computed_again_replaces_one_that_nobody_holds():
 
 
 def test_unbinding_a_held_node_leaves_the_blocks_with_who_uses_them():
-    blocks, tree = KVBlocks(4), PrefixTree()
+    blocks, tree = kv_blocks(4), PrefixTree()
     first, path = keyed(blocks, tree, chain_of(1))
     second, _ = keyed(blocks, tree, chain_of(1))
     blocks.unbind(path[0])
@@ -190,7 +195,7 @@ def test_unbinding_a_held_node_leaves_the_blocks_with_who_uses_them():
 
 
 def test_blocks_released_or_keyed_once_too_often():
-    blocks = KVBlocks(2)
+    blocks = kv_blocks(2)
     with pytest.raises(CacheCorruptionError, match="more often"):
         blocks.release((0,))
     blocks.take(1)
@@ -200,12 +205,12 @@ def test_blocks_released_or_keyed_once_too_often():
     with pytest.raises(CacheCorruptionError, match="gets a key"):
         blocks.bind(Node(b"b", None, 1))
     with pytest.raises(ValueError):
-        KVBlocks(-1)
+        kv_blocks(-1)
 
 
 def test_check_finds_what_is_wrong():
     def broken(break_it) -> None:
-        blocks, tree = KVBlocks(8), PrefixTree()
+        blocks, tree = kv_blocks(8), PrefixTree()
         _block_ids, path = keyed(blocks, tree, chain_of(1, 2))
         keyed(blocks, tree, chain_of(1))
         blocks.release(*keyed(blocks, tree, chain_of(5, 6)))
@@ -214,8 +219,8 @@ def test_check_finds_what_is_wrong():
         with pytest.raises(CacheCorruptionError):
             blocks.check()
 
-    broken(lambda blocks, path: blocks._free.append(0))
-    broken(lambda blocks, path: blocks._free.pop())
+    broken(lambda blocks, path: blocks._pages._free_ids[0].append(0))
+    broken(lambda blocks, path: blocks._pages._free_ids[0].pop())
     broken(lambda blocks, path: blocks._ref_counts.__setitem__(0, 0))
     broken(lambda blocks, path: blocks._ref_counts.__setitem__(7, 1))
     broken(lambda blocks, path: blocks._node.__setitem__(0, None) or blocks._node.__setitem__(2, path[0]))

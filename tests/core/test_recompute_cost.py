@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.lab.replay import Policy, replay
 from megatron_hybrid_prefix.policy import likelihood, recompute_cost
@@ -20,7 +18,7 @@ from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
 from tests.core.naive_recompute_cost import NaiveRecomputeCost, NaiveTiers
 from tests.harness.selection import mostly_slow
-from tests.harness.trace_helpers import KINDS, made_up, token_prompts
+from tests.harness.trace_helpers import KINDS, made_up
 
 REASONS = (CheckpointReason.JUNCTION, CheckpointReason.TAIL, CheckpointReason.INTERVAL, CheckpointReason.DECODE)
 RULE = Policy(name="recompute_cost", eviction="recompute_cost")
@@ -326,53 +324,6 @@ def test_a_rate_is_the_best_average_over_the_ages_to_come(cells):
 
 
 # -- in the cache ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_cache_stays_whole_under_pressure(seed):
-    block_tokens = 4
-    cache = HybridPrefixCache(
-        CacheSettings(
-            block_tokens=block_tokens, kv_blocks=40, state_slots=7, eviction_policy="recompute_cost", secret=b"test"
-        )
-    )
-    rng = random.Random(seed)
-    live: list[int] = []
-    for number, prompt in enumerate(token_prompts(150, block_tokens=block_tokens, most_blocks=9, seed=seed)):
-        admission = cache.admit(number, cache.match(cache.chain(prompt)))
-        if admission is not None:
-            plan = cache.plan(number, admission.resume_tokens, len(prompt))
-            (cache.abandon if rng.random() < 0.1 else cache.publish)(plan)
-            live.append(number)
-        while live and (admission is None or len(live) > 3):
-            cache.release(live.pop(rng.randrange(len(live))))
-            if admission is None:
-                break
-        if number % 60 == 59:
-            cache.invalidate()
-        cache.check_integrity()
-    stats = cache.stats()
-    assert stats.evictions > 20 and stats.kv_evictions > 15 and stats.reused_tokens > 0
-    ranked = set(cache.inspect.nodes_with_state())
-    assert set(cache._store.checkpoints.eviction) == ranked
-
-
-def test_decisions_do_not_depend_on_the_values_of_keys():
-    prompts = token_prompts(200, block_tokens=4, most_blocks=9, seed=5)
-    found = []
-    for secret in (b"one", b"two"):
-        cache = HybridPrefixCache(
-            CacheSettings(block_tokens=4, kv_blocks=60, state_slots=9, eviction_policy="recompute_cost", secret=secret)
-        )
-        reused = []
-        for number, prompt in enumerate(prompts):
-            admission = cache.admit(number, cache.match(cache.chain(prompt)))
-            assert admission is not None
-            cache.publish(cache.plan(number, admission.resume_tokens, len(prompt)))
-            cache.release(number)
-            reused.append(admission.resume_tokens)
-        found.append(reused)
-    assert found[0] == found[1] and sum(found[0]) > 0
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "chat"))

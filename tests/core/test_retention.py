@@ -57,12 +57,6 @@ def test_by_default_a_prompt_keeps_16_of_them_and_some_near_its_end(blocks, near
     assert sorted(states(model)) == sorted({*range(every, blocks + 1, every), *near_the_end, blocks})
 
 
-def test_no_intervals():
-    model = engine(retention_interval_tokens=0)
-    run(model, tokens(*range(40), rest=1))
-    assert sorted(states(model)) == [40]
-
-
 @pytest.mark.parametrize("interval", [-BLOCK, -1, 1, BLOCK + 1])
 def test_an_interval_that_is_no_multiple_of_the_block_is_refused(interval):
     with pytest.raises(

@@ -8,7 +8,6 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.inspect import Inspector
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
@@ -20,6 +19,7 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from tests.harness.selection import mostly_slow
 
@@ -165,7 +165,7 @@ def test_what_leaves_the_tree_leaves_the_table():
     path.append(tree.insert(chain.keys[1], path[0], 1))
     for node in path:
         tree.set_state(node, node.block_id, CheckpointReason.TAIL)
-    store = PrefixStore(tree, KVBlocks(4), SlotPool(4, 0), make_eviction_policy("lru"), None, PrefixStats())
+    store = PrefixStore(tree, Pages(4, 0), SlotPool(4), False, make_eviction_policy("lru"), None, PrefixStats())
     inspect = Inspector(store, RequestBook())
     positions = [BLOCK, 2 * BLOCK]
     assert table.wanted_logits(chain, whole(2 * BLOCK), inspect, ()) == positions

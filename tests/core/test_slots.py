@@ -1,28 +1,42 @@
-"""Slot accounting."""
+"""Slot accounting, in pages and without memory."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.pool.slots import SlotPool, SlotState
+from megatron_hybrid_prefix.pool.pages import Pages
+from megatron_hybrid_prefix.pool.slots import PageSlots, SlotPool, SlotState
+
+FIXED = (SlotState.RESERVED, SlotState.LIVE, SlotState.RETIRED)
 
 
-def test_the_way_of_a_slot():
-    pool = SlotPool(3, first_slot=10)
+def in_pages(slots: int, first_slot: int = 0, *, states: int = 1) -> PageSlots:
+    return PageSlots(Pages(2 * slots // states, 2, states), first_slot)
+
+
+@pytest.fixture(params=[SlotPool, in_pages])
+def make(request):
+    return request.param
+
+
+def test_the_way_of_a_slot(make):
+    pool = make(3, first_slot=10)
     assert [pool.reserve(), pool.reserve(), pool.reserve(), pool.reserve()] == [10, 11, 12, None]
     pool.publish(10)
     pool.abandon(11)
     pool.check()
-    assert (pool.free_slots, pool.used_slots) == (1, 2)
+    assert (pool.used_slots, pool.cached_slots, pool.is_full) == (2, 2, False) and pool.free_slots
     assert [pool.state(slot) for slot in (10, 11, 12)] == [SlotState.PUBLISHED, SlotState.FREE, SlotState.RESERVED]
     pool.retire(10)
-    assert {pool.reserve(), pool.reserve()} == {10, 11}
+    assert {pool.reserve(), pool.reserve()} == {10, 11} and pool.is_full
     pool.check()
 
 
-def test_a_pinned_slot_is_free_only_with_its_last_unpin():
-    pool = SlotPool(1)
+def test_a_pinned_slot_is_free_only_with_its_last_unpin(make):
+    pool = make(1)
     slot = pool.reserve()
     assert slot == 0
     pool.publish(slot)
@@ -38,25 +52,25 @@ def test_a_pinned_slot_is_free_only_with_its_last_unpin():
     pool.check()
 
 
-def test_no_slots_is_legal():
-    pool = SlotPool(0, first_slot=4)
+def test_no_slots_is_legal(make):
+    pool = make(0, first_slot=4)
     assert pool.reserve() is None and pool.used_slots == 0
     pool.check()
     pool.reset()
     with pytest.raises(ValueError):
-        SlotPool(-1)
+        make(-1)
 
 
 @pytest.mark.parametrize("verb", ["publish", "abandon", "retire", "pin", "unpin"])
-def test_a_wrong_move_is_corruption(verb):
-    pool = SlotPool(2, first_slot=1)
-    for slot in (0, 1, 3):  # a live slot, a free one, none at all
+def test_a_wrong_move_is_corruption(verb, make):
+    pool = make(2, first_slot=1)
+    for slot in (0, 1, 3):  # one of the engine's, a free one, none at all
         with pytest.raises(CacheCorruptionError):
             getattr(pool, verb)(slot)
 
 
-def test_published_twice_abandoned_twice():
-    pool = SlotPool(2)
+def test_published_twice_abandoned_twice(make):
+    pool = make(2)
     first, second = pool.reserve(), pool.reserve()
     pool.publish(first)
     pool.abandon(second)
@@ -67,20 +81,73 @@ def test_published_twice_abandoned_twice():
     pool.retire(first)
     with pytest.raises(CacheCorruptionError):
         pool.retire(first)
-    pool.check()
 
 
 def test_check_finds_what_is_wrong():
-    for break_it in (
-        lambda pool: pool._free.append(0),
-        lambda pool: pool._free.pop(),
+    both = [
         lambda pool: pool._state.__setitem__(1, SlotState.RESERVED),
         lambda pool: pool._pins.__setitem__(1, 1),
         lambda pool: pool._state.__setitem__(0, SlotState.RETIRED),
-    ):
-        pool = SlotPool(2)
-        pool.publish(pool.reserve())
-        pool.check()
-        break_it(pool)
-        with pytest.raises(CacheCorruptionError):
+    ]
+    alone = [lambda pool: pool._free.append(0), lambda pool: pool._free.pop()]
+    paged = [
+        lambda pool: pool._places[0].append(0),
+        lambda pool: pool._places.clear(),
+        lambda pool: pool._stuck.__setitem__(0, 1),
+        lambda pool: setattr(pool, "_used", 2),
+        lambda pool: setattr(pool, "live_slots", 1),
+        lambda pool: setattr(pool, "stuck_pages", 1),
+        lambda pool: pool._pages.take_from_state(0),
+    ]
+    for make, breaks in ((SlotPool, both + alone), (lambda slots: in_pages(slots, states=2), both + paged)):
+        for break_it in breaks:
+            pool = make(2)
+            pool.publish(pool.reserve())
             pool.check()
+            break_it(pool)
+            with pytest.raises(CacheCorruptionError):
+                pool.check()
+
+
+@pytest.mark.parametrize("cap", [None, 0, 5])
+@pytest.mark.parametrize("states", [1, 2, 5])
+def test_slots_of_pages_against_the_obvious_count(states, cap):
+    dice, size, count = random.Random(states), 3, 6
+    pages = Pages(size * count + 2, size, states)
+    pool = PageSlots(pages, 7, cap)
+    blocks: list[int] = []
+    for _ in range(3000):
+        of = {state: pool.slots_in(state) for state in SlotState}
+        used = [slot for state in SlotState if state for slot in of[state]]
+        stuck = {(slot - 7) // states for slot in used if pool.state(slot) in FIXED or pool.pins(slot)}
+        held = {(slot - 7) // states for slot in used}
+        assert [pages.is_state(page) for page in range(count)] == [page in held for page in range(count)]
+        assert (pool.stuck_pages, pool.live_slots, pool.used_slots) == (len(stuck), len(of[SlotState.LIVE]), len(used))
+        assert pool.is_full == (len(used) - len(of[SlotState.LIVE]) >= (states * count if cap is None else cap))
+        empty = [p for p in range(count) if p not in held and not {b for b in blocks if b // size == p}]
+        assert bool(pool.free_slots) == bool(empty or len(used) < states * len(held))
+        for slot in of[SlotState.PUBLISHED]:
+            page = (slot - 7) // states
+            assert pool.is_loose(slot) == (page not in stuck)
+        given = dice.sample(of[SlotState.RESERVED], dice.randint(0, len(of[SlotState.RESERVED])))
+        alone = [
+            p
+            for p in stuck
+            if not any(
+                (s - 7) // states == p and s not in given and (pool.pins(s) or pool.state(s) in FIXED) for s in used
+            )
+        ]
+        assert pool.pages_of(given) == len(alone)
+        needs = {"publish": 1, "abandon": 1, "make_live": 1, "retire": 2, "pin": 2, "reserve_again": 2, "end_live": 4}
+        what = dice.choice([*needs, "reserve", "reserve", "unpin", "take", "free"])
+        if what == "reserve":
+            assert (pool.reserve() is not None) == bool(empty or len(used) < states * len(held))
+        elif what == "take" and pages.free_blocks:
+            blocks += pages.take_blocks(dice.randint(1, min(4, pages.free_blocks)))
+        elif what == "free" and blocks:
+            pages.free(blocks.pop(dice.randrange(len(blocks))))
+        elif what == "unpin" and (pinned := [slot for slot in used if pool.pins(slot)]):
+            pool.unpin(dice.choice(pinned))
+        elif what in needs and of[SlotState(needs[what])]:
+            getattr(pool, what)(dice.choice(of[SlotState(needs[what])]))
+        pool.check()

@@ -20,7 +20,7 @@ def steps_of_a_request(requests: int, **sizes: int) -> float:
 @pytest.mark.parametrize("sizes", [{}, {"kv_blocks": 2_048}, {"slots": 64}], ids=["all fit", "evictions", "few slots"])
 def test_requests_of_a_trace_take_no_more_steps_in_a_longer_one(sizes):
     short, long = (steps_of_a_request(requests, **sizes) for requests in (500, 5_000))
-    assert short <= control_plane.PROMPT_BLOCKS * 100
+    assert short <= control_plane.PROMPT_BLOCKS * 125
     assert long <= 1.25 * short  # the first requests evict nothing
 
 
@@ -41,4 +41,4 @@ def test_long_prompts_and_evictions_take_no_more_steps_in_a_larger_cache():
         assert large <= 1.1 * small
     state, prompt, block = found[1]
     assert prompt <= 40 * 100_000 / control_plane.BLOCK_TOKENS
-    assert state <= 500 and block <= 50
+    assert state <= 900 and block <= 60
