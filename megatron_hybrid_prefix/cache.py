@@ -14,9 +14,8 @@ The cache handles only numbers: token counts, KV block ids, slot ids. It holds n
 engine does the work, and a trace replay runs this same file without an engine. The cache owns all KV blocks and all
 checkpoint slots.
 
-KV blocks and slots have separate memory of fixed sizes (``kv_blocks`` and ``state_slots``), or share one
-(``cache_bytes``). Then the value per byte decides across both (``index/shared_store.py``), the states of running requests
-are in the same slots, and blocks that no request holds may move (``pool/pages.py``).
+KV blocks, checkpoints and the states of running requests share one memory. The value per byte decides across all of them
+(``index/store.py``), and blocks that no request holds may move (``pool/pages.py``).
 
 Three helpers belong to it. `cache.loads` loads from the host tier and swaps out preempted requests. `cache.blocks`
 serves megatron's block allocator. `cache.inspect` answers queries. Eviction is in ``index/store.py``, the choice of
@@ -34,7 +33,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.blocks_by_id import BlocksById
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.inspect import Inspector
@@ -42,17 +40,17 @@ from megatron_hybrid_prefix.index.integrity import check_integrity
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.loads import Loads
 from megatron_hybrid_prefix.index.matcher import Match, Matcher
-from megatron_hybrid_prefix.index.planner import BoundaryRule, StepPlanner
+from megatron_hybrid_prefix.index.planner import StepPlanner
 from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest, RequestBook, StepPlan
-from megatron_hybrid_prefix.index.shared_store import SharedStore
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.tree import KeyedValues, Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
-from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries, with_verification
-from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, make_eviction_policy, make_policy_below
-from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
-from megatron_hybrid_prefix.pool.slots import SlotPool
-from megatron_hybrid_prefix.tiers.base import DepthTier, TierBehind
+from megatron_hybrid_prefix.policy.boundaries import Boundary, with_verification
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
+from megatron_hybrid_prefix.pool.pages import Pages
+from megatron_hybrid_prefix.pool.slots import PageSlots, SlotPool
+from megatron_hybrid_prefix.tiers.base import DepthTier
 from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy
 
 
@@ -60,34 +58,11 @@ class HybridPrefixCache:
     """Matches prompts, admits requests, plans checkpoints, and evicts blocks and states.
 
     Args:
-        block_tokens: Tokens per KV block.
-        kv_blocks: Number of KV blocks, ids 0 .. kv_blocks - 1. Does not count megatron's dummy block.
-        state_slots: Number of checkpoint slots. 0 disables reuse.
-        cache_bytes: Bytes that KV blocks, checkpoints and states of running requests share, instead of ``kv_blocks`` and
-            ``state_slots``. Ranks must pass the same three sizes, or sizes with the same `layout`.
-        block_bytes: Bytes of a KV block, with ``cache_bytes``.
-        state_bytes: Bytes of a state, with ``cache_bytes``.
-        share_live_states: Whether the states of running requests are in that memory, too. False: the engine has memory of
-            its own for them, and `Admission.live_slot` is None.
-        first_state_slot: Id of the first checkpoint slot. Lower ids are the engine's own slots.
-        epoch: Weights epoch at the start.
-        secret: Secret of the block hashes, at most 64 bytes. None: random. Ranks need the same secret only if their
-            keys are compared.
-        adapter_secret: See `KeyMaker`.
-        eviction_policy: Name of the policy that picks the checkpoint to evict (``policy/registry.py``).
-        min_computed_tokens: Last tokens of a prompt that are always computed, even on a full hit.
-        retention_interval_tokens: Also checkpoint every N prompt tokens while slots are free. A multiple of
-            ``block_tokens``; 0 disables; None: 16 evenly spaced ones, and some near the end (``policy/boundaries.py``).
-        bytes_budget: Bytes of all checkpoint slots. Only reported in the statistics.
-        host_pages: Pages of the host tier. 0: no host tier.
-        host_kv_pages: Pages per KV block on the host.
-        host_state_pages: Pages per state on the host.
-        behind: The tier behind the host. It is offered what the host evicts. Needs a host tier.
-        boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
-        beside: What the caller keeps beside the blocks, by their keys. The cache says what has to go.
+        settings: Sizes and rules.
 
     Attributes:
-        layout: How KV blocks and states share one memory; None if they do not.
+        settings: See Args.
+        block_tokens: Tokens per KV block.
         loads: Loads from the host tier; preempted requests that are swapped out.
         blocks: KV blocks by id.
         inspect: Read-only queries.
@@ -96,98 +71,53 @@ class HybridPrefixCache:
         ValueError: A number is out of range, or the eviction policy does not exist.
     """
 
-    def __init__(
-        self,
-        *,
-        block_tokens: int,
-        kv_blocks: int | None = None,
-        state_slots: int | None = None,
-        cache_bytes: int | None = None,
-        block_bytes: int = 0,
-        state_bytes: int = 0,
-        share_live_states: bool = True,
-        first_state_slot: int = 0,
-        epoch: int = 0,
-        secret: bytes | None = None,
-        adapter_secret: bytes = b"",
-        eviction_policy: str = DEFAULT_EVICTION_POLICY,
-        min_computed_tokens: int = 1,
-        retention_interval_tokens: int | None = None,
-        bytes_budget: int = 0,
-        host_pages: int = 0,
-        host_kv_pages: int = 1,
-        host_state_pages: int = 1,
-        behind: TierBehind | None = None,
-        boundary_rule: BoundaryRule = prompt_boundaries,
-        beside: KeyedValues | None = None,
-    ) -> None:
-        if min_computed_tokens < 1:
-            raise ValueError(f"min_computed_tokens={min_computed_tokens}: must be 1 or more")
-        if retention_interval_tokens is not None and (
-            retention_interval_tokens < 0 or retention_interval_tokens % block_tokens
-        ):
-            raise ValueError(
-                f"retention_interval_tokens={retention_interval_tokens}: must be 0 or a multiple of "
-                f"block_tokens={block_tokens}"
-            )
-        if behind is not None and not host_pages:
-            raise ValueError(f"tier {behind.name!r} behind the host needs a host tier: host_pages is 0")
-        self.layout = None
-        if cache_bytes is not None:
-            if kv_blocks is not None or state_slots is not None:
-                raise ValueError("cache_bytes replaces kv_blocks and state_slots: give one or the others")
-            self.layout = PageLayout.within(cache_bytes, block_bytes=block_bytes, state_bytes=state_bytes)
-        elif kv_blocks is None or state_slots is None:
-            raise ValueError("give kv_blocks and state_slots, or cache_bytes, block_bytes and state_bytes")
-        self.block_tokens = block_tokens
-        self.min_computed_tokens = min_computed_tokens
-        self.retention_interval_tokens = retention_interval_tokens
-        self._keys = KeyMaker(block_tokens, secret, adapter_secret)
-        self._stats = PrefixStats(bytes_budget=bytes_budget)
-        tree, host = PrefixTree(epoch, beside), None
+    def __init__(self, settings: CacheSettings) -> None:
+        self.block_tokens = settings.block_tokens
+        self.settings = settings
+        self._keys = KeyMaker(settings.block_tokens, settings.secret, settings.adapter_secret)
+        self._stats = PrefixStats()
+        tree, host = PrefixTree(settings.epoch, settings.beside), None
         tiers: list[DepthTier] = []
-        eviction = make_eviction_policy(eviction_policy)
-        if host_pages:
+        eviction = make_eviction_policy(settings.eviction_policy)
+        if settings.host_pages:
             host = HostTier(
                 tree,
-                pages=host_pages,
-                kv_pages=host_kv_pages,
-                state_pages=host_state_pages,
-                block_tokens=block_tokens,
-                eviction=make_policy_below(eviction, eviction_policy, state_blocks=host_state_pages / host_kv_pages),
-                behind=behind,
+                pages=settings.host_pages,
+                kv_pages=settings.host_kv_pages,
+                state_pages=settings.host_state_pages,
+                block_tokens=settings.block_tokens,
+                eviction=make_policy_below(
+                    eviction,
+                    settings.eviction_policy,
+                    state_blocks=settings.host_state_pages / settings.host_kv_pages,
+                ),
+                behind=settings.behind,
                 stats=self._stats,
             )
             tiers.append(host)
-            if behind is not None:
-                self._stats.tiers[behind.name] = TierStats()
-                tiers.append(behind)
-        self._store: PrefixStore
-        if self.layout is not None:
-            self._store = SharedStore(
-                tree,
-                Pages(self.layout),
-                eviction,
-                host,
-                self._stats,
-                share_live_states=share_live_states,
-                first_slot=first_state_slot,
-            )
+            if settings.behind is not None:
+                self._stats.tiers[settings.behind.name] = TierStats()
+                tiers.append(settings.behind)
+        pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
+        slots: SlotPool
+        if settings.page_blocks:
+            slots = PageSlots(pages, settings.first_state_slot, settings.state_slots)
         else:
-            assert kv_blocks is not None and state_slots is not None
-            blocks, slots = KVBlocks(kv_blocks), SlotPool(state_slots, first_state_slot)
-            self._store = PrefixStore(tree, blocks, slots, eviction, host, self._stats)
+            slots = SlotPool(settings.state_slots or 0, settings.first_state_slot)
+        self._store = PrefixStore(tree, pages, slots, settings.live_states, eviction, host, self._stats)
         self._requests = RequestBook()
-        self._matcher = Matcher(tree, tiers, self._requests.loads, block_tokens=block_tokens, ghosts=self._store.ghosts)
+        self._matcher = Matcher(
+            tree, tiers, self._requests.loads, block_tokens=settings.block_tokens, ghosts=self._store.ghosts
+        )
         self._planner = StepPlanner(
             self._store,
             self._stats,
-            block_tokens=block_tokens,
-            min_computed_tokens=min_computed_tokens,
-            interval_tokens=retention_interval_tokens,
-            rule=boundary_rule,
+            block_tokens=settings.block_tokens,
+            min_computed_tokens=settings.min_computed_tokens,
+            interval_tokens=settings.retention_interval_tokens,
+            rule=settings.boundary_rule,
         )
-        self.loads = Loads(self._store, self._requests, self._matcher, self._stats, block_tokens=block_tokens)
+        self.loads = Loads(self._store, self._requests, self._matcher, self._stats, block_tokens=settings.block_tokens)
         self.blocks = BlocksById(self._store, self._requests, self.loads)
         self.inspect = Inspector(self._store, self._requests)
 
@@ -242,7 +172,7 @@ class HybridPrefixCache:
         """
         if len(chain.keys) != chain.tokens // self.block_tokens:
             raise ValueError(f"{len(chain.keys)} keys for {chain.tokens} tokens in blocks of {self.block_tokens}")
-        limit_tokens = chain.tokens - self.min_computed_tokens
+        limit_tokens = chain.tokens - self.settings.min_computed_tokens
         if max_resume_tokens is not None:
             limit_tokens = min(limit_tokens, max_resume_tokens)
         return self._matcher.match(chain, limit_tokens, read, resume_at)
@@ -374,7 +304,7 @@ class HybridPrefixCache:
         the next forward, and before the states of `checkpoint_decoded` are copied to their slots.
         """
         copies = self._store.take_copies()
-        self._store.copies_taken()
+        self._store.checkpoints.end_protection()
         return copies
 
     def take_published(self) -> list[Copy]:
@@ -536,8 +466,8 @@ class HybridPrefixCache:
 
         Returns:
             The slot to copy the state to, before the request's next forward. The state is matchable at once. None: the
-            state is kept already, the request caches nothing, or there is no slot. With shared memory, call `take_copies`
-            between this call and the copy, and make the copy before the next call that may evict.
+            state is kept already, the request caches nothing, or there is no slot. Call `take_copies` between this call and the
+            copy, and make the copy before the next call that may evict.
 
         Raises:
             ValueError: The request is not live.
@@ -614,8 +544,8 @@ class HybridPrefixCache:
     def stats(self) -> PrefixStats:
         """A snapshot of the counters."""
         stats = self._stats.copy()
-        stats.slots_total = self._store.slots.total_slots
-        stats.slots_used = self._store.slots.used_slots
+        stats.slots_total = self._store.slots.most_cached
+        stats.slots_used = self._store.slots.cached_slots
         host = self._store.host
         if host is not None:
             stats.tiers[HOST].kv_blocks, stats.tiers[HOST].states = host.kv_entries, host.state_entries
@@ -710,7 +640,7 @@ class HybridPrefixCache:
     def _shared_beyond(self, match: Match, length_tokens: int | None) -> Sequence[Node] | None:
         """Nodes of cached blocks after the matched ones that the request shares; it computes their tokens again.
 
-        In shared memory, held blocks keep pages from being emptied for states. If there is no room for that reason, the
+        Held blocks keep pages from being emptied for states. If there is no room for that reason, the
         request shares only what it skips.
 
         Returns:

@@ -1,11 +1,12 @@
 """Reference counts of KV blocks. A block is free, held by live requests, or cached and held by nobody.
 
 A block counts the requests that hold it (`ref_count`). A block that a published forward fills is *keyed*: it belongs to
-a node of the prefix tree. A keyed block with ref count 0 stays cached in the eviction queue, in the order of release.
-The front of the queue is evicted first, in O(1).
+a node of the prefix tree. A keyed block with ref count 0 stays cached. It is *worthless* if no state is kept at its node or
+below: no request can resume behind it. Worthless blocks are in the eviction queue, in the order in which they became so. The
+front of the queue is evicted first, in O(1). Other cached blocks become worthless when the last state below them is evicted.
 
-The front of the queue is always a leaf of the tree, for two reasons. A request always holds a prefix of the tree, and
-it releases its deepest block first. So a node enters the queue before its parent, even if other requests held them.
+The front of the queue is always a leaf of the tree. A request always holds a prefix of the tree, and it releases its deepest
+block first; a node becomes worthless before its parent does. So a node enters the queue before its parent.
 
 Two requests may compute the same block at the same time. The second one finds the key taken. Its block is a
 *duplicate*, private to that request. When the keyed block's ref count drops to 0 while a duplicate is in use, the node
@@ -20,41 +21,39 @@ from collections.abc import Iterator, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
+from megatron_hybrid_prefix.pool.pages import Pages
+from megatron_hybrid_prefix.pool.slots import SlotPool
 
 
 class KVBlocks:
-    """KV blocks ``0 .. total_blocks - 1``.
+    """KV blocks ``0 .. total_blocks - 1``, in pages that states may take.
 
     Args:
-        total_blocks: Number of blocks.
-
-    Raises:
-        ValueError: ``total_blocks`` is negative.
+        pages: The pages.
+        slots: The slots in the same pages.
     """
 
-    def __init__(self, total_blocks: int) -> None:
-        if total_blocks < 0:
-            raise ValueError(f"kv_blocks={total_blocks}: must be 0 or more")
-        self.total_blocks = total_blocks
+    def __init__(self, pages: Pages, slots: SlotPool) -> None:
+        self._pages, self._slots = pages, slots
+        self.total_blocks = pages.total_blocks
         self.reset()
 
     def reset(self) -> None:
-        """Frees all blocks, even those that are held."""
+        """Frees all blocks, even those that are held. The caller resets the slots."""
+        self._pages.reset()
         self._ref_counts = array("i", bytes(4 * self.total_blocks))
         self._node: list[Node | None] = [None] * self.total_blocks
-        # A stack with the lowest id on top, so that a pool in managed memory fills from its start.
-        self._free = list(range(self.total_blocks - 1, -1, -1))
         self._duplicates: dict[Node, list[int]] = {}
         self._cached_blocks = 0
         self._keyed_blocks = 0
-        # Head of the circular queue: `newer` is the block released longest ago, `older` the one released last.
+        # Head of the circular queue: `newer` is the block worthless for longest, `older` the one that became so last.
         self._queue = Node(b"", None, -1)
         self._queue.older = self._queue.newer = self._queue
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that are neither held nor cached."""
-        return len(self._free)
+        """Blocks that are neither held nor cached, nor in a page of states."""
+        return self._pages.free_blocks
 
     @property
     def cached_blocks(self) -> int:
@@ -68,8 +67,9 @@ class KVBlocks:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that can be allocated: free blocks, and cached ones that can be evicted."""
-        return len(self._free) + self._cached_blocks
+        """Blocks that can be allocated: free ones, cached ones, and those in pages of states that can be evicted."""
+        stuck = self._slots.stuck_pages * self._pages.page_blocks
+        return self.total_blocks - self._pages.held_blocks - stuck
 
     def ref_count(self, block_id: int) -> int:
         """Number of live requests that hold the block."""
@@ -99,14 +99,9 @@ class KVBlocks:
 
     def take(self, count: int) -> list[int]:
         """Takes ``count`` free blocks, with ref count 1 each. The caller checks that there are enough."""
-        if count == 0:
-            return []
-        block_ids = self._free[: -count - 1 : -1]
-        assert len(block_ids) == count, "taken more blocks than are free"
-        del self._free[-count:]
-        ref_counts = self._ref_counts
+        block_ids = self._pages.take_blocks(count)
         for block_id in block_ids:
-            ref_counts[block_id] = 1
+            self._ref_counts[block_id] = 1
         return block_ids
 
     def share(self, path: Sequence[Node]) -> list[int]:
@@ -149,7 +144,7 @@ class KVBlocks:
             self._replace(node, block_id)
 
     def oldest(self) -> Node | None:
-        """The node to evict next: released longest ago, always a leaf. None: no block can be evicted."""
+        """The node to evict next: worthless for longest, always a leaf. None: no block is worthless."""
         node = self._queue.newer
         return None if node is self._queue else node
 
@@ -165,32 +160,59 @@ class KVBlocks:
         node.block_id = NO_BLOCK
 
     def queue(self) -> Iterator[Node]:
-        """Cached nodes with ref count 0, in the order of eviction."""
+        """Nodes whose block is worthless, in the order of eviction."""
         node = self._queue.newer
         while node is not None and node is not self._queue:
             yield node
             node = node.newer
 
+    def now_worthless(self, node: Node) -> None:
+        """No state is kept at the node or below any more."""
+        if node.block_id != NO_BLOCK and not self._ref_counts[node.block_id]:
+            self._link(node)
+
+    def now_useful(self, node: Node) -> None:
+        """A state is kept at the node or below now."""
+        if node.older is not None:
+            self._unlink(node)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Moves cached blocks, as `Pages.empty` decided.
+
+        Raises:
+            CacheCorruptionError: A request holds a block that moves, or the target is in use.
+        """
+        for source, target in moves:
+            node = self._node[source]
+            if node is None or self._ref_counts[source] or self._ref_counts[target] or self._node[target] is not None:
+                raise CacheCorruptionError(f"block {source} cannot move to {target}: held, without a key, or in use")
+            self._node[source], self._node[target] = None, node
+            node.block_id = target
+
     def check(self) -> None:
-        """Checks that each block is exactly one of free, held, cached, and that leaves are evicted first.
+        """Checks that each block is exactly one of free, held, cached, or in a page of states; and the queue.
 
         Raises:
             CacheCorruptionError: One of these does not hold.
         """
-        free = set(self._free)
+        self._pages.check(self._ref_counts)
+        free = set(self._pages.free_ids())
         queue = list(self.queue())
-        cached = {node.block_id for node in queue}
-        if len(free) != len(self._free) or not len(cached) == len(queue) == self._cached_blocks:
-            raise CacheCorruptionError("a block is in the free list or in the eviction queue twice, or was lost")
+        worthless = set(queue)
+        cached = 0
         for block_id, ref_count in enumerate(self._ref_counts):
             node = self._node[block_id]
-            places = (block_id in free) + (block_id in cached) + (ref_count > 0)
+            cached += node is not None and not ref_count
+            in_state = self._pages.is_state(self._pages.page_of(block_id))
+            places = (block_id in free) + in_state + (ref_count > 0) + (node is not None and not ref_count)
             if places != 1 or ref_count < 0:
-                raise CacheCorruptionError(f"block {block_id} with ref_count {ref_count} is in {places} lists")
-            if node is not None and (block_id in free or node.block_id != block_id):
+                raise CacheCorruptionError(f"block {block_id} with ref_count {ref_count} has {places} owners")
+            if node is not None and node.block_id != block_id:
                 raise CacheCorruptionError(f"block {block_id} and {node} disagree")
-            if block_id in cached and node is None:
-                raise CacheCorruptionError(f"block {block_id} is in the eviction queue without a key")
+            if node is not None and (node in worthless) != (not ref_count and not node.users):
+                raise CacheCorruptionError(f"{node} with {node.users} users: whether it is worthless is wrong")
+        if cached != self._cached_blocks or len(worthless) != len(queue):
+            raise CacheCorruptionError(f"{cached} cached blocks, counted {self._cached_blocks}")
         self._check_order(queue)
         self._check_duplicates()
 
@@ -222,7 +244,7 @@ class KVBlocks:
             return
         node = self._node[block_id]
         if node is None:
-            self._free.append(block_id)
+            self._pages.free(block_id)
         elif node in self._duplicates:
             duplicate = self._duplicates[node][0]
             self._forget_duplicate(node, duplicate)
@@ -233,7 +255,7 @@ class KVBlocks:
     def _replace(self, node: Node, block_id: int) -> None:
         """Moves the node from its block, with ref count 0, to ``block_id``, which a request holds."""
         self._node[node.block_id] = None
-        self._free.append(node.block_id)
+        self._pages.free(node.block_id)
         node.block_id = block_id
         self._node[block_id] = node
 
@@ -245,19 +267,24 @@ class KVBlocks:
 
     def _enqueue(self, node: Node) -> None:
         """No request holds the node's block any more."""
+        self._pages.let_go(node.block_id)
         self._cached_blocks += 1
-        self._link(node)
+        if not node.users:
+            self._link(node)
 
     def _dequeue(self, node: Node) -> None:
         """A request holds the node's cached block."""
+        self._pages.hold(node.block_id)
         self._cached_blocks -= 1
-        self._unlink(node)
+        if node.older is not None:
+            self._unlink(node)
 
     def _evict(self, node: Node) -> None:
         """Frees the node's cached block."""
+        self._pages.evict(node.block_id)
         self._cached_blocks -= 1
-        self._unlink(node)
-        self._free.append(node.block_id)
+        if node.older is not None:
+            self._unlink(node)
 
     def _link(self, node: Node) -> None:
         """Puts the node at the end of the queue."""

@@ -79,13 +79,13 @@ class BlocksById:
     @property
     def most_per_request(self) -> int:
         """Blocks that a request can have if no other runs: all but those whose memory its own state takes."""
-        return self._store.blocks.total_blocks - self._store.slots_per_request * self._store.blocks_per_slot
+        return self._store.blocks.total_blocks - self._store.slots_per_request * self._store.pages.page_blocks
 
     def fit_together(self, blocks: Sequence[int]) -> bool:
         """Whether requests that need this many blocks each can all run at once. Blocks that they share count for each."""
-        return sum(blocks) <= self._store.blocks.total_blocks - len(blocks) * (
-            self._store.slots_per_request * self._store.blocks_per_slot
-        )
+        store = self._store
+        of_states = len(blocks) * store.slots_per_request * store.pages.page_blocks
+        return sum(blocks) <= store.blocks.total_blocks - of_states
 
     @property
     def free_count(self) -> int:

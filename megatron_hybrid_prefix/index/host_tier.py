@@ -3,7 +3,7 @@
 Nodes of the prefix tree say where their copies are (``host_block``, ``host_slot``). KV blocks and states share one pool
 of pages. This file only decides: it queues the copies as `BlockTransfer`, and ``tiers/arena.py`` carries them out.
 
-The rule is that of one memory on the device (``shared_store.py``). When pages are needed, these go first:
+The rule is that of one memory on the device (``store.py``). When pages are needed, these go first:
 
 1. KV that is no loss (*spare*): no state on the host needs it, or the device has it, too;
 2. interval states that nobody used, which are guesses;

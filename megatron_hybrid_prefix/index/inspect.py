@@ -8,8 +8,7 @@ from functools import wraps
 
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.requests import RequestBook
-from megatron_hybrid_prefix.index.shared_store import MemoryUse, SharedStore
-from megatron_hybrid_prefix.index.store import PrefixStore
+from megatron_hybrid_prefix.index.store import MemoryUse, PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
@@ -61,7 +60,7 @@ class Inspector:
         return tuple(self._requests[request_id].chain.keys)
 
     def live_slot(self, request_id: int) -> int | None:
-        """Slot of a live request's own state; None unless states share their memory with KV."""
+        """Slot of a live request's own state; None if the engine has slots of its own for them."""
         return self._requests[request_id].live_slot
 
     # -- the cache -----------------------------------------------------------------------------------------------------
@@ -70,9 +69,9 @@ class Inspector:
         """All nodes of the prefix tree, in any order."""
         return iter(self._store.tree)
 
-    def memory_use(self) -> MemoryUse | None:
-        """Who uses the memory that KV and states share; None if they do not share one. O(blocks)."""
-        return self._store.memory_use() if isinstance(self._store, SharedStore) else None
+    def memory_use(self) -> MemoryUse:
+        """Who uses the memory. O(blocks)."""
+        return self._store.memory_use()
 
     @contextmanager
     def watched_room(self, watch: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:

@@ -80,7 +80,8 @@ class Loads:
         waiting = self._waiting
         holds = Counter(block_id for live in waiting for block_id in live.block_ids)
         held_alone = sum(self._blocks.ref_count(block_id) == held for block_id, held in holds.items())
-        return held_alone + len(waiting) * self._store.blocks_per_slot
+        pages = self._slots.pages_of([live.load.slot for live in waiting if live.load is not None])
+        return held_alone + pages * self._store.pages.page_blocks
 
     @property
     def _waiting(self) -> list[LiveRequest]:

@@ -73,7 +73,7 @@ class StepPlanner:
 
     def boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
         """Boundaries of the prompt that get a checkpoint, ascending. Empty if there are no slots."""
-        if not self._store.slots.total_slots:
+        if not self._store.slots.most_cached:
             return ()
         return self._rule(
             prompt_tokens=match.chain.tokens,
@@ -135,7 +135,7 @@ class StepPlanner:
     def request_checkpoint(self, live: LiveRequest, position_tokens: int) -> bool:
         """See `HybridPrefixCache.request_checkpoint`."""
         last_tokens = live.prompt_tokens // self._block_tokens * self._block_tokens
-        if not live.write or not self._store.slots.total_slots:
+        if not live.write or not self._store.slots.most_cached:
             return False
         if not live.planned_tokens < position_tokens <= last_tokens:
             return False
@@ -147,7 +147,7 @@ class StepPlanner:
         """See `HybridPrefixCache.checkpoint_decoded`."""
         checkpoints = self._store.checkpoints
         depth_blocks = position_tokens // self._block_tokens
-        if not live.write or not self._store.slots.total_slots or depth_blocks > len(live.path):
+        if not live.write or not self._store.slots.most_cached or depth_blocks > len(live.path):
             return None
         node = live.path[depth_blocks - 1]
         if node.slot != NO_SLOT:

@@ -29,8 +29,8 @@ class Admission:
         lost_tokens_no_state: See `Match`.
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
         boundaries: Positions of the prompt that get a checkpoint.
-        live_slot: With shared memory: slot of the request's own state until it is released. None: the engine has slots of
-            its own for running requests.
+        live_slot: Slot of the request's own state until it is released. None: the engine has slots of its own for running
+            requests.
     """
 
     request_id: int
@@ -173,7 +173,7 @@ class LiveRequest:
         plans: Its plans in flight, by id.
         released: Released by the engine with a plan in flight. Removed when the last plan is settled.
         load: Its load from the host, until the first forward is settled.
-        live_slot: Slot of its own state, if the memory is shared and it is admitted.
+        live_slot: Slot of its own state once it is admitted; None if the engine has slots of its own.
         uncounted: The match with which it was admitted, until its first forward is published and counted.
         counted_tokens: Tokens that were counted before: it was preempted, or started over.
     """

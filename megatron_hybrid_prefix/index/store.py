@@ -1,77 +1,136 @@
-"""`PrefixStore`: the cached blocks and states, and their eviction."""
+"""`PrefixStore`: cached KV and states in one memory. Who gets the next bytes is decided across both.
+
+What goes first, when bytes are needed:
+
+1. Worthless KV, behind which no request can resume: worthless longest ago first, the deepest block first.
+   Its keys are remembered (``ghosts.py``).
+2. The state that the eviction policy names, with the others of its page (one, unless states are small). Evicting it makes the
+   KV worthless that only it made useful. So policies rank by value per byte *freed*, if they can (`SharesMemory`).
+
+An interval state that nobody used is a guess. It only gets free bytes, or those of another guess, and makes no KV useful.
+
+KV is valued like states: a block is worth what the states at and below it are worth.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.checkpoints import CheckpointTable
-from megatron_hybrid_prefix.index.host_tier import HostTier
+from megatron_hybrid_prefix.index.ghosts import Ghosts
+from megatron_hybrid_prefix.index.host_tier import HostTier, is_probationary
 from megatron_hybrid_prefix.index.requests import LiveRequest
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.policy.base import EvictionPolicy
-from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
-from megatron_hybrid_prefix.tiers.units import Copy
+from megatron_hybrid_prefix.policy.base import EvictionPolicy, SharesMemory
+from megatron_hybrid_prefix.pool.pages import Pages
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots, SlotPool, SlotState
+from megatron_hybrid_prefix.tiers.units import BlockMove, Copy, PageClear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Who uses the memory now.
+
+    Attributes:
+        total_blocks: KV blocks that fit.
+        free_blocks: Free blocks.
+        held_blocks: Blocks that requests hold.
+        cached_blocks: Blocks with a key that no request holds.
+        worthless_blocks: Those of them behind which no request can resume; O(blocks) to count.
+        state_pages: Pages that hold states.
+        live_slots: Slots of running requests.
+        moved_blocks: Blocks moved so far, to empty pages.
+        pages_to_states: Pages that changed so far from KV to states.
+        pages_to_kv: Pages that changed so far from states to KV.
+        blocked_slots: Times a state got no page, or evicted another state for it, while there were enough free blocks: each
+            page without a state had a block that a request held.
+    """
+
+    total_blocks: int
+    free_blocks: int
+    held_blocks: int
+    cached_blocks: int
+    worthless_blocks: int
+    state_pages: int
+    live_slots: int
+    moved_blocks: int
+    pages_to_states: int
+    pages_to_kv: int
+    blocked_slots: int
 
 
 class PrefixStore:
     """Prefix tree, KV blocks, checkpoints and host tier, changed together.
 
-    KV blocks and slots have separate memory here; in ``shared_store.py`` they share one.
-
     Args:
         tree: An empty tree.
-        blocks: Reference counts of the KV blocks.
-        slots: Owners of the checkpoint slots.
+        pages: The memory.
+        slots: The slots of states: in those pages, or without memory.
+        live_states: Whether running requests get slots from them.
         eviction: Ranks the states.
         host: Host tier for evicted KV and states; None: evicted entries are lost.
         stats: Counts evictions and published states.
 
     Attributes:
+        pages: The memory.
+        blocks: Its KV blocks.
+        slots: Its slots.
+        checkpoints: Which state is in which slot.
+        slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
         copies: Queued copies, to be carried out in this order.
         ghosts: Keys of evicted blocks that a prompt still recognises.
         on_move: Called at once when a cached block moves: (from block, to block).
     """
 
-    ghosts: Container[bytes] = frozenset()
-
     def __init__(
         self,
         tree: PrefixTree,
-        blocks: KVBlocks,
+        pages: Pages,
         slots: SlotPool,
+        live_states: bool,
         eviction: EvictionPolicy[Node],
         host: HostTier | None,
         stats: PrefixStats,
     ) -> None:
-        self.tree, self.blocks, self.slots, self.host = tree, blocks, slots, host
-        self.checkpoints = CheckpointTable(tree, slots, eviction, host, stats)
+        self.tree, self.pages, self.slots, self.host = tree, pages, slots, host
+        self.blocks = KVBlocks(pages, slots)
+        self.slots_per_request = int(live_states and pages.page_blocks > 0)
+        if pages.page_blocks and isinstance(eviction, SharesMemory):
+            eviction.share_memory(state_blocks=pages.page_blocks / pages.page_states)
+        self.checkpoints = CheckpointTable(self, eviction, stats)
+        self.ghosts = Ghosts(pages.total_blocks)
         self._stats = stats
         self.copies: list[Copy] = [] if host is None else host.transfers
         self.on_move: Callable[[int, int], None] = lambda source, target: None
-
-    slots_per_request = 0
-    """Slots that a running request takes: 0 if the engine has slots of its own for their states."""
-    blocks_per_slot = 0
-    """KV blocks whose memory a slot takes."""
+        self._moved_blocks = self._blocked_slots = 0
 
     def has_room(
         self, blocks: int, path: Sequence[Node] = (), *, slots: int = 0, source_slot: int | None = None
     ) -> bool:
-        """Whether blocks (and slots) can be taken, if need be by eviction, after a request has shared a path.
+        """Whether blocks and slots can be taken, if need be by eviction, after a request has shared a path.
 
         Args:
             blocks: Number of new blocks.
             path: Nodes that the request shares.
-            slots: Number of slots, 0 or 1. Only counts if slots share their memory with KV.
+            slots: Number of slots, 0 or 1.
             source_slot: Slot that the request pins.
         """
-        return blocks <= self.blocks.available_blocks - self.blocks.unreferenced_tail(path)
-
-    def take_live_slot(self) -> int | None:
-        """Takes a slot for a running request; None if the engine has slots of its own for them."""
-        return None
+        pages, page_blocks = self.pages, self.pages.page_blocks
+        tail = path[len(path) - self.blocks.unreferenced_tail(path) :]
+        needed = slots if page_blocks else 0  # pages
+        if page_blocks and source_slot is not None:
+            needed += self.slots.state(source_slot) == SlotState.PUBLISHED and self.slots.is_loose(source_slot)
+        if blocks > self.blocks.available_blocks - len(tail) - page_blocks * needed:
+            return False
+        if not needed:
+            return True
+        touched = {pages.page_of(node.block_id) for node in tail}
+        unheld = pages.unheld_pages - sum(pages.is_whole(page) and not pages.held_in(page) for page in touched)
+        return unheld + pages.state_pages - self.slots.stuck_pages >= needed
 
     def take_copies(self) -> list[Copy]:
         """Takes the queued copies."""
@@ -79,24 +138,27 @@ class PrefixStore:
         self.copies.clear()
         return copies
 
-    def copies_taken(self) -> None:
-        """The engine carries out all queued copies now."""
-        self.checkpoints.end_protection()
-
     def take_blocks(self, count: int) -> list[int]:
-        """Takes ``count`` of the available blocks. If too few are free, evicts the cached ones released longest ago."""
-        blocks, host = self.blocks, self.host
-        for _ in range(count - blocks.free_blocks):
-            node = blocks.oldest()
-            assert node is not None, "more blocks taken than available"
-            if node.slot != NO_SLOT:
-                self.checkpoints.evict(node)  # a state cannot be reached without its KV
-            if host is not None:
-                host.store_kv(node)
-            blocks.unbind(node)
-            self.tree.prune(node)
-            self._stats.kv_evictions += 1
-        return blocks.take(count)
+        """Takes ``count`` of the available blocks. Evicts what is worth least per byte, KV or states."""
+        while self.pages.free_blocks < count:
+            if not self._evict_next():
+                raise CacheCorruptionError("more blocks taken than available")
+        block_ids = self.blocks.take(count)
+        # What states left in pages is cleared before KV is written there.
+        self.copies.extend(map(PageClear, self.pages.with_old_state))
+        self.pages.with_old_state.clear()
+        return block_ids
+
+    def take_live_slot(self) -> int | None:
+        """Takes a slot for a running request; None if the engine has slots of its own for them."""
+        if not self.slots_per_request:
+            return None
+        slot = self.slots.reserve() if self.make_place() else None
+        if slot is None:
+            raise CacheCorruptionError("no slot for a request that was promised one")
+        assert isinstance(self.slots, PageSlots)
+        self.slots.make_live(slot)
+        return slot
 
     def register(self, live: LiveRequest, full_blocks: int) -> None:
         """Makes the request's first ``full_blocks`` blocks matchable. The forwards that compute them are launched."""
@@ -104,6 +166,7 @@ class PrefixStore:
         first = len(path)
         for index in range(first, full_blocks):
             block_id = live.block_ids[index]
+            self.ghosts.discard(keys[index])
             node = self.tree.get(keys[index])
             if node is None:
                 node = self.tree.insert(keys[index], path[-1] if path else None, block_id)
@@ -120,9 +183,13 @@ class PrefixStore:
             self.host.also_on_device(path[first:])
 
     def let_go(self, live: LiveRequest) -> None:
-        """Drops the request's references to its blocks, and its pin."""
+        """Drops the request's references to its blocks, its pin and its slot."""
         self.unpin_source(live)
         self.blocks.release(live.block_ids, live.path)
+        if live.live_slot is not None:
+            assert isinstance(self.slots, PageSlots)
+            self.slots.end_live(live.live_slot)
+            live.live_slot = None
 
     def unpin_source(self, live: LiveRequest) -> None:
         """Unpins the checkpoint that the request starts from, if it has one."""
@@ -144,6 +211,7 @@ class PrefixStore:
             if node.block_id != NO_BLOCK:
                 self.blocks.unbind(node)
         self.tree.clear()
+        self.ghosts.clear()
         if self.host is not None:
             self.host.reset()
             if self.host.behind is not None:
@@ -158,7 +226,121 @@ class PrefixStore:
         self.tree.clear()
         self.blocks.reset()
         self.checkpoints.reset()
-        self.copies.clear()
+        self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear)]
+        self.ghosts.clear()
+
+    # -- who gets the next bytes ---------------------------------------------------------------------------------------
+
+    def make_place(self) -> bool:
+        """Makes a slot free, by moves or by eviction. False: none can be made."""
+        pages = self.pages
+        while not self.slots.free_slots:
+            if pages.can_be_emptied():
+                self._compact()
+                return True
+            # No KV page can be emptied: only a state's own page helps.
+            blocked = pages.unheld_pages == 0
+            self._blocked_slots += blocked and pages.free_blocks >= pages.page_blocks
+            if not self._evict_next(for_slot=True, states_only=blocked):
+                return False
+        return True
+
+    def make_free_place(self) -> bool:
+        """Makes a slot free for a guess: by moves only, without eviction."""
+        if self.slots.free_slots:
+            return True
+        if not self.pages.can_be_emptied():
+            return False
+        self._compact()
+        return True
+
+    def _compact(self) -> None:
+        _, moves = self.pages.empty()
+        self.blocks.move(moves)
+        for source, target in moves:
+            self.copies.append(BlockMove(source_block=source, target_block=target))
+            self.on_move(source, target)
+        self._moved_blocks += len(moves)
+        self.tree.version += 1
+
+    def _evict_next(self, *, for_slot: bool = False, states_only: bool = False) -> bool:
+        """Evicts what is worth least: see the top of this file. False: nothing can be evicted.
+
+        Args:
+            for_slot: A slot is needed, and no page: one state is enough.
+            states_only: No KV page can be emptied.
+        """
+        checkpoints = self.checkpoints
+        node = None if states_only else self.blocks.oldest()
+        if node is not None:
+            self._drop_kv(node)
+            return True
+        state = checkpoints.victim(loose=not for_slot)
+        if state is not None:
+            checkpoints.evict(state, with_page=not for_slot)
+            return True
+        # All that is left is KV below states that wait for their copy. Without those states it is worthless.
+        return not states_only and checkpoints.drop_protected()
+
+    def _drop_kv(self, node: Node) -> None:
+        if node.slot != NO_SLOT:
+            self.checkpoints.evict(node)  # a guess: it cannot be reached without its KV
+        if self.host is not None:
+            self.host.store_kv(node)
+        self.ghosts.add(node.key)
+        self.blocks.unbind(node)
+        self.tree.prune(node)
+        self._stats.kv_evictions += 1
+
+    # -- which KV is worthless -----------------------------------------------------------------------------------------
+
+    def gain_state(self, node: Node) -> None:
+        """A state is kept at the node that is no guess. O(blocks that become useful)."""
+        above: Node | None = node
+        while above is not None:
+            above.users += 1
+            if above.users > 1:
+                return
+            self.blocks.now_useful(above)
+            above = above.parent
+
+    def lose_state(self, node: Node) -> None:
+        """That state is gone. O(blocks that become worthless)."""
+        above: Node | None = node
+        while above is not None:
+            above.users -= 1
+            if above.users:
+                return
+            self.blocks.now_worthless(above)
+            above = above.parent
+
+    def memory_use(self) -> MemoryUse:
+        """Who uses the memory now. O(blocks)."""
+        return MemoryUse(
+            total_blocks=self.pages.total_blocks,
+            free_blocks=self.pages.free_blocks,
+            held_blocks=self.pages.held_blocks,
+            cached_blocks=self.blocks.cached_blocks,
+            worthless_blocks=sum(1 for _ in self.blocks.queue()),
+            state_pages=self.pages.state_pages,
+            live_slots=self.slots.live_slots,
+            moved_blocks=self._moved_blocks,
+            pages_to_states=self.pages.pages_to_states,
+            pages_to_kv=self.pages.pages_to_kv,
+            blocked_slots=self._blocked_slots,
+        )
 
     def check(self) -> None:
-        """Checks what only this store counts. For ``check_integrity``."""
+        """Checks the counts of useful KV.
+
+        Raises:
+            CacheCorruptionError: A count is wrong.
+        """
+        users = {node: int(node.slot != NO_SLOT and not is_probationary(node)) for node in self.tree}
+        for node in sorted(self.tree, key=lambda node: -node.depth_blocks):
+            if node.users != users[node]:
+                raise CacheCorruptionError(f"{node} counts {node.users} users, has {users[node]}")
+            if node.users and node.block_id == NO_BLOCK:
+                raise CacheCorruptionError(f"{node} has a state at or below it, but no KV")
+            if node.users and node.parent is not None:
+                users[node.parent] += 1

@@ -36,8 +36,8 @@ class Node:
         used: Whether a request has resumed from that state.
         private: Whether no other process can ask for this block (`KeyChain.private`).
         children: Number of child nodes.
-        users: With shared memory: 1 if a state is kept here on the device, and 1 for each child with users. At 0 the KV
-            of the block is worthless: no request can resume behind it. Interval states that nobody used do not count.
+        users: 1 if a state is kept here on the device, and 1 for each child with users. At 0 the KV of the block is
+            worthless: no request can resume behind it. Interval states that nobody used do not count.
         host_users: The same for states on the host. At 0 no state on the host needs the KV of the block.
         older, newer: Neighbours in the eviction queue (``index/blocks.py``).
     """

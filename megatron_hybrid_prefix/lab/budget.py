@@ -11,7 +11,7 @@ from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.memory import GIB, Memory
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace
-from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, padded_block_bytes
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 
 RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
 WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
@@ -67,25 +67,24 @@ def plan_budget(
         ValueError: There is no room for a state and a KV block.
     """
     block_bytes = sizes.kv_block_bytes(block_tokens)
-    step_bytes = padded_block_bytes(block_bytes, sizes.state_bytes, alignment_bytes=ALIGNMENT_BYTES)
-    page_blocks = ceil_div(sizes.state_bytes, step_bytes)
+    layout = PageLayout.of(block_bytes=block_bytes, state_bytes=sizes.state_bytes, alignment_bytes=ALIGNMENT_BYTES)
     own_slots = max_requests * sizes.live_bytes(drafts) // sizes.state_bytes if drafts else 1
-    try:
-        buffer = PageLayout.of_buffer(cache_bytes, block_bytes=step_bytes, page_blocks=page_blocks, own_slots=own_slots)
-    except ValueError as error:
+    own_bytes = own_slots * layout.page_bytes
+    least_bytes = own_bytes + layout.least_bytes + layout.block_bytes  # one block is megatron's dummy
+    if cache_bytes < least_bytes:
         reason = f" (drafts set {own_slots} states aside: lower --max-requests)" if drafts else ""
-        raise ValueError(f"{error}{reason}") from None
-    layout = PageLayout(block_bytes=step_bytes, state_bytes=sizes.state_bytes, total_blocks=buffer.total_blocks)
-    cached_states = layout.pages * layout.page_states
+        raise ValueError(f"a state and a KV block need {least_bytes / GIB:.4f} GiB{reason}")
+    layout = replace(layout, total_blocks=(cache_bytes - own_bytes) // layout.block_bytes - 1)
+    cached_states = layout.slots
     if mamba_bytes is not None:
         cached_states = min(cached_states, mamba_bytes // sizes.state_bytes)
     conversation_blocks = ceil_div(conversation_tokens, block_tokens)
-    left_blocks = layout.total_blocks - page_blocks  # a page is a running request's
-    conversations = left_blocks * layout.page_states // (conversation_blocks * layout.page_states + page_blocks)
+    left_blocks = layout.total_blocks - layout.page_blocks  # a page is a running request's
+    conversations = left_blocks * layout.page_states // (conversation_blocks * layout.page_states + layout.page_blocks)
     return Plan(
         layout=layout,
-        block_padding_bytes=step_bytes - block_bytes,
-        own_bytes=own_slots * layout.page_bytes,
+        block_padding_bytes=layout.block_bytes - block_bytes,
+        own_bytes=own_bytes,
         cached_states=cached_states,
         conversations=min(conversations, cached_states),
         # Padding stays on the device.

@@ -49,7 +49,7 @@ class Memory:
     @property
     def most_states(self) -> int:
         """States that are cached at most."""
-        fit = self.layout.pages * self.layout.page_states
+        fit = self.layout.slots
         return fit if self.mamba_bytes is None else min(fit, self.mamba_bytes // self.state_bytes)
 
     def cache_sizes(self) -> dict[str, int]:

@@ -33,6 +33,7 @@ def memories(budgets_gib: str, mamba_gb: float | None, *, block_bytes: int, stat
         budgets = [positive_float(item) for item in budgets_gib.split(",")]
     if len(set(budgets)) < len(budgets):
         raise InputError(f"--cache-gb: {budgets_gib} has a number twice")
+    least_bytes = PageLayout.of(block_bytes=block_bytes, state_bytes=state_bytes).least_bytes
     found = []
     for budget in sorted(budgets):
         check_cap(mamba_gb, budget)
@@ -42,7 +43,6 @@ def memories(budgets_gib: str, mamba_gb: float | None, *, block_bytes: int, stat
             state_bytes=state_bytes,
             mamba_bytes=None if mamba_gb is None else int(mamba_gb * GIB),
         )
-        least_bytes = PageLayout.least_bytes(block_bytes=block_bytes, state_bytes=state_bytes)
         if memory.cache_bytes < least_bytes:
             least = f"{least_bytes / GIB:.4f} GiB"
             raise InputError(f"--cache-gb {budget:g}: too small: a state and a KV block take {least}")

@@ -1,4 +1,4 @@
-"""`Pages`: one memory for KV blocks and states. Which pages hold a state, and which hold KV blocks.
+"""`Pages`: one memory for KV blocks and states. Which pages hold states, and which hold KV blocks.
 
 The memory is an array of KV blocks. A *page* is as many blocks as one state needs, rounded up::
 
@@ -6,20 +6,19 @@ The memory is an array of KV blocks. A *page* is as many blocks as one state nee
     | block 0 | 1 | 2 | 3 | | block 4 | 5 | 6 | 7 | | block 8 | 9 | 10 | 11 | | 12 | 13 |
     | slot 0            | | | slot 1            | | | slot 2              | |
 
-Block k begins at ``k * block_bytes``, slot p at ``p * page_bytes``. So blocks and slots are two strided views of the same
-memory, and no address ever changes. A page belongs to its slot, or to its blocks. The blocks after the last whole page
-hold KV only.
+Block k begins at ``k * block_bytes``, page p at ``p * page_bytes``. So blocks and slots are two views of the same memory, and
+no address ever changes. A page belongs to states, or to its blocks. The blocks after the last whole page hold KV only.
 
-To give a page to a slot, its blocks must be free. If no page is empty, the page with the fewest blocks in use is emptied:
+To give a page to a state, its blocks must be free. If no page is empty, the page with the fewest blocks in use is emptied:
 its blocks move into holes of other pages. Only blocks that no request holds may move. New blocks go to the fullest page
 that has a hole. So holes are rare, and the blocks of running requests lie close together.
 
-Where a state needs little more than n blocks, blocks are spaced a little wider instead (`padded_block_bytes`), so that n of
-them hold it.
+Little of a page is lost. Where a state needs little more than n blocks, blocks are spaced a little wider instead, so that n of
+them hold it. Where a state is smaller than a block, or not much larger, a page has several slots (`PageLayout.of`).
 
 What is lost:
 
-- ``padding_bytes`` per state, less than one block; or the padding of each block, which is less than that.
+- ``padding_bytes`` per page of states, or the padding of each block.
 - Nothing else is lost for KV: every free block can be allocated.
 - A slot is refused, while there are enough free blocks for it, only if every page has a state or a block that a running
   request holds.
@@ -29,38 +28,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 
 ALIGNMENT_BYTES = 256
-"""On a device, blocks and components of a slot begin at multiples of it."""
-_STATE_SHARE = 0.25  # of the bytes, in a good split (docs/benchmarks.md): weighs padding against padding
-
-
-def padded_block_bytes(block_bytes: int, state_bytes: int, *, alignment_bytes: int = 1) -> int:
-    """Bytes from one KV block to the next for which the least memory is lost.
-
-    Without padding a state takes whole blocks, rounded up. The alternative is one block less, of as many bytes as that needs.
-    A state of 9.07 blocks: 10 blocks, of which states lose 9.3 %; or 9 blocks that are 0.7 % larger.
-
-    Args:
-        block_bytes: Bytes of a KV block.
-        state_bytes: Bytes of a state.
-        alignment_bytes: What the result is a multiple of, if it is not ``block_bytes``.
-    """
-    fewer_blocks = state_bytes // block_bytes
-    if not fewer_blocks:
-        return block_bytes
-    padded_bytes = ceil_div(ceil_div(state_bytes, fewer_blocks), alignment_bytes) * alignment_bytes
-
-    def lost_share(step_bytes: int) -> float:
-        of_states = 1 - state_bytes / (ceil_div(state_bytes, step_bytes) * step_bytes)
-        return _STATE_SHARE * of_states + (1 - _STATE_SHARE) * (1 - block_bytes / step_bytes)
-
-    return min(block_bytes, padded_bytes, key=lost_share)
+"""On a device, blocks and states begin at multiples of it."""
+_STATE_SHARE = 0.25  # of the bytes, in a good mix (docs/benchmarks.md): weighs padding of states against padding of KV
+_MOST_LOST = 0.1  # of a page, or of a block
+_MOST_STATES = 64  # in a page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +48,49 @@ class PageLayout:
     Attributes:
         block_bytes: Bytes from one KV block to the next: those of all its attention layers, and padding.
         state_bytes: Bytes of a state, in all recurrent layers.
+        page_blocks: KV blocks in a page.
+        page_states: States in a page.
         total_blocks: KV blocks that fit.
     """
 
     block_bytes: int
     state_bytes: int
-    total_blocks: int
+    page_blocks: int
+    page_states: int
+    total_blocks: int = 0
+
+    @classmethod
+    def of(cls, *, block_bytes: int, state_bytes: int, alignment_bytes: int = 1) -> PageLayout:
+        """The layout that loses least, with as few states in a page as lose at most a tenth of a page and of a block.
+
+        States take whole blocks, rounded up. Or they take one block less, of as many bytes as that needs. A state of 9.07
+        blocks: 10 blocks, of which states lose 9.3 %; or 9 blocks that are 0.7 % larger.
+
+        Args:
+            block_bytes: Bytes of a KV block, without padding.
+            state_bytes: Bytes of a state.
+            alignment_bytes: What the distance of blocks is a multiple of, if it is not ``block_bytes``.
+
+        Raises:
+            ValueError: A size is below 1.
+        """
+        if block_bytes < 1 or state_bytes < 1:
+            raise ValueError(f"block_bytes={block_bytes}, state_bytes={state_bytes}: must be 1 or more")
+        found: list[tuple[float, float, PageLayout]] = []
+        for states in range(1, _MOST_STATES + 1):
+            fewer, more = states * state_bytes // block_bytes, ceil_div(states * state_bytes, block_bytes)
+            for blocks in {fewer or more, more}:
+                step_bytes = max(
+                    block_bytes, ceil_div(states * state_bytes, blocks * alignment_bytes) * alignment_bytes
+                )
+                of_page, of_block = 1 - states * state_bytes / (blocks * step_bytes), 1 - block_bytes / step_bytes
+                lost = _STATE_SHARE * of_page + (1 - _STATE_SHARE) * of_block
+                layout = cls(block_bytes=step_bytes, state_bytes=state_bytes, page_blocks=blocks, page_states=states)
+                found.append((max(of_page, of_block), lost, layout))
+            if any(most <= _MOST_LOST for most, _, _ in found):
+                found = [each for each in found if each[0] <= _MOST_LOST]
+                break
+        return min(found, key=lambda each: each[1])[2]
 
     @classmethod
     def within(cls, cache_bytes: int, *, block_bytes: int, state_bytes: int) -> PageLayout:
@@ -84,49 +99,15 @@ class PageLayout:
         Raises:
             ValueError: A size is below 1, or there is no room for a KV block and a state.
         """
-        if block_bytes < 1 or state_bytes < 1:
-            raise ValueError(f"block_bytes={block_bytes}, state_bytes={state_bytes}: must be 1 or more")
-        least_bytes = cls.least_bytes(block_bytes=block_bytes, state_bytes=state_bytes)
-        if cache_bytes < least_bytes:
-            raise ValueError(f"cache_bytes={cache_bytes}: a state and a KV block need {least_bytes} bytes")
-        step_bytes = padded_block_bytes(block_bytes, state_bytes)
-        return cls(block_bytes=step_bytes, state_bytes=state_bytes, total_blocks=cache_bytes // step_bytes)
-
-    @staticmethod
-    def least_bytes(*, block_bytes: int, state_bytes: int) -> int:
-        """What a page and a KV block take, for KV blocks of ``block_bytes`` bytes without padding."""
-        step_bytes = padded_block_bytes(block_bytes, state_bytes)
-        return (ceil_div(state_bytes, step_bytes) + 1) * step_bytes
-
-    @classmethod
-    def of_buffer(cls, cache_bytes: int, *, block_bytes: int, page_blocks: int, own_slots: int) -> PageLayout:
-        """The layout of an engine's buffer, of at most ``cache_bytes`` bytes.
-
-        The buffer also has megatron's dummy block, after the others, and slots that the engine keeps for itself.
-
-        Args:
-            cache_bytes: Budget.
-            block_bytes: Bytes from one KV block to the next.
-            page_blocks: KV blocks in a page.
-            own_slots: Slots of the engine, of a page each.
-
-        Raises:
-            ValueError: There is no room for a state and a KV block.
-        """
-        total_blocks = cache_bytes // block_bytes - own_slots * page_blocks - 1
-        layout = cls(block_bytes=block_bytes, state_bytes=page_blocks * block_bytes, total_blocks=total_blocks)
-        if total_blocks <= page_blocks:
-            least_bytes = (own_slots * page_blocks + page_blocks + 2) * block_bytes
-            raise ValueError(
-                f"{max(0, cache_bytes) / 2**20:.2f} MiB have no room for a state and a KV block: they need "
-                f"{least_bytes / 2**20:.2f} MiB"
-            )
-        return layout
+        layout = cls.of(block_bytes=block_bytes, state_bytes=state_bytes)
+        if cache_bytes < layout.least_bytes:
+            raise ValueError(f"cache_bytes={cache_bytes}: a state and a KV block need {layout.least_bytes} bytes")
+        return replace(layout, total_blocks=cache_bytes // layout.block_bytes)
 
     @property
-    def page_blocks(self) -> int:
-        """KV blocks in a page."""
-        return ceil_div(self.state_bytes, self.block_bytes)
+    def least_bytes(self) -> int:
+        """What a page and a KV block take."""
+        return (self.page_blocks + 1) * self.block_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -135,20 +116,41 @@ class PageLayout:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of a page that a state leaves unused."""
-        return self.page_bytes - self.state_bytes
+        """Bytes of a page that its states leave unused."""
+        return self.page_bytes - self.page_states * self.state_bytes
 
     @property
     def pages(self) -> int:
-        """Whole pages, which is also the number of slots."""
+        """Whole pages."""
         return self.total_blocks // self.page_blocks
+
+    @property
+    def slots(self) -> int:
+        """States that fit, if there is no KV."""
+        return self.pages * self.page_states
+
+    def cache_sizes(self) -> dict[str, int]:
+        """Arguments of `CacheSettings`."""
+        return {
+            "kv_blocks": self.total_blocks,
+            "page_blocks": self.page_blocks,
+            "page_states": self.page_states,
+        }
 
 
 _KV, _STATE = 1, 2  # who had a page last; 0: nobody
+_PAGE_WITHOUT_STATES = 64  # blocks
 
 
-class _Buckets:
-    """Pages by number of free blocks. Entries may be out of date: the reader checks them. O(log pages) per call."""
+class Buckets:
+    """Pages by number of free blocks, or of free slots. Entries may be out of date: the reader checks them.
+
+    O(log pages) per call.
+
+    Args:
+        pages: Number of pages.
+        most_free: Most free blocks of a page.
+    """
 
     def __init__(self, pages: int, most_free: int) -> None:
         self._heaps: list[list[int]] = [[] for _ in range(most_free + 1)]
@@ -199,12 +201,17 @@ class _Buckets:
 
 
 class Pages:
-    """The pages of one memory. ``index/shared_blocks.py`` and `PageSlots` tell it which blocks and slots are in use.
+    """The pages of one memory. ``index/blocks.py`` and `PageSlots` tell it which blocks and slots are in use.
 
     A block is free, cached (no request holds it) or held.
 
     Args:
-        layout: Sizes.
+        blocks: KV blocks that fit.
+        page_blocks: KV blocks in a page. 0: states take no memory here.
+        page_states: States in a page.
+
+    Raises:
+        ValueError: A number is negative, or a page has no state.
 
     Attributes:
         pages_to_states: Pages given to a state so far, of those that last held KV.
@@ -213,29 +220,33 @@ class Pages:
             empties the list.
     """
 
-    def __init__(self, layout: PageLayout) -> None:
-        self.layout = layout
-        self._size, self._whole = layout.page_blocks, layout.pages
+    def __init__(self, blocks: int, page_blocks: int, page_states: int = 1) -> None:
+        if blocks < 0 or page_blocks < 0 or page_states < 1:
+            raise ValueError(
+                f"kv_blocks={blocks}, page_blocks={page_blocks}, page_states={page_states}: must be 0, 0 and 1 or more"
+            )
+        self.total_blocks, self.page_blocks, self.page_states = blocks, page_blocks, page_states
+        self._size = page_blocks or _PAGE_WITHOUT_STATES
+        self._whole = blocks // page_blocks if page_blocks else 0
         self.pages_to_states = self.pages_to_kv = 0
         self.with_old_state: list[int] = []
-        self._last_owner = bytearray(ceil_div(layout.total_blocks, self._size))
+        self._last_owner = bytearray(ceil_div(blocks, self._size))
         self.reset()
 
     def reset(self) -> None:
         """Frees everything. What is in the memory stays there."""
-        layout, size = self.layout, self._size
-        starts = range(0, layout.total_blocks, size)
+        size, blocks = self._size, self.total_blocks
         # Stacks with the lowest id on top.
-        self._free_ids = [list(range(min(start + size, layout.total_blocks) - 1, start - 1, -1)) for start in starts]
+        self._free_ids = [list(range(min(start + size, blocks) - 1, start - 1, -1)) for start in range(0, blocks, size)]
         self._held = array("i", bytes(4 * len(self._free_ids)))
         self._is_state = bytearray(len(self._free_ids))
-        self._by_free = _Buckets(len(self._free_ids), size)
-        self._unheld_by_free = _Buckets(len(self._free_ids), size)  # whole pages without a held block
+        self._by_free = Buckets(len(self._free_ids), size)
+        self._unheld_by_free = Buckets(len(self._free_ids), size)  # whole pages without a held block
         self._changed = set(range(len(self._free_ids)))  # to be listed before a page is looked for
-        self.free_blocks = layout.total_blocks
+        self.free_blocks = blocks
         self.held_blocks = 0
         self.state_pages = 0
-        self.unheld_pages = layout.pages
+        self.unheld_pages = self._whole
 
     def __len__(self) -> int:
         return self._whole
@@ -376,7 +387,7 @@ class Pages:
         for block_id, ref_count in enumerate(ref_counts):
             held[block_id // size] += ref_count > 0
         for page, free in enumerate(self._free_ids):
-            ids = range(page * size, min((page + 1) * size, self.layout.total_blocks))
+            ids = range(page * size, min((page + 1) * size, self.total_blocks))
             if len(set(free)) != len(free) or not set(free) <= set(ids):
                 raise CacheCorruptionError(f"page {page}: its free blocks {free} are not its own")
             if self._is_state[page] and (len(free) != size or held[page]):
@@ -402,7 +413,7 @@ class Pages:
             if before:
                 self._changed.add(page)
 
-    def _listed(self, buckets: _Buckets) -> _Buckets:
+    def _listed(self, buckets: Buckets) -> Buckets:
         """The buckets, with all pages that changed since the last look. Many blocks of a page change between two looks."""
         if self._changed:
             for page in self._changed:

@@ -1,4 +1,4 @@
-"""Accounting of checkpoint slots: free, reserved, published, retired. Only `SlotPool` allocates slots.
+"""Accounting of slots of states: free, reserved, published, retired, live. Only this file allocates slots.
 
 A slot goes ``free -> reserved -> published -> free``:
 
@@ -8,16 +8,18 @@ A slot goes ``free -> reserved -> published -> free``:
   tree (because the weights changed) is *retired*: its last unpin frees it.
 
 `PageSlots` are the slots of a memory that states share with KV blocks (``pages.py``). A running request's state is in such
-a slot, too: ``free -> live -> free``.
+a slot, too: ``free -> reserved -> live -> free``. `SlotPool` has a number of slots and no memory, for a replay without an engine.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.pool.pages import Pages
+from megatron_hybrid_prefix.pool.pages import Buckets, Pages
 
 NO_SLOT = -1
 
@@ -33,21 +35,34 @@ class SlotState(IntEnum):
 
 
 class SlotPool:
-    """Checkpoint slots ``first_slot .. first_slot + slots - 1``; lower ids are live slots of running requests.
+    """Slots ``first_slot .. first_slot + slots - 1``; lower ids are the engine's own.
 
     Args:
         slots: Number of slots. With 0 nothing is ever kept.
         first_slot: Id of the first slot.
+        most_cached: Most slots of cached states; None: all.
 
     Raises:
         ValueError: A count is negative.
+
+    Attributes:
+        total_slots: Number of slots.
+        first_slot: See Args.
+        most_cached: Most slots that are reserved, published or retired.
+        live_slots: Slots of running requests.
+        stuck_pages: Pages with a slot that cannot become free by eviction: reserved, live, pinned or retired.
     """
 
-    def __init__(self, slots: int, first_slot: int = 0) -> None:
-        if slots < 0 or first_slot < 0:
-            raise ValueError(f"slots={slots}, first_slot={first_slot}: must be 0 or more")
+    live_slots = stuck_pages = 0
+
+    def __init__(self, slots: int, first_slot: int = 0, most_cached: int | None = None) -> None:
+        if slots < 0 or first_slot < 0 or (most_cached or 0) < 0:
+            raise ValueError(
+                f"state_slots={slots if most_cached is None else most_cached}, first_state_slot={first_slot}: must be 0 or more"
+            )
         self.total_slots = slots
         self.first_slot = first_slot
+        self.most_cached = slots if most_cached is None else min(slots, most_cached)
         self.reset()
 
     def reset(self) -> None:
@@ -64,8 +79,30 @@ class SlotPool:
 
     @property
     def used_slots(self) -> int:
-        """Slots that are reserved, published or retired."""
+        """Slots in use."""
         return self.total_slots - len(self._free)
+
+    @property
+    def cached_slots(self) -> int:
+        """Slots that are reserved, published or retired."""
+        return self.used_slots - self.live_slots
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more state may be cached only in place of another."""
+        return self.cached_slots >= self.most_cached
+
+    def is_loose(self, slot: int) -> bool:
+        """Whether the published ``slot`` is in a page that eviction can free."""
+        return not self.pins(slot)
+
+    def slots_beside(self, slot: int) -> Iterator[int]:
+        """The published slots of the page of the published ``slot``, with it."""
+        yield slot
+
+    def pages_of(self, slots: Sequence[int]) -> int:
+        """Pages that only these slots keep from being freed by eviction."""
+        return 0
 
     def state(self, slot: int) -> SlotState:
         """State of ``slot``."""
@@ -164,102 +201,159 @@ class SlotPool:
 
 
 class PageSlots(SlotPool):
-    """Slots of shared pages: slot ``first_slot + p`` is page p. A free slot is a page whose KV blocks are all free.
+    """Slots of shared pages: those of page p follow ``first_slot + p * page_states``.
+
+    A page whose slots are all free belongs to KV, or is empty.
 
     Args:
         pages: The shared pages.
-        first_slot: Id of the first page's slot.
-
-    Attributes:
-        stuck_slots: Slots that cannot become free by eviction: reserved, live, pinned and retired ones.
+        first_slot: Id of the first page's first slot.
+        most_cached: Most slots of cached states; None: as many as fit.
     """
 
-    def __init__(self, pages: Pages, first_slot: int = 0) -> None:
-        self._pages = pages
-        super().__init__(len(pages), first_slot)
+    def __init__(self, pages: Pages, first_slot: int = 0, most_cached: int | None = None) -> None:
+        self._pages, self._size = pages, pages.page_states
+        super().__init__(len(pages) * self._size, first_slot, most_cached)
 
     def reset(self) -> None:
         """Frees all slots. The caller resets the pages."""
         self._state = bytearray(self.total_slots)
         self._pins = array("i", bytes(4 * self.total_slots))
-        self.stuck_slots = 0
+        self._places: dict[int, list[int]] = {}  # by page that holds states: its free slots, from 0
+        self._open = Buckets(len(self._pages), self._size)  # these pages by free slots
+        self._stuck = array("i", bytes(4 * len(self._pages)))  # slots that eviction cannot free, by page
+        self._used = self.stuck_pages = self.live_slots = 0
 
     @property
     def free_slots(self) -> int:
-        """Slots that get a page without eviction or moves: 1 or 0, as only one page is looked for."""
-        return int(self._pages.empty_page is not None)
+        """Slots that can be reserved without eviction or moves: those of one page, as only one is looked for."""
+        page = self._open.fullest(self._is_open)
+        return len(self._places[page]) if page is not None else self._size * (self._pages.empty_page is not None)
 
     @property
     def used_slots(self) -> int:
         """Slots in use, with live ones."""
-        return self._pages.state_pages
+        return self._used
 
-    @property
-    def live_slots(self) -> int:
-        """Slots of running requests; O(slots)."""
-        return self._state.count(SlotState.LIVE)
+    def is_loose(self, slot: int) -> bool:
+        """See SlotPool."""
+        return not self._stuck[self._index(slot) // self._size]
+
+    def slots_beside(self, slot: int) -> Iterator[int]:
+        """See SlotPool."""
+        first = self._index(slot) // self._size * self._size
+        for index in range(first, first + self._size):
+            if self._state[index] == SlotState.PUBLISHED:
+                yield self.first_slot + index
+
+    def pages_of(self, slots: Sequence[int]) -> int:
+        """See SlotPool."""
+        counts = Counter(self._index(slot) // self._size for slot in slots)
+        return sum(self._stuck[page] == count for page, count in counts.items())
 
     def reserve(self) -> int | None:
-        """See SlotPool; None if no page is empty."""
+        """See SlotPool; None if no page has a free slot and none is empty."""
         slot = super().reserve()
-        self.stuck_slots += slot is not None
+        if slot is not None:
+            self._stick(slot, 1)
         return slot
 
     def reserve_again(self, slot: int) -> int | None:
         """See SlotPool."""
         reserved = super().reserve_again(slot)
-        self.stuck_slots += reserved is not None
+        if reserved is not None:
+            self._stick(slot, 1)
         return reserved
 
     def publish(self, slot: int) -> None:
         """See SlotPool."""
         super().publish(slot)
-        self.stuck_slots -= 1
+        self._stick(slot, -1)
 
     def abandon(self, slot: int) -> None:
         """See SlotPool."""
+        self._stick(slot, -1)
         super().abandon(slot)
-        self.stuck_slots -= 1
 
     def pin(self, slot: int) -> None:
         """See SlotPool."""
         super().pin(slot)
-        self.stuck_slots += self.pins(slot) == 1
+        if self.pins(slot) == 1:
+            self._stick(slot, 1)
 
     def unpin(self, slot: int) -> None:
         """See SlotPool."""
+        if self.pins(slot) == 1:
+            self._stick(slot, -1)
         super().unpin(slot)
-        self.stuck_slots -= self.pins(slot) == 0
 
     def make_live(self, slot: int) -> None:
         """Gives the reserved ``slot`` to a running request."""
         self._move(slot, SlotState.RESERVED, SlotState.LIVE)
+        self.live_slots += 1
 
     def end_live(self, slot: int) -> None:
         """Frees the slot of a request that ended."""
         self._move(slot, SlotState.LIVE, SlotState.FREE)
+        self.live_slots -= 1
+        self._stick(slot, -1)
         self._put_back(slot)
-        self.stuck_slots -= 1
 
     def check(self) -> None:
         """See SlotPool."""
-        used = [page for page in range(self.total_slots) if self._pages.is_state(page)]
-        if used != [page for page, state in enumerate(self._state) if state != SlotState.FREE]:
-            raise CacheCorruptionError("the pages of states and the slots in use differ")
+        stuck = array("i", bytes(4 * len(self._pages)))
+        for index, (state, pins) in enumerate(zip(self._state, self._pins, strict=True)):
+            stuck[index // self._size] += bool(pins) or state in (SlotState.RESERVED, SlotState.LIVE)
+        if stuck != self._stuck or self.stuck_pages != sum(map(bool, stuck)):
+            raise CacheCorruptionError(f"{sum(map(bool, stuck))} pages cannot be evicted, counted {self.stuck_pages}")
+        counts = (self._used, self.live_slots)
+        found = self.total_slots - self._state.count(SlotState.FREE), self._state.count(SlotState.LIVE)
+        if counts != found:
+            raise CacheCorruptionError(f"slots in use, live slots: counted {counts}, are {found}")
+        for page in range(len(self._pages)):
+            ids = range(page * self._size, (page + 1) * self._size)
+            free = [index for index in ids if self._state[index] == SlotState.FREE]
+            is_state = len(free) < self._size
+            if self._pages.is_state(page) != is_state or sorted(self._places.get(page, ids)) != (free or []):
+                raise CacheCorruptionError(f"page {page}: its states and its slots in use differ")
         self._check_pins()
-        stuck = sum(
-            bool(pins) or state in (SlotState.RESERVED, SlotState.LIVE)
-            for state, pins in zip(self._state, self._pins, strict=True)
-        )
-        if stuck != self.stuck_slots:
-            raise CacheCorruptionError(f"{stuck} slots cannot be evicted, counted {self.stuck_slots}")
+
+    def _stick(self, slot: int, count: int) -> None:
+        """``count`` more slots of the page of this slot cannot become free by eviction."""
+        page = self._index(slot) // self._size
+        before = self._stuck[page]
+        self._stuck[page] = before + count
+        self.stuck_pages += (before + count > 0) - (before > 0)
 
     def _take(self) -> int | None:
-        page = self._pages.empty_page
+        page = self._open.fullest(self._is_open)
         if page is None:
-            return None
-        self._pages.give_to_state(page)
-        return self.first_slot + page
+            page = self._pages.empty_page
+            if page is None:
+                return None
+            self._pages.give_to_state(page)
+            # A stack with the lowest id on top.
+            self._places[page] = list(range((page + 1) * self._size - 1, page * self._size - 1, -1))
+        index = self._places[page].pop()
+        self._list(page)
+        self._used += 1
+        return self.first_slot + index
 
     def _put_back(self, slot: int) -> None:
-        self._pages.take_from_state(slot - self.first_slot)
+        index = self._index(slot)
+        page = index // self._size
+        places = self._places[page]
+        places.append(index)
+        self._used -= 1
+        if len(places) == self._size:
+            del self._places[page]
+            self._pages.take_from_state(page)
+        else:
+            self._list(page)
+
+    def _list(self, page: int) -> None:
+        if free := len(self._places[page]):
+            self._open.push(page, free)
+
+    def _is_open(self, page: int, free: int) -> bool:
+        return len(self._places.get(page, ())) == free

@@ -236,14 +236,14 @@ class ModelEngine:
         self, prompt_tokens: int, resume_tokens: int, kv_depth: int, breakpoints: Sequence[int]
     ) -> list[tuple[int, CheckpointReason]]:
         """For each position, the first reason to keep a state there."""
-        block, interval = self.block_tokens, self.cache.retention_interval_tokens
+        block, interval = self.block_tokens, self.cache.settings.retention_interval_tokens
         guesses = set(range(0, prompt_tokens + 1, interval)) if interval else set()
         if interval is None:
             even = next(tokens for tokens in count(block, block) if 16 * tokens >= prompt_tokens)
             near = [n * 2**doubled for n in (2, 3) for doubled in range(20)]
             guesses = {*range(0, prompt_tokens + 1, even), *((prompt_tokens // block - n) * block for n in (1, *near))}
         last = [position for position in range(prompt_tokens + 1) if position % block == 0]
-        replay = [position for position in last if position <= prompt_tokens - self.cache.min_computed_tokens]
+        replay = [position for position in last if position <= prompt_tokens - self.cache.settings.min_computed_tokens]
         found = []
         for position in last:
             reasons = {
@@ -348,7 +348,7 @@ class ModelEngine:
         version = self.cache._store.tree.version
         match = self.cache.match(chain, read=read, max_resume_tokens=max_resume_tokens)
         assert self.cache._store.tree.version == version, "matching changed something"
-        limit = len(tokens) - self.cache.min_computed_tokens
+        limit = len(tokens) - self.cache.settings.min_computed_tokens
         limit = limit if max_resume_tokens is None else min(limit, max_resume_tokens)
         kv_depth, depth = self.oracle_match(salt, tokens, limit) if read else (0, 0)
         assert (match.kv_depth_blocks, match.resume_tokens) == (kv_depth, depth * self.block_tokens)

@@ -11,6 +11,7 @@ import pytest
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from tests.core.model import ModelEngine, Request
@@ -20,7 +21,9 @@ BLOCK = 4
 
 def engine(kv_blocks: int = 100, state_slots: int = 100, **options) -> ModelEngine:
     options = {"retention_interval_tokens": 0, "eviction_policy": "lru"} | options
-    cache = HybridPrefixCache(block_tokens=BLOCK, kv_blocks=kv_blocks, state_slots=state_slots, **options)
+    cache = HybridPrefixCache(
+        CacheSettings(block_tokens=BLOCK, kv_blocks=kv_blocks, state_slots=state_slots, **options)
+    )
     return ModelEngine(cache, kv_blocks)
 
 

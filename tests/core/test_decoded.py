@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
@@ -16,11 +17,13 @@ class Generating:
 
     def __init__(self, *, state_slots: int = 10, write: bool = True, blocks: int = 12, prompt: int = 1) -> None:
         self.cache = HybridPrefixCache(
-            block_tokens=BLOCK,
-            kv_blocks=40,
-            state_slots=state_slots,
-            retention_interval_tokens=0,
-            eviction_policy="lru",
+            CacheSettings(
+                block_tokens=BLOCK,
+                kv_blocks=40,
+                state_slots=state_slots,
+                retention_interval_tokens=0,
+                eviction_policy="lru",
+            )
         )
         self.tokens = list(range(prompt))
         chain = self.cache.chain(self.tokens)
@@ -125,7 +128,9 @@ def test_a_boundary_that_others_want():
 
 def test_a_state_whose_slot_another_gets_in_the_same_step_is_not_stored():
     """It is not in the slot yet: the queued copies run before. What was there before is stored."""
-    cache = HybridPrefixCache(block_tokens=BLOCK, kv_blocks=40, state_slots=1, host_pages=20, eviction_policy="lru")
+    cache = HybridPrefixCache(
+        CacheSettings(block_tokens=BLOCK, kv_blocks=40, state_slots=1, host_pages=20, eviction_policy="lru")
+    )
     for request in (1, 2, 3):
         chain = cache.chain([10 * request])
         assert cache.admit(request, cache.match(chain), length_tokens=2 * BLOCK) is not None

@@ -12,6 +12,7 @@ import pytest
 import megatron_hybrid_prefix.index.matcher as matcher_module
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from tests.core.model import ModelEngine
 from tests.core.test_cache import run, states
 
@@ -20,7 +21,9 @@ B = 256
 
 def engine(kv_blocks: int = 200, state_slots: int = 50, block_tokens: int = B, **options) -> ModelEngine:
     options = {"retention_interval_tokens": 0, "eviction_policy": "lru"} | options
-    cache = HybridPrefixCache(block_tokens=block_tokens, kv_blocks=kv_blocks, state_slots=state_slots, **options)
+    cache = HybridPrefixCache(
+        CacheSettings(block_tokens=block_tokens, kv_blocks=kv_blocks, state_slots=state_slots, **options)
+    )
     return ModelEngine(cache, kv_blocks)
 
 

@@ -9,6 +9,7 @@ from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
 from megatron_hybrid_prefix.index.matcher import match_prefix
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -233,7 +234,7 @@ def test_check_finds_what_is_wrong():
 def test_a_path_that_is_fetched_stays_in_the_tree_while_room_is_made_for_it():
     """The host has room for two entries. All that is below the path is one block there, which goes first."""
     tier = TierBehind("behind", DictionaryTier(""))
-    cache = HybridPrefixCache(block_tokens=4, kv_blocks=9, state_slots=1, host_pages=2, behind=tier)
+    cache = HybridPrefixCache(CacheSettings(block_tokens=4, kv_blocks=9, state_slots=1, host_pages=2, behind=tier))
     store, host = cache._store, cache.inspect.host_tier
     node = None
     for key in cache.chain(list(range(16))).keys:

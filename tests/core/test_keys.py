@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index import keys
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
+from megatron_hybrid_prefix.index.settings import CacheSettings
 
 SECRET = b"of the tests"
 tokens_st = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
@@ -73,7 +74,7 @@ def test_what_must_not_be_kept_is_not_remembered():
 
 
 def test_new_weights_and_a_reset_forget_them():
-    cache = HybridPrefixCache(block_tokens=2, kv_blocks=9, state_slots=1)
+    cache = HybridPrefixCache(CacheSettings(block_tokens=2, kv_blocks=9, state_slots=1))
     for forget in (cache.invalidate, cache.reset):
         cache.chain([1, 2, 3, 4])
         assert len(cache._keys._recent) == 2

@@ -13,6 +13,7 @@ import pytest
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import PluginError
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE, Registry
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
@@ -86,11 +87,13 @@ def run_tool(folder: Path, tool: str, *argv: str, plugins: str = "newest_first_r
 def resumes(eviction_policy: str) -> list[int]:
     """Resume depths, in tokens: two prompts fill two slots, a third one evicts, then the first two come again."""
     cache = HybridPrefixCache(
-        block_tokens=BLOCK,
-        kv_blocks=100,
-        state_slots=2,
-        eviction_policy=eviction_policy,
-        retention_interval_tokens=0,
+        CacheSettings(
+            block_tokens=BLOCK,
+            kv_blocks=100,
+            state_slots=2,
+            eviction_policy=eviction_policy,
+            retention_interval_tokens=0,
+        )
     )
     found = []
     for number, name in enumerate([1, 2, 3, 1, 2]):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.lab.replay import Policy, replay
 from megatron_hybrid_prefix.policy import likelihood, recompute_cost
@@ -331,7 +332,9 @@ def test_a_rate_is_the_best_average_over_the_ages_to_come(cells):
 def test_the_cache_stays_whole_under_pressure(seed):
     block_tokens = 4
     cache = HybridPrefixCache(
-        block_tokens=block_tokens, kv_blocks=40, state_slots=7, eviction_policy="recompute_cost", secret=b"test"
+        CacheSettings(
+            block_tokens=block_tokens, kv_blocks=40, state_slots=7, eviction_policy="recompute_cost", secret=b"test"
+        )
     )
     rng = random.Random(seed)
     live: list[int] = []
@@ -359,7 +362,7 @@ def test_decisions_do_not_depend_on_the_values_of_keys():
     found = []
     for secret in (b"one", b"two"):
         cache = HybridPrefixCache(
-            block_tokens=4, kv_blocks=60, state_slots=9, eviction_policy="recompute_cost", secret=secret
+            CacheSettings(block_tokens=4, kv_blocks=60, state_slots=9, eviction_policy="recompute_cost", secret=secret)
         )
         reused = []
         for number, prompt in enumerate(prompts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from tests.core.model import ModelEngine
 from tests.core.test_cache import BLOCK, engine, run, states, tokens
@@ -67,7 +68,9 @@ def test_an_interval_that_is_no_multiple_of_the_block_is_refused(interval):
     with pytest.raises(
         ValueError, match=rf"^retention_interval_tokens={interval}: must be 0 or a multiple of block_tokens=4"
     ):
-        HybridPrefixCache(block_tokens=BLOCK, kv_blocks=9, state_slots=1, retention_interval_tokens=interval)
+        HybridPrefixCache(
+            CacheSettings(block_tokens=BLOCK, kv_blocks=9, state_slots=1, retention_interval_tokens=interval)
+        )
 
 
 def test_interval_states_only_get_free_slots():

@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import RequestBook, StepPlan
 from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -37,7 +38,7 @@ class Prompts:
     def __init__(self, scores_bytes: int, **options: int) -> None:
         self.table = ScoreTable(scores_bytes, BLOCK)
         options = {"block_tokens": BLOCK, "kv_blocks": 40, "state_slots": 20} | options
-        self.cache = HybridPrefixCache(beside=self.table, **options)
+        self.cache = HybridPrefixCache(CacheSettings(beside=self.table, **options))
         self.sent = self.lost_tokens = 0
 
     def match(self, chain: KeyChain, top_n: int | None, limit: int | None = None) -> Match:

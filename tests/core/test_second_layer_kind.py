@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.pool.device import StatePool
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from tests.core.delta_rule import HIDDEN, LAYOUT, RECURRENT_LAYERS, VOCABULARY, DeltaHybrid
@@ -39,12 +40,14 @@ class TinyEngine:
     ) -> None:
         self.model = DeltaHybrid()
         self.cache = HybridPrefixCache(
-            block_tokens=BLOCK,
-            kv_blocks=kv_blocks,
-            state_slots=checkpoint_slots,
-            first_state_slot=rows,
-            bytes_budget=checkpoint_slots * LAYOUT.slot_bytes,
-            eviction_policy="lru",
+            CacheSettings(
+                block_tokens=BLOCK,
+                kv_blocks=kv_blocks,
+                state_slots=checkpoint_slots,
+                first_state_slot=rows,
+                bytes_budget=checkpoint_slots * LAYOUT.slot_bytes,
+                eviction_policy="lru",
+            )
         )
         self.pool = StatePool(LAYOUT, live_slots=rows, checkpoint_slots=checkpoint_slots, device="cpu")
         for tensor in self.pool.tensors.values():

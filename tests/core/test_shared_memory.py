@@ -10,6 +10,7 @@ import pytest
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.host_tier import is_probationary
 from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.shared_blocks import SharedBlocks
 from megatron_hybrid_prefix.index.shared_store import SharedCheckpoints, SharedStore
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -75,7 +76,7 @@ def test_blocks_are_padded_only_if_less_is_lost(alignment_bytes):
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
-        HybridPrefixCache(block_tokens=BLOCK, **sizes)
+        HybridPrefixCache(CacheSettings(block_tokens=BLOCK, **sizes))
 
 
 def memory(*, pages: int, size: int = 3, rest: int = 0) -> Pages:
@@ -207,7 +208,9 @@ def test_pages_against_the_obvious_count(size):
 
 def shared(blocks: int, state_blocks: int = 2, **options: Any) -> HybridPrefixCache:
     options = {"retention_interval_tokens": 0} | options
-    return HybridPrefixCache(block_tokens=BLOCK, cache_bytes=blocks, block_bytes=1, state_bytes=state_blocks, **options)
+    return HybridPrefixCache(
+        CacheSettings(block_tokens=BLOCK, cache_bytes=blocks, block_bytes=1, state_bytes=state_blocks, **options)
+    )
 
 
 def run(cache: HybridPrefixCache, name: str, blocks: int, *, prefix: int = 0) -> int | None:
@@ -488,7 +491,7 @@ def test_waiting_loads_give_back_their_slots_too():
 def with_host(**options: Any) -> HybridPrefixCache:
     """A fixed split with a host tier. Guesses are a block apart; a state is two pages."""
     sizes = {"block_tokens": BLOCK, "min_computed_tokens": 1, "retention_interval_tokens": BLOCK}
-    return HybridPrefixCache(**sizes, host_kv_pages=1, host_state_pages=2, **options)
+    return HybridPrefixCache(CacheSettings(**sizes, host_kv_pages=1, host_state_pages=2, **options))
 
 
 def test_the_tier_behind_is_offered_each_state_that_the_host_evicts(monkeypatch):

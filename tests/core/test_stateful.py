@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from tests.core.model import BEHIND, ModelEngine, Request
 from tests.core.shared_model import SharedModelEngine
@@ -78,12 +79,14 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         split = {"kv_blocks": kv_blocks, "state_slots": state_slots, "first_state_slot": max_requests}
         cache = HybridPrefixCache(
-            block_tokens=block_tokens,
-            min_computed_tokens=min_computed_tokens,
-            eviction_policy="lru" if memory is None else policy,
-            retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
-            **(split if memory is None else memory | {"first_state_slot": max_requests}),
-            **host,
+            CacheSettings(
+                block_tokens=block_tokens,
+                min_computed_tokens=min_computed_tokens,
+                eviction_policy="lru" if memory is None else policy,
+                retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
+                **(split if memory is None else memory | {"first_state_slot": max_requests}),
+                **host,
+            )
         )
         self.engine = ModelEngine(cache, kv_blocks, max_requests) if memory is None else SharedModelEngine(cache)
         self.engine.publishes_early = publishes_early
@@ -284,12 +287,14 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None, shared: boo
     memory = random.Random(f"memory {seed}")
     policy = memory.choice(["lru", "recompute_cost"]) if shared else "lru"
     cache = HybridPrefixCache(
-        block_tokens=block_tokens,
-        min_computed_tokens=rng.choice([1, 1, 2]),
-        eviction_policy=policy,
-        retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
-        **(memory.choice(MEMORIES) | {"first_state_slot": first_state_slot} if shared else sizes),
-        **host,
+        CacheSettings(
+            block_tokens=block_tokens,
+            min_computed_tokens=rng.choice([1, 1, 2]),
+            eviction_policy=policy,
+            retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
+            **(memory.choice(MEMORIES) | {"first_state_slot": first_state_slot} if shared else sizes),
+            **host,
+        )
     )
     engine = SharedModelEngine(cache) if shared else ModelEngine(cache, kv_blocks, first_state_slot)
     engine.publishes_early = random.Random(f"early {seed}").random() < 0.7

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
 from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
@@ -202,7 +203,9 @@ def test_a_host_without_room_for_entries_from_behind(pages):
     """Four blocks and a state need five pages. What was fetched stays on the host; everything else is undone."""
     tier = make_tier(NAME)
     cache = HybridPrefixCache(
-        block_tokens=4, kv_blocks=9, state_slots=2, host_pages=pages, behind=TierBehind(NAME, tier), secret=b"test"
+        CacheSettings(
+            block_tokens=4, kv_blocks=9, state_slots=2, host_pages=pages, behind=TierBehind(NAME, tier), secret=b"test"
+        )
     )
     chain = cache.chain(range(17))
     tags = [Tag(kind=EntryKind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
@@ -236,7 +239,9 @@ def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match="set host_gb above 0"):
         HybridPrefixConfig(mamba_gb=1, tier_behind_host=NAME)
     with pytest.raises(ValueError, match="needs a host tier"):
-        HybridPrefixCache(block_tokens=4, kv_blocks=4, state_slots=1, behind=TierBehind("x", make_tier(NAME)))
+        HybridPrefixCache(
+            CacheSettings(block_tokens=4, kv_blocks=4, state_slots=1, behind=TierBehind("x", make_tier(NAME)))
+        )
     for name in ("a:b", "host", "device", ""):
         with pytest.raises(ValueError, match="tier_behind_host"):
             register_tier(name, lambda argument: make_tier(NAME))

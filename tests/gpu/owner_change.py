@@ -35,6 +35,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import timed_round
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.inspect import watched_calls
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.mcore.state.moves import Moves
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
@@ -166,12 +167,14 @@ class Case:
 
         size = self.layout.page_blocks
         cache = HybridPrefixCache(
-            block_tokens=BLOCK_TOKENS,
-            cache_bytes=self.layout.total_blocks,
-            block_bytes=1,
-            state_bytes=size,
-            share_live_states=False,
-            boundary_rule=rule,
+            CacheSettings(
+                block_tokens=BLOCK_TOKENS,
+                cache_bytes=self.layout.total_blocks,
+                block_bytes=1,
+                state_bytes=size,
+                share_live_states=False,
+                boundary_rule=rule,
+            )
         )
         for page in range(self.layout.pages):  # new blocks come from the fullest page with a hole, so page by page
             self.start(cache, page, BLOCK_TOKENS * self.cached)
@@ -244,7 +247,9 @@ def measure(sizes: Sizes, pages: int, fill: str, device: torch.device, repeats: 
 def long_prompt(prompt_blocks: int = 391, pages: int = 1000, page_blocks: int = 10) -> dict[str, float]:
     """A prompt of 100,000 tokens gets the memory of states of prompts of four blocks. Numbers only: no KV moves for it."""
     cache = HybridPrefixCache(
-        block_tokens=BLOCK_TOKENS, cache_bytes=pages * page_blocks, block_bytes=1, state_bytes=page_blocks
+        CacheSettings(
+            block_tokens=BLOCK_TOKENS, cache_bytes=pages * page_blocks, block_bytes=1, state_bytes=page_blocks
+        )
     )
     number = 0
     while cache.stats().evictions < 200:

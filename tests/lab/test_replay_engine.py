@@ -47,7 +47,7 @@ def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks
             name=eviction,
             eviction=eviction,
             interval_tokens=interval,
-            options={"min_computed_tokens": served.cache.min_computed_tokens},
+            options={"min_computed_tokens": served.cache.settings.min_computed_tokens},
         ),
         state_slots=slots,
         kv_blocks=blocks,
@@ -85,7 +85,9 @@ def test_so_it_does_with_one_memory(model, eviction, block_tokens, blocks, padde
     )
     run = replay(
         as_trace(prompts, block_tokens),
-        Policy(name=eviction, eviction=eviction, options={"min_computed_tokens": served.cache.min_computed_tokens}),
+        Policy(
+            name=eviction, eviction=eviction, options={"min_computed_tokens": served.cache.settings.min_computed_tokens}
+        ),
         memory=memory,
     )
     assert list(run.reused_tokens) == reused and sum(reused) > 0
@@ -112,7 +114,7 @@ def test_so_it_does_with_a_host_tier(model, eviction, one_memory):
     reused = reused_tokens(served, prompts)
     layout, entries = served.cache.layout, served.cache.inspect.host_tier.entries
     options = {
-        "min_computed_tokens": served.cache.min_computed_tokens,
+        "min_computed_tokens": served.cache.settings.min_computed_tokens,
         "host_pages": entries.total_pages,
         "host_kv_pages": entries.pages_of[EntryKind.KV],
         "host_state_pages": entries.pages_of[EntryKind.STATE],
