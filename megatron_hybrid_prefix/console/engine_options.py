@@ -135,8 +135,9 @@ def check_memory(
     from megatron_hybrid_prefix.platform.memory import free_bytes, host_free_bytes
 
     budget = budget_of(fields)
-    if budgets.by_parts and budget.pop("cache_gb", None):
-        budget = {"buffer_gb": budgets.buffer_gb, "mamba_gb": budgets.mamba_gb, **budget}
+    if budgets.by_parts and "cache_gb" in budget:
+        del budget["cache_gb"]
+        budget |= {"buffer_gb": budgets.buffer_gb, "mamba_gb": budgets.mamba_gb}
     on_host = {name: gb for name, gb in budget.items() if name == "host_gb" or device.type == "cpu"}
     on_device = {name: gb for name, gb in budget.items() if name not in on_host}
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if all_ranks else 1

@@ -100,20 +100,7 @@ def _agents(rng: random.Random, count: int, agents: int) -> Iterator[list[bytes]
             live.remove(agent)
 
 
-def _fresh(rng: random.Random, count: int, most_blocks: int) -> Iterator[list[bytes]]:
-    """Prompts that share nothing."""
-    key = _Keys()
-    for number in range(count):
-        yield [key(number, block) for block in range(rng.randint(1, most_blocks))]
-
-
-KINDS = {
-    "chat": (_chat, 60),
-    "scan": (_scan, 60),
-    "popular": (_popular, 200),
-    "agents": (_agents, 20),
-    "fresh": (_fresh, 60),
-}
+KINDS = {"chat": (_chat, 60), "scan": (_scan, 60), "popular": (_popular, 200), "agents": (_agents, 20)}
 
 
 def made_up(kind: str, count: int, seed: int = 0) -> Trace:

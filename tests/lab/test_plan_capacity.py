@@ -160,7 +160,7 @@ def test_gated_delta_net(tmp_path, capsys):
     assert (preset.state_bytes, preset.kv_token_bytes) == (36 * per_layer, 2 * 12 * 2 * 256 * 2)
     narrow = sizes_of(str(tmp_path / "0.json"), tp=2, state_dtype="bfloat16")
     assert 2 * narrow.state_bytes == 36 * (per_layer - 32 * 128 * 128 * 2)
-    assert run("tiny-gdn", "--mamba-gb", 1, "--buffer-gb", 1, "--block-size-tokens", 96) == 2
+    assert run("tiny-gdn", "--cache-gb", 1, "--block-size-tokens", 96) == 2
     assert capsys.readouterr().err == "error: KV blocks of 96 tokens: Gated DeltaNet layers need a multiple of 64\n"
 
 
@@ -333,7 +333,7 @@ def test_a_host_tier(tmp_path, capsys, trace_file):
         (["--cache-gb", "3", "--mamba-gb", "4"], "--mamba-gb 4: the most for checkpoints in --cache-gb 3, so"),
         (["--cache-gb", "3", "--buffer-gb", "2"], "argument --buffer-gb: this flag was removed: use --cache-gb"),
         (["--cache-gb", "3", "--gpu-gb", "2"], "--cache-gb: does not go with --gpu-gb"),
-        (["--cache-gb", "0.01"], "--cache-gb 0.01: 10.24 MiB have no room for a state and a KV block"),
+        (["--cache-gb", "0.01"], "--cache-gb 0.01: a state and a KV block need 0.10"),
         (["--cache-gb", "9", "--speculative-tokens", "9"], "--cache-gb 9: "),
         (["--cache-gb", "1e300"], "--cache-gb 1e+300: more than any machine has"),
         (["--cache-gb", "9", "--host-gb", "0.01"], "--host-gb 0.01: a state and a KV block take 0.0526 GiB"),
