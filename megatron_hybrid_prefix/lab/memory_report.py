@@ -12,6 +12,7 @@ from megatron_hybrid_prefix.console.engine_options import check_cap, positive_fl
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, printable
 from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of
+from megatron_hybrid_prefix.lab.plan_report import page_words
 from megatron_hybrid_prefix.lab.replay import Replayed
 from megatron_hybrid_prefix.lab.traces import Trace
 from megatron_hybrid_prefix.pool.pages import PageLayout
@@ -54,12 +55,10 @@ def print_memories(console: Console, trace: Trace, runs: Sequence[Replayed], cei
     """Prints the reuse in each memory, a row per policy."""
     memories = list(dict.fromkeys(run.memory for run in runs if run.memory is not None))
     layout = memories[0].layout
-    states = "a state" if layout.page_states == 1 else f"{layout.page_states} states"
     console.print(
         f"{len(trace.requests):,} requests ({trace.format}), {trace.prompt_tokens:,} prompt tokens; "
         f"{printable(sizes.name)}: KV blocks of {trace.block_tokens} tokens {layout.block_bytes:,} bytes, a state "
-        f"{layout.state_bytes:,} bytes; {states} in {layout.page_blocks} blocks "
-        f"({layout.padding_bytes / layout.page_bytes:.1%} of them unused)",
+        f"{layout.state_bytes:,} bytes; {page_words(layout)} ({layout.padding_bytes / layout.page_bytes:.1%} unused)",
         soft_wrap=True,
     )
     table = Table(title="share of prompt tokens reused", title_justify="left", show_footer=True)

@@ -13,6 +13,7 @@ from megatron_hybrid_prefix.lab.budget import Plan
 from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.fit import Fit
 from megatron_hybrid_prefix.lab.memory import GIB, floor_gib
+from megatron_hybrid_prefix.pool.pages import PageLayout
 
 SCORE_BYTES = 12  # of a prompt's token: float32 log-probs of it and of one likeliest token, and the id of that
 
@@ -25,6 +26,12 @@ def two_columns(title: str, rows: Sequence[tuple[str, str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def page_words(layout: PageLayout) -> str:
+    """What a page holds, in words."""
+    blocks = "1 KV block" if layout.page_blocks == 1 else f"{layout.page_blocks} KV blocks"
+    return f"a state takes {blocks}" if layout.page_states == 1 else f"{layout.page_states} states take {blocks}"
 
 
 def print_plan(
@@ -42,8 +49,6 @@ def print_plan(
 ) -> None:
     """Prints what a budget holds, ``more_rows``, and with ``reuse`` what it reuses (`expected_reuse`)."""
     layout, padding = plan.layout, plan.block_padding_bytes
-    unused = f"{layout.padding_bytes / layout.page_bytes:.1%} unused"
-    states = "a state takes" if layout.page_states == 1 else f"{layout.page_states} states take"
     rows = [
         ("one state", f"{sizes.state_bytes:,} bytes"),
         ("... takes as much memory as the KV of", f"{sizes.state_bytes / sizes.kv_token_bytes:,.0f} tokens"),
@@ -51,7 +56,7 @@ def print_plan(
             f"one KV block of {block_tokens} tokens",
             f"{layout.block_bytes:,} bytes" + (f", {padding:,} of them padding" if padding else ""),
         ),
-        (states, f"{layout.page_blocks} KV blocks, {unused}"),
+        (page_words(layout), f"{layout.padding_bytes / layout.page_bytes:.1%} unused"),
         ("KV blocks, if there were no states", f"{layout.total_blocks:,}"),
         ("most cached states", f"{plan.cached_states:,}"),
         (f"conversations of {conversation_tokens:,} tokens with a checkpoint each", f"{plan.conversations:,}"),

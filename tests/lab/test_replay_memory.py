@@ -56,7 +56,7 @@ def test_table_and_json(tmp_path, capsys):
     arguments = ["--preset", "nemotron-h-8b", "--cache-gb", "3,1.5", "--mamba-gb", "0.5", "--json", report]
     assert run(trace, *arguments) == 0
     said = capsys.readouterr().out
-    for text in ("8,716,288", "52,297,728", "a state in 6 blocks", "no limits", "lru", "%"):
+    for text in ("8,716,288", "52,297,728", "a state takes 6 KV blocks", "no limits", "lru", "%"):
         assert text in said
     data = json.loads(report.read_text())
     assert list(data["by_cache_gb"]) == ["1.5", "3"]
