@@ -69,15 +69,15 @@ class HybridPrefixConfig(_RefusesRemoved):
         default=None,
         metadata=_help(
             "GPU memory for KV blocks, checkpoints and the states of running requests together, in GiB per rank. What is "
-            "worth least per byte is evicted, KV or states. Replaces megatron's buffer_size_gb. Give this or mamba_gb. If "
-            "megatron offloads its buffers on suspend, it pins as much host memory."
+            "worth least per byte is evicted, KV or states. Replaces megatron's buffer_size_gb. None: buffer_size_gb, plus "
+            "mamba_gb. If megatron offloads its buffers on suspend, it pins as much host memory."
         ),
     )
     mamba_gb: float | None = field(
         default=None,
         metadata=_help(
-            "GPU memory for checkpoints alone, in GiB per rank: a fixed split. KV and the states of running requests are in "
-            "megatron's buffer_size_gb. 0, or less than one checkpoint, disables reuse. Give this or cache_gb."
+            "Most bytes of checkpoints, in GiB per rank. A cap, no reservation: KV may take what checkpoints leave. 0, or less "
+            "than one checkpoint, disables reuse. None: no cap."
         ),
     )
     eviction_policy: str = field(
@@ -181,17 +181,16 @@ class HybridPrefixConfig(_RefusesRemoved):
     )
 
     def __post_init__(self) -> None:
-        if (self.cache_gb is None) == (self.mamba_gb is None):
-            raise ValueError(
-                f"cache_gb={self.cache_gb}, mamba_gb={self.mamba_gb}: give cache_gb (one budget for KV and states) or "
-                "mamba_gb (a fixed budget for checkpoints)"
-            )
         if self.cache_gb is not None and not 0 < self.cache_gb < float("inf"):
             raise ValueError(f"cache_gb={self.cache_gb}: must be above 0")
         for name in ("mamba_gb", "host_gb", "prompt_log_probs_gb"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value}: must be 0 or more")
+        if self.cache_gb is not None and self.mamba_gb is not None and self.mamba_gb > self.cache_gb:
+            raise ValueError(
+                f"mamba_gb={self.mamba_gb} is a cap within cache_gb={self.cache_gb}, and larger: lower mamba_gb, or leave it out"
+            )
         if not 0 <= self.verify_hits <= 1:
             raise ValueError(f"verify_hits={self.verify_hits}: must be from 0 to 1")
         interval = self.retention_interval_tokens

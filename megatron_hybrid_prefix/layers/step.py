@@ -1,7 +1,7 @@
 """`PrefillStep`: describes the sequences that a step prefills, for recurrent layers of any kind.
 
 - A sequence starts from a *source* slot (a checkpoint, or its own live slot). Its final state goes to its live slot. The
-  states after some of its chunks go to checkpoint slots.
+  states after some of its chunks go to checkpoint slots. A slot is named by its row in the tensors of states.
 - Chunks lie on the absolute token grid: they end at every multiple of the kind's chunk quantum and of the KV block size,
   counted from position 0 of the request, not from the start of this step's span. So every boundary is the end of a chunk,
   and a request that resumes splits the scan exactly like a request without a hit.
@@ -12,9 +12,8 @@ are fixed, as CUDA graphs require.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,18 +28,6 @@ _ALIGNMENT_BYTES = 16
 _Integers = NDArray[np.integer]
 
 
-class KeptState(Protocol):
-    """A state that the forward writes to a checkpoint slot."""
-
-    @property
-    def position_tokens(self) -> int:
-        """Tokens of the request before the state; a multiple of the KV block size."""
-
-    @property
-    def slot(self) -> int:
-        """The checkpoint slot."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpan:
     """The part of one sequence that a step computes.
@@ -50,14 +37,14 @@ class PrefillSpan:
         tokens: Number of tokens.
         source_slot: Slot of the state that it starts from.
         live_slot: Slot of the request's live state, for its final state.
-        kept: Checkpoints to write, inside the span or at its end.
+        kept: Checkpoints to write, inside the span or at its end: slots by position, in tokens of the request.
     """
 
     start_tokens: int
     tokens: int
     source_slot: int
     live_slot: int
-    kept: Sequence[KeptState] = ()
+    kept: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -235,7 +222,7 @@ class PrefillStep:
         last: list[int] = []
         slots: list[int] = []
         for sequence, span in enumerate(spans):
-            kept = {state.position_tokens: state.slot for state in span.kept}
+            kept = dict(span.kept)
             row = bounds[-1] - span.start_tokens
             for position in grid.ends(span.start_tokens, span.start_tokens + span.tokens):
                 bounds.append(row + position)

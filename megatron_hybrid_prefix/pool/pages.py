@@ -30,6 +30,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -37,7 +38,8 @@ from megatron_hybrid_prefix.errors import CacheCorruptionError
 ALIGNMENT_BYTES = 256
 """On a device, blocks and states begin at multiples of it."""
 _STATE_SHARE = 0.25  # of the bytes, in a good mix (docs/benchmarks.md): weighs padding of states against padding of KV
-_MOST_LOST = 0.1  # of a page, or of a block
+_MOST_LOST = 0.1  # of a page of states
+_MOST_LOST_OF_KV = 1 / 32  # of a block, which may be most of the memory
 _MOST_STATES = 64  # in a page
 
 
@@ -61,7 +63,7 @@ class PageLayout:
 
     @classmethod
     def of(cls, *, block_bytes: int, state_bytes: int, alignment_bytes: int = 1) -> PageLayout:
-        """The layout that loses least, with as few states in a page as lose at most a tenth of a page and of a block.
+        """The layout that loses least, with as few states in a page as lose at most a tenth of a page and 1/32 of a block.
 
         States take whole blocks, rounded up. Or they take one block less, of as many bytes as that needs. A state of 9.07
         blocks: 10 blocks, of which states lose 9.3 %; or 9 blocks that are 0.7 % larger.
@@ -86,9 +88,9 @@ class PageLayout:
                 of_page, of_block = 1 - states * state_bytes / (blocks * step_bytes), 1 - block_bytes / step_bytes
                 lost = _STATE_SHARE * of_page + (1 - _STATE_SHARE) * of_block
                 layout = cls(block_bytes=step_bytes, state_bytes=state_bytes, page_blocks=blocks, page_states=states)
-                found.append((max(of_page, of_block), lost, layout))
-            if any(most <= _MOST_LOST for most, _, _ in found):
-                found = [each for each in found if each[0] <= _MOST_LOST]
+                found.append((max(of_page / _MOST_LOST, of_block / _MOST_LOST_OF_KV), lost, layout))
+            if any(most <= 1 for most, _, _ in found):
+                found = [each for each in found if each[0] <= 1]
                 break
         return min(found, key=lambda each: each[1])[2]
 
@@ -129,7 +131,7 @@ class PageLayout:
         """States that fit, if there is no KV."""
         return self.pages * self.page_states
 
-    def cache_sizes(self) -> dict[str, int]:
+    def cache_sizes(self) -> dict[str, Any]:
         """Arguments of `CacheSettings`."""
         return {
             "kv_blocks": self.total_blocks,

@@ -1,28 +1,29 @@
-"""`SharedMemory`: one buffer on the device that KV blocks and recurrent states share, and the views of it.
+"""`SharedMemory`: one buffer on the device for KV blocks and recurrent states, and the views of it.
 
 `PageLayout` (``pages.py``) says which bytes belong to which block and slot. Here they become tensors::
 
-    | engine's own slots 0 .. n - 1 | page 0: block 0, 1, .. or slot n | page 1 | .. | rest: blocks, dummy block |
+    | engine's own slots | states after drafts | page 0: block 0, 1, .. or slots | page 1 | .. | rest: blocks, dummy block |
 
-The engine's own slots are never given to the cache: rows without a request use them. Behind the last whole page there are
-only blocks, and the last of them is megatron's dummy block. So all of the budget but less than one block is used.
+The engine's own slots are never given to the cache: rows without a request use them, and with drafts all running requests.
+Behind the last whole page there are only blocks, and the last of them is megatron's dummy block. So all of the budget but less
+than one block is used.
 
-KV blocks are block-major: a block of all attention layers is contiguous. So are slots: all layers, component by component.
-Behind a block there may be padding, which belongs to nobody (`padded_block_bytes`).
-The views never change, so addresses do not either.
+KV blocks are block-major: a block of all attention layers is contiguous. So are states: all layers, component by component.
+A state takes its own bytes, wherever it lies. Kernels find it by its *row*: the number of `ALIGNMENT_BYTES` before it. So
+tensors of states have a row for each multiple of `ALIGNMENT_BYTES`, and rows overlap; `SharedMemory.row` gives that of a slot.
+Without KV here, a row is a state, and equals its slot. The views never change, so addresses do not either.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
-from megatron_hybrid_prefix.pool.device import StateSlots
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 
@@ -48,7 +49,7 @@ class BlockShape:
 
 
 def slot_bytes(layout: SlotLayout) -> int:
-    """Bytes of a slot, aligned; 0 on a pipeline stage without recurrent layers."""
+    """Bytes of a state, aligned; 0 on a pipeline stage without recurrent layers."""
     return sum(_component_bytes(layout))
 
 
@@ -56,66 +57,153 @@ class SharedMemory:
     """See the module. The memory is zeros at first: see `PageClear`.
 
     Args:
-        layout: Blocks, and blocks in a page. `PageLayout.of_buffer` gives a layout whose buffer fits a budget.
-        block: Shape of a block.
         slots: Content of a slot.
         own_slots: Slots before the pages that the engine keeps for itself.
+        drafts: Tokens drafted for speculative decoding. Each of the own slots has a state after each token then.
+        layout: Blocks and pages, as on all ranks; None: megatron has the KV, and there are only the engine's own slots.
+        block: Shape of a block, with ``layout``.
         device: Device of the buffer.
 
     Raises:
-        ValueError: A slot does not fit a page, or a block does not fit the distance of blocks.
+        ValueError: States do not fit a page, or a block does not fit the distance of blocks.
 
     Attributes:
         buffer: (bytes,) uint8.
-        kv: (*block.before, blocks with the dummy block, *block.after).
-        states: The engine's slots, and those of all pages.
+        kv: (*block.before, blocks with the dummy block, *block.after); not without ``layout``.
+        states: By component name, (layers of its kind, rows, *component shape).
+        drafted: Likewise, (layers, rows, drafts + 1, *shape): at the row of an own slot its states after each token of the
+            last forward. Empty without drafts.
         first_page_slot: Slot of the first page. Those before it are the engine's.
-        kv_rows: (1, blocks with the dummy block, bytes of a block) uint8: whole blocks.
-        state_rows: (1, slots, bytes of a slot) uint8: whole slots.
+        kv_rows: (1, blocks with the dummy block, bytes of a block) uint8: whole blocks; not without ``layout``.
+        state_rows: (1, rows, bytes of a state) uint8: whole states.
     """
+
+    kv: torch.Tensor
+    kv_rows: torch.Tensor
 
     def __init__(
         self,
-        layout: PageLayout,
-        *,
-        block: BlockShape,
         slots: SlotLayout,
+        *,
         own_slots: int,
+        drafts: int = 0,
+        layout: PageLayout | None = None,
+        block: BlockShape | None = None,
         device: torch.device | int | str,
     ) -> None:
-        step_bytes, page_bytes, own_bytes = layout.block_bytes, layout.page_bytes, slot_bytes(slots)
-        if own_bytes > page_bytes:
-            raise ValueError(f"a state of {own_bytes} bytes does not fit a page of {page_bytes}")
-        if block.bytes > step_bytes:
-            raise ValueError(f"blocks of {block.bytes} bytes do not fit a distance of {step_bytes}")
-        blocks = layout.total_blocks + 1
-        self.first_page_slot, slot_count = own_slots, own_slots + layout.pages
-        pages_bytes = own_slots * page_bytes  # where the first page begins
+        self._slots, self.layout, self.first_page_slot = slots, layout, own_slots
+        self._state_bytes = state_bytes = slot_bytes(slots)
+        self._row_bytes = max(1, state_bytes) if layout is None else ALIGNMENT_BYTES
+        self._drafted_bytes, self._drafts = own_slots * state_bytes, drafts
+        pages_bytes = own_bytes(state_bytes, own_slots=own_slots, drafts=drafts)
+        self._pages_bytes = pages_bytes  # where the first page begins
+        blocks = step_bytes = 0
+        if layout is not None:
+            assert block is not None
+            blocks, step_bytes = layout.total_blocks + 1, layout.block_bytes
+            if layout.page_states * state_bytes > layout.page_bytes:
+                raise ValueError(
+                    f"{layout.page_states} states of {state_bytes} bytes do not fit a page of {layout.page_bytes}"
+                )
+            if block.bytes > step_bytes:
+                raise ValueError(f"blocks of {block.bytes} bytes do not fit a distance of {step_bytes}")
         self.buffer = torch.zeros(pages_bytes + blocks * step_bytes, dtype=torch.uint8, device=device)
-        self.kv = _view(self.buffer, block.dtype, pages_bytes, block.before, (blocks, step_bytes), block.after)
-        self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, step_bytes, 1), pages_bytes)
-        self.state_rows = self.buffer.as_strided((1, slot_count, own_bytes), (0, page_bytes, 1))
-        tensors, offset = {}, 0
+        if block is not None:
+            self.kv = _view(self.buffer, block.dtype, pages_bytes, block.before, (blocks, step_bytes), block.after)
+            self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, step_bytes, 1), pages_bytes)
+        rows = (len(self.buffer) - state_bytes) // self._row_bytes + 1
+        self.state_rows = self.buffer.as_strided((1, rows, state_bytes), (0, self._row_bytes, 1))
+        self.states: dict[str, torch.Tensor] = {}
+        self.drafted: dict[str, torch.Tensor] = {}
+        offset = 0
         for (of_kind, component), count_bytes in zip(slots, _component_bytes(slots), strict=True):
-            dtype = getattr(torch, component.dtype)
-            tensors[component.name] = _view(
-                self.buffer, dtype, offset, (of_kind.layers,), (slot_count, page_bytes), component.shape
+            dtype, layers = getattr(torch, component.dtype), (of_kind.layers,)
+            self.states[component.name] = _view(
+                self.buffer, dtype, offset, layers, (rows, self._row_bytes), component.shape
             )
+            if drafts:
+                states = self.states[component.name]
+                layer, row, *inner = states.stride()
+                self.drafted[component.name] = states.as_strided(
+                    (*layers, self.row(own_slots - 1) + 1, drafts + 1, *component.shape),
+                    (layer, row * (drafts + 1), state_bytes // self._row_bytes * row, *inner),
+                    states.storage_offset() + self._drafted_bytes // dtype.itemsize,
+                )
             offset += count_bytes
-        self.states = StateSlots(slots, tensors)
+
+    def row(self, slot: int) -> int:
+        """The row of a slot. Raises ValueError if there is no such slot."""
+        own, layout = self.first_page_slot, self.layout
+        if 0 <= slot < own:
+            return slot * self._state_bytes // self._row_bytes
+        if layout is None or not own <= slot < own + layout.slots:
+            raise ValueError(f"slot {slot} does not exist: there are {own + (layout.slots if layout else 0)}")
+        page, place = divmod(slot - own, layout.page_states)
+        return (self._pages_bytes + page * layout.page_bytes + place * self._state_bytes) // ALIGNMENT_BYTES
+
+    def row_after[Ints: (int, torch.Tensor)](self, row: Ints, token: Ints) -> Ints:
+        """The row of the state after a token of the last forward, for the row of an own slot."""
+        first = self._drafted_bytes // self._row_bytes
+        return first + row * (self._drafts + 1) + token * (self._state_bytes // self._row_bytes)
+
+    def state(self, slot: int) -> dict[str, torch.Tensor]:
+        """The state in a slot, by component name: (layers of its kind, *shape), a view."""
+        return {name: tensor[:, self.row(slot)] for name, tensor in self.states.items()}
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def zero(self, slots: Iterable[int]) -> None:
+        """Zero the states in ``slots``: zero is the state before the first token.
+
+        Raises:
+            ValueError: A slot does not exist. Nothing is written.
+        """
+        rows = self._on_device(map(self.row, slots))
+        for tensor in self.states.values():
+            tensor[:, rows] = tensor.new_zeros(())  # a number would be sent to the GPU, and waited for
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy states bit by bit, from row ``sources[i]`` to slot ``targets[i]``.
+
+        Args:
+            sources: Rows: `row` or `row_after`.
+            targets: Slots, none twice, and none of them a source of another copy.
+
+        Raises:
+            ValueError: A slot does not exist or occurs twice, or the lengths differ. Nothing is written.
+        """
+        if len(sources) != len(targets) or len(set(targets)) < len(targets):
+            raise ValueError(f"rows {list(sources)} and slots {list(targets)}: must be as many, and no slot twice")
+        self.copy_rows(self._on_device(sources), self._on_device(map(self.row, targets)))
+
+    def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy states from row to row: (copies,) int64 on the device; negative: no copy."""
+        for tensor in self.states.values():
+            copy_slots(tensor, tensor, sources, targets)
+
+    # -- pages ---------------------------------------------------------------------------------------------------------
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Fill whole pages with zeros."""
-        page_bytes = self.state_rows.stride(1)
+        assert self.layout is not None
+        page_bytes = self.layout.page_bytes
         for page in pages:
-            start = (self.first_page_slot + page) * page_bytes
+            start = self._pages_bytes + page * page_bytes
             self.buffer[start : start + page_bytes].zero_()
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, one after another: (from block, to block)."""
         for batch in _independent(moves):
-            sources, targets = (ids_on_device(ids, self.buffer.device) for ids in zip(*batch, strict=True))
+            sources, targets = (self._on_device(ids) for ids in zip(*batch, strict=True))
             copy_slots(self.kv_rows, self.kv_rows, sources, targets)
+
+    def _on_device(self, ids: Iterable[int]) -> torch.Tensor:
+        return ids_on_device(ids, self.buffer.device)
+
+
+def own_bytes(state_bytes: int, *, own_slots: int, drafts: int) -> int:
+    """Bytes before the pages: the engine's own slots, and the states after each drafted token."""
+    return own_slots * state_bytes * (drafts + 2 if drafts else 1)
 
 
 def _independent(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

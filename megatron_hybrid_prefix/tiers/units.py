@@ -95,12 +95,15 @@ type Copy = BlockTransfer | BlockMove | PageClear
 """What the cache decided to write on the device or to another tier. Copies run in the order of their queue."""
 
 
-def stores_first(copies: Sequence[Copy], page_blocks: int, first_page_slot: int) -> list[Copy]:
+def stores_first(
+    copies: Sequence[Copy], page_blocks: int, page_states: int, first_page_slot: int
+) -> list[Copy]:
     """Puts stores before moves and clears, unless they read what those write: then more stores are launched together.
 
     Args:
         copies: Queued copies, in order.
-        page_blocks: KV blocks in the page of a state.
+        page_blocks: KV blocks in a page.
+        page_states: States in a page.
         first_page_slot: Slot of the first page.
 
     Returns:
@@ -118,7 +121,9 @@ def stores_first(copies: Sequence[Copy], page_blocks: int, first_page_slot: int)
             else:
                 blocks = set(range(copy.page * page_blocks, (copy.page + 1) * page_blocks))
             moved |= blocks
-            slots |= {first_page_slot + block // page_blocks for block in blocks}
+            for page in {block // page_blocks for block in blocks}:
+                first = first_page_slot + page * page_states
+                slots |= set(range(first, first + page_states))
         else:
             # Transfers keep their order: they may use the same pages on the host.
             reads_moved = copy.device_id in (moved if copy.tag.kind == EntryKind.KV else slots)

@@ -115,8 +115,8 @@ class ContextSeam(DynamicInferenceContext):
         """Zero the live states with these live indices: new requests start there."""
         raise NotImplementedError
 
-    def live_slots(self, live_indices: torch.Tensor) -> torch.Tensor:
-        """Slots of the live states with these live indices: (rows,) int64 on the CPU, -1 where the index is."""
+    def live_rows(self, live_indices: torch.Tensor) -> torch.Tensor:
+        """Where in the tensors of states those with these live indices are: (rows,) int64 on the CPU, -1 where the index is."""
         raise NotImplementedError
 
     def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -166,8 +166,8 @@ class ControllerSeam(TextGenerationController):
             rows = slice(context.paused_request_count, context.total_request_count)
             count = rows.stop - rows.start
             decodes = context.gpu_view.request_in_prefill_status[:count] != 1
-            slots = context.live_slots(context.live_indices[rows]).to(decodes.device, non_blocking=True)
-            self.roll_back_states(torch.where(decodes, slots, -1), self._accepted_token_counts_per_request[:count])
+            states = context.live_rows(context.live_indices[rows]).to(decodes.device, non_blocking=True)
+            self.roll_back_states(torch.where(decodes, states, -1), self._accepted_token_counts_per_request[:count])
         return blocks, released & (blocks != context.kv_block_allocator.dummy_block_idx)  # drafts past an answer's end
 
     # -- hooks ---------------------------------------------------------------------------------------------------------

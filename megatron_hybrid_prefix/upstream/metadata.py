@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class PrefillListener(Protocol):
     """Gets called for each step: the context."""
 
-    def live_slots(self, live_indices: torch.Tensor) -> torch.Tensor:
-        """Slots of the live states with these live indices."""
+    def live_rows(self, live_indices: torch.Tensor) -> torch.Tensor:
+        """Where in the tensors of states those with these live indices are."""
 
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
         """The next step prefills the last ``sequences`` active rows. The sizes include padding."""
@@ -25,12 +25,12 @@ class PrefillListener(Protocol):
 
 
 class StateMetadata(MambaMetadata):
-    """Megatron's metadata. Its live indices per row and its decode are used; decodes address states by slot.
+    """Megatron's metadata. Its live indices per row and its decode are used; decodes address states by row.
 
     Its chunks, and its extraction of states inside a prefill, are not used: `PrefillStep` replaces them.
 
     Args:
-        context: Called for each step (``live_slots``), and for each that prefills (``prepare_prefill``, ``show_prefill``).
+        context: Called for each step (``live_rows``), and for each that prefills (``prepare_prefill``, ``show_prefill``).
         **fields: Megatron's arguments.
     """
 
@@ -48,7 +48,7 @@ class StateMetadata(MambaMetadata):
     ) -> dict[str, Any]:
         """See upstream."""
         result: dict[str, Any] = super().compute_cpu_metadata(
-            self._context.live_slots(active_mamba_indices),
+            self._context.live_rows(active_mamba_indices),
             *args,
             batch_dimensions=batch_dimensions,
             padded_batch_dimensions=padded_batch_dimensions,

@@ -84,7 +84,6 @@ CASES = {
 }
 
 
-@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("mode", ["legacy", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
 def test_shared_blocks_are_read_and_not_written(tiny, fields, mode):

@@ -26,7 +26,7 @@ from megatron_hybrid_prefix.mcore.state.moves import Moves
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
-from tests.harness.engine_helpers import one_budget_gb
+from tests.harness.engine_helpers import cache_gb_for
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.named_models import named
 from tests.harness.selection import mostly_slow
@@ -35,7 +35,7 @@ from tests.harness.selection import mostly_slow
 def harness(model: Any, blocks: int, states: int, **fields: Any) -> EngineHarness:
     """An engine whose memory has room for so many KV blocks beside so many states."""
     sizes = {"block_tokens": BLOCK, "max_requests": 4, "speculative_tokens": fields.get("num_speculative_tokens", 0)}
-    return EngineHarness(model, cache_gb=one_budget_gb(model, blocks, states=states, **sizes), **fields)
+    return EngineHarness(model, cache_gb=cache_gb_for(model, blocks, states=states, **sizes), **fields)
 
 
 def conversations(served: EngineHarness) -> None:

@@ -65,7 +65,6 @@ def test_samples_of_one_prompt(model, mode, chunks, tail):
     served.check()
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 def test_branches_of_branches(model, mode):
     """Groups share more with each other than all requests do."""

@@ -18,9 +18,9 @@ from megatron_hybrid_prefix.tiers import entry_copies
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import (
     assert_matches,
+    cache_gb_for,
     greedy,
     kv_budget,
-    one_budget_gb,
     random_tokens,
     run_to_end,
     state_bytes,
@@ -70,7 +70,7 @@ class Traffic:
         memory = {"mamba_gb": dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30}
         if one_memory:
             memory = {
-                "cache_gb": one_budget_gb(
+                "cache_gb": cache_gb_for(
                     model,
                     self.longest // block + 1,
                     states=self.shared.choice(STATES_BESIDE_THE_LONGEST),

@@ -50,7 +50,6 @@ def kv_of(served: EngineHarness, prompt: list[int]) -> torch.Tensor:
     return served.context.memory_buffer[:, :, blocks].clone()
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 def test_cold_device_hit_and_host_hit_are_the_same(model, mode):
     served = small(model, async_sched_mode=mode)
@@ -96,7 +95,6 @@ def noted_launches(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> li
     return order
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 def test_a_forward_does_not_wait_until_copies_to_the_host_are_launched(model, mode, monkeypatch):
     """Entries are gathered before the forward that needs their room, and copied to the host after its launch."""
@@ -110,7 +108,6 @@ def test_a_forward_does_not_wait_until_copies_to_the_host_are_launched(model, mo
     served.check()
 
 
-@pytest.mark.usefixtures("memory")
 def test_copies_to_the_host_are_launched_at_once_if_nobody_says_when_a_forward_is(model, monkeypatch):
     """With a controller of somebody else."""
     served = small(model)
@@ -121,7 +118,6 @@ def test_copies_to_the_host_are_launched_at_once_if_nobody_says_when_a_forward_i
     assert order.index("gather") < order.index("store") < order.index("step")
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 def test_a_load_does_not_wait_until_copies_to_the_host_are_launched(model, mode, monkeypatch):
     """Those of what it evicts."""
@@ -176,7 +172,6 @@ def test_half_from_the_device_half_from_the_host(model, mode, chunk):
     served.check_drained()
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 def test_a_load_takes_place_while_others_run(model, mode):
     served = small(model, async_sched_mode=mode, blocks=16)
@@ -213,7 +208,6 @@ def test_two_requests_with_the_same_prefix_load_it_once(model):
     served.check()
 
 
-@pytest.mark.usefixtures("memory")
 def test_an_aborted_request_gives_back_what_it_loaded(model):
     served = small(model, blocks=16)
     prompt = tokens(4, 9, seed=1)

@@ -54,7 +54,6 @@ def state_storages(served: EngineHarness) -> dict[str, torch.UntypedStorage]:
     return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 @each_management
 def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
@@ -119,7 +118,6 @@ def served_in_chunks(model, management, mode, *, max_requests):
     )
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 @each_management
 def test_requests_in_every_state_live_through_a_suspension(model, management, mode):
@@ -369,7 +367,6 @@ def test_forgetting_forgets_kv_and_states_together(model, how, mode):
     served.check_drained()
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 @pytest.mark.parametrize("how", KEEP)
 def test_a_reset_may_keep_the_cache(model, how, mode):
@@ -422,7 +419,6 @@ def fail_once(model: Any, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "forward", forward)
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 @pytest.mark.parametrize("phase", ["prefill", "chunk", "decode"])
 def test_a_forward_that_raises(model, phase, mode, monkeypatch):

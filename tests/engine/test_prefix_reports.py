@@ -15,7 +15,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
-from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy, one_budget_gb, state_bytes
+from tests.harness.engine_helpers import LOG_PROB_NOISE, cache_gb_for, greedy, state_bytes
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
@@ -244,7 +244,7 @@ def test_memory_report_says_what_slots_are_for(model):
 
 def test_bytes_used_with_one_budget_are_those_of_pages(model):
     """Blocks behind the last whole page belong to no state."""
-    cache_gb = one_budget_gb(model, 7, block_tokens=16, max_requests=4, states=3)
+    cache_gb = cache_gb_for(model, 7, block_tokens=16, max_requests=4, states=3)
     served = EngineHarness(model, cache_gb=cache_gb, mamba_gb=None, block_size_tokens=16, decode_checkpoints=False)
     layout = served.context.layout
     assert layout.total_blocks % layout.page_blocks

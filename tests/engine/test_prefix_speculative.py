@@ -88,7 +88,6 @@ def test_mixed_acceptance_in_one_batch_and_the_next_turn(tiny_mtp, mode, mutant)
     check_mixed_acceptance(tiny_mtp, mode, mutant)
 
 
-@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 def test_mixed_acceptance_of_gated_delta_net(tiny_gdn_mtp, mode):
     check_mixed_acceptance(tiny_gdn_mtp, mode, None)

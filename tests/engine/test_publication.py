@@ -30,7 +30,6 @@ def noted(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 def test_a_prompt_is_published_once_its_forward_is_launched(model, mode, monkeypatch):
     served = EngineHarness(model, async_sched_mode=mode)
@@ -71,7 +70,6 @@ def test_each_chunk_is_published_once_it_is_launched(model, mode, monkeypatch):
     served.check()
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 @pytest.mark.parametrize("what", ["a load", "a hit that is verified", "log-probs of the prompt"])
 def test_what_is_known_after_the_forward_only_is_published_then(model, mode, what, monkeypatch):
@@ -120,7 +118,6 @@ def test_blocks_whose_routing_is_kept_after_the_forward_are_published_then(tmp_p
     served.check()
 
 
-@pytest.mark.usefixtures("memory")
 @each_mode
 def test_nothing_is_left_of_a_step_that_fails_after_its_publication(model, mode, monkeypatch):
     served = EngineHarness(model, async_sched_mode=mode)

@@ -66,7 +66,6 @@ CACHES = {"cache": {}, "host tier": ON_HOST, "no cache": {"slots": None}}
 @each_management
 @each_mode
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.usefixtures("memory")
 def test_a_suspended_engine_can_be_reset(model, management, mode, cache):
     """It stays suspended, and has forgotten its requests once it resumes."""
     served = busy(model, kv_cache_management_mode=management, async_sched_mode=mode, **CACHES[cache])
@@ -136,7 +135,6 @@ def test_a_suspended_engine_generates_nothing_and_says_so(model, management):
 
 @each_mode
 @pytest.mark.parametrize("management", (OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
-@pytest.mark.usefixtures("memory")
 def test_a_resume_without_memory_can_be_repeated(model, management, mode, monkeypatch):
     """A trainer may still have it."""
     served = busy(model, kv_cache_management_mode=management, async_sched_mode=mode, keep_on_resume=True)
@@ -224,7 +222,6 @@ def spoilt(served: EngineHarness, *ids: int) -> bool:
 @each_management
 @pytest.mark.parametrize("name", mostly_slow(MODELS.values(), "tiny", "tiny-gdn"), ids=MODELS.get)
 @pytest.mark.parametrize("cache", mostly_slow(["cache", "host tier"], "cache", "host tier"))
-@pytest.mark.usefixtures("memory")
 def test_nothing_computed_before_a_suspension_is_reused(own_models, name, management, mode, cache, caplog):
     model, trained = own_models(name)
     served = EngineHarness(model, kv_cache_management_mode=management, async_sched_mode=mode, **CACHES[cache])

@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.bits import SPANS, bits
-from tests.harness.engine_helpers import greedy, one_budget_gb, random_tokens
+from tests.harness.engine_helpers import greedy, cache_gb_for, random_tokens
 from tests.harness.named_models import named
 
 MAX_REQUESTS, MAX_TOKENS = 16, 1024
@@ -137,7 +137,7 @@ def main():
     report["requests"] = options.requests
     model = build_hybrid_model(config, seed=0)
     plenty, tight = {"mamba_gb": 2.0 if cuda else 0.02}, {"host_gb": 2.0 if cuda else 0.05}
-    tight["cache_gb"] = 3.5 * one_budget_gb(
+    tight["cache_gb"] = 3.5 * cache_gb_for(
         model, 24, states=4, block_tokens=options.block_tokens, max_requests=MAX_REQUESTS
     )
     engines = {

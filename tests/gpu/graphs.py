@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.models import layers_for
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import greedy, one_budget_gb, random_tokens
+from tests.harness.engine_helpers import greedy, cache_gb_for, random_tokens
 from tests.harness.named_models import named
 
 NEW_TOKENS = 24
@@ -64,7 +64,7 @@ def run(
     if one_memory:
         drafts = fields.get("num_speculative_tokens", 0)
         sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": MAX_REQUESTS, "speculative_tokens": drafts}
-        memory = {"cache_gb": one_budget_gb(model, 8, states=2, **sizes) if config.dtype == "float32" else 2.5}
+        memory = {"cache_gb": cache_gb_for(model, 8, states=2, **sizes) if config.dtype == "float32" else 2.5}
     engine = build_engine(
         model,
         HybridPrefixConfig(**memory) if cached else None,

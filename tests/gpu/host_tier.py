@@ -15,7 +15,7 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import greedy, kv_budget, one_budget_gb, random_tokens, run_to_end, state_bytes
+from tests.harness.engine_helpers import greedy, kv_budget, cache_gb_for, random_tokens, run_to_end, state_bytes
 from tests.harness.named_models import named
 
 PROMPTS, ROUNDS, BLOCK = 12, 4, 256
@@ -27,7 +27,7 @@ def main(mode, preset="small", memory="split", host_gb="8"):
     vocabulary = named(preset).vocab_size
     sizes = {"block_tokens": BLOCK, "max_requests": 4}
     if memory == "one_memory":
-        own, budget = {"cache_gb": one_budget_gb(model, 44, states=6, **sizes)}, {}
+        own, budget = {"cache_gb": cache_gb_for(model, 44, states=6, **sizes)}, {}
     else:
         own, budget = {"mamba_gb": 8.5 * state_bytes(model) / 2**30}, kv_budget(model, 44, **sizes)
     engine = build_engine(

@@ -19,7 +19,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import greedy, one_budget_gb, random_tokens
+from tests.harness.engine_helpers import greedy, cache_gb_for, random_tokens
 from tests.harness.named_models import named, runs_on_megatron
 
 PREFIX_TOKENS = 1024
@@ -112,7 +112,7 @@ def main(preset="small"):
         "split": HybridPrefixConfig(mamba_gb=1),
         # With "lru" each kind of prompts takes the memory of the one before.
         "ours": HybridPrefixConfig(
-            cache_gb=one_budget_gb(model, 120, block_tokens=256, max_requests=8), eviction_policy="lru"
+            cache_gb=cache_gb_for(model, 120, block_tokens=256, max_requests=8), eviction_policy="lru"
         ),
     }
     with torch.inference_mode():

@@ -58,24 +58,22 @@ def kv_budget(
     return {"buffer_size_gb": active * scale / 2**30, "paused_buffer_size_gb": paused * scale / 2**30}
 
 
-def one_budget_gb(
+def cache_gb_for(
     model: Any, blocks: int, *, block_tokens: int, max_requests: int, states: int = 0, speculative_tokens: int = 0
 ) -> float:
-    """``cache_gb`` for at least this many KV blocks beside this many states."""
+    """``cache_gb`` for this many KV blocks beside this many states; with drafts those of all requests are set aside."""
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
-    from megatron_hybrid_prefix.mcore.state.memory import own_slots
-    from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, padded_block_bytes
-    from megatron_hybrid_prefix.pool.shared_memory import BlockShape, slot_bytes
+    from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
+    from megatron_hybrid_prefix.pool.shared_memory import BlockShape, own_bytes, slot_bytes
 
     config = model.hybrid_config
     shape = (block_tokens, config.num_query_groups, config.kv_channels)
     block = BlockShape(before=(2, config.count("*")), after=shape, dtype=getattr(torch, config.dtype))
-    state_bytes = slot_bytes(mamba_state_config(model).states.slots)
-    step_bytes = padded_block_bytes(block.bytes, state_bytes, alignment_bytes=ALIGNMENT_BYTES)
-    page_blocks = ceil_div(state_bytes, step_bytes)
-    pages = ceil_div(blocks + 1, page_blocks) + states
-    pages += own_slots(max_requests=max_requests, drafts=speculative_tokens)
-    return pages * page_blocks * step_bytes / 2**30
+    size = slot_bytes(mamba_state_config(model).states.slots)
+    page = PageLayout.of(block_bytes=block.bytes, state_bytes=size, alignment_bytes=ALIGNMENT_BYTES)
+    own = own_bytes(size, own_slots=max_requests if speculative_tokens else 1, drafts=speculative_tokens)
+    total = blocks + 1 + ceil_div(states, page.page_states) * page.page_blocks
+    return (own + total * page.block_bytes) / 2**30
 
 
 def run_to_end(engine: Any, finished: dict[int, Any], steps: int | None = None) -> None:

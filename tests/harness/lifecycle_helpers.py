@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from tests.harness.engine_helpers import assert_matches, greedy, kv_budget, one_budget_gb, random_tokens, state_bytes
+from tests.harness.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, state_bytes
 from tests.harness.naive_model import NaiveHybridModel
 
 BLOCK = 64  # tokens of a KV block
@@ -44,18 +44,12 @@ class EngineHarness:
 
     Args:
         model: A model of ``build_hybrid_model``.
-        slots: Number of checkpoints; None: caching off.
-        blocks: KV blocks; by default many.
+        slots: Most checkpoints; None: caching off.
+        blocks: KV blocks for which there is room beside all checkpoints and running requests; by default many.
         paused_blocks: How many of them are for paused requests.
         **fields: Fields of megatron's ``InferenceConfig`` and of `HybridPrefixConfig` (no interval checkpoints by
         default), and ``tokenizer``.
-
-    Attributes:
-        one_memory: KV and states share one memory, with room for the blocks, the checkpoints and the running requests. Set it
-            on the class.
     """
-
-    one_memory = False
 
     def __init__(
         self, model: Any, *, slots: int | None = 32, blocks: int | None = None, paused_blocks: int = 0, **fields: Any
@@ -74,20 +68,15 @@ class EngineHarness:
             "speculative_tokens": fields.get("num_speculative_tokens", 0),
         }
         own = {name: fields.pop(name) for name in HybridPrefixConfig.__dataclass_fields__ if name in fields}
-        memory = {"mamba_gb": (slots or 0) * state_bytes(model) / 2**30}
-        if self.one_memory and slots and "mamba_gb" not in own:
-            states = slots + (0 if sizes["speculative_tokens"] else fields["max_requests"])
-            memory = {"cache_gb": one_budget_gb(model, 80 if blocks is None else blocks, states=states, **sizes)}
+        memory = {} if "cache_gb" in own else {"mamba_gb": (slots or 0) * state_bytes(model) / 2**30}
         if blocks is not None:
             fields |= kv_budget(model, blocks, paused_blocks=paused_blocks, **sizes)
-        if "cache_gb" in own:
-            memory = {}
         # Checkpoints that no test expects would have to be counted in each.
         own = memory | {"retention_interval_tokens": 0} | own
         prefix = None if slots is None else HybridPrefixConfig(**own)
         self.engine = build_engine(model, prefix, **fields)
         self.context = self.engine.context
-        if blocks is not None and self.context.layout is None:
+        if blocks is not None and slots is None:
             allocator = self.context.kv_block_allocator
             assert (allocator.total_count, allocator.paused_count) == (blocks + 1, paused_blocks)
         self.caching = prefix is not None

@@ -7,7 +7,7 @@ import pytest
 from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.replay import Policy, replay
 from megatron_hybrid_prefix.tiers.units import EntryKind
-from tests.harness.engine_helpers import one_budget_gb
+from tests.harness.engine_helpers import cache_gb_for
 from tests.harness.lifecycle_helpers import EngineHarness
 from tests.harness.selection import mostly_slow
 from tests.harness.trace_helpers import as_trace, token_prompts
@@ -68,7 +68,7 @@ def test_so_it_does_with_one_memory(model, eviction, block_tokens, blocks, padde
     prompts = token_prompts(40, block_tokens=block_tokens, most_blocks=6, seed=blocks)
     served = EngineHarness(
         model,
-        cache_gb=one_budget_gb(model, blocks, block_tokens=block_tokens, max_requests=4),
+        cache_gb=cache_gb_for(model, blocks, block_tokens=block_tokens, max_requests=4),
         mamba_gb=None,
         block_size_tokens=block_tokens,
         eviction_policy=eviction,
@@ -101,7 +101,7 @@ def test_so_it_does_with_one_memory(model, eviction, block_tokens, blocks, padde
 @pytest.mark.parametrize("one_memory", mostly_slow([True, False], True))
 def test_so_it_does_with_a_host_tier(model, eviction, one_memory):
     prompts = token_prompts(40, block_tokens=BLOCK, most_blocks=6, seed=7)
-    sizes = {"cache_gb": one_budget_gb(model, 12, block_tokens=BLOCK, max_requests=4), "mamba_gb": None}
+    sizes = {"cache_gb": cache_gb_for(model, 12, block_tokens=BLOCK, max_requests=4), "mamba_gb": None}
     served = EngineHarness(
         model,
         **(sizes if one_memory else {"slots": 3, "blocks": 12}),

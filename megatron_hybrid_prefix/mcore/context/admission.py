@@ -108,7 +108,7 @@ class Admissions:
     def _match(self, known: PrefixRequest, length: int) -> Match:
         """What the request reuses if its first ``length`` tokens are admitted now.
 
-        In shared memory a hit needs a slot more than a miss, the one that it starts from. If nothing runs, no memory
+        A hit needs a slot more than a miss, the one that it starts from. If nothing runs, no memory
         becomes free: a request that only fits without the hit reuses nothing.
         """
         cache = self._cache

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.upstream.blocks import BlockAllocatorSeam, block_counts
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk
 
@@ -56,7 +57,8 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
     def __init__(self, *sizes: Any, cache: HybridPrefixCache | None = None, **named_sizes: Any) -> None:
         super().__init__(*sizes, **named_sizes)
         if cache is None:
-            cache = HybridPrefixCache(block_tokens=1, kv_blocks=block_counts(self).total - 1, state_slots=0)
+            blocks = block_counts(self).total - 1
+            cache = HybridPrefixCache(CacheSettings(block_tokens=1, kv_blocks=blocks, state_slots=0))
         self.cache = cache
         self._cached_keys = _CachedKeys(cache)
 

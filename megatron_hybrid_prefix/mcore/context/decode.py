@@ -208,8 +208,7 @@ class DecodedStates:
             self._note(partial(_in_words, block, slot))
         if not copies:
             return
-        if self._context.moves is not None:
-            self._context.moves.launch(send=False)  # what was in these slots goes elsewhere first
+        self._context.moves.launch(send=False)  # what was in these slots goes elsewhere first
         live_slots, forward_tokens = zip(*copies.values(), strict=True)
         self._context.states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))
 

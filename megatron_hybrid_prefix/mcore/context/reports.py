@@ -14,8 +14,6 @@ logger = logging.getLogger(__name__)
 
 # Warn if this many first prompts are all shorter than a block.
 _SHORT_PROMPTS = 64
-# Warn if a state fills less of its page than this, and the page has so many bytes (the blocks of a toy are smaller).
-_LEAST_FILL, _PAGE_BYTES = 0.5, 2**20
 
 
 def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
@@ -25,29 +23,28 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
         context: A `HybridPrefixContext` with a cache.
         prefix: Settings of the cache.
     """
-    slot_bytes, live = context.state_layout.slot_bytes, context.max_requests
+    state_bytes, memory, layout = context.state_layout.slot_bytes, context.shared_memory, context.layout
     types = ", ".join(
         f"{_words(component.name)} in {component.dtype}"
         for _, component in context.state_layout
         if component.name != "conv"  # holds inputs of the layer, in the parameters' dtype
     )
-    lines = [f"recurrent states: {_size(slot_bytes)} each, {types}"]
-    speculative = live * (context.num_speculative_tokens + 1) if context.num_speculative_tokens else 0
-    shared = context.layout
-    if shared is None:
-        rows = [
-            ("running requests", live, "in buffer_size_gb"),
-            ("speculative decoding", speculative, "in buffer_size_gb"),
-            ("checkpoints", context.checkpoint_slots, f"of mamba_gb={prefix.mamba_gb:g}"),
-        ]
-    else:
-        rows = [("running requests, with their drafts", live + speculative, "set aside")] if speculative else []
-        slot_bytes = shared.page_bytes
+    pages = f"{layout.pages} pages of {_count(layout.page_blocks, 'block')} for {_count(layout.page_states, 'state')}"
+    lines = [
+        f"recurrent states: {_size(state_bytes)} each, {types}",
+        f"  memory: {_size(memory.buffer.numel())} for KV and states: {layout.total_blocks} KV blocks of "
+        f"{_size(layout.block_bytes)}, or {pages}",
+    ]
+    if memory.first_page_slot > 1:
+        drafts = context.num_speculative_tokens
+        states = memory.first_page_slot * (drafts + 2 if drafts else 1)
+        of = "running requests, with their drafts" if drafts else "running requests"
+        lines.append(f"  {of}: {_count(states, 'state')}, {_size(states * state_bytes)} set aside")
+    if prefix.mamba_gb is not None:
         lines.append(
-            f"  cache_gb={prefix.cache_gb:g}: {_size(context.shared_memory.buffer.numel())} for KV and states: {shared.total_blocks} "
-            f"KV blocks of {_size(shared.block_bytes)}, or {shared.pages} pages of {_count(shared.page_blocks, 'block')} for a state"
+            f"  mamba_gb={prefix.mamba_gb:g}: at most {_count(context.checkpoint_slots, 'state')} cached, "
+            f"{_size(context.checkpoint_slots * state_bytes)}"
         )
-    lines += [f"  {name}: {slots} slots, {_size(slots * slot_bytes)} {of}" for name, slots, of in rows]
     if context.host_moves is not None:
         lines.append(f"  {context.host_moves.report()}")
     return "\n".join(lines)
@@ -72,20 +69,13 @@ def report_start(context: Any, prefix: HybridPrefixConfig) -> None:
         return
     logger.info("%s\n%s", memory_report(context, prefix), policy_report(context, prefix))
     if not context.checkpoint_slots:
-        logger.warning("mamba_gb=%g has no room for a state: nothing is reused", prefix.mamba_gb)
+        what = "the memory" if prefix.mamba_gb is None else f"mamba_gb={prefix.mamba_gb:g}"
+        logger.warning("%s has no room for a cached state: nothing is reused", what)
     elif context.max_sequence_length <= context.block_size_tokens:
         logger.warning(
             "block_size_tokens=%d is not less than max_sequence_length=%d: no prompt fills a block, nothing is reused",
             context.block_size_tokens,
             context.max_sequence_length,
-        )
-    state_bytes, page_bytes = context.state_layout.slot_bytes, context.layout.page_bytes if context.layout else 0
-    if page_bytes >= _PAGE_BYTES and 0 < state_bytes < _LEAST_FILL * page_bytes:
-        logger.warning(
-            "a state of %s takes a page of %s: use a smaller block_size_tokens than %d, or a fixed split (mamba_gb)",
-            _size(state_bytes),
-            _size(page_bytes),
-            context.block_size_tokens,
         )
 
 
@@ -119,7 +109,7 @@ def describe_forward(context: Any) -> str:
     stats = context.prefix_cache.stats()
     return (
         f"forward of requests {context.request_ids[rows].tolist()} ({context.paused_request_count} paused) in live slots "
-        f"{context.live_slots(context.live_indices[rows]).tolist()} with KV blocks "
+        f"{[context.states.live.slot(index) for index in context.live_indices[rows].tolist()]} with KV blocks "
         f"{[[block for block in row if block != -1] for row in context.request_to_kv_block_ids[rows].tolist()]}; "
         f"{context.prefix_cache.blocks.available_count} KV blocks available, {stats.slots_used} slots used"
     )

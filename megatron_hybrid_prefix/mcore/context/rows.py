@@ -124,15 +124,14 @@ def check_rows(context: ContextSeam, cache: HybridPrefixCache) -> None:
     free = metadata.mamba_state_free_slots[: metadata.mamba_state_free_slot_count].tolist()
     if sorted([*used, *free]) != list(range(context.max_requests)):
         raise CacheCorruptionError(f"live indices {used} and free ones {free} do not add up to {context.max_requests}")
-    slots = context.live_slots(context.live_indices[:rows]).tolist()
     for row, request_id in enumerate(context.request_ids[:rows].tolist()):
         unused = -1, context.kv_block_allocator.dummy_block_idx
         table = [block_id for block_id in context.request_to_kv_block_ids[row].tolist() if block_id not in unused]
         if not cache.inspect.is_live(request_id) or table != list(cache.inspect.block_ids(request_id)):
             raise CacheCorruptionError(f"request {request_id}: its block table differs from the cache's")
-        given = cache.inspect.live_slot(request_id)
-        if given is not None and given != slots[row]:
-            raise CacheCorruptionError(f"request {request_id}: its state is in slot {slots[row]}, not in {given}")
+        given, slot = cache.inspect.live_slot(request_id), context.states.live.slot(int(context.live_indices[row]))
+        if given is not None and given != slot:
+            raise CacheCorruptionError(f"request {request_id}: its state is in slot {slot}, not in {given}")
     if len(cache.inspect.live_requests()) != rows:
         raise CacheCorruptionError(f"{len(cache.inspect.live_requests())} live requests in {rows} rows")
 

@@ -36,9 +36,9 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
         kept_slot = cache.inspect.cached_slot(keys[-1])
         if kept_slot is None:
             continue  # evicted meanwhile
+        kept = context.shared_memory.state(kept_slot)
         differences = {
-            name: difference(tensor[:, checkpoint.slot], tensor[:, kept_slot])
-            for name, tensor in context.state_pool.tensors.items()
+            name: difference(state, kept[name]) for name, state in context.shared_memory.state(checkpoint.slot).items()
         }
         own = cache.inspect.block_ids(plan.request_id)
         pairs = [(block_id, cache.blocks.cached_block(key)) for block_id, key in zip(own, keys, strict=False)]

@@ -17,6 +17,7 @@ import torch
 from megatron_hybrid_prefix.errors import RequestDroppedError
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.mcore.engine.ends import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.exact import Replays, make_exact
@@ -74,10 +75,10 @@ class HybridPrefixEngine(EngineSeam):
         self._step_failed = False  # since the last reset
         check_contract()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
-        if getattr(context, "state_pool", None) is not None:
+        if isinstance(context, SlotContext) and context.states is not None:
             use_slot_mixers(controller.inference_wrapped_model.model)
-        self._has_cache = getattr(context, "prefix_cache", None) is not None
-        self._cached: HybridPrefixContext | NoCache = context if self._has_cache else NoCache()
+        self._has_cache = isinstance(context, HybridPrefixContext)
+        self._cached: HybridPrefixContext | NoCache = context if isinstance(context, HybridPrefixContext) else NoCache()
         self._scheduling = PrefixScheduling(self, context) if self._has_cache else None
         self.removals = Removals(self, self._cached)
         self._row_options: dict[int, SamplingOptions] = {}  # of unfinished requests that have some
@@ -271,7 +272,7 @@ class HybridPrefixEngine(EngineSeam):
             )
         megatrons_cache = self.context.enable_prefix_caching and not self._has_cache
         tokens = accepted.tokens
-        if megatrons_cache or not isinstance(self.context, HybridPrefixContext):
+        if megatrons_cache or not isinstance(self.context, SlotContext):
             tokens = tokens.to(torch.cuda.current_device())  # megatron's context copies them there
         request = DynamicInferenceRequest(
             request_id=request_id,

@@ -12,6 +12,7 @@ from collections.abc import MutableSequence
 import torch
 
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import compute_again
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
@@ -123,7 +124,7 @@ class Removals:
     def take_out(self) -> None:
         """Remove the rows that are in no running forward."""
         engine, context = self._engine, self._engine.context
-        if not isinstance(context, HybridPrefixContext):
+        if not isinstance(context, SlotContext):
             return  # with megatron's context they end in a later step
         for request_id in sorted(self._restarting_between_chunks):
             if context.remove_waiting_row(request_id):

@@ -53,6 +53,7 @@ def _our_context(
 
     def __init__(self: Any, model_config: Any, inference_config: Any) -> None:
         from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+        from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
         from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
         from megatron_hybrid_prefix.platform import replace_names
 
@@ -67,15 +68,15 @@ def _our_context(
             return
         if model_config.cuda_graph_impl == "local":
             replace_names(CONTEXT_IN_CUDA_GRAPHS)
-        self.__class__ = HybridPrefixContext
-        HybridPrefixContext.__init__(self, model_config, inference_config, prefix)
+        self.__class__ = HybridPrefixContext if caches else SlotContext
+        self.__init__(model_config, inference_config, *([prefix] if caches else []))
 
     return __init__
 
 
 def _needs_ours(context: Any) -> bool:
     """Whether a context needs this package's controller and engine: it has a cache, or layers that megatron cannot run."""
-    return getattr(context, "prefix_cache", None) is not None or getattr(context, "has_own_layers", False)
+    return hasattr(context, "prefix_cache") or getattr(context, "has_own_layers", False)
 
 
 def _our_controller(original: Callable[..., None]) -> Callable[..., None]:

@@ -55,8 +55,13 @@ class ModelStates:
     without_graphs: tuple[str, ...] = ()
     of_whole_chunks: tuple[str, ...] = ()
 
-    def check(self, *, block_tokens: int, cuda_graph_impl: str) -> None:
-        """Raise ValueError, in one line, if a kind cannot be run with such KV blocks, or in CUDA graphs."""
+    def check(self, *, block_tokens: int, cuda_graph_impl: str, drafts: int) -> None:
+        """Raise ValueError, in one line, if a kind cannot be run with such KV blocks, in CUDA graphs, or with drafts."""
+        if drafts and self.without_drafts:
+            kinds = ", ".join(self.without_drafts)
+            raise ValueError(
+                f"num_speculative_tokens={drafts}: layers of kind {kinds} do not support speculative decoding"
+            )
         if cuda_graph_impl == "local" and self.without_graphs:
             kinds = ", ".join(self.without_graphs)
             raise ValueError(f"cuda_graph_impl={cuda_graph_impl!r}: CUDA graphs cannot capture layers of kind {kinds}")

@@ -62,7 +62,7 @@ class Moves:
     """Copies of a cache without a host tier.
 
     Args:
-        memory: Returns the memory that KV and states share; None if they do not.
+        memory: Returns the memory; None while megatron has freed it.
     """
 
     _cache: HybridPrefixCache
@@ -81,9 +81,10 @@ class Moves:
             send: False: leave the copies to the host to `forward_launched`.
         """
         copies = self._cache.take_copies()
-        layout, memory = self._cache.layout, self._memory()
-        if layout is not None and memory is not None:
-            copies = stores_first(copies, layout.page_blocks, memory.first_page_slot)
+        memory = self._memory()
+        if memory is not None and memory.layout is not None:
+            layout = memory.layout
+            copies = stores_first(copies, layout.page_blocks, layout.page_states, memory.first_page_slot)
         for kind, group in groupby(copies, key=type):
             if kind is BlockTransfer:
                 self._transfer([copy for copy in group if isinstance(copy, BlockTransfer)], send=send)
@@ -285,13 +286,26 @@ class HostMoves(Moves):
             return
         self.arena.send()
         units = [copy for copy in self._cache.take_published() if isinstance(copy, BlockTransfer)]
-        self.arena.carry_out(units, send=False, beside=True)  # of sampling, whose token somebody waits for
+        self.arena.carry_out(
+            self._with_rows(units), send=False, beside=True
+        )  # of sampling, whose token somebody waits for
         self.arena.send()
 
     def _transfer(self, units: list[BlockTransfer], *, send: bool) -> None:
         assert self.arena is not None
-        self.arena.carry_out(units, send=send)
+        self.arena.carry_out(self._with_rows(units), send=send)
         self.arena.wait_for_stores()
+
+    def _with_rows(self, units: list[BlockTransfer]) -> list[BlockTransfer]:
+        """The transfers; states on the device are named by their rows (`SharedMemory.row`), not by their slots."""
+        memory = self._memory()
+        assert memory is not None
+        return [
+            unit._replace(device_id=memory.row(unit.device_id))
+            if unit.device_id is not None and unit.tag.kind == EntryKind.STATE
+            else unit
+            for unit in units
+        ]
 
     def _wait_for_cancelled(self) -> None:
         assert self.arena is not None

@@ -1,0 +1,300 @@
+"""`SlotContext`: megatron's dynamic inference context, whose recurrent layers read and write states by slot.
+
+It has no prefix cache. `HybridPrefixContext` (``context.py``) adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
+from megatron_hybrid_prefix.mcore.context import rows
+from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
+from megatron_hybrid_prefix.mcore.state.memory import StateMemory
+from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.platform.sizes import check_sizes
+from megatron_hybrid_prefix.pool.layout import SlotLayout
+from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
+from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam, one_thread
+from megatron_hybrid_prefix.upstream.contract import check_contract
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_hybrid_prefix.upstream.config import InferenceConfig
+    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+
+
+class SlotContext(ContextSeam):
+    """Megatron's context for models with recurrent layers of any kind; with fixes for short chunks, waiting chunks, and drafts at
+    the end of a block.
+
+    A hybrid model always needs slot mixers: `HybridPrefixEngine` puts them on; without that engine call
+    ``use_slot_mixers(model)``.
+
+    Args:
+        model_config: Config of the model.
+        inference_config: Megatron's inference config; not changed.
+
+    Attributes:
+        states: The recurrent states, or None.
+        prefill_step: What the next step prefills, for the recurrent layers; None if the model has none.
+        shared_memory: The memory of the states, or None.
+        next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
+
+    Raises:
+        ValueError: The config describes not all recurrent layers, or the model has layers that do not support the requested
+            speculative decoding, block size or CUDA graphs.
+        PlatformError: The model was made for other parallel sizes than those that run.
+    """
+
+    # These values hold while megatron's constructor runs, too.
+    states: StateMemory | None = None
+    prefill_step: PrefillStep | None = None
+    shared_memory: SharedMemory | None = None
+    next_prompt_token = 0
+
+    def __init__(self, model_config: TransformerConfig, inference_config: InferenceConfig) -> None:
+        check_contract()
+        check_sizes(model_config, "the model's config", inference_config.pg_collection)
+        state_config = inference_config.mamba_inference_state_config
+        self._model_states = None if state_config is None else states_of_config(state_config)
+        if self._model_states is not None:
+            self._model_states.check(
+                block_tokens=inference_config.block_size_tokens,
+                cuda_graph_impl=model_config.cuda_graph_impl,
+                drafts=inference_config.num_speculative_tokens,
+            )
+        super().__init__(model_config=model_config, inference_config=inference_config)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_layout(self) -> SlotLayout:
+        """Content of one slot on this rank."""
+        assert self._model_states is not None
+        return self._model_states.slots
+
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether the model has layers that only this package's engine runs."""
+        return needs_this_package(self.config.mamba_inference_state_config)
+
+    def make_shared_memory(self) -> tuple[SharedMemory, bool]:
+        """The memory of the states, and whether a cache gives slots of it to running requests."""
+        memory = SharedMemory(
+            self.state_layout,
+            own_slots=self.max_requests,
+            drafts=self.num_speculative_tokens,
+            device=torch.cuda.current_device(),
+        )
+        return memory, False
+
+    def allocate_states(self) -> None:
+        """See ContextSeam: all states are in one buffer."""
+        assert self._model_states is not None
+        self.shared_memory, live_states = self.make_shared_memory()
+        states = self.states = StateMemory(
+            self._model_states,
+            self.shared_memory,
+            max_requests=self.max_requests,
+            live_states=live_states,
+            block_tokens=self.block_size_tokens,
+            max_tokens=self.max_tokens,
+        )
+        self.make_state_metadata()
+        self.prefill_step = states.step
+        for name, tensor in self.shared_memory.states.items():  # megatron reads these attributes
+            setattr(self, f"mamba_{name}_states", tensor)
+        for name, tensor in self.shared_memory.drafted.items():
+            setattr(self, f"mamba_intermediate_{name}_states", tensor)
+        self.shared_memory_buffer = self.shared_memory.buffer  # the others are views of it
+        self.offload_with_engine(["shared_memory_buffer"])
+
+    def zero_live_states(self, live_indices: list[int]) -> None:
+        """See ContextSeam."""
+        assert self.states is not None
+        self.states.memory.zero(sorted({self.states.live.slot(index) for index in live_indices}))
+
+    def live_rows(self, live_indices: torch.Tensor) -> torch.Tensor:
+        """See ContextSeam."""
+        assert self.states is not None
+        return self.states.live.rows(live_indices)
+
+    def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ContextSeam."""
+        states = self.states_of_layer(layer_number, drafted=intermediate)
+        return states["conv"], states["ssm"]
+
+    def states_of_layer(self, layer_number: int, *, drafted: bool = False) -> dict[str, torch.Tensor]:
+        """States of a recurrent layer by component name: (rows, *shape), live slots and checkpoints.
+
+        Args:
+            layer_number: Number of the layer on this pipeline stage, from 1.
+            drafted: Return the states after each drafted token instead, (rows, drafts + 1, *shape).
+        """
+        assert self.states is not None
+        return self.states.of_layer(self.layer_map[layer_number - 1], drafted=drafted)
+
+    def deallocate_inference_state_buffers(self) -> None:
+        """See upstream; drops the tensors of states if megatron deletes them."""
+        super().deallocate_inference_state_buffers()
+        if not self.has_tensors:
+            self.states = self.prefill_step = self.shared_memory = None
+
+    # -- admit ---------------------------------------------------------------------------------------------------------
+
+    def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
+        """See ContextSeam."""
+        return None
+
+    def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
+        """See upstream."""
+        length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
+        self.add_chunk(req, length, given=prefill_chunk_length)
+        if length < req.remaining_prompt_length:
+            self.next_prompt_token = int(req.remaining_prompt_tokens[length])
+
+    def add_chunk(self, req: DynamicInferenceRequest, length: int, *, given: int | None) -> None:
+        """Add the next ``length`` tokens of a prompt. ``given``: megatron's argument."""
+        super().add_request(req, given)
+
+    # -- run -----------------------------------------------------------------------------------------------------------
+
+    def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
+        """See upstream."""
+        with one_thread():
+            result = super().initialize_attention_state(*args, **kwargs)
+        if self.num_prefill_requests:
+            self.allow_one_token_prefills()
+        return result
+
+    def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
+        """See ContextSeam."""
+        assert self.prefill_step is not None
+        self.prefill_step.prepare(self._prefill_spans(sequences), tokens=padded_tokens, sequences=padded_sequences)
+
+    def show_prefill(self) -> None:
+        """See ContextSeam."""
+        assert self.prefill_step is not None
+        self.prefill_step.show()
+
+    def _prefill_spans(self, sequences: int) -> list[PrefillSpan]:
+        """Spans of the last ``sequences`` active rows: what each computes in this step."""
+        of_rows = slice(self.total_request_count - sequences, self.total_request_count)
+        columns = (
+            self.request_ids[of_rows],
+            self.request_kv_length_offsets[of_rows],
+            self.request_query_lengths[of_rows],
+            self.live_rows(self.live_indices[of_rows]),
+        )
+        return [self.prefill_span(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int) -> PrefillSpan:
+        """What a request computes in this step."""
+        return PrefillSpan(start_tokens=start_tokens, tokens=tokens, source_slot=live_row, live_slot=live_row)
+
+    def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
+        """See upstream; rows of states are copied first, so upstream's event covers them, too."""
+        if self.prefill_step is not None and self.prefill_is_pending:
+            self.prefill_step.copy()
+        return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
+
+    def calculate_log_probs_tensors(
+        self,
+        logits: torch.Tensor,
+        new_tokens: torch.Tensor,
+        only_last_token_logits: bool | None = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """See upstream. Drops padding rows, which upstream includes."""
+        if not only_last_token_logits and not self.is_decode_only():
+            logits = logits[:, : self.active_token_count]
+        return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, *args, **kwargs)
+
+    def step_sampled(self, logits: torch.Tensor) -> None:
+        """A forward was sampled, before megatron computes the log-probs.
+
+        Args:
+            logits: (1, tokens, vocabulary), on the device; all tokens of the forward if a request wants log-probs of its
+                prompt.
+        """
+
+    # -- decode --------------------------------------------------------------------------------------------------------
+
+    def update_requests(
+        self, active_requests_mask: torch.Tensor, new_tokens: torch.Tensor, new_speculative_tokens: Any = None
+    ) -> Any:
+        """See upstream."""
+        with rows.drafts_past_the_end(self):
+            result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
+        self.attach_blocks()
+        if self.num_speculative_tokens:
+            rows.find_blocks_of_tokens(self)
+        return result
+
+    def attach_blocks(self) -> None:
+        """Megatron has allocated blocks for running requests, or none."""
+
+    def can_prepare_requests(self) -> bool:
+        """See upstream. False between two chunks of a prompt: upstream ignores its hidden row and its blocks."""
+        return self.chunked_prefill_request_id == -1 and bool(super().can_prepare_requests())
+
+    def prepare_requests(self) -> None:
+        """See upstream."""
+        past_the_end = self.rows_past_the_end()
+        super().prepare_requests()
+        self.attach_blocks()
+        if len(past_the_end):
+            rows.add_dummy_blocks(self, past_the_end)
+            rows.find_blocks_of_tokens(self)
+
+    # -- release -------------------------------------------------------------------------------------------------------
+
+    def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """See upstream."""
+        if not self.paused_request_count:
+            return None
+        with self.preempting():
+            return super().evict_overflow_paused_requests(*args, **kwargs)
+
+    @contextmanager
+    def preempting(self) -> Iterator[None]:
+        """Megatron preempts requests meanwhile."""
+        yield
+
+    def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
+        """See upstream."""
+        table = self.request_to_kv_block_ids[request_indexes]
+        table[table == self.kv_block_allocator.dummy_block_idx] = -1  # see `rows.add_dummy_blocks`
+        self.request_to_kv_block_ids[request_indexes] = table
+        super().release_memory_blocks_from_request_indexes(request_indexes)
+
+    def remove_waiting_row(self, request_id: int) -> bool:
+        """Remove a paused request, or a prompt between two chunks, from the context.
+
+        Call it between two steps only, and only if nothing of the request is in flight.
+
+        Returns:
+            Whether the row existed; active rows are not removed.
+        """
+        row = rows.find_waiting_row(self, request_id)
+        if row is None:
+            return False
+        self.release_memory_blocks_from_request_indexes(torch.tensor([row]))
+        rows.take_out_waiting_row(self, row)
+        return True
+
+    # -- statistics ----------------------------------------------------------------------------------------------------
+
+    def prefix_stats(self) -> PrefixStats:
+        """Statistics of the cache since the start, and its fill; all zero without a cache."""
+        return PrefixStats()
+
+    def check_integrity(self) -> None:
+        """Raises CacheCorruptionError if the cache is corrupt, or disagrees with megatron's tables; for tests."""

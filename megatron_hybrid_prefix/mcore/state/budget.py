@@ -1,0 +1,115 @@
+"""How much memory KV and states get: what megatron is told, and the layout that all ranks use."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks, of_all_stages
+from megatron_hybrid_prefix.mcore.state.layout import state_bytes
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
+from megatron_hybrid_prefix.pool.shared_memory import own_bytes
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_hybrid_prefix.upstream.config import InferenceConfig
+
+MOST_REQUESTS = 1024
+"""Default of ``max_requests``, if their states take at most half of the memory."""
+_REQUESTS_MULTIPLE = 4  # megatron rounds batch sizes to it
+
+
+def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: TransformerConfig) -> InferenceConfig:
+    """What megatron is told with ``cache_gb``: a budget of which it sets nothing aside for states.
+
+    Megatron takes the states of ``max_requests`` requests from ``buffer_size_gb``, and gives the rest to KV. So it is told a
+    budget that is larger by these states. It allocates none of it: `HybridPrefixContext` allocates the memory.
+
+    A collective if ``max_requests`` is not set. Then ``mamba_memory_ratio`` is the share of the memory that their states may
+    take at most, half of it by default.
+    """
+    state = config.mamba_inference_state_config
+    assert state is not None
+    drafts = config.num_speculative_tokens
+    request_bytes = state_bytes(state) * (drafts + 2 if drafts else 1)
+    requests = config.max_requests
+    if requests is None:
+        multiple = math.lcm(_REQUESTS_MULTIPLE, model_config.tensor_model_parallel_size)
+        most = min(MOST_REQUESTS, config.max_tokens or MOST_REQUESTS)
+        share = 0.5 if config.mamba_memory_ratio is None else config.mamba_memory_ratio
+        fitting = int(share * cache_gb * 2**30) // request_bytes if request_bytes else most
+        requests = min_over_model_ranks(min(most, fitting), config.pg_collection) or 0
+        requests = max(1, requests // multiple) * multiple
+    return dataclasses.replace(
+        config,
+        max_requests=requests,
+        mamba_memory_ratio=None,
+        buffer_size_gb=cache_gb + (requests * request_bytes) / 2**30,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How a rank's memory is used; the counts are the same on all ranks.
+
+    Attributes:
+        layout: Blocks and pages.
+        own_slots: Slots that the engine keeps for itself.
+        live_states: Whether the states of running requests are in the pages. Else each has one of the own slots.
+    """
+
+    layout: PageLayout
+    own_slots: int
+    live_states: bool
+
+
+def agree_on_budget(
+    memory_bytes: int, *, block_bytes: int, state_bytes: int, max_requests: int, drafts: int, option: str, groups: Any
+) -> Budget:
+    """The layout of the memory, with the same numbers of blocks on all ranks. A collective.
+
+    Pipeline stages differ in their layers: pages are those of the stage whose states are largest, in blocks. Each stage pads
+    its own blocks, if need be.
+
+    With drafts the kernels find the states after each token by the slot of the request. So these requests have slots of their
+    own, and so they do in a memory that has no room for more.
+
+    Args:
+        memory_bytes: Budget on this rank.
+        block_bytes: Bytes of a KV block on this rank, without padding.
+        state_bytes: Bytes of a state on this rank; 0 on a stage without recurrent layers.
+        max_requests: Maximum of running requests.
+        drafts: Tokens drafted for speculative decoding.
+        option: The budget in words, for the error.
+        groups: Megatron's process groups.
+
+    Raises:
+        ValueError: There is no room for a KV block and the states of running requests on some rank; raised on all ranks.
+    """
+    largest = max(of_all_stages((state_bytes, block_bytes), groups), key=lambda sizes: sizes[0] / sizes[1])
+    page = PageLayout.of(state_bytes=max(1, largest[0]), block_bytes=largest[1], alignment_bytes=ALIGNMENT_BYTES)
+    step_bytes = ceil_div(page.page_states * state_bytes, page.page_blocks * ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    step_bytes = max(block_bytes, step_bytes)
+
+    def blocks_beside(own_slots: int) -> int:
+        left = memory_bytes - own_bytes(state_bytes, own_slots=own_slots, drafts=drafts)
+        return (min_over_model_ranks(left // step_bytes, groups) or 0) - 1  # the last one is megatron's dummy block
+
+    blocks = 0 if drafts else blocks_beside(1)
+    live_states = blocks > page.page_blocks
+    if not live_states:
+        blocks = blocks_beside(max_requests)
+    if blocks < 1:
+        least = own_bytes(state_bytes, own_slots=max_requests, drafts=drafts) + 2 * step_bytes
+        if not drafts:
+            least = min(least, state_bytes + (page.page_blocks + 2) * step_bytes)
+        of_drafts = f", with {drafts} drafts for each of {max_requests} requests," if drafts else ""
+        raise ValueError(
+            f"{option} is too small: {memory_bytes / 2**20:.2f} MiB have no room for a state and a KV block; they{of_drafts} need "
+            f"{least / 2**20:.2f} MiB"
+        )
+    layout = dataclasses.replace(page, block_bytes=step_bytes, state_bytes=state_bytes, total_blocks=blocks)
+    return Budget(layout=layout, own_slots=1 if live_states else max_requests, live_states=live_states)
