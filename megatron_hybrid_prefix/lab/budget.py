@@ -68,11 +68,10 @@ def plan_budget(
     """
     block_bytes = sizes.kv_block_bytes(block_tokens)
     layout = PageLayout.of(block_bytes=block_bytes, state_bytes=sizes.state_bytes, alignment_bytes=ALIGNMENT_BYTES)
-    own_slots = max_requests * sizes.live_bytes(drafts) // sizes.state_bytes if drafts else 1
-    own_bytes = own_slots * layout.page_bytes
+    own_bytes = (max_requests if drafts else 1) * sizes.live_bytes(drafts)
     least_bytes = own_bytes + layout.least_bytes + layout.block_bytes  # one block is megatron's dummy
     if cache_bytes < least_bytes:
-        reason = f" (drafts set {own_slots} states aside: lower --max-requests)" if drafts else ""
+        reason = f" ({drafts} drafts take {own_bytes / GIB:.2f} GiB of them: lower --max-requests)" if drafts else ""
         raise ValueError(f"a state and a KV block need {least_bytes / GIB:.4f} GiB{reason}")
     layout = replace(layout, total_blocks=(cache_bytes - own_bytes) // layout.block_bytes - 1)
     cached_states = layout.slots

@@ -186,9 +186,7 @@ def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, d
     )
     context = engine.context
     assert context.block_size_bytes == sizes.kv_block_bytes(context.block_size_tokens)
-    tensors = [*context.states.pool.tensors.values(), *context.states.drafted.values()]
-    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    assert held == 4 * sizes.live_bytes(drafts)
+    assert context.states.memory.buffer.numel() == 4 * sizes.live_bytes(drafts)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +242,7 @@ def plan(tmp_path: Path, *arguments: Any) -> dict[str, Any]:
 def test_what_a_budget_holds(tmp_path, capsys):
     block, page = 256 * TOKEN_BYTES, 13 * 256 * TOKEN_BYTES
     data = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8)
-    kv_blocks = 40 * 2**30 // block - 13 - 1  # one slot is the engine's, and one block megatron's dummy
+    kv_blocks = (40 * 2**30 - STATE_BYTES) // block - 1  # one slot is the engine's, and one block megatron's dummy
     assert (data["kv_blocks"], data["page_blocks"], data["states"]) == (kv_blocks, 13, kv_blocks // 13)
     assert (data["checkpoint_bytes"], data["padding_bytes"]) == (STATE_BYTES, page - STATE_BYTES)
     assert data["next_logits_bytes"] == 2 * 131_072
@@ -255,7 +253,7 @@ def test_what_a_budget_holds(tmp_path, capsys):
 
     drafting = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8, "--speculative-tokens", 3)
     assert drafting["live_request_bytes"] == 5 * STATE_BYTES
-    assert drafting["states"] == (40 * 2**30 // block - 1) // 13 - 8 * 5
+    assert drafting["states"] == ((40 * 2**30 - 8 * 5 * STATE_BYTES) // block - 1) // 13
     assert "set aside for 8 requests with 3 drafts" in capsys.readouterr().out
 
 
@@ -295,12 +293,7 @@ def test_the_budget_is_that_of_the_engine(tiny, tiny_mtp, drafts):
         drafts=drafts,
         conversation_tokens=256,
     ).layout
-    layout = engine.context.layout
-    assert (planned.total_blocks, planned.pages, planned.page_bytes) == (
-        layout.total_blocks,
-        layout.pages,
-        layout.page_bytes,
-    )
+    assert planned == engine.context.layout
 
 
 def test_the_advice_names_the_budget_that_gains_most(tmp_path, trace_file):
@@ -344,7 +337,7 @@ def test_bad_input_is_one_line(capsys, arguments, message):
     assert run("nemotron-h-8b", *arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {message}") and said.count("\n") == 1
-    assert ("(drafts set 704 states aside: lower --max-requests)" in said) == ("--speculative-tokens" in arguments)
+    assert ("(9 drafts take 34.29 GiB of them: lower --max-requests)" in said) == ("--speculative-tokens" in arguments)
 
 
 def test_neither_torch_nor_megatron_is_imported():
