@@ -165,11 +165,9 @@ class CheckpointTable:
             lambda node: self.slots.is_loose(node.slot) if loose else not self.slots.pins(node.slot)
         )
 
-    def evict(self, node: Node, *, with_page: bool = False) -> None:
-        """Evicts the node's state, to the host tier if it has room. ``with_page``: and the others of its page."""
-        beside = [self._node_of[slot] for slot in self.slots.slots_beside(node.slot)] if with_page else [node]
-        for each in beside:
-            self.slots.retire(self._evicted(each))
+    def evict(self, node: Node) -> None:
+        """Evicts the node's state, to the host tier if it has room."""
+        self.slots.retire(self._evicted(node))
 
     def drop_decoded(self, node: Node, slot: int) -> None:
         """Drops an older decode state of a request, unless it is gone already or another request used it."""

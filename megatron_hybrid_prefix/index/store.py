@@ -99,10 +99,12 @@ class PrefixStore:
         self.tree, self.pages, self.slots, self.host = tree, pages, slots, host
         self.blocks = KVBlocks(pages, slots)
         self.slots_per_request = int(live_states and pages.page_blocks > 0)
-        if pages.page_blocks and isinstance(eviction, SharesMemory):
-            eviction.share_memory(state_blocks=pages.page_blocks / pages.page_states)
+        self.ghosts = Ghosts(pages.total_blocks if isinstance(eviction, SharesMemory) else 0)
+        if isinstance(eviction, SharesMemory):
+            # Two budgets: a slot is worth as many blocks as there are for each slot.
+            of_budgets = pages.total_blocks / max(1, slots.most_cached)
+            eviction.share_memory(state_blocks=pages.page_blocks / pages.page_states or of_budgets)
         self.checkpoints = CheckpointTable(self, eviction, stats)
-        self.ghosts = Ghosts(pages.total_blocks)
         self._stats = stats
         self.copies: list[Copy] = [] if host is None else host.transfers
         self.on_move: Callable[[int, int], None] = lambda source, target: None
@@ -277,7 +279,7 @@ class PrefixStore:
             return True
         state = checkpoints.victim(loose=not for_slot)
         if state is not None:
-            checkpoints.evict(state, with_page=not for_slot)
+            checkpoints.evict(state)
             return True
         # All that is left is KV below states that wait for their copy. Without those states it is worthless.
         return not states_only and checkpoints.drop_protected()

@@ -197,8 +197,9 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
     total_tokens = limit if num_tokens_to_generate is None else min(prompt_tokens + num_tokens_to_generate, limit)
     need_blocks = ceil_div(total_tokens, context.block_size_tokens)
     have_blocks, knob = block_counts(context.kv_block_allocator).active, "buffer_size_gb or lower max_requests"
-    if getattr(context, "layout", None) is not None:  # one memory for KV and states
-        have_blocks, knob = context.prefix_cache.blocks.most_per_request, "cache_gb"
+    if hasattr(context, "prefix_cache"):
+        have_blocks = context.prefix_cache.blocks.most_per_request
+        knob = "buffer_size_gb" if context.prefix_config.cache_gb is None else "cache_gb"
     if need_blocks > have_blocks:
         raise ValueError(
             f"{prompt_tokens} prompt tokens and {total_tokens - prompt_tokens} to generate need {need_blocks} KV blocks "

@@ -47,7 +47,7 @@ from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.pool.pages import PageLayout
-from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
+from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, own_bytes, slot_bytes
 from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks
@@ -235,7 +235,7 @@ class HybridPrefixContext(SlotContext):
     def _agree_on_budget(self, block: BlockShape) -> Budget:
         """The memory is ``cache_gb``. Without it, it is what megatron allocates, and ``mamba_gb`` more."""
         config, prefix = self.config, self.prefix_config
-        state_bytes, drafts = slot_bytes(self.state_layout), self.num_speculative_tokens
+        drafts = self.num_speculative_tokens
         if prefix.cache_gb is not None:
             memory_bytes, option = int(prefix.cache_gb * 2**30), f"cache_gb={prefix.cache_gb}"
         else:
@@ -243,14 +243,13 @@ class HybridPrefixContext(SlotContext):
             if self.unified_memory_level:
                 buffer_gb += config.paused_buffer_size_gb or 0
             # Megatron rounds up to one KV block, and takes states of requests from `paused_buffer_size_gb`, too.
-            states = self.max_requests * (drafts + 2 if drafts else 1) * state_bytes
-            memory_bytes = max(
-                int(buffer_gb * 2**30), block_counts(self.kv_block_allocator).total * block.bytes + states
-            ) + int((prefix.mamba_gb or 0) * 2**30)
+            states = own_bytes(self.state_layout.slot_bytes, own_slots=self.max_requests, drafts=drafts)
+            allocated = block_counts(self.kv_block_allocator).total * self.block_size_bytes + states
+            memory_bytes = max(int(buffer_gb * 2**30), allocated) + int((prefix.mamba_gb or 0) * 2**30)
         budget = agree_on_budget(
             memory_bytes,
             block_bytes=block.bytes,
-            state_bytes=state_bytes,
+            state_bytes=slot_bytes(self.state_layout),
             max_requests=self.max_requests,
             drafts=drafts,
             option=option,
