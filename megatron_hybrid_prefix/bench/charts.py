@@ -104,15 +104,6 @@ CHARTS: dict[str, Chart] = {
             )
         ],
     ),
-    "changing": Chart(
-        title="Time between two tokens while memory moves between KV and states",
-        panels=[
-            Panel(
-                unit="ms",
-                bars={"gap_median_ms": "median", "gap_p99_ms": "p99", "gap_max_ms": "longest"},
-            )
-        ],
-    ),
     "index": Chart(
         title="CPU time of a decode step, nothing to admit",
         panels=[Panel(unit="ms", bars={"decode_cpu_ms": ""})],

@@ -15,6 +15,7 @@ from time import perf_counter
 from megatron_hybrid_prefix.bench.stats import Metric, Sample
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
+from megatron_hybrid_prefix.index.settings import CacheSettings
 
 BLOCK_TOKENS = 256
 STATE_SLOTS = 4096
@@ -76,7 +77,9 @@ def filled_cache(blocks: int, slots: int, *, free_blocks: int = 1024, seed: int 
     """A cache filled with ``blocks`` blocks, in prompts of 24 blocks, and ``slots`` states."""
     rng = random.Random(seed)
     cache = HybridPrefixCache(
-        block_tokens=BLOCK_TOKENS, kv_blocks=blocks + free_blocks, state_slots=slots, eviction_policy="lru"
+        CacheSettings(
+            block_tokens=BLOCK_TOKENS, kv_blocks=blocks + free_blocks, state_slots=slots, eviction_policy="lru"
+        )
     )
     for request_id in range(blocks // PROMPT_BLOCKS):
         run_request(cache, request_id, made_up_chain(rng, PROMPT_BLOCKS))
@@ -161,10 +164,12 @@ def requests_per_second(requests: int, *, slots: int = 1024, kv_blocks: int | No
         shared = rng.choice(chains[-200:]).keys[: rng.randrange(24)] if chains and rng.random() < 0.8 else None
         chains.append(made_up_chain(rng, PROMPT_BLOCKS, shared))
     cache = HybridPrefixCache(
-        block_tokens=BLOCK_TOKENS,
-        kv_blocks=kv_blocks or PROMPT_BLOCKS * requests,
-        state_slots=slots,
-        eviction_policy="lru",
+        CacheSettings(
+            block_tokens=BLOCK_TOKENS,
+            kv_blocks=kv_blocks or PROMPT_BLOCKS * requests,
+            state_slots=slots,
+            eviction_policy="lru",
+        )
     )
     start = perf_counter()
     for request_id, chain in enumerate(chains):

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_hybrid_prefix.bench.forced import forced_answers
-from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, budget_of, cache_figures, check_memory
+from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, cache_figures, check_memory
 from megatron_hybrid_prefix.console.terminal import (
     InputError,
     Stopped,
@@ -37,7 +37,6 @@ class Contestant:
         engine: The engine; None if it could not be built.
         crash: The exception it raised, in one line; None while it runs.
         trace: The traceback of that exception.
-        kept: What a scenario keeps of each timed round for `Scenario.over_repeats`.
     """
 
     def __init__(self, name: str, fields: dict[str, Any], should_stop: Callable[[], bool]) -> None:
@@ -45,7 +44,6 @@ class Contestant:
         self.engine: Any = None
         self.crash: str | None = None
         self.trace: str | None = None
-        self.kept: list[Any] = []
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -110,7 +108,7 @@ class Contestant:
         return cache_figures(self.engine) or {}
 
     def room(self) -> dict[str, int]:
-        """Capacity: KV blocks and state slots. With one budget: how many there are if there are none of the others."""
+        """Capacity: KV blocks and state slots. If they share memory: how many there are if there are none of the others."""
         from megatron_hybrid_prefix.upstream.blocks import block_counts
 
         context = self.engine.context
@@ -174,8 +172,9 @@ def contestants(
                 graphs.begin()
             if model is None or graphs is not None:
                 model = make_model()
-            contestant = Contestant(name, make_fields(model) | ENGINES[name](budgets_of(model)), should_stop)
-            check_memory(budget_of(contestant.fields), next(model.parameters()).device, f"engine {name}: ")
+            budgets = budgets_of(model)
+            contestant = Contestant(name, make_fields(model) | ENGINES[name](budgets), should_stop)
+            check_memory(budgets, contestant.fields, next(model.parameters()).device, f"engine {name}: ")
             found.append(contestant)
             with contestant.attempt(), as_input_errors(*_refusals(crash_when_built), prefix=f"engine {name}: "):
                 # "off" and "upstream" use megatron's own classes. Where megatron cannot run the model, "off" is this package's

@@ -50,7 +50,6 @@ class Bench:
         self.args, self.names, self.scenario, self.config, self.platform = args, names, scenario, config, platform
         self._interrupt = interrupt
         self.samples: dict[str, list[Sample]] = {name: [] for name in names}
-        self.overall: dict[str, Sample] = {}
         self.engines: dict[str, dict[str, Any]] = {}
         self.plain_metrics: Sequence[Metric] = ()
         self.plain_samples: list[Sample] = []
@@ -77,7 +76,6 @@ class Bench:
             rooms = {contestant.name: contestant.room() for contestant in every if contestant.engine is not None}
             with progress(["rounds"], 1 + self.args.repeats) as done:
                 self._rounds(every, lambda count: done("rounds", count))
-            self.overall = self.scenario.over_repeats(every)
             for contestant in every:
                 self.engines[contestant.name] = {
                     "status": "completed" if contestant.crash is None else "crashed",
@@ -99,9 +97,6 @@ class Bench:
             if repeat >= 0:
                 for name, sample in samples.items():
                     self.samples[name].append(sample)
-            else:
-                for contestant in every:
-                    contestant.kept.clear()
             on_round(repeat + 2)
 
     def _model(self) -> Any:
@@ -169,7 +164,7 @@ def as_json(bench: Bench, command: str) -> dict[str, Any]:
         "options": options,
         "garbage": "collected before each timed round, not during it",
         "engines": bench.engines,
-        "metrics": summarise(scenario.metrics(), bench.samples, crashed_engines(bench), bench.overall),
+        "metrics": summarise(scenario.metrics(), bench.samples, crashed_engines(bench)),
         "control_plane": summarise(bench.plain_metrics, {"cache": bench.plain_samples}),
     }
 
@@ -198,7 +193,5 @@ def print_report(console: Console, bench: Bench, report: dict[str, Any]) -> None
 def _room(engine: dict[str, Any]) -> str:
     """An engine's budget and what fits, in words."""
     budget = ", ".join(f"{name} {value:.4g}" for name, value in engine["budget"].items())
-    one_budget = "cache_gb" in engine["budget"]
-    return (
-        f"{engine['kv_blocks']} KV blocks{' or ' if one_budget else ', '}{engine['state_slots']} state slots ({budget})"
-    )
+    both = " or " if "cache_gb" in engine["budget"] else ", "
+    return f"{engine['kv_blocks']} KV blocks{both}{engine['state_slots']} state slots ({budget})"

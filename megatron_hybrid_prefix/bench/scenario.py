@@ -112,10 +112,6 @@ class Scenario:
                 samples[contestant.name] = self.play(contestant, workload)
         return samples
 
-    def over_repeats(self, every: Sequence[Contestant]) -> dict[str, Sample]:
-        """Figures of all timed rounds together, by engine, from what `repeat` put into `Contestant.kept`."""
-        return {}
-
     def play(self, contestant: Contestant, workload: Any) -> Sample:
         """Runs one round of one engine."""
         raise NotImplementedError

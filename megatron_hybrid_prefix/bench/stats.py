@@ -13,7 +13,7 @@ from rich.table import Table
 # One repeat of one engine: metric -> value. None or missing: the engine does not have this metric.
 Sample = dict[str, float | None]
 # Pairs of engines whose ratio is shown.
-RATIO_PAIRS = (("upstream", "off"), ("split", "off"), ("ours", "off"), ("ours", "upstream"), ("ours", "split"))
+RATIO_PAIRS = (("upstream", "off"), ("ours", "off"), ("ours", "upstream"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,6 @@ class Metric:
         digits: Digits after the decimal point in the table.
         goal: Goal of this package's engine, as text.
         ratios: Whether to show ratios between engines.
-        over_repeats: Whether it is one figure of all repeats together, from `Scenario.over_repeats`.
     """
 
     name: str
@@ -34,7 +33,6 @@ class Metric:
     digits: int = 1
     goal: str = ""
     ratios: bool = True
-    over_repeats: bool = False
 
 
 def rotated[T](items: Sequence[T], shift: int) -> list[T]:
@@ -60,10 +58,7 @@ def ratio(value: float | None, to: float | None) -> float | None:
 
 
 def summarise(
-    metrics: Sequence[Metric],
-    samples: Mapping[str, Sequence[Sample]],
-    crashed: Sequence[str] = (),
-    overall: Mapping[str, Sample] | None = None,
+    metrics: Sequence[Metric], samples: Mapping[str, Sequence[Sample]], crashed: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Samples, medians and ratios of medians, by metric.
 
@@ -71,13 +66,10 @@ def summarise(
         metrics: The metrics to report.
         samples: One sample per repeat, by engine.
         crashed: Engines that crashed. Their samples are kept, but they get no median.
-        overall: The sample of all repeats together, by engine.
     """
     report: dict[str, Any] = {}
-    together = {engine: [sample] for engine, sample in (overall or {}).items()}
     for metric in metrics:
-        chosen = {engine: together.get(engine, []) for engine in samples} if metric.over_repeats else samples
-        values = {engine: [sample.get(metric.name) for sample in rounds] for engine, rounds in chosen.items()}
+        values = {engine: [sample.get(metric.name) for sample in rounds] for engine, rounds in samples.items()}
         medians = {engine: None if engine in crashed else median(row) for engine, row in values.items()}
         pairs = [(a, b) for a, b in RATIO_PAIRS if metric.ratios and a in medians and b in medians]
         report[metric.name] = {

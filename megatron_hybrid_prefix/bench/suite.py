@@ -48,7 +48,6 @@ QUICK: dict[str, dict[str, int]] = {
     "no_reuse": {"requests": 4, "prompt_tokens": 300, "generate": 8},
     "pressure": {"prefixes": 8, "shared_tokens": 512, "requests": 20, "running": 2},
     "host_tier": {"prompts": 4, "shared_tokens": 512, "own_tokens": 60},
-    "changing": {"chats": 6, "documents": 2, "document_tokens": 1500, "agents": 4, "agent_tokens": 600},
     "index": {"index_blocks": 20_000, "long_prompt_tokens": 30_000, "steps": 12, "requests": 3},
 }
 QUICK_REPEATS = 2

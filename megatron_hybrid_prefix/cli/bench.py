@@ -8,8 +8,7 @@ examples:
     hybrid-prefix bench samples                              # several answers to one prompt, all at once
     hybrid-prefix bench no_reuse --json no_reuse.json        # throughput when nothing can be reused
     hybrid-prefix bench host_tier                            # prompts come back after they were evicted
-    hybrid-prefix bench pressure --engine off,split,ours     # the cache is smaller than the working set
-    hybrid-prefix bench changing --engine off,split,ours     # memory moves between KV and states under load
+    hybrid-prefix bench pressure --engine off,ours           # the cache is smaller than the working set
     hybrid-prefix bench index                                # the control plane; needs no GPU
     hybrid-prefix bench all --json b.json --report out       # all scenarios, with tables and plots (--quick: small)
     hybrid-prefix bench report b.json out                    # tables and plots of an earlier run
@@ -18,8 +17,7 @@ examples:
 engines:
     off         megatron-core without prefix caching
     upstream    megatron-core with its own prefix caching
-    ours        megatron-core with this package's cache: one budget for KV and states (--cache-gb)
-    split       the same with a fixed split: --mamba-gb for checkpoints, --buffer-gb for everything else
+    ours        megatron-core with this package's cache: KV and states share one memory (--cache-gb)
 
 By default `ours` gets --buffer-gb and --mamba-gb together, so all engines with a cache have the same memory.
 

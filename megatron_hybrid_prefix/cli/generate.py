@@ -7,21 +7,20 @@ examples:
     hybrid-prefix generate "Hello" --preset tiny
     hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B
     hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json --plot result.png
-    hybrid-prefix generate --jsonl prompts.jsonl --compare ours,split --mamba-gb 4 --buffer-gb 16
+    hybrid-prefix generate --jsonl prompts.jsonl --compare off,ours --cache-gb 20
     hybrid-prefix generate --sessions agents.jsonl --compare off,upstream,ours
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix generate --jsonl prompts.jsonl --preset small --tp 2
 
 engines:
     off         megatron-core without prefix caching
     upstream    megatron-core with its own prefix caching
-    ours        megatron-core with this package's cache: one budget for KV and states (--cache-gb)
-    split       the same with a fixed split: --mamba-gb for checkpoints, --buffer-gb for everything else
+    ours        megatron-core with this package's cache: KV and states share one memory (--cache-gb)
 
 By default `ours` gets --buffer-gb and --mamba-gb together, so all engines with a cache have the same memory.
 
 --jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may set its own sampling parameters:
 "num_tokens_to_generate", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_words", "termination_id",
-"stop_token_ids", "top_n_logprobs". For the engines "ours" and "split" it may also set:
+"stop_token_ids", "top_n_logprobs". For the engine "ours" it may also set:
     "cache_salt"          text; requests with different salts share nothing
     "cache_read"          false: do not reuse cached prefixes
     "cache_write"         false: do not cache this request
@@ -267,7 +266,6 @@ class Runner:
         from megatron_hybrid_prefix.mcore import build_engine
         from megatron_hybrid_prefix.mcore.runner import check_fits, release_engine
 
-        check_memory(budget_of(fields), self.platform.device, f"engine {name}: ")
         with as_input_errors(ValueError, prefix=f"engine {name}: "), as_memory_errors(f"engine {name}", ENGINE_ADVICE):
             engine = build_engine(self.model, tokenizer=self.tokenizer, **fields)
         try:
@@ -348,6 +346,7 @@ def run_engines(
         for name in names:
             sent = runs[0].requests if runs else None
             fields = shared | ENGINES[name](budgets) | state_dtype
+            check_memory(budgets, fields, runner.platform.device, f"engine {name}: ")
             runs.append(runner.run(name, fields, work, sent, partial(done, name)))
             gc.collect()  # an engine has reference cycles
     return runs, {
@@ -422,7 +421,7 @@ def run_on(
     console.print(platform.describe(), markup=False, soft_wrap=True)
     budgets = Budgets.of(args, platform.device.type)
     for name in names:
-        check_memory(budget_of(ENGINES[name](budgets)), platform.device, f"engine {name}: ", all_ranks=True)
+        check_memory(budgets, ENGINES[name](budgets), platform.device, f"engine {name}: ", all_ranks=True)
     model = build_model(args, config, platform)
     with as_input_errors(ValueError, PlatformError):
         if args.load is not None:

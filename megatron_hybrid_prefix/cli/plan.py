@@ -5,26 +5,22 @@ examples:
     hybrid-prefix plan nemotron-h-8b --cache-gb 40 --host-gb 64
     hybrid-prefix plan arguments.yaml --cache-gb 40 --tp 2 --speculative-tokens 3
     hybrid-prefix plan config.json --cache-gb 40 --trace trace.jsonl --json plan.json
-    hybrid-prefix plan nemotron-h-8b --mamba-gb 10 --buffer-gb 30           # a fixed split
 
 MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face config.json (or its folder). Budgets are
 in GiB per rank.
 
---gpu-gb with --hf or a preset: what fits GPUs of this size at each tensor-parallel size, and which budget to give: one
-budget, or a fixed split with 25 % for states. A conversation that is kept has its KV and a checkpoint. 10 % of a GPU stay
-free for activations. A folder needs config.json only.
+--gpu-gb with --hf or a preset: what fits GPUs of this size at each tensor-parallel size, and which budget to give. A
+conversation that is kept has its KV and a checkpoint. 10 % of a GPU stay free for activations. A folder needs config.json
+only.
 
---cache-gb: one budget that KV, checkpoints and states of running requests share, and the fixed split of as many bytes: 25 %
-for states, or with --trace the best split of ten. --host-gb adds a host tier.
-
---mamba-gb and --buffer-gb: a fixed split that you give, and one budget of as many bytes.
+--cache-gb: the budget that KV, checkpoints and states of running requests share. --mamba-gb limits the checkpoints in it.
+--host-gb adds a host tier.
 
 --prefill-tokens-per-s: from how many tokens on it is faster to load a prefix from a shared tier (--shared of serve) than
 to compute it, by what the disk or the network gives each rank. It is the value for min_tokens in the URL.
 
-With --trace, the recorded requests are replayed at this budget (as by hybrid-prefix replay), then with more. Of a fixed
-split each part is raised by the same amount in turn, and the one that gains most is recommended. The time of loading from
-the host is not counted.
+With --trace, the recorded requests are replayed at this budget (as by hybrid-prefix replay). Then each option is raised by
+the same amount in turn, and the one that gains most is recommended. The time of loading from the host is not counted.
 
 Needs neither a GPU nor torch.
 
@@ -37,12 +33,12 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megatron_hybrid_prefix._version import __version__
-from megatron_hybrid_prefix.console.engine_options import positive_float, positive_int, whole_number
+from megatron_hybrid_prefix.config import add_removed_flags
+from megatron_hybrid_prefix.console.engine_options import check_cap, positive_float, positive_int, whole_number
 from megatron_hybrid_prefix.console.hf import add_hf_option, folder_of
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
@@ -54,26 +50,16 @@ from megatron_hybrid_prefix.console.terminal import (
     command_line,
     output_console,
     printable,
-    progress,
     run_command,
     write_json,
 )
 from megatron_hybrid_prefix.lab.break_even import GB, break_even, break_even_rows
+from megatron_hybrid_prefix.lab.budget import advice, expected_reuse, plan_budget
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
 from megatron_hybrid_prefix.lab.fit import fits, parameter_count
-from megatron_hybrid_prefix.lab.fixed_split import KNOBS, Budget, Plan, advice, blind_advice, expected_reuse, plan_of
-from megatron_hybrid_prefix.lab.memory import GIB, bytes_of, floor_gib
-from megatron_hybrid_prefix.lab.one_budget import (
-    ADVISED_STATE_SHARE,
-    RAISED_BY,
-    one_budget,
-    reuse_in_one_memory,
-    reuse_of_one_budget,
-    split_options,
-)
-from megatron_hybrid_prefix.lab.one_budget import advice as advice_of_split
-from megatron_hybrid_prefix.lab.plan_report import print_fits, print_fixed_split, print_one_budget
-from megatron_hybrid_prefix.lab.replay import TooLargeError, ceiling_tokens
+from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of, floor_gib
+from megatron_hybrid_prefix.lab.plan_report import print_fits, print_plan
+from megatron_hybrid_prefix.lab.replay import TooLargeError
 from megatron_hybrid_prefix.lab.traces import read_trace
 from megatron_hybrid_prefix.models.config import PRESETS, get_preset
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, eviction_policy_names
@@ -102,10 +88,9 @@ def make_parser() -> ArgumentParser:
     add(
         "--cache-gb",
         type=positive_float,
-        help="GiB for KV, checkpoints and states of running requests together, instead of --mamba-gb and --buffer-gb",
+        help="GiB for KV, checkpoints and states of running requests together",
     )
-    add("--mamba-gb", type=positive_float, help="GiB for state checkpoints on the GPU")
-    add("--buffer-gb", type=positive_float, help="GiB for KV blocks and the states of running requests")
+    add("--mamba-gb", type=positive_float, help="most GiB of checkpoints in --cache-gb (default: no limit)")
     add("--host-gb", type=positive_float, help="GiB of pinned host memory for evicted KV and states (default: none)")
     add("--block-size-tokens", type=positive_int, default=256, help="tokens per KV block (default: %(default)s)")
     add("--max-requests", type=positive_int, default=64, help="most running requests (default: %(default)s)")
@@ -120,7 +105,7 @@ def make_parser() -> ArgumentParser:
         "--gpu-gb",
         type=positive_float,
         metavar="X",
-        help="memory of one GPU, in GB (10^9 bytes), such as 80, instead of budgets; needs --hf or a preset",
+        help="memory of one GPU, in GB (10^9 bytes), such as 80, instead of --cache-gb; needs --hf or a preset",
     )
     add(
         "--conversation-tokens",
@@ -153,66 +138,8 @@ def make_parser() -> ArgumentParser:
         help="eviction policy (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all results as JSON")
+    add_removed_flags(parser, {"--buffer-gb": "use --cache-gb"})
     return parser
-
-
-def fixed_plan(args: argparse.Namespace, sizes: Sizes, budget: Budget) -> Plan:
-    """What a fixed split holds. Raises InputError if the states of the running requests alone exceed it."""
-    return plan_of(
-        budget,
-        sizes,
-        block_tokens=args.block_size_tokens,
-        max_requests=args.max_requests,
-        drafts=args.speculative_tokens,
-    )
-
-
-def measured(
-    args: argparse.Namespace, sizes: Sizes, budget: Budget, interrupt: Interrupt
-) -> tuple[dict[str, Any], str]:
-    """Replays the trace. Returns the reuse at this budget, in one memory and with each budget raised; and the advice."""
-    trace = read_trace(args.trace, limit=args.limit)
-    ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
-    step = max(int(budget.all_bytes * RAISED_BY), sizes.state_bytes)
-
-    def reuse_of(split: Budget) -> float:
-        return expected_reuse(
-            trace,
-            fixed_plan(args, sizes, split),
-            sizes,
-            host_bytes=split.host_bytes,
-            eviction=args.eviction,
-            on_request=stop_of(interrupt),
-        )
-
-    own_bytes = fixed_plan(args, sizes, budget).live_bytes if args.speculative_tokens else 0
-    with progress(["replays"], 2 + len(KNOBS)) as done:
-        reuse = reuse_of(budget)
-        done("replays", 1)
-        shared = reuse_in_one_memory(
-            trace,
-            sizes,
-            cache_bytes=budget.device_bytes - own_bytes,
-            host_bytes=budget.host_bytes,
-            eviction=args.eviction,
-            on_request=stop_of(interrupt),
-        )
-        done("replays", 2)
-        gains: dict[str, float] = {}
-        for number, name in enumerate(KNOBS, 3):
-            raised = replace(budget, **{name: getattr(budget, name) + step})
-            gains[name] = reuse_of(raised) - reuse
-            done("replays", number)
-    found = {
-        "requests": len(trace.requests),
-        "prompt_tokens": trace.prompt_tokens,
-        "reused_token_fraction": reuse,
-        "one_budget_fraction": shared,
-        "ceiling_fraction": ceiling,
-        "raised_by_bytes": step,
-        "gains": {KNOBS[name]: gain for name, gain in gains.items()},
-    }
-    return found, advice(gains, reuse, ceiling, step / GIB)
 
 
 def stop_of(interrupt: Interrupt) -> Callable[[int], None]:
@@ -256,8 +183,7 @@ def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
         if smallest.tp > 1:
             text = f"torchrun --nproc-per-node {smallest.tp} -m megatron_hybrid_prefix"
         text += " serve " + (f"--preset {name}" if folder is None else f"--hf {shlex.quote(str(args.hf))}")
-        one = f"--cache-gb {floor_gib(smallest.cache_bytes)}"
-        text += f" --tp {smallest.tp} {split_options(smallest.cache_bytes) if smallest.plan.prefers_split else one}"
+        text += f" --tp {smallest.tp} --cache-gb {floor_gib(smallest.cache_bytes)}"
         text += f" --max-requests {args.max_requests} --block-size-tokens {args.block_size_tokens}"
         text += f" --speculative-tokens {args.speculative_tokens}" if args.speculative_tokens else ""
         text += f" --state-dtype {args.state_dtype}" if args.state_dtype else ""
@@ -269,41 +195,43 @@ def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
     return 0
 
 
-def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, interrupt: Interrupt) -> int:
-    """What ``--cache-gb`` and ``--host-gb`` hold, and what they reuse. Returns the exit code."""
+def run_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, interrupt: Interrupt) -> int:
+    """What the budgets hold, and what they reuse. Returns the exit code."""
     cache_bytes = bytes_of(args.cache_gb, GIB, "--cache-gb")
+    mamba_bytes = None if args.mamba_gb is None else bytes_of(args.mamba_gb, GIB, "--mamba-gb")
     host_bytes = bytes_of(args.host_gb or 0, GIB, "--host-gb")
+    block_bytes = sizes.kv_block_bytes(args.block_size_tokens)
     with as_input_errors(ValueError, prefix=f"--cache-gb {args.cache_gb:g}: "):
-        plan = one_budget(
+        plan = plan_budget(
             sizes,
             cache_bytes=cache_bytes,
+            mamba_bytes=mamba_bytes,
             block_tokens=args.block_size_tokens,
             conversation_tokens=args.conversation_tokens,
             max_requests=args.max_requests,
             drafts=args.speculative_tokens,
             host_bytes=host_bytes,
         )
-    layout = plan.layout
-    least_bytes = sizes.state_bytes + sizes.kv_block_bytes(args.block_size_tokens)  # padding stays on the device
+    least_bytes = sizes.state_bytes + block_bytes  # padding stays on the device
     if 0 < host_bytes < least_bytes:
         raise InputError(f"--host-gb {args.host_gb:g}: a state and a KV block take {least_bytes / GIB:.4f} GiB")
-    reuse, ceiling = None, None
+    reuse, text = None, "add --trace to learn which budget to raise first"
     if args.trace:
         trace = read_trace(args.trace, limit=args.limit)
-        ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
+        memory = Memory(
+            cache_bytes=cache_bytes - (plan.own_bytes if args.speculative_tokens else 0),
+            block_bytes=sizes.kv_block_bytes(trace.block_tokens),
+            state_bytes=sizes.state_bytes,
+            mamba_bytes=mamba_bytes,
+        )
         with as_input_errors(TooLargeError):
-            reuse = reuse_of_one_budget(
-                trace,
-                sizes,
-                cache_bytes=cache_bytes - (plan.own_bytes if args.speculative_tokens else 0),
-                host_bytes=host_bytes,
-                eviction=args.eviction,
-                on_request=stop_of(interrupt),
+            reuse = expected_reuse(
+                trace, memory, host_bytes=host_bytes, eviction=args.eviction, on_request=stop_of(interrupt)
             )
-    text = advice_of_split(plan, cache_bytes, reuse)
+        text = advice(reuse)
     pays = break_even(sizes.kv_token_bytes, sizes.state_bytes, args.prefill_tokens_per_s)
     console = output_console()
-    print_one_budget(
+    print_plan(
         console,
         sizes,
         plan,
@@ -314,36 +242,33 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
         drafts=args.speculative_tokens,
         more_rows=break_even_rows(pays),
         reuse=reuse,
-        ceiling=ceiling,
     )
     console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
+        layout = plan.layout
         report = {
             "version": __version__,
             "command": command_line(argv),
             "model": sizes.name,
             "tp": sizes.tp,
             "cache_bytes": cache_bytes,
+            "mamba_bytes": mamba_bytes,
             "host_bytes": host_bytes,
-            "checkpoint_bytes": layout.state_bytes,
+            "checkpoint_bytes": sizes.state_bytes,
             "kv_block_bytes": layout.block_bytes,
             "kv_block_padding_bytes": plan.block_padding_bytes,
+            "next_logits_bytes": sizes.next_logits_bytes,
+            "live_request_bytes": sizes.live_bytes(args.speculative_tokens),
             "page_blocks": layout.page_blocks,
+            "page_states": layout.page_states,
             "padding_bytes": layout.padding_bytes,
             "kv_blocks": layout.total_blocks,
-            "states": layout.pages,
+            "states": plan.cached_states,
             "conversations": plan.conversations,
             "host_states": plan.host_states,
             "host_conversations": plan.host_conversations,
-            "split": {
-                "state_share": ADVISED_STATE_SHARE,
-                "states": plan.split_states,
-                "kv_blocks": plan.split_blocks,
-                "conversations": plan.split_conversations,
-            },
             "break_even_tokens": pays or None,
-            "expected_reuse": reuse and reuse | {"splits": {f"{s:g}": x for s, x in reuse["splits"].items()}},
-            "ceiling_fraction": ceiling,
+            "expected_reuse": reuse,
             "advice": text,
         }
         write_json(args.json, report)
@@ -351,33 +276,27 @@ def run_one_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, 
     return 0
 
 
-def check_model(args: argparse.Namespace) -> bool:
-    """Checks that there is one model, and budgets or a GPU. Returns whether to show what fits.
+def check_model(args: argparse.Namespace) -> None:
+    """Checks that there is one model, and a budget or a GPU.
 
     Raises:
         InputError: An option is missing, or one too many.
     """
     if (args.model is None) == (args.hf is None):
         raise InputError("give MODEL or --hf DIR, and only one of them")
-    budgets = [name for name in ("mamba_gb", "buffer_gb") if getattr(args, name) is not None]
     if args.cache_gb is not None:
-        if budgets or args.gpu_gb is not None:
-            raise InputError("--cache-gb: does not go with --mamba-gb, --buffer-gb and --gpu-gb")
-        return False
-    if len(budgets) == 2 and args.gpu_gb is None:
-        return False
-    if (
+        if args.gpu_gb is not None:
+            raise InputError("--cache-gb: does not go with --gpu-gb")
+        check_cap(args.mamba_gb, args.cache_gb)
+    elif (
         args.gpu_gb is None
-        or budgets
+        or args.mamba_gb is not None
         or args.host_gb is not None
         or args.trace
         or args.prefill_tokens_per_s
         or (args.hf is None and args.model not in PRESETS)
     ):
-        raise InputError(
-            "give --cache-gb, or --mamba-gb and --buffer-gb, or --gpu-gb alone (with --hf or a preset) to learn which"
-        )
-    return True
+        raise InputError("give --cache-gb, or --gpu-gb alone (with --hf or a preset) to learn which")
 
 
 def run(argv: Sequence[str], interrupt: Interrupt) -> int:
@@ -385,7 +304,8 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
     args = make_parser().parse_args(argv)
     if args.json is not None:
         check_writable(args.json)
-    if check_model(args):
+    check_model(args)
+    if args.cache_gb is None:
         return run_fits(argv, args)
     folder = folder_of(args)
     if folder is None:
@@ -395,53 +315,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
             sizes = sizes_of_config(folder.name, folder.config, tp=args.tp, state_dtype=args.state_dtype)
     with as_input_errors(ValueError):
         sizes.check_blocks(args.block_size_tokens)
-    if args.cache_gb is not None:
-        return run_one_budget(argv, args, sizes, interrupt)
-    budget = Budget(
-        state_bytes=bytes_of(args.mamba_gb, GIB, "--mamba-gb"),
-        host_bytes=bytes_of(args.host_gb or 0, GIB, "--host-gb"),
-        kv_bytes=bytes_of(args.buffer_gb, GIB, "--buffer-gb"),
-    )
-    plan = fixed_plan(args, sizes, budget)
-    reuse, text = None, blind_advice(plan, sizes, budget)
-    if args.trace:
-        with as_input_errors(TooLargeError):
-            reuse, text = measured(args, sizes, budget, interrupt)
-    console = output_console()
-    pays = break_even(sizes.kv_token_bytes, sizes.state_bytes, args.prefill_tokens_per_s)
-    print_fixed_split(
-        console,
-        sizes,
-        budget,
-        plan,
-        block_tokens=args.block_size_tokens,
-        max_requests=args.max_requests,
-        drafts=args.speculative_tokens,
-        more_rows=break_even_rows(pays),
-        reuse=reuse,
-    )
-    console.print(text, markup=False, soft_wrap=True)
-    if args.json is not None:
-        report = {
-            "version": __version__,
-            "command": command_line(argv),
-            "model": sizes.name,
-            "tp": sizes.tp,
-            "checkpoint_bytes": sizes.state_bytes,
-            "kv_block_bytes": sizes.kv_block_bytes(args.block_size_tokens),
-            "next_logits_bytes": sizes.next_logits_bytes,
-            "live_request_bytes": sizes.live_bytes(args.speculative_tokens),
-            "device_states": plan.device_states,
-            "host_states": plan.host_states,
-            "kv_blocks": plan.kv_blocks,
-            "history_tokens": plan.history_tokens,
-            "break_even_tokens": pays or None,
-            "expected_reuse": reuse,
-            "advice": text,
-        }
-        write_json(args.json, report)
-        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
-    return 0
+    return run_budget(argv, args, sizes, interrupt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,7 @@ examples:
     hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
     hybrid-prefix replay trace.jsonl --clairvoyant                  # how much is left: no rule reuses more than this
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots and blocks in GiB
-    hybrid-prefix replay trace.jsonl --preset nemotron-h-8b --cache-gb 10,20,40 --splits 10
-                                                                    # one memory for KV and states, against fixed splits
+    hybrid-prefix replay trace.jsonl --preset nemotron-h-8b --cache-gb 10,20,40    # KV and states share one memory
 
 TRACE is a file with one JSON object per line, in one of three formats:
     Mooncake   "timestamp", "input_length", "output_length", and "hash_ids" of 512-token blocks
@@ -17,8 +16,7 @@ TRACE is a file with one JSON object per line, in one of three formats:
     text       "timestamp" and "input", the whole prompt as text
 
 With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB, with the bytes of
-the model of --preset or --hf. --splits N also replays N fixed splits of the same bytes: 5 % for states, 10 %, and so on
-up to N times 5 %. The best of them is an oracle: nobody knows it before.
+the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it.
 
 --clairvoyant adds two rows for rules that know all requests beforehand: an offline rule, and a bound that no rule passes.
 Both are for unlimited KV. They take a second or more for every 100 slots (6,000 requests).
@@ -44,7 +42,7 @@ from rich.table import Table
 
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.config import add_removed_flags
-from megatron_hybrid_prefix.console.engine_options import positive_int, whole_number
+from megatron_hybrid_prefix.console.engine_options import positive_float, positive_int, whole_number
 from megatron_hybrid_prefix.console.hf import add_hf_option, folder_of
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
@@ -65,7 +63,7 @@ from megatron_hybrid_prefix.console.terminal import (
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
 from megatron_hybrid_prefix.lab.clairvoyant import Clairvoyant, clairvoyant
 from megatron_hybrid_prefix.lab.memory import GIB
-from megatron_hybrid_prefix.lab.memory_report import MOST_SPLITS, is_split, memories, print_memories
+from megatron_hybrid_prefix.lab.memory_report import memories, print_memories
 from megatron_hybrid_prefix.lab.plot import save_plot
 from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, TooLargeError, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
@@ -110,10 +108,10 @@ def make_parser() -> ArgumentParser:
         help="GiB that KV and states share, instead of the two counts; several are replayed in turn",
     )
     add(
-        "--splits",
-        type=positive_int,
-        metavar="N",
-        help=f"with --cache-gb: also replay N fixed splits, at most {MOST_SPLITS}, and show the best",
+        "--mamba-gb",
+        type=positive_float,
+        metavar="X",
+        help="with --cache-gb: most GiB of checkpoints in it (default: no limit)",
     )
     add(
         "--host-pages",
@@ -159,7 +157,13 @@ def make_parser() -> ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="PATH", help="write all results as JSON, with the occupancy over time")
     add("--plot", type=Path, metavar="PATH", help="plot reuse at each budget, one line per policy, as PNG, SVG or PDF")
-    add_removed_flags(parser, dict.fromkeys(("--host-state-slots", "--host-kv-blocks"), "use --host-pages"))
+    add_removed_flags(
+        parser,
+        {
+            **dict.fromkeys(("--host-state-slots", "--host-kv-blocks"), "use --host-pages"),
+            "--splits": "use --mamba-gb, which limits the states in --cache-gb",
+        },
+    )
     return parser
 
 
@@ -288,7 +292,7 @@ def as_json(
     args: argparse.Namespace, trace: Trace, runs: Sequence[Replayed], ceiling: float, command: str
 ) -> dict[str, Any]:
     """All results as JSON values. ``reused_token_fraction`` is the first policy's, at the largest budget."""
-    own = [run for run in runs if run.policy is runs[0].policy and not is_split(run)]
+    own = [run for run in runs if run.policy is runs[0].policy]
     shared = [(run.memory.cache_bytes / GIB, run) for run in own if run.memory is not None]
     by_budget = {f"{gib:g}": run.reused_token_fraction for gib, run in shared}
     return {
@@ -416,13 +420,13 @@ def run_shared(
 ) -> int:
     """Runs the command with ``--cache-gb``."""
     if args.cache_gb is None:
-        raise InputError("--splits: needs --cache-gb")
+        raise InputError("--mamba-gb: limits the states in --cache-gb; give that, too, or --state-slots instead")
     if args.state_slots is not None or args.kv_blocks is not None:
         raise InputError("--cache-gb replaces --state-slots and --kv-blocks: give one or the others")
     if sizes is None:
         raise InputError("--cache-gb: needs the bytes of a model: give --preset or --hf")
     args.baselines = args.baselines or "lru"
-    memories_for = functools.partial(memories, args.cache_gb, args.splits or 0, state_bytes=sizes.state_bytes)
+    memories_for = functools.partial(memories, args.cache_gb, args.mamba_gb, state_bytes=sizes.state_bytes)
     memories_for(block_bytes=sizes.kv_token_bytes)  # finds wrong options before the trace is read: the smallest blocks
     trace = trace_of()
     budgets = memories_for(block_bytes=sizes.kv_block_bytes(trace.block_tokens))
@@ -453,7 +457,7 @@ def run(argv: Sequence[str], interrupt: Interrupt) -> int:
         check_can_plot("--plot", args.plot)
     sizes = model_sizes(args)
     trace_of = functools.partial(read_trace, args.traces, block_tokens=args.block_tokens, limit=args.limit)
-    if args.cache_gb is not None or args.splits is not None:
+    if args.cache_gb is not None or args.mamba_gb is not None:
         return run_shared(args, sizes, trace_of, argv, interrupt)
     args.state_slots, args.kv_blocks = args.state_slots or DEFAULT_SLOTS, args.kv_blocks or "unlimited"
     args.baselines = args.baselines or DEFAULT_BASELINES

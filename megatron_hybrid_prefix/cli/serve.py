@@ -29,8 +29,8 @@ docs/server-fields.md lists all fields.
 --api-keys: each line of the file is "NAME KEY". Requests with keys of different names share nothing.
 
 memory:
-    --cache-gb is one budget for KV blocks, checkpoints and the states of running requests. --mamba-gb or --buffer-gb
-    instead make a fixed split: --mamba-gb for checkpoints, --buffer-gb for everything else.
+    --cache-gb is the memory that KV blocks, checkpoints and the states of running requests share. --mamba-gb limits the
+    checkpoints in it. Without --cache-gb the memory is --buffer-gb and --mamba-gb together.
 
 replicas:
     Under torchrun, --tp x --pp ranks form a replica. Megatron's data-parallel coordinator sends each request to the
@@ -61,7 +61,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     Budgets,
     add_engine_options,
     add_model_options,
-    budget_of,
+    check_cap,
     check_engine_options,
     check_memory,
     engine_fields,
@@ -239,13 +239,11 @@ def check_options(args: argparse.Namespace) -> Any:
         raise InputError(f"--max-sequence-length: {args.preset} has at most {config.max_sequence_length}")
     if args.load is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
-    if args.cache_gb is not None:
-        for name in (name for name in ("mamba_gb", "buffer_gb") if getattr(args, name) is not None):
-            raise InputError(
-                f"--cache-gb is one budget for KV and states, --{name.replace('_', '-')} a part of a fixed split: give one"
-            )
+    if args.cache_gb is not None and args.buffer_gb is not None:
+        raise InputError("--cache-gb replaces --buffer-gb: give one of them")
+    check_cap(args.mamba_gb, args.cache_gb)
     if args.no_cache:
-        given = ("cache_gb", "mamba_gb", "host_gb", "tier_behind_host", "shared", "verify_hits")
+        given = ("mamba_gb", "host_gb", "tier_behind_host", "shared", "verify_hits")
         for name in (name for name in given if getattr(args, name)):
             raise InputError(f"--no-cache: leaves nothing for --{name.replace('_', '-')} to do")
     if args.port > 65535:
@@ -282,31 +280,15 @@ def read_keys(path: Path | None) -> dict[str, str]:
     return keys
 
 
-def cache_config(args: argparse.Namespace, device_type: str) -> HybridPrefixConfig:
-    """The cache's settings: one budget, or a fixed split with ``--mamba-gb`` or ``--buffer-gb``.
-
-    With ``--no-cache`` there is room for no state, and each request is told to use none.
-    """
-    budgets = Budgets.of(args, device_type)
-    if args.no_cache:
-        settings = HybridPrefixConfig(mamba_gb=0.0, exact=args.exact)
-    elif args.mamba_gb is None and args.buffer_gb is None:
-        settings = budgets.one_budget
-    else:
-        settings = budgets.fixed_split
+def cache_config(args: argparse.Namespace, budgets: Budgets) -> HybridPrefixConfig:
+    """The cache's settings. With ``--no-cache`` no state is cached, and each request is told to use none."""
     return replace(
-        settings,
+        budgets.prefix,
+        mamba_gb=0.0 if args.no_cache else args.mamba_gb,
         state_dtype=args.state_dtype,
         verify_hits=args.verify_hits,
         prompt_log_probs_gb=0.0 if args.no_cache else args.prompt_log_probs_gb,
     )
-
-
-def budget_fields(args: argparse.Namespace, device_type: str) -> dict[str, Any]:
-    """Arguments of build_engine with the budgets."""
-    prefix = cache_config(args, device_type)
-    split = {} if prefix.cache_gb is not None else {"buffer_size_gb": Budgets.of(args, device_type).buffer_gb}
-    return {"prefix": prefix, **split}
 
 
 def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Namespace) -> Any:
@@ -319,9 +301,10 @@ def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Nam
     from megatron_hybrid_prefix.mcore.runner import run_batch
     from megatron_hybrid_prefix.upstream.names import SamplingParams
 
-    fields = engine_fields(args, device_type, 0, args.max_sequence_length) | budget_fields(args, device_type)
+    budgets = Budgets.of(args, device_type)
+    fields = engine_fields(args, device_type, 0, args.max_sequence_length) | {"prefix": cache_config(args, budgets)}
     fields["materialize_only_last_token_logits"] = not args.prompt_log_probs
-    check_memory(budget_of(fields), next(model.parameters()).device)
+    check_memory(budgets, fields, next(model.parameters()).device)
     with as_input_errors(ValueError), as_memory_errors("the engine", ENGINE_ADVICE):
         engine = build_engine(model, tokenizer=tokenizer, **fields)
     # Warm up: the first forward of a process does lazy set-up. Two tokens are too few to be cached.
@@ -363,7 +346,8 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         listener = stack.enter_context(listen(args.host, args.port)) if is_main_rank() else None
         platform = stack.enter_context(started_platform(args))
         output_console().print(platform.describe(), markup=False, soft_wrap=True)
-        check_memory(budget_of(budget_fields(args, platform.device.type)), platform.device, all_ranks=True)
+        budgets = Budgets.of(args, platform.device.type)
+        check_memory(budgets, {"prefix": cache_config(args, budgets)}, platform.device, all_ranks=True)
         model = build_model(args, config, platform)
         if args.load is not None:
             from megatron_hybrid_prefix import models

@@ -21,11 +21,10 @@ from megatron_hybrid_prefix.bench.runner import machine_of
 from megatron_hybrid_prefix.bench.scenario import tokens
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, check_writable, run_command, write_json
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.tiers.units import HOST
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, Copy
 
 BLOCK_TOKENS = 64
-KV_BLOCKS = 12
-STATE_SLOTS = 6
+BLOCKS = 16  # in one memory; a state takes one of them
 HOST_GB = 0.01
 MAX_REQUESTS = 2
 OPENING_TOKENS = 200  # the first turn: a system message and a question
@@ -137,9 +136,9 @@ class Diary:
         outcome = "is kept already, or cannot be" if slot is None else f"is copied to slot {slot}"
         self.say("decode", f"the answer fills the block up to {position_tokens}: its state {outcome}")
 
-    def _take_copies(self, units: Sequence[Any]) -> None:
-        for to_host, group in groupby(units, key=lambda unit: unit.target == HOST):
-            self.say("store" if to_host else "fetch", f"{'to' if to_host else 'from'} the host: {_moved(group)}")
+    def _take_copies(self, copies: Sequence[Copy]) -> None:
+        for verb, group in groupby(copies, key=_verb):
+            self.say(verb, _TEXTS[verb](list(group)))
 
     def take(self) -> list[tuple[str, str]]:
         """The events since the last call."""
@@ -147,9 +146,23 @@ class Diary:
         return events
 
 
-def _moved(units: Iterable[Any]) -> str:
+def _verb(copy: Copy) -> str:
+    if isinstance(copy, BlockTransfer):
+        return "store" if copy.target == HOST else "fetch"
+    return "move" if isinstance(copy, BlockMove) else "clear"
+
+
+def _moved(transfers: Iterable[Any]) -> str:
     """What transfers move."""
-    return _ends({(_KINDS[unit.tag.kind], unit.tag.depth_tokens, unit.tag.key) for unit in units})
+    return _ends({(_KINDS[one.tag.kind], one.tag.depth_tokens, one.tag.key) for one in transfers})
+
+
+_TEXTS: dict[str, Callable[[list[Any]], str]] = {
+    "store": lambda transfers: f"to the host: {_moved(transfers)}",
+    "fetch": lambda transfers: f"from the host: {_moved(transfers)}",
+    "move": lambda moves: f"{_count(len(moves), 'KV block')} to other pages, so that a page can hold a state",
+    "clear": lambda pages: f"{_count(len(pages), 'page')} that held a state, for KV",
+}
 
 
 def _ends(parts: Iterable[tuple[str, int, bytes]]) -> str:
@@ -210,20 +223,17 @@ def walk(model: Any) -> Iterator[dict[str, Any]]:
     options = argparse.Namespace(
         block_size_tokens=BLOCK_TOKENS, max_requests=MAX_REQUESTS, state_dtype=None, preset="tiny"
     )
-    machine = machine_of(model, options)
-    live_bytes = MAX_REQUESTS * machine.state_bytes
+    # Two more blocks are megatron's dummy and the engine's own state.
+    cache_gb = (BLOCKS + 2.5) * machine_of(model, options).block_bytes / 2**30
     fields: dict[str, Any] = {
         "max_requests": MAX_REQUESTS,
         "max_sequence_length": 1024,
         "block_size_tokens": BLOCK_TOKENS,
-        # One more block is megatron's dummy.
-        "buffer_size_gb": (live_bytes + (KV_BLOCKS + 1.5) * machine.block_bytes) / 2**30,
     }
-    mamba_gb = (STATE_SLOTS + 0.5) * machine.state_bytes / 2**30
     # "lru" evicts in an order that is easy to follow.
-    prefix = HybridPrefixConfig(mamba_gb=mamba_gb, host_gb=HOST_GB, eviction_policy="lru")
+    prefix = HybridPrefixConfig(cache_gb=cache_gb, host_gb=HOST_GB, eviction_policy="lru")
     engine = build_engine(model, prefix, **fields)
-    plain = build_upstream_engine(model, **fields)
+    plain = build_upstream_engine(model, buffer_size_gb=cache_gb, **fields)
     cache = engine.context.prefix_cache
     diary = Diary(cache)
     rng, vocabulary = random.Random(0), model.hybrid_config.vocab_size
@@ -297,7 +307,9 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         from megatron_hybrid_prefix.models import build_hybrid_model
 
         model = build_hybrid_model("tiny", seed=0, platform=platform)
-        print(f"tiny, {KV_BLOCKS} KV blocks of {BLOCK_TOKENS} tokens, {STATE_SLOTS} checkpoint slots, a host tier\n")
+        print(
+            f"tiny, a memory of {BLOCKS} KV blocks of {BLOCK_TOKENS} tokens, of which a state takes one; a host tier\n"
+        )
         turns = []
         for turn in walk(model):
             print(describe(turn), end="\n\n", flush=True)

@@ -49,12 +49,13 @@ PACKAGES = ("megatron-core", "torch", "triton", "mamba-ssm", "causal-conv1d", "f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Memory that engines get on each rank. All engines get the same in all, unless ``cache_gb`` is given.
+    """Memory that engines get on each rank. All engines with a cache get the same in all, unless ``cache_gb`` is given.
 
     Attributes:
-        buffer_gb: GiB for KV blocks and the states of running requests, in engines with a fixed split.
-        mamba_gb: GiB for checkpoints, in engines with a fixed split.
-        cache_gb: GiB for all of these, in an engine with one budget. None: the sum of the two.
+        buffer_gb: GiB for KV blocks and the states of running requests, in megatron's own engines.
+        mamba_gb: GiB for checkpoints, in megatron's own engine with a cache.
+        cache_gb: GiB for all of these, in an engine with this package's cache. None: the sum of the two.
+        by_parts: Whether one of the two was given as an option, so that an error names them.
         host_gb: GiB of host memory for evicted KV and states.
         tier: Fields of `HybridPrefixConfig` that say what is behind the host tier (`tier_fields`).
         exact: The field of `HybridPrefixConfig`, of the engines with this package's cache.
@@ -63,6 +64,7 @@ class Budgets:
     buffer_gb: float
     mamba_gb: float
     cache_gb: float | None = None
+    by_parts: bool = False
     host_gb: float = 0.0
     tier: Mapping[str, Any] = field(default_factory=dict)
     exact: ExactName | None = None
@@ -73,18 +75,14 @@ class Budgets:
         names = ("cache_gb", "buffer_gb", "mamba_gb", "host_gb")
         given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         defaults = {"buffer_gb": DEFAULT_BUFFER_GB[device_type], "mamba_gb": DEFAULT_MAMBA_GB[device_type]}
-        return cls(**(defaults | wanted | given), tier=tier_fields(args), exact=args.exact)
+        by_parts = "cache_gb" not in given and bool(given.keys() & defaults.keys())
+        return cls(**(defaults | wanted | given), by_parts=by_parts, tier=tier_fields(args), exact=args.exact)
 
     @property
-    def one_budget(self) -> HybridPrefixConfig:
-        """Settings of this package's cache with one budget."""
+    def prefix(self) -> HybridPrefixConfig:
+        """Settings of this package's cache."""
         cache_gb = self.buffer_gb + self.mamba_gb if self.cache_gb is None else self.cache_gb
         return HybridPrefixConfig(cache_gb=cache_gb, host_gb=self.host_gb, exact=self.exact, **self.tier)
-
-    @property
-    def fixed_split(self) -> HybridPrefixConfig:
-        """Settings of this package's cache with a fixed split; ``buffer_size_gb`` is another argument."""
-        return HybridPrefixConfig(mamba_gb=self.mamba_gb, host_gb=self.host_gb, exact=self.exact, **self.tier)
 
 
 UPSTREAM = "upstream"  # megatron's own engine
@@ -96,8 +94,7 @@ ENGINES: dict[str, Callable[[Budgets], dict[str, Any]]] = {
         "enable_prefix_caching": True,
         "prefix_caching_mamba_gb": budgets.mamba_gb,
     },
-    "ours": lambda budgets: {"prefix": budgets.one_budget},
-    "split": lambda budgets: {"buffer_size_gb": budgets.buffer_gb, "prefix": budgets.fixed_split},
+    "ours": lambda budgets: {"prefix": budgets.prefix},
 }
 DEFAULT_ENGINES = ("off", "upstream", "ours")
 
@@ -105,19 +102,29 @@ DEFAULT_ENGINES = ("off", "upstream", "ours")
 def budget_of(fields: dict[str, Any]) -> dict[str, float]:
     """GiB per rank by name, of an engine with these arguments of build_engine."""
     prefix = fields.get("prefix")
-    if prefix is not None and prefix.cache_gb is not None:
-        found = {"cache_gb": prefix.cache_gb}
-    else:
-        mamba_gb = fields.get("prefix_caching_mamba_gb") if prefix is None else prefix.mamba_gb
-        found = {"buffer_gb": fields["buffer_size_gb"]} | ({} if mamba_gb is None else {"mamba_gb": mamba_gb})
-    return found | ({} if prefix is None or not prefix.host_gb else {"host_gb": prefix.host_gb})
+    if prefix is not None:
+        return {"cache_gb": prefix.cache_gb} | ({"host_gb": prefix.host_gb} if prefix.host_gb else {})
+    mamba_gb = fields.get("prefix_caching_mamba_gb")
+    return {"buffer_gb": fields["buffer_size_gb"]} | ({} if mamba_gb is None else {"mamba_gb": mamba_gb})
 
 
-def check_memory(budget: Mapping[str, float], device: Any, where: str = "", *, all_ranks: bool = False) -> None:
-    """Checks that a budget fits into the memory that is free now.
+def check_cap(mamba_gb: float | None, cache_gb: float | None) -> None:
+    """Raises InputError if ``--mamba-gb`` is more than ``--cache-gb``."""
+    if mamba_gb is not None and cache_gb is not None and mamba_gb > cache_gb:
+        raise InputError(
+            f"--mamba-gb {mamba_gb:g}: the most for checkpoints in --cache-gb {cache_gb:g}, so it cannot be larger: lower it, "
+            "or raise --cache-gb"
+        )
+
+
+def check_memory(
+    budgets: Budgets, fields: dict[str, Any], device: Any, where: str = "", *, all_ranks: bool = False
+) -> None:
+    """Checks that an engine's budget fits into the memory that is free now.
 
     Args:
-        budget: Of one engine: `budget_of`.
+        budgets: Where the engine's budget comes from.
+        fields: Arguments of build_engine.
         device: The platform's device.
         where: Before the message.
         all_ranks: Whether no rank of this host has its budget yet, so that it is needed once for each of them.
@@ -127,6 +134,10 @@ def check_memory(budget: Mapping[str, float], device: Any, where: str = "", *, a
     """
     from megatron_hybrid_prefix.platform.memory import free_bytes, host_free_bytes
 
+    budget = budget_of(fields)
+    if budgets.by_parts and "cache_gb" in budget:
+        del budget["cache_gb"]
+        budget |= {"buffer_gb": budgets.buffer_gb, "mamba_gb": budgets.mamba_gb}
     on_host = {name: gb for name, gb in budget.items() if name == "host_gb" or device.type == "cpu"}
     on_device = {name: gb for name, gb in budget.items() if name not in on_host}
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if all_ranks else 1
@@ -175,27 +186,22 @@ def add_engine_options(
         max_requests: Default of ``--max-requests``.
         max_requests_text: That default, in the help.
         cuda_graphs_text: The default of ``--cuda-graphs``, in the help.
-        several_engines: Whether the command runs the engines of `ENGINES`. Otherwise it runs this package's engine, and a
-            fixed split replaces the one budget.
+        several_engines: Whether the command runs the engines of `ENGINES`. Otherwise it runs this package's engine.
     """
-    one, split = ("engine ours: ", "engines off, upstream, split: ") if several_engines else ("", "fixed split: ")
-    total = "--buffer-gb and --mamba-gb together" if several_engines else "0.3 on CPU, 28 on GPU"
+    cache, ours = "GiB for KV blocks, checkpoints and the states of running requests together", ""
+    if several_engines:
+        ours = "engine ours: "
+        cache = f"{ours}{cache} (default: --buffer-gb and --mamba-gb together)"
+        buffer = "engines off, upstream: GiB for KV blocks and the states of running requests"
+        mamba = "engine upstream: GiB for checkpoints (default: 0.05 on CPU, 8 on GPU)"
+    else:
+        cache = f"{cache} (default: 0.3 on CPU, 28 on GPU)"
+        buffer = "instead of --cache-gb: the memory is this and --mamba-gb together"
+        mamba = "most GiB for checkpoints (default: no limit; with --buffer-gb 0.05 on CPU, 8 on GPU are added)"
     add("--block-size-tokens", type=positive_int, default=256, help="tokens per KV block (default: %(default)s)")
-    add(
-        "--cache-gb",
-        type=positive_float,
-        help=f"{one}GiB for KV blocks, checkpoints and the states of running requests together (default: {total})",
-    )
-    add(
-        "--buffer-gb",
-        type=positive_float,
-        help=f"{split}GiB for KV blocks and the states of running requests (default: 0.25 on CPU, 20 on GPU)",
-    )
-    add(
-        "--mamba-gb",
-        type=positive_float,
-        help=f"{split.replace('off, ', '')}GiB for checkpoints (default: 0.05 on CPU, 8 on GPU)",
-    )
+    add("--cache-gb", type=positive_float, help=cache)
+    add("--buffer-gb", type=positive_float, help=f"{buffer} (default: 0.25 on CPU, 20 on GPU)")
+    add("--mamba-gb", type=positive_float, help=mamba)
     add(
         "--host-gb",
         type=positive_float,
@@ -221,7 +227,7 @@ def add_engine_options(
     add(
         "--exact",
         choices=("bits",),
-        help=f"{'engines ours, split: ' if several_engines else ''}tokens and log-probs have the same bits on hits and misses, "
+        help=f"{ours}tokens and log-probs have the same bits on hits and misses, "
         "alone and in any batch; slower (default: the same up to rounding)",
     )
     add("--max-requests", type=positive_int, default=max_requests, help=f"most running requests ({max_requests_text})")
@@ -270,6 +276,8 @@ def positive_float(text: str, what: str = "a number above 0") -> float:
 
 def engine_names(text: str, option: str) -> list[str]:
     """Engine names from a comma-separated list; see `split_names`."""
+    if "split" in text.split(","):
+        raise InputError(f"{option}: the engine 'split' was removed: use ours, where KV and states share one memory")
     return split_names(text, ENGINES, "an engine", option)
 
 

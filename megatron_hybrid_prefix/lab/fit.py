@@ -1,12 +1,12 @@
-"""`fits`: what a GPU holds beside a model's weights, and which budgets to give. No torch, no megatron."""
+"""`fits`: what a GPU holds beside a model's weights, and which budget to give. No torch, no megatron."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_hybrid_prefix.lab.budget import Plan, plan_budget
 from megatron_hybrid_prefix.lab.capacity import VALUE_BYTES, sizes_of_config
 from megatron_hybrid_prefix.lab.memory import GIB
-from megatron_hybrid_prefix.lab.one_budget import OneBudget, one_budget
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
@@ -21,7 +21,7 @@ class Fit:
         tp: Tensor-parallel size.
         weight_bytes: Weights.
         left_bytes: What is left for states and KV; negative: the weights do not fit.
-        cache_bytes: The one budget (``cache_gb``): what is left, in hundredths of a GiB.
+        cache_bytes: The budget (``cache_gb``): what is left, in hundredths of a GiB.
         plan: What it holds; None: not one conversation.
     """
 
@@ -29,7 +29,7 @@ class Fit:
     weight_bytes: int
     left_bytes: int
     cache_bytes: int
-    plan: OneBudget | None
+    plan: Plan | None
 
 
 def fits(
@@ -48,7 +48,7 @@ def fits(
     Args:
         config: The model's dimensions.
         gpu_bytes: Memory of one GPU.
-        conversation_tokens, block_tokens, max_requests, drafts, host_bytes: See `one_budget`.
+        conversation_tokens, block_tokens, max_requests, drafts, host_bytes: See `plan_budget`.
         state_dtype: Dtype of the matrix states; None: the model's.
     """
     found = []
@@ -63,7 +63,7 @@ def fits(
         left = int(gpu_bytes * (1 - KEPT_FREE)) - weights
         cache = int(max(0, left) * 100 // GIB / 100 * GIB)
         try:
-            plan: OneBudget | None = one_budget(
+            plan: Plan | None = plan_budget(
                 sizes,
                 cache_bytes=cache,
                 block_tokens=block_tokens,

@@ -1,4 +1,4 @@
-"""`Memory`: bytes for KV and states, shared or in a fixed split."""
+"""`Memory`: bytes that KV and states share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.pool.pages import PageLayout
 
 GIB = 2**30
 """Bytes."""
@@ -26,45 +27,42 @@ def floor_gib(count: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """A memory for KV, checkpoints and the state of the running request.
+    """A memory that KV, checkpoints and the state of the running request share.
 
     Attributes:
         cache_bytes: All bytes.
         block_bytes: Bytes of a KV block.
         state_bytes: Bytes of a state.
-        state_share: Share of the bytes that only states may use; KV uses the others. None: both share all bytes.
+        mamba_bytes: Most bytes of cached states; None: no limit.
     """
 
     cache_bytes: int
     block_bytes: int
     state_bytes: int
-    state_share: float | None = None
+    mamba_bytes: int | None = None
 
-    def counts(self) -> tuple[int, int]:
-        """KV blocks and checkpoint slots of a fixed split. One state belongs to the running request."""
-        assert self.state_share is not None
-        states = int(self.cache_bytes * self.state_share)
-        return (self.cache_bytes - states) // self.block_bytes, max(0, states // self.state_bytes - 1)
+    @property
+    def layout(self) -> PageLayout:
+        """Pages and blocks."""
+        return PageLayout.within(self.cache_bytes, block_bytes=self.block_bytes, state_bytes=self.state_bytes)
 
-    def cache_options(self) -> dict[str, int]:
-        """Arguments of `HybridPrefixCache`."""
-        if self.state_share is not None:
-            kv_blocks, state_slots = self.counts()
-            return {"kv_blocks": kv_blocks, "state_slots": state_slots}
-        return {"cache_bytes": self.cache_bytes, "block_bytes": self.block_bytes, "state_bytes": self.state_bytes}
+    @property
+    def most_states(self) -> int:
+        """States that are cached at most."""
+        fit = self.layout.slots
+        return fit if self.mamba_bytes is None else min(fit, self.mamba_bytes // self.state_bytes)
+
+    def cache_sizes(self) -> dict[str, int]:
+        """Fields of `CacheSettings`."""
+        return {**self.layout.cache_sizes(), "state_slots": self.most_states}
 
     def host_options(self, host_bytes: int) -> dict[str, int]:
-        """Arguments of `HybridPrefixCache` for a host tier of ``host_bytes`` bytes; see the function `host_options`."""
-        return host_options(host_bytes, block_bytes=self.block_bytes, state_bytes=self.state_bytes)
-
-
-def host_options(host_bytes: int, *, block_bytes: int, state_bytes: int) -> dict[str, int]:
-    """Arguments of `HybridPrefixCache` for a host tier; none for 0 bytes. A page is 1/8 of the smaller kind of entry."""
-    if not host_bytes:
-        return {}
-    page_bytes = max(1, min(block_bytes, state_bytes) // 8)
-    return {
-        "host_pages": host_bytes // page_bytes,
-        "host_kv_pages": ceil_div(block_bytes, page_bytes),
-        "host_state_pages": ceil_div(state_bytes, page_bytes),
-    }
+        """Fields of `CacheSettings` for a host tier; none for 0 bytes. A page is 1/8 of the smaller kind of entry."""
+        if not host_bytes:
+            return {}
+        page_bytes = max(1, min(self.block_bytes, self.state_bytes) // 8)
+        return {
+            "host_pages": host_bytes // page_bytes,
+            "host_kv_pages": ceil_div(self.block_bytes, page_bytes),
+            "host_state_pages": ceil_div(self.state_bytes, page_bytes),
+        }

@@ -16,11 +16,11 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.console.terminal import no_garbage_collection
 from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
 from megatron_hybrid_prefix.lab.upstream_rule import UpstreamRule
 from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries
-from megatron_hybrid_prefix.pool.pages import PageLayout
 
 MOST_ENTRIES = 2**22
 """Most KV blocks, state slots or pages of the host. The index takes some 300 bytes for each."""
@@ -42,7 +42,7 @@ class Policy:
         admission: "adaptive": junctions, tails, repeats, and interval states while there is room. "asked": no interval
             states. "tail": only the last full block of each prompt.
         interval_tokens: Distance of interval states; None: the cache's default.
-        options: Further arguments of `HybridPrefixCache`.
+        options: Further fields of `CacheSettings`.
     """
 
     name: str
@@ -78,8 +78,8 @@ class Replayed:
         series: Occupancy over time.
         counters: Counters of the cache, by name.
         seconds: Duration of the replay.
-        memory: The memory, if it was given in bytes. If it is shared, ``state_slots`` and ``kv_blocks`` are the most that
-            fit.
+        memory: The memory that KV and states shared, if it was given in bytes. ``state_slots`` and ``kv_blocks`` are then the
+            most of each.
     """
 
     policy: Policy
@@ -124,7 +124,7 @@ class CacheServer:
     """`HybridPrefixCache`, called as the engine calls it."""
 
     def __init__(self, policy: Policy, block_tokens: int, sizes: Mapping[str, Any]) -> None:
-        self._cache = HybridPrefixCache(
+        settings = CacheSettings(
             boundary_rule=_tail_only if policy.admission == "tail" else prompt_boundaries,
             block_tokens=block_tokens,
             eviction_policy=policy.eviction,
@@ -132,6 +132,7 @@ class CacheServer:
             **sizes,
             **policy.options,
         )
+        self._cache = HybridPrefixCache(settings)
         self._next_id = 0
 
     def serve(self, request: TraceRequest) -> int | None:
@@ -162,8 +163,7 @@ class CacheServer:
 
     def counters(self) -> Mapping[str, Any]:
         """See Server."""
-        use = self._cache.inspect.memory_use()
-        return self._cache.stats().as_dict() | ({} if use is None else {"memory_use": asdict(use)})
+        return self._cache.stats().as_dict() | {"memory_use": asdict(self._cache.inspect.memory_use())}
 
 
 def _tail_only(*, prompt_tokens: int, block_tokens: int, **rest: Any) -> tuple[Boundary, ...]:
@@ -189,17 +189,14 @@ def replay(
         policy: Which states are kept and evicted.
         state_slots: Checkpoint slots.
         kv_blocks: KV blocks; None: as many as the trace can use.
-        memory: Bytes, instead of the two counts. Not for "upstream" if they are shared.
+        memory: Bytes, instead of the two counts. Not for "upstream".
         on_request: Called from time to time with the number of finished requests. May raise to stop the replay.
 
     Raises:
         TooLargeError: A budget is larger than `MOST_ENTRIES`.
     """
-    if memory is not None and memory.state_share is not None:
-        kv_blocks, state_slots = memory.counts()
-    elif memory is not None:
-        layout = PageLayout.within(**memory.cache_options())
-        kv_blocks, state_slots = layout.total_blocks, layout.pages
+    if memory is not None:
+        kv_blocks, state_slots = memory.layout.total_blocks, memory.most_states
     blocks = unlimited_kv_blocks(trace) if kv_blocks is None else kv_blocks
     for count, what in (
         (blocks, "KV blocks"),
@@ -208,12 +205,12 @@ def replay(
     ):
         if count > MOST_ENTRIES:
             raise TooLargeError(f"{count:,} {what}: a replay has at most {MOST_ENTRIES:,}")
-    sizes = {"kv_blocks": blocks, "state_slots": state_slots} if memory is None else memory.cache_options()
     server: Server
     if policy.eviction == "upstream":
         server = UpstreamRule(block_tokens=trace.block_tokens, kv_blocks=blocks, state_slots=state_slots)
     else:
-        server = CacheServer(policy, trace.block_tokens, sizes)
+        counts = {"kv_blocks": blocks, "state_slots": state_slots}
+        server = CacheServer(policy, trace.block_tokens, counts if memory is None else memory.cache_sizes())
     reused = array("q")
     series: list[Occupancy] = []
     refused = reused_so_far = prompt_so_far = 0

@@ -37,16 +37,9 @@ SMALL = {
     "first_sighting": ("--shared-tokens", 512, "--own-tokens", 300, "--generate", 2),
     "herd": ("--requests", 3, "--prefix-blocks", 2, "--own-tokens", 300, "--generate", 2),
     "host_tier": ("--prompts", 4, "--shared-tokens", 512, "--own-tokens", 60, "--generate", 2),
-    "changing": (
-        *("--block-size-tokens", 16, "--chats", 12, "--chat-tokens", 40, "--documents", 4, "--document-tokens", 320),
-        *("--agents", 6, "--agent-tokens", 100, "--turn-tokens", 20),
-    ),
     "samples": ("--samples", 3, "--prompt-tokens", 600, "--generate", 3),
     "index": ("--index-blocks", 4800, "--long-prompt-tokens", 30000, "--steps", 12, "--requests", 3),
 }
-
-
-KINDS = ("prompt_changing", "prompt_other", "decode_changing", "decode_other")  # of steps of `changing`
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,12 +80,6 @@ def assert_consistent(metric: dict[str, Any]) -> None:
 
 def samples(data: dict[str, Any], name: str, engine: str) -> list[Any]:
     return data["metrics"][name]["samples"][engine]
-
-
-def value(data: dict[str, Any], name: str, engine: str) -> Any:
-    """The only value of a figure of all repeats together."""
-    (found,) = samples(data, name, engine)
-    return found
 
 
 # --- Arithmetic ------------------------------------------------------------------------------------------------------
@@ -151,6 +138,10 @@ BAD_OPTIONS = {
     "no scenario": ([], "required: SCENARIO"),
     "unknown scenario": (["everything"], "invalid choice: 'everything'"),
     "unknown engine": (["no_reuse", "--engine", "off,best"], "no engine 'best'; there are: off, upstream, ours"),
+    "an engine that is gone": (
+        ["no_reuse", "--engine", "off,split"],
+        "--engine: the engine 'split' was removed: use ours",
+    ),
     "engine twice": (["no_reuse", "--engine", "off,off"], "--engine: off,off names an engine twice"),
     "unknown preset": (["no_reuse", "--preset", "huge"], "no preset 'huge'; there are: tiny"),
     "another scenario's size": (["no_reuse", "--shared-tokens", "8"], "unrecognized arguments: --shared-tokens 8"),
@@ -348,46 +339,6 @@ def test_no_reuse(measure: Any) -> None:
     assert set(data["metrics"]["tokens_per_second"]["ratio"]) == {"upstream/off", "ours/off", "ours/upstream"}
 
 
-@pytest.mark.slow
-def test_changing(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """A page is two blocks of 16 tokens. Most of the memory changes its owner, and requests that decode see it."""
-    data = measure("changing", "--repeats", 2)
-    assert list(data["engines"]) == ["off", "split", "ours"]
-    assert_same_memory(data)
-    memory_gib = data["engines"]["ours"]["budget"]["cache_gb"]
-    to_states, to_kv, moved = (samples(data, f"{name}_gib", "ours")[1] for name in ("to_states", "to_kv", "moved"))
-    assert to_states + to_kv > 0.5 * memory_gib and min(to_states, to_kv) > 0
-    assert 0 < moved < to_states + to_kv
-    assert samples(data, "to_kv_gib", "split") == samples(data, "to_kv_gib", "off") == [None, None]
-    assert 0 < value(data, "changed_max_gib", "ours") < to_states + to_kv
-    assert 0 < value(data, "moved_max_gib", "ours") <= moved
-    for engine in ("ours", "split"):
-        spread = [value(data, f"room_{name}_ms", engine) for name in ("median", "p99", "max")]
-        assert spread[0] > 0 and spread == sorted(spread)
-    assert value(data, "copy_max_ms", "ours") > 0 == value(data, "copy_max_ms", "split")
-    assert value(data, "cost_max_ms", "ours") >= value(data, "room_max_ms", "ours")
-    steps = 2 * 2 * (12 + 4 + 6)
-    compared = {}
-    for engine in ("ours", "off"):
-        counts = {kind: value(data, f"{kind}_steps", engine) for kind in KINDS}
-        compared[engine] = sum(counts.values())
-        # Most steps change owners in both repeats or in none. Both kinds of a step may be compared only with four repeats.
-        assert compared[engine] + value(data, "not_compared", engine) == steps
-        assert (counts["prompt_changing"] > 0) == (engine == "ours")
-    assert compared["ours"] >= 0.8 * steps  # they reuse the same, with few exceptions
-    assert compared["off"] < compared["ours"]  # off computes second turns whole
-    for engine in data["engines"]:
-        assert samples(data, "failed_requests", engine) == [0, 0]
-        gaps = [samples(data, f"gap_{name}_ms", engine)[0] for name in ("median", "p99", "max")]
-        assert 0 < gaps[0] <= gaps[1] <= gaps[2]
-    for kind in ("prompt_changing", "decode_other"):
-        longer = [value(data, f"{kind}_over_split_{name}_ms", "ours") for name in ("median", "p99", "max")]
-        assert longer == sorted(longer)
-    output = capsys.readouterr().out
-    assert re.search(r"engine ours: \d+ KV blocks or \d+ state slots \(cache_gb 0.00", output)
-    assert re.search(r"engine split: \d+ KV blocks, \d+ state slots \(buffer_gb 0.00\d+, mamba_gb 0.00", output)
-
-
 def assert_same_memory(data: dict[str, Any]) -> None:
     """Checks that all engines with a cache have the same memory in all."""
     budgets = {name: engine["budget"] for name, engine in data["engines"].items()}
@@ -399,27 +350,26 @@ def assert_same_memory(data: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_pressure(measure: Any) -> None:
+def test_pressure(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     # A state of 24 KiB takes a page of one block of 32 KiB.
-    data = measure("pressure", "--repeats", 2, "--engine", "off,split,ours", "--block-size-tokens", 32)
-    # Half of 8 prefixes of 16 blocks, half of 8 states; the same bytes for all.
+    data = measure("pressure", "--repeats", 2, "--engine", "off,ours", "--block-size-tokens", 32)
+    # Half of 8 prefixes of 16 blocks, half of 8 states; the same bytes for both.
     blocks = {name: engine["kv_blocks"] for name, engine in data["engines"].items()}
-    assert 64 < blocks.pop("ours") <= 64 + 4 + 2 and blocks == {"off": 64, "split": 64}
-    assert_same_memory(data)
-    stats = data["engines"]["split"]["prefix_stats"]
-    assert stats["slots_used"] <= stats["slots_total"] == data["engines"]["split"]["state_slots"] == 4
-    assert min(samples(data, "evictions", "split")) > 0
-    assert min(samples(data, "kv_evictions", "split")) > 0
+    assert 64 < blocks["ours"] <= 64 + 4 + 2 and blocks["off"] == 64
+    assert min(samples(data, "evictions", "ours")) > 0
+    assert min(samples(data, "kv_evictions", "ours")) > 0
     assert sum(samples(data, "reused_tokens", "off")) == 0
-    for engine in ("off", "split", "ours"):
+    for engine in ("off", "ours"):
         assert data["engines"][engine]["status"] == "completed"
         assert samples(data, "failed_requests", engine) == [0, 0]
         assert samples(data, "generated_tokens", engine) == [12 * 3] * 2
         computed, reused = (samples(data, name, engine) for name in ("computed_tokens", "reused_tokens"))
         assert [c + r for c, r in zip(computed, reused, strict=True)] == [12 * 612] * 2
-    for engine in ("split", "ours"):
-        assert 0 < min(samples(data, "reused_share", engine)) <= max(samples(data, "reused_share", engine)) <= 1
-        assert min(samples(data, "reused_tokens", engine)) >= 512
+    assert 0 < min(samples(data, "reused_share", "ours")) <= max(samples(data, "reused_share", "ours")) <= 1
+    assert min(samples(data, "reused_tokens", "ours")) >= 512
+    output = capsys.readouterr().out
+    assert re.search(r"engine ours: \d+ KV blocks or \d+ state slots \(cache_gb 0.00", output)
+    assert re.search(r"engine off: 64 KV blocks, 0 state slots \(buffer_gb 0.00", output)
 
 
 @pytest.mark.slow
@@ -438,16 +388,15 @@ def test_host_tier(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return engine
 
     monkeypatch.setattr(mcore, "build_engine", captured)
-    data = measure("host_tier", "--repeats", 2, "--engine", "off,upstream,split,ours")
+    data = measure("host_tier", "--repeats", 2, "--engine", "off,upstream,ours")
     assert {engine["error"] for engine in data["engines"].values()} == {None}
     blocks = {name: engine["kv_blocks"] for name, engine in data["engines"].items()}
     assert 6 < blocks.pop("ours") < 12 and set(blocks.values()) == {6}  # of the 12 that the prompts take
     assert_same_memory(data)
     assert samples(data, "reused_share", "off") == [0.0, 0.0]
     assert max(samples(data, "reused_share", "upstream")) <= 0.5  # nothing comes back to it
-    for engine in ("split", "ours"):
-        assert samples(data, "reused_share", engine) == [1.0, 1.0]
-        assert min(samples(data, "loaded_mb", engine)) > 0
+    assert samples(data, "reused_share", "ours") == [1.0, 1.0]
+    assert min(samples(data, "loaded_mb", "ours")) > 0
 
 
 def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
@@ -473,11 +422,10 @@ def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
 
 def test_a_budget_too_small_for_upstream_is_a_result(measure: Any) -> None:
     """Upstream's scratch alone takes 3 slots."""
-    data = measure("pressure", "--repeats", 1, "--budget-fraction", 0.3, "--engine", "upstream,split")
+    data = measure("pressure", "--repeats", 1, "--budget-fraction", 0.3, "--engine", "upstream,ours")
     assert data["engines"]["upstream"]["error"].startswith("ValueError: Mamba prefix cache budget")
     assert "kv_blocks" not in data["engines"]["upstream"]
-    assert data["engines"]["split"]["state_slots"] == 2
-    assert samples(data, "failed_requests", "split") == [0]
+    assert samples(data, "failed_requests", "ours") == [0]
 
 
 @pytest.mark.slow
@@ -512,14 +460,14 @@ def test_index(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_options_reach_every_engine(measure: Any, argv: tuple[object, ...], field: str, value: object) -> None:
-    data = measure("no_reuse", "--repeats", 1, "--engine", "off,upstream,split,ours", *argv)
+    data = measure("no_reuse", "--repeats", 1, "--engine", "off,upstream,ours", *argv)
     for engine in data["engines"]:
         if (engine, field) != ("ours", "buffer_size_gb"):
             assert data["engines"][engine]["fields"][field] == value
         assert samples(data, "generated_tokens", engine) == [15]
     assert_same_memory(data)
-    slots = data["engines"]["split"]["state_slots"]
-    assert slots == (2184 if "bfloat16" not in argv else 2184 * 3 // 2)  # 8 of 12 KiB become 4
+    slots = data["engines"]["upstream"]["state_slots"]
+    assert slots == (1000 if "bfloat16" not in argv else 2000)  # 8 of 12 KiB become 4
 
 
 # --- Forced answers --------------------------------------------------------------------------------------------------
@@ -689,7 +637,7 @@ def test_help_shows_sizes_and_needs_no_torch(tmp_path: Path) -> None:
     wrong = subprocess.run([*command, "no_reuse", "--engine", "x"], capture_output=True, text=True, env=environment)
     assert (wrong.returncode, wrong.stderr) == (
         2,
-        "error: --engine: no engine 'x'; there are: off, upstream, ours, split\n",
+        "error: --engine: no engine 'x'; there are: off, upstream, ours\n",
     )
 
 

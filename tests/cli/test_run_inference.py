@@ -81,6 +81,7 @@ BAD_OPTIONS = {
     "batched conversation": (["--conversation", "ok.json", "--concurrency", "batch"], "--concurrency batch"),
     "unknown preset": (["x", "--preset", "huge"], "no preset 'huge'; there are: tiny"),
     "unknown engine": (["x", "--compare", "off,best"], "no engine 'best'; there are: off, upstream, ours"),
+    "an engine that is gone": (["x", "--compare", "off,split"], "--compare: the engine 'split' was removed: use ours"),
     "engine twice": (["x", "--compare", "off,off"], "names an engine twice"),
     "unknown option": (["x", "--fast"], "unrecognized arguments: --fast"),
     "bad number": (["x", "--tp", "0"], "argument --tp: '0' is not a whole number above 0"),
@@ -114,6 +115,10 @@ BAD_OPTIONS = {
     "more memory for states than there is": (
         ["x", "--compare", "upstream", "--mamba-gb", "1e9"],
         "engine upstream: --buffer-gb 0.25 and --mamba-gb 1e+09: ",
+    ),
+    "more memory in two parts than there is": (
+        ["x", "--compare", "ours", "--mamba-gb", "1e9"],
+        "engine ours: --buffer-gb 0.25 and --mamba-gb 1e+09: 1e+09 GiB of host memory are needed, ",
     ),
     "more tokens than there is memory": (
         ["x", "--max-tokens", "960000000"],
@@ -220,23 +225,22 @@ def test_bad_sessions(line: str, folder: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("argv", "ours", "split"),
+    ("argv", "ours", "upstream"),
     [
         ([], {"cache_gb": 0.3}, {"buffer_gb": 0.25, "mamba_gb": 0.05}),
         (["--mamba-gb", "1"], {"cache_gb": 1.25}, {"buffer_gb": 0.25, "mamba_gb": 1}),
         (["--mamba-gb", "1", "--buffer-gb", "3"], {"cache_gb": 4}, {"buffer_gb": 3, "mamba_gb": 1}),
         (["--cache-gb", "2", "--buffer-gb", "3"], {"cache_gb": 2}, {"buffer_gb": 3, "mamba_gb": 0.05}),
-        (["--host-gb", "1"], {"cache_gb": 0.3, "host_gb": 1}, {"buffer_gb": 0.25, "mamba_gb": 0.05, "host_gb": 1}),
+        (["--host-gb", "1"], {"cache_gb": 0.3, "host_gb": 1}, {"buffer_gb": 0.25, "mamba_gb": 0.05}),
     ],
 )
 def test_engines_with_a_cache_have_the_same_memory_unless_told_otherwise(
-    argv: list[str], ours: dict[str, float], split: dict[str, float]
+    argv: list[str], ours: dict[str, float], upstream: dict[str, float]
 ) -> None:
     budgets = Budgets.of(generate.make_parser().parse_intermixed_args(["x", *argv]), "cpu")
     found = {name: budget_of(arguments(budgets)) for name, arguments in ENGINES.items()}
-    device = {name: value for name, value in split.items() if name != "host_gb"}
-    assert found["ours"] == pytest.approx(ours) and found["split"] == split and found["upstream"] == device
-    assert found["off"] == {"buffer_gb": split["buffer_gb"]}
+    assert found["ours"] == pytest.approx(ours) and found["upstream"] == upstream
+    assert found["off"] == {"buffer_gb": upstream["buffer_gb"]}
 
 
 @pytest.mark.parametrize("text", BAD_CONVERSATIONS)
@@ -363,12 +367,12 @@ def test_options_of_the_engine(folder: Path) -> None:
 
 
 def test_exact_to_the_bit(folder: Path) -> None:
-    """The option reaches the engines with this package's cache, fixed split or not, and no other."""
+    """The option reaches the engine with this package's cache, and no other."""
     parser = generate.make_parser()
     for argv, exact in (([], None), (["--exact", "bits"], "bits")):
         budgets = Budgets.of(parser.parse_intermixed_args(["x", *argv]), "cpu")
         fields = {name: arguments(budgets) for name, arguments in ENGINES.items()}
-        assert {name: fields[name]["prefix"].exact for name in ("ours", "split")} == {"ours": exact, "split": exact}
+        assert fields["ours"]["prefix"].exact == exact
         assert all("prefix" not in fields[name] for name in ("off", "upstream"))
     argv = (
         CONTEXT,
@@ -451,14 +455,14 @@ def test_messages_force_answers_into_the_history(folder: Path) -> None:
 def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
     session = {"system": "Answer.", "context": CONTEXT, "turns": ["One?", {"regenerate": True}, "Zwölf?"]}
     write(folder / "session.json", session)
-    options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off,ours,split")
+    options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off,ours")
     data = run_json(folder, "--conversation", "session.json", *options)
     system = 1 + len("Answer.\n\n")
     context = system + len(CONTEXT) + 2
     one = context + len("User: One?\n")
     answer = one + len("Assistant:") + 4 + 1
     twelve = answer + len("User: Zwölf?\n") + 1  # two bytes for one letter
-    for engine in ("off", "ours", "split"):
+    for engine in ("off", "ours"):
         requests = requests_of(data, engine)
         found = [request["sampling"]["cache_breakpoints"] for request in requests]
         assert found == [[system, context, one]] * 2 + [[system, context, one, answer, twelve]]

@@ -22,6 +22,9 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,8 +33,8 @@ import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import timed_round
-from megatron_hybrid_prefix.bench.steps import RoomTimes
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.inspect import watched_calls
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.mcore.state.moves import Moves
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
@@ -42,6 +45,67 @@ from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory
 
 BLOCK_TOKENS = 4
 GIB = 2**30
+
+
+class RoomTimes:
+    """Measures what making room costs an engine with this package's cache. Nothing for other engines.
+
+    The CPU's time is by the clock, and has all that finds blocks and slots: eviction, the choice of pages, new places of
+    blocks that move, and launching their copies. So a call that waited for the device would be seen. The device's time is
+    from before the upload of the ids to the end of the copy; it is read after the traffic.
+
+    On the CPU the copies run while they are launched, and are counted as copies alone.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = {"room": 0.0, "copies": 0.0}
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def watch(self, engine: Any) -> Iterator[None]:
+        """A context in which the engine is measured."""
+        context = engine.context
+        cache, moves = getattr(context, "prefix_cache", None), getattr(context, "moves", None)
+        memory = getattr(context, "shared_memory", None)
+        making_room = partial(self._timed, "room")
+        with ExitStack() as stack:
+            if cache is not None:
+                stack.enter_context(cache.inspect.watched_room(making_room))
+            if moves is not None:
+                stack.enter_context(watched_calls(moves, ("launch",), making_room))
+            if memory is not None:
+                copying = self._copying_on_gpu if memory.buffer.is_cuda else partial(self._timed, "copies")
+                stack.enter_context(watched_calls(memory, ("move_blocks",), copying))
+            yield
+
+    def take(self) -> tuple[float, Callable[[], float]]:
+        """What was measured since the last call: the CPU's ms, and a function that waits for the copies and returns theirs."""
+        events, copies_ms = self._events, 1e3 * self._seconds["copies"]
+        room_ms = 1e3 * (self._seconds["room"] - self._seconds["copies"])
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._events = []
+
+        def copied_ms() -> float:
+            for _, end in events:
+                end.synchronize()
+            on_gpu_ms: float = sum(start.elapsed_time(end) for start, end in events)
+            return copies_ms + on_gpu_ms
+
+        return room_ms, copied_ms
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self._seconds[part] += time.perf_counter() - start_s
+
+    @contextmanager
+    def _copying_on_gpu(self) -> Iterator[None]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._events.append((start, end))
 
 
 class Sizes(NamedTuple):

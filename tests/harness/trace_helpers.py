@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_hybrid_prefix.index.keys import KeyMaker
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
@@ -110,3 +112,18 @@ def made_up(kind: str, count: int, seed: int = 0) -> Trace:
         for number, keys in enumerate(generate(rng, count, size))
     ]
     return Trace(format="mooncake", block_tokens=BLOCK, requests=tuple(requests))
+
+
+def write_trace(path: Path, trace: Trace) -> Path:
+    """Writes a trace as a file in the Mooncake format."""
+    lines = [
+        {
+            "timestamp": request.timestamp,
+            "input_length": request.prompt_tokens,
+            "output_length": 1,
+            "hash_ids": [int.from_bytes(key) for key in request.keys],
+        }
+        for request in trace.requests
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path

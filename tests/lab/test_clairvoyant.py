@@ -15,8 +15,7 @@ from megatron_hybrid_prefix.lab import clairvoyant as module
 from megatron_hybrid_prefix.lab.clairvoyant import all_uses, clairvoyant, follow, usable_blocks
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
-from megatron_hybrid_prefix.lab.traffic import changing_traffic, main
-from tests.harness.trace_helpers import KINDS, made_up
+from tests.harness.trace_helpers import KINDS, made_up, write_trace
 
 
 def trace_of(*prompts: str) -> Trace:
@@ -147,14 +146,14 @@ def test_mutants_are_found(monkeypatch, name, mutant):
 
 
 def test_table_and_json(tmp_path, capsys):
-    trace, report = tmp_path / "t.jsonl", tmp_path / "r.json"
-    main([str(trace), "--requests", "20"])
+    requests, report = made_up("chat", 60), tmp_path / "r.json"
+    trace = write_trace(tmp_path / "t.jsonl", requests)
     arguments = [str(trace), "--state-slots", "8,2", "--clairvoyant", "--baselines", "none", "--json", str(report)]
     assert command.main(arguments) == 0
     said, data = capsys.readouterr().out, json.loads(report.read_text())
     few, many = data["clairvoyant"]
     assert few["slots"] == 2 and many["slots"] == 8
-    found = clairvoyant(changing_traffic(requests=20), [2])[0]
+    found = clairvoyant(requests, [2])[0]
     assert (few["bound_tokens"], few["rule_tokens"]) == (found.bound_tokens, found.rule_tokens)
     for text in (
         "knows all requests",
@@ -171,7 +170,6 @@ def test_table_and_json(tmp_path, capsys):
     [["--kv-blocks", "9"], ["--host-pages", "4"], ["--cache-gb", "1", "--preset", "tiny"]],
 )
 def test_options_that_do_not_go_with_it(tmp_path, capsys, options):
-    trace = tmp_path / "t.jsonl"
-    main([str(trace), "--requests", "2"])
+    trace = write_trace(tmp_path / "t.jsonl", made_up("chat", 2))
     assert command.main([str(trace), "--clairvoyant", *options]) == 2
     assert "--clairvoyant: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`hybrid-prefix plan --gpu-gb`: what fits a GPU beside the weights, and which budgets to give."""
+"""`hybrid-prefix plan --gpu-gb`: what fits a GPU beside the weights, and which budget to give."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_hybrid_prefix.cli import plan
+from megatron_hybrid_prefix.lab.budget import plan_budget
 from megatron_hybrid_prefix.lab.capacity import sizes_of_config
 from megatron_hybrid_prefix.lab.fit import KEPT_FREE, fits, parameter_count
-from megatron_hybrid_prefix.lab.one_budget import one_budget
 from megatron_hybrid_prefix.models import get_preset
 from megatron_hybrid_prefix.models.hf_weights import hf_shapes
 from tests.harness.hf_helpers import MODELS, make_folder
@@ -42,8 +42,7 @@ def test_the_budget_fills_what_the_weights_leave_and_no_more():
         assert room - 0.01 * GIB < fit.cache_bytes <= room == fit.left_bytes
         one = 32 * sizes.kv_block_bytes(256) + fit.plan.layout.page_bytes
         assert fit.cache_bytes - 4 * one < fit.plan.conversations * one < fit.cache_bytes
-        assert fit.plan == one_budget(sizes, cache_bytes=fit.cache_bytes, **arguments)
-        assert fit.plan.split_conversations <= fit.plan.conversations
+        assert fit.plan == plan_budget(sizes, cache_bytes=fit.cache_bytes, **arguments)
     assert [fit.tp for fit in fits(get_preset("tiny"), gpu_bytes=10**9, **arguments)] == [1, 2, 4]
     assert fits(config, gpu_bytes=16 * 10**9, **arguments)[0].plan is None
 
@@ -61,26 +60,15 @@ def test_the_budget_that_it_names_can_be_planned(tmp_path, capsys):
     planned, fit = json.loads(path.read_text()), report["fits"][0]
     assert planned["cache_bytes"] == fit["cache_bytes"]
     assert planned["conversations"] == fit["plan"]["conversations"]
-    assert planned["split"]["conversations"] == fit["plan"]["split_conversations"]
 
 
-def test_a_fixed_split_where_states_waste_their_blocks(tmp_path, capsys):
-    """A state of this model is a sixth of a KV block."""
+def test_the_budget_of_a_folder(tmp_path, capsys):
     make_folder(tmp_path / "hf")
     path, short = tmp_path / "fit.json", ["--conversation-tokens", "200"]
     assert plan.main(["--hf", str(tmp_path / "hf"), "--gpu-gb", "1", *short, "--json", str(path)]) == 0
-    report = json.loads(path.read_text())
-    assert report["advice"] in capsys.readouterr().out
-    words = shlex.split(report["advice"])
+    words = shlex.split(json.loads(path.read_text())["advice"])
     assert words[:4] == ["hybrid-prefix", "serve", "--hf", str(tmp_path / "hf")]
-    assert plan.main([*words[2:], "--json", str(path)]) == 0
-    planned, fit = json.loads(path.read_text()), report["fits"][0]["plan"]
-    assert fit["split_conversations"] > fit["conversations"]
-    # Options have two digits after the point.
-    assert 0 <= fit["split_states"] - planned["device_states"] <= 0.01 * GIB // planned["checkpoint_bytes"] + 1
-    one = ["--hf", str(tmp_path / "hf"), "--cache-gb", words[words.index("--buffer-gb") + 1], *short]
-    assert plan.main(one) == 0
-    assert "a fixed split keeps more, because states waste their blocks: --mamba-gb" in capsys.readouterr().out
+    assert plan.main([*words[2:], *short]) == 0
 
 
 @pytest.mark.parametrize(
@@ -88,9 +76,8 @@ def test_a_fixed_split_where_states_waste_their_blocks(tmp_path, capsys):
     [
         ([], "give MODEL or --hf DIR, and only one of them"),
         (["tiny", "--hf", "x", "--gpu-gb", "1"], "give MODEL or --hf DIR"),
-        (["tiny"], "give --cache-gb, or --mamba-gb and --buffer-gb, or --gpu-gb alone"),
-        (["tiny", "--mamba-gb", "1"], "or --mamba-gb and --buffer-gb, or"),
-        (["tiny", "--mamba-gb", "1", "--buffer-gb", "1", "--gpu-gb", "1"], "or --gpu-gb alone"),
+        (["tiny"], "give --cache-gb, or --gpu-gb alone"),
+        (["tiny", "--mamba-gb", "1", "--gpu-gb", "1"], "or --gpu-gb alone"),
         (["config.json", "--gpu-gb", "1"], "with --hf or a preset"),
         (["--hf", "nvidia/Nemo-8B", "--gpu-gb", "80"], "hf download nvidia/Nemo-8B"),
     ],

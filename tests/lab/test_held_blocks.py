@@ -8,6 +8,7 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.lab.replay import unlimited_kv_blocks
 from tests.harness.trace_helpers import made_up
 
@@ -19,7 +20,7 @@ AT_ONCE = 32
 def test_running_requests_hold_each_block_once(kind, slots):
     trace = made_up(kind, 400)
     total = unlimited_kv_blocks(trace) + AT_ONCE
-    cache = HybridPrefixCache(block_tokens=trace.block_tokens, kv_blocks=total, state_slots=slots)
+    cache = HybridPrefixCache(CacheSettings(block_tokens=trace.block_tokens, kv_blocks=total, state_slots=slots))
     running: deque[int] = deque()
     held = alone = 0
     for number, request in enumerate(trace.requests):

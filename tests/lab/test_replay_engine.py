@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from megatron_hybrid_prefix.lab.memory import Memory
@@ -25,86 +27,70 @@ def reused_tokens(served, prompts):
     return reused
 
 
+def replayed(served, prompts, **options):
+    """The same requests in a replay with as much memory."""
+    layout, settings = served.context.layout, served.cache.settings
+    memory = Memory(
+        cache_bytes=layout.total_blocks * layout.block_bytes,
+        block_bytes=served.context.shared_memory.kv_rows.shape[-1],
+        state_bytes=layout.state_bytes,
+        mamba_bytes=None if settings.state_slots is None else settings.state_slots * layout.state_bytes,
+    )
+    assert memory.layout == layout
+    policy = Policy(
+        name="",
+        eviction=settings.eviction_policy,
+        interval_tokens=settings.retention_interval_tokens,
+        options=options | {"min_computed_tokens": settings.min_computed_tokens},  # the engine computes at least two
+    )
+    return replay(as_trace(prompts, settings.block_tokens), policy, memory=memory)
+
+
 @pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
 @pytest.mark.parametrize(
-    ("slots", "blocks", "interval"), [(6, None, 0), (10, None, None), (40, 20, 2 * BLOCK), (5, 16, 0)]
+    ("slots", "blocks", "block_tokens", "interval"),
+    [
+        (6, None, BLOCK, 0),
+        (10, None, BLOCK, None),
+        (20, 6, BLOCK, 2 * BLOCK),
+        (5, 16, BLOCK, 0),
+        (None, 20, BLOCK, None),
+        (None, 60, 16, None),
+        (None, 60, 11, None),
+    ],
 )
-def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks, interval):
-    prompts = token_prompts(40, block_tokens=BLOCK, most_blocks=6, seed=slots)
+def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks, block_tokens, interval):
+    """With few states, with little KV, and with pages of several blocks and of several states."""
+    prompts = token_prompts(40, block_tokens=block_tokens, most_blocks=6, seed=blocks or slots)
+    memory = {"slots": slots, "blocks": blocks}
+    if slots is None:
+        cache_gb = cache_gb_for(model, blocks, block_tokens=block_tokens, max_requests=4)
+        memory = {"cache_gb": cache_gb, "mamba_gb": None}
     served = EngineHarness(
         model,
-        slots=slots,
-        blocks=blocks,
+        **memory,
+        block_size_tokens=block_tokens,
         eviction_policy=eviction,
         retention_interval_tokens=interval,
         decode_checkpoints=False,
     )
     reused = reused_tokens(served, prompts)
-    run = replay(
-        as_trace(prompts, BLOCK),
-        # The engine computes two tokens of a prompt at least.
-        Policy(
-            name=eviction,
-            eviction=eviction,
-            interval_tokens=interval,
-            options={"min_computed_tokens": served.cache.settings.min_computed_tokens},
-        ),
-        state_slots=slots,
-        kv_blocks=blocks,
-    )
+    run = replayed(served, prompts)
     assert list(run.reused_tokens) == reused and sum(reused) > 0
     theirs = served.context.prefix_stats().as_dict()
-    assert run.counters["evictions"] == theirs["evictions"] > 0
-    assert run.counters["checkpoints_by_reason"] == theirs["checkpoints_by_reason"]
-    assert (theirs["kv_evictions"] > 0) == (blocks is not None)
-
-
-@pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
-@pytest.mark.parametrize(
-    ("block_tokens", "blocks", "padded"),
-    [(BLOCK, 30, False), (16, 60, False), (11, 60, True)],  # a page has 1 block, 2, and 2 with padding instead of 3
-)
-def test_so_it_does_with_one_memory(model, eviction, block_tokens, blocks, padded):
-    prompts = token_prompts(40, block_tokens=block_tokens, most_blocks=6, seed=blocks)
-    served = EngineHarness(
-        model,
-        cache_gb=cache_gb_for(model, blocks, block_tokens=block_tokens, max_requests=4),
-        mamba_gb=None,
-        block_size_tokens=block_tokens,
-        eviction_policy=eviction,
-        retention_interval_tokens=None,
-        decode_checkpoints=False,
-    )
-    reused = reused_tokens(served, prompts)
-    shared = served.context.shared_memory
-    block_bytes, state_bytes = (rows.shape[-1] for rows in (shared.kv_rows, shared.state_rows))
-    layout = served.context.layout
-    assert (layout.block_bytes > block_bytes) == padded
-    memory = Memory(
-        cache_bytes=layout.total_blocks * layout.block_bytes, block_bytes=block_bytes, state_bytes=state_bytes
-    )
-    run = replay(
-        as_trace(prompts, block_tokens),
-        Policy(
-            name=eviction, eviction=eviction, options={"min_computed_tokens": served.cache.settings.min_computed_tokens}
-        ),
-        memory=memory,
-    )
-    assert list(run.reused_tokens) == reused and sum(reused) > 0
-    theirs, use = served.context.prefix_stats().as_dict(), served.cache.inspect.memory_use()
-    assert run.counters["evictions"] == theirs["evictions"] > 0
-    assert run.counters["kv_evictions"] == theirs["kv_evictions"] > 0
-    assert (use.moved_blocks > 0) == (layout.page_blocks > 1)
+    for name in ("evictions", "kv_evictions", "checkpoints_by_reason"):
+        assert run.counters[name] == theirs[name], name
+    assert run.counters["memory_use"] == asdict(served.cache.inspect.memory_use())
+    assert theirs["evictions"] > 0 and (theirs["kv_evictions"] > 0) == (blocks is not None)
 
 
 @pytest.mark.parametrize("eviction", mostly_slow(["recompute_cost", "lru"], "recompute_cost"))
-@pytest.mark.parametrize("one_memory", mostly_slow([True, False], True))
-def test_so_it_does_with_a_host_tier(model, eviction, one_memory):
+def test_so_it_does_with_a_host_tier(model, eviction):
     prompts = token_prompts(40, block_tokens=BLOCK, most_blocks=6, seed=7)
-    sizes = {"cache_gb": cache_gb_for(model, 12, block_tokens=BLOCK, max_requests=4), "mamba_gb": None}
     served = EngineHarness(
         model,
-        **(sizes if one_memory else {"slots": 3, "blocks": 12}),
+        cache_gb=cache_gb_for(model, 12, block_tokens=BLOCK, max_requests=4),
+        mamba_gb=None,
         block_size_tokens=BLOCK,
         host_gb=0.0008,
         eviction_policy=eviction,
@@ -112,23 +98,16 @@ def test_so_it_does_with_a_host_tier(model, eviction, one_memory):
         decode_checkpoints=False,
     )
     reused = reused_tokens(served, prompts)
-    layout, entries = served.cache.layout, served.cache.inspect.host_tier.entries
-    options = {
-        "min_computed_tokens": served.cache.settings.min_computed_tokens,
-        "host_pages": entries.total_pages,
-        "host_kv_pages": entries.pages_of[EntryKind.KV],
-        "host_state_pages": entries.pages_of[EntryKind.STATE],
-    }
-    assert (
-        entries.pages_of[EntryKind.STATE] < entries.pages_of[EntryKind.KV]
-    )  # a state moves without the rest of its page
-    memory = layout and Memory(
-        cache_bytes=layout.total_blocks * layout.block_bytes,
-        block_bytes=layout.block_bytes,
-        state_bytes=layout.state_bytes,
+    entries = served.cache.inspect.host_tier.entries
+    # A state moves without the rest of its page.
+    assert entries.pages_of[EntryKind.STATE] < entries.pages_of[EntryKind.KV]
+    run = replayed(
+        served,
+        prompts,
+        host_pages=entries.total_pages,
+        host_kv_pages=entries.pages_of[EntryKind.KV],
+        host_state_pages=entries.pages_of[EntryKind.STATE],
     )
-    counts = {"memory": memory} if one_memory else {"state_slots": 3, "kv_blocks": 12}
-    run = replay(as_trace(prompts, BLOCK), Policy(name=eviction, eviction=eviction, options=options), **counts)
     assert list(run.reused_tokens) == reused and sum(reused) > 0
     tier = served.context.prefix_stats().as_dict()["tiers"]["host"]
     assert {name: run.counters["tiers"]["host"][name] for name in ("loads", "stores", "evictions")} == {

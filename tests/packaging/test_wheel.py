@@ -67,7 +67,7 @@ def every_other_verb(command: Path, folder: Path) -> None:
     trace.write_text("".join(json.dumps({"timestamp": at, "input": "the same text " * 60}) + "\n" for at in range(3)))
     run(command, "replay", trace, "--json", folder / "replay.json", folder=folder)
     assert json.loads((folder / "replay.json").read_text())["reused_token_fraction"] > 0.5
-    run(command, "plan", "tiny", "--mamba-gb", 1, "--buffer-gb", 1, "--trace", trace, folder=folder)
+    run(command, "plan", "tiny", "--cache-gb", 2, "--trace", trace, folder=folder)
     words = ("Hello", "--num-tokens-to-generate", 4, "--compare", "off,ours", "--json", folder / "answer.json")
     run(command, "generate", *words, folder=folder)
     data = json.loads((folder / "answer.json").read_text())
@@ -115,7 +115,7 @@ def test_the_wheel_brings_the_command(installed, tmp_path):
     command = installed / "bin" / "hybrid-prefix"
     assert run(command, "--version", folder=tmp_path, path=installed) == f"hybrid-prefix {__version__}\n"
     for python in ((command,), (sys.executable, "-m", "megatron_hybrid_prefix")):
-        said = run(*python, "plan", "tiny", "--mamba-gb", 1, "--buffer-gb", 1, folder=tmp_path, path=installed)
+        said = run(*python, "plan", "tiny", "--cache-gb", 2, folder=tmp_path, path=installed)
         assert "checkpoints on the device" in said
     where = "import megatron_hybrid_prefix as package; print(package.__file__)"
     assert run(sys.executable, "-c", where, folder=tmp_path, path=installed).startswith(str(installed))

@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_hybrid_prefix.cli import serve
+from megatron_hybrid_prefix.console.engine_options import Budgets
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.serve import access_log, openapi
@@ -345,7 +346,8 @@ def test_the_command_logs_in_this_form(monkeypatch, capsys):
 
 
 def config_of(*argv: str) -> Any:
-    return serve.cache_config(serve.make_parser().parse_args(argv), "cpu")
+    args = serve.make_parser().parse_args(argv)
+    return serve.cache_config(args, Budgets.of(args, "cpu"))
 
 
 def test_hits_can_be_verified():
@@ -355,37 +357,36 @@ def test_hits_can_be_verified():
             config_of("--verify-hits", wrong)
 
 
-def test_one_budget_is_the_default_and_a_fixed_split_replaces_it(tiny):
+def test_the_memory_and_the_limit_of_its_checkpoints():
     def budget(*argv: str) -> tuple[float | None, float | None]:
         config = config_of(*argv)
         return config.cache_gb, config.mamba_gb
 
     assert budget() == (pytest.approx(0.25 + 0.05), None)
     assert budget("--cache-gb", "2", "--host-gb", "1") == (2, None)
-    assert budget("--mamba-gb", "1") == budget("--mamba-gb", "1", "--buffer-gb", "3") == (None, 1)
-    assert budget("--buffer-gb", "3") == (None, 0.05)
-    for other in ("--mamba-gb", "--buffer-gb"):
-        with pytest.raises(InputError, match=f"^--cache-gb is one budget for KV and states, {other} a part of a fixed"):
-            serve.check_options(serve.make_parser().parse_args(["--cache-gb", "1", other, "1"]))
+    assert budget("--cache-gb", "2", "--mamba-gb", "1") == (2, 1)
+    assert budget("--mamba-gb", "1") == (1.25, 1) and budget("--mamba-gb", "1", "--buffer-gb", "3") == (4, 1)
+    assert budget("--buffer-gb", "3") == (3.05, None)
+    for wrong, message in (
+        (["--cache-gb", "1", "--buffer-gb", "1"], "^--cache-gb replaces --buffer-gb: give one of them"),
+        (["--cache-gb", "1", "--mamba-gb", "2"], "^--mamba-gb 2: the most for checkpoints in --cache-gb 1, so"),
+    ):
+        with pytest.raises(InputError, match=message):
+            serve.check_options(serve.make_parser().parse_args(wrong))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--cache-gb", "0.02"], r"cache_gb=0.02: .* for KV and states: \d+ KV blocks of .*, or \d+ pages"),
-        (["--mamba-gb", "0.02", "--buffer-gb", "0.1"], r"checkpoints: \d+ slots, .* of mamba_gb=0.02"),
-    ],
-)
-def test_the_engine_has_that_memory(options, said, tiny):
+@pytest.mark.parametrize("options", [["--cache-gb", "0.02"], ["--cache-gb", "0.02", "--mamba-gb", "0.001"]])
+def test_the_engine_has_that_memory(options, tiny):
     args = serve.make_parser().parse_args([*options, "--max-requests", "4"])
     engine = serve.make_engine(tiny, TOKENIZER, "cpu", args)
-    assert re.search(said, engine.context.memory_report())
-    assert (engine.context.layout is None) == ("--cache-gb" not in options)
+    assert "cache_gb=0.02" in engine.context.memory_report()
+    state_bytes = engine.context.layout.state_bytes
+    assert (engine.context.prefix_stats().slots_total <= 0.001 * 2**30 / state_bytes) == ("--mamba-gb" in options)
 
 
 def test_without_the_cache_every_prompt_is_computed_whole(tiny):
     assert config_of("--no-cache").mamba_gb == 0 and config_of("--no-cache", "--exact", "bits").exact == "bits"
-    for options in (["--cache-gb", "1"], ["--mamba-gb", "1"], ["--host-gb", "1"], ["--verify-hits", "0.5"]):
+    for options in (["--mamba-gb", "1"], ["--host-gb", "1"], ["--verify-hits", "0.5"]):
         with pytest.raises(InputError, match=options[0]):
             serve.check_options(serve.make_parser().parse_args(["--no-cache", *options]))
     with running(tiny, slots=0, caches=False) as server:

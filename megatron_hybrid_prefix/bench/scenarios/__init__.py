@@ -7,7 +7,6 @@ rows of the table.
 from __future__ import annotations
 
 from megatron_hybrid_prefix.bench.scenario import Scenario
-from megatron_hybrid_prefix.bench.scenarios.changing import Changing
 from megatron_hybrid_prefix.bench.scenarios.concurrent import Herd, Samples
 from megatron_hybrid_prefix.bench.scenarios.host_tier import HostTier
 from megatron_hybrid_prefix.bench.scenarios.index import Index
@@ -16,5 +15,5 @@ from megatron_hybrid_prefix.bench.scenarios.pressure import Pressure
 from megatron_hybrid_prefix.bench.scenarios.sessions import FirstSighting, MultiTurn
 from megatron_hybrid_prefix.bench.scenarios.shared_prefix import SharedPrefix
 
-_KINDS = (SharedPrefix, FirstSighting, MultiTurn, Herd, Samples, NoReuse, Pressure, HostTier, Changing, Index)
+_KINDS = (SharedPrefix, FirstSighting, MultiTurn, Herd, Samples, NoReuse, Pressure, HostTier, Index)
 SCENARIOS: dict[str, type[Scenario]] = {kind.name: kind for kind in _KINDS}

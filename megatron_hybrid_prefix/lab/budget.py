@@ -1,0 +1,141 @@
+"""What a budget for KV and states holds, and what it reuses of recorded requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.lab.capacity import Sizes
+from megatron_hybrid_prefix.lab.memory import GIB, Memory
+from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.traces import Trace
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
+
+RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
+WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a budget holds. A conversation that is kept has its KV and a checkpoint.
+
+    Attributes:
+        layout: Pages and blocks, as the engine has them.
+        block_padding_bytes: Bytes of padding behind each KV block, so that a state fills its page better.
+        own_bytes: Bytes that the engine keeps for itself: a state, or with drafts those of all running requests.
+        cached_states: Most states that are cached.
+        conversations: Conversations that are kept.
+        host_states: States that the host tier holds, if it holds no KV.
+        host_conversations: Conversations that the host tier keeps.
+    """
+
+    layout: PageLayout
+    block_padding_bytes: int
+    own_bytes: int
+    cached_states: int
+    conversations: int
+    host_states: int
+    host_conversations: int
+
+
+def plan_budget(
+    sizes: Sizes,
+    *,
+    cache_bytes: int,
+    mamba_bytes: int | None = None,
+    block_tokens: int,
+    conversation_tokens: int,
+    max_requests: int,
+    drafts: int = 0,
+    host_bytes: int = 0,
+) -> Plan:
+    """Computes what ``cache_bytes`` hold.
+
+    Args:
+        sizes: The model.
+        cache_bytes: Bytes for KV, checkpoints and states of running requests.
+        mamba_bytes: Most bytes of cached states; None: no limit.
+        block_tokens: Tokens per KV block.
+        conversation_tokens: Tokens of a conversation that is kept.
+        max_requests: Most running requests. Their states are reserved only with drafts.
+        drafts: Draft tokens of speculative decoding.
+        host_bytes: Bytes of the host tier.
+
+    Raises:
+        ValueError: There is no room for a state and a KV block.
+    """
+    block_bytes = sizes.kv_block_bytes(block_tokens)
+    layout = PageLayout.of(block_bytes=block_bytes, state_bytes=sizes.state_bytes, alignment_bytes=ALIGNMENT_BYTES)
+    own_bytes = (max_requests if drafts else 1) * sizes.live_bytes(drafts)
+    least_bytes = own_bytes + layout.least_bytes + layout.block_bytes  # one block is megatron's dummy
+    if cache_bytes < least_bytes:
+        reason = f" ({drafts} drafts take {own_bytes / GIB:.2f} GiB of them: lower --max-requests)" if drafts else ""
+        raise ValueError(f"a state and a KV block need {least_bytes / GIB:.4f} GiB{reason}")
+    layout = replace(layout, total_blocks=(cache_bytes - own_bytes) // layout.block_bytes - 1)
+    cached_states = layout.slots
+    if mamba_bytes is not None:
+        cached_states = min(cached_states, mamba_bytes // sizes.state_bytes)
+    conversation_blocks = ceil_div(conversation_tokens, block_tokens)
+    left_blocks = layout.total_blocks - layout.page_blocks  # a page is a running request's
+    conversations = left_blocks * layout.page_states // (conversation_blocks * layout.page_states + layout.page_blocks)
+    return Plan(
+        layout=layout,
+        block_padding_bytes=layout.block_bytes - block_bytes,
+        own_bytes=own_bytes,
+        cached_states=cached_states,
+        conversations=min(conversations, cached_states),
+        # Padding stays on the device.
+        host_states=host_bytes // sizes.state_bytes,
+        host_conversations=host_bytes // (conversation_blocks * block_bytes + sizes.state_bytes),
+    )
+
+
+def expected_reuse(
+    trace: Trace, memory: Memory, *, host_bytes: int, eviction: str, on_request: Callable[[int], None]
+) -> dict[str, Any]:
+    """Replays the trace in this memory, then with more of each budget in turn.
+
+    Args:
+        trace: Recorded requests.
+        memory: KV and states on the device.
+        host_bytes: Bytes of the host tier.
+        eviction: Name of the eviction policy.
+        on_request: See `replay`.
+
+    Returns:
+        Shares of the prompt tokens: ``reused_token_fraction``, ``ceiling_fraction`` with unlimited memory, and ``gains`` by
+        option if its budget is raised by ``raised_by_bytes``.
+    """
+
+    def reuse(memory: Memory, host_bytes: int) -> float:
+        policy = Policy(name=eviction, eviction=eviction, options=memory.host_options(host_bytes))
+        return replay(trace, policy, memory=memory, on_request=on_request).reused_token_fraction
+
+    more_bytes = max(int((memory.cache_bytes + host_bytes) * RAISED_BY), memory.state_bytes)
+    found = reuse(memory, host_bytes)
+    raised = {
+        "--cache-gb": (replace(memory, cache_bytes=memory.cache_bytes + more_bytes), host_bytes),
+        "--host-gb": (memory, host_bytes + more_bytes),
+    }
+    if memory.mamba_bytes is not None:
+        raised["--mamba-gb"] = (replace(memory, mamba_bytes=memory.mamba_bytes + more_bytes), host_bytes)
+    return {
+        "reused_token_fraction": found,
+        "ceiling_fraction": sum(ceiling_tokens(trace)) / trace.prompt_tokens,
+        "raised_by_bytes": more_bytes,
+        "gains": {option: reuse(*budget) - found for option, budget in raised.items()},
+    }
+
+
+def advice(reuse: dict[str, Any]) -> str:
+    """Which budget to raise first, in words."""
+    option, gain = max(reuse["gains"].items(), key=lambda item: item[1])
+    more = f"{reuse['raised_by_bytes'] / GIB:.1f} GiB more"
+    if gain >= WORTH_IT:
+        return f"raise {option} first: {more} reuse {gain:.1%} more of the prompt tokens"
+    return (
+        f"{reuse['reused_token_fraction']:.1%} of the prompt tokens are reused, {reuse['ceiling_fraction']:.1%} is the "
+        f"limit: {more} gain nothing"
+    )
