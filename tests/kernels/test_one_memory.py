@@ -69,31 +69,23 @@ def kernels(place, monkeypatch):
     """Megatron's append and functions of a decode, or what the platform has in place of them: by name."""
     device = place[1]
     if device == "cpu" and not INTERPRETED:
-        yield {
+        return {
             "append": kv_append.triton_append_key_value_cache,
             "convolve_step": conv.causal_conv1d_update,
             "update_state": decode.selective_state_update,
         }
-        return
     from megatron.core.inference.contexts.fused_kv_append_kernel import triton_append_key_value_cache
     from megatron.core.ssm.ops.causal_conv1d_triton import causal_conv1d_update
     from megatron.core.ssm.ops.mamba_ssm import selective_state_update
 
-    from megatron_hybrid_prefix.platform.patches import WIDE_STRIDES
-    from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
-
     if INTERPRETED:  # what asks for a GPU
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    applied = Applied()
-    apply(WIDE_STRIDES, applied)
-    yield {
-        "narrow": applied.undo,
+    return {
         "append": kv_append.triton_append_key_value_cache if INTERPRETED else triton_append_key_value_cache,
         "convolve_step": causal_conv1d_update,
         "update_state": selective_state_update,
     }
-    applied.undo()
 
 
 @pytest.fixture(autouse=True)
@@ -472,40 +464,11 @@ def test_to_the_host_and_back(place, kind):
     arena.close()
 
 
-# -- what would overflow -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="only Triton's interpreter checks for overflows")
-@pytest.mark.parametrize("which", [0, 1], ids=["convolution", "state"])
-def test_megatrons_own_decode_overflows(place, kernels, which):
-    """`WIDE_STRIDES` is needed: without it the addresses of drafted tokens are wrong."""
-    memory, _ = place
-    states, slots = some_states(memory, torch.float32), torch.tensor([0])
-    conv_after, ssm_after = (memory.drafted(view, MAX_REQUESTS, DRAFTS)[LAYER] for view in states.values())
-    assert conv_after.stride(1) < 2**31 <= DRAFTS * conv_after.stride(1)
-    steps, (heads, channels, width) = DRAFTS + 1, SSM
-
-    def run():
-        if which == 0:
-            weight = torch.ones(CONV)
-            kernels["convolve_step"](
-                torch.ones(1, steps, CONV[0]), states["conv"][LAYER], weight, None, "silu", slots, conv_after
-            )
-        else:
-            x = torch.ones(1, steps, heads, channels)
-            a, b = -torch.ones(heads, channels, width), torch.ones(1, steps, 1, width)
-            kernels["update_state"](
-                states["ssm"][LAYER],
-                x,
-                x,
-                a,
-                b,
-                b,
-                state_batch_indices=slots,
-                intermediate_ssm_states=ssm_after,
-            )
-
-    run()
-    kernels["narrow"]()
+def test_rows_need_64_bits(place, kernels):
+    """As megatron's metadata and `PrefillStep` have them: a row times its stride, both in 32 bits, would overflow."""
+    conv, row = some_states(place[0], torch.float32)["conv"][LAYER], place[0].rows([FAR_PAGES - 1])
+    update = partial(kernels["convolve_step"], torch.ones(1, 1, CONV[0]), conv, torch.ones(CONV), None, "silu")
+    update(row)
     with pytest.raises(Exception, match="overflow"):
-        run()
+        update(row.int())
