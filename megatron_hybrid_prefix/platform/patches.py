@@ -10,7 +10,6 @@ Each group but the last two applies only if the part is missing:
   * `NO_FLA`                  no flash-linear-attention: likewise for Gated DeltaNet layers.
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
   * `NO_TRANSFORMER_ENGINE`   no Transformer Engine, or no CUDA device for it: what upstream calls of it whatever the layers are.
-  * `WIDE_STRIDES`            a CUDA device: kernels of a decode address states with 64 bits.
   * `TRAINING`                always: megatron.training compares its flags with the process groups that run.
 Placeholders replace compiled modules that mamba-ssm and causal-conv1d import and that the dynamic path never calls.
 """
@@ -23,7 +22,6 @@ from typing import Any
 
 from megatron_hybrid_prefix.platform import cpu as host
 from megatron_hybrid_prefix.platform.sizes import check_sizes
-from megatron_hybrid_prefix.platform.wide_strides import with_64_bits
 from megatron_hybrid_prefix.upstream import modules
 from megatron_hybrid_prefix.upstream.rebinding import Placeholder, Rebinding
 
@@ -357,23 +355,6 @@ NO_TRANSFORMER_ENGINE = (
         name="te_general_gemm",
         make=_replace_by(None),
         why="routers multiply with Transformer Engine where it is installed, also on a CPU; with PyTorch where it is None",
-    ),
-)
-
-_FAR_SLOTS = "multiplies strides in 32 bits: the states after drafted tokens may lie further apart"
-# Obsolete once megatron's kernels declare these strides as tl.int64.
-WIDE_STRIDES = (
-    Rebinding(
-        owner=modules.CAUSAL_CONV1D_STEP,
-        name="causal_conv1d_update_kernel",
-        make=with_64_bits("conv_state_b_stride", "int_state_b_stride", "int_state_s_stride"),
-        why=_FAR_SLOTS,
-    ),
-    Rebinding(
-        owner=modules.SSM_STEP,
-        name="_selective_scan_update_kernel",
-        make=with_64_bits("stride_state_batch", "stride_int_batch", "stride_int_seq"),
-        why=_FAR_SLOTS,
     ),
 )
 

@@ -213,7 +213,6 @@ def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
         rebindings += patches.HOST_MEGATRON + patches.HOST_ATTENTION
         attention, mamba = "gather (PyTorch)", "PyTorch"
     else:
-        rebindings += patches.WIDE_STRIDES
         mamba = (
             "Triton, without mamba-ssm" if not has_parts else f"Triton{'' if compiled else ' (no compiled extensions)'}"
         )

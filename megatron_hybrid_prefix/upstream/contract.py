@@ -96,7 +96,7 @@ CONTEXT = rows_of(
         "initialize_attention_state",
         "(self, *, construct_graph_dimensions=None, is_expert_parallel_dummy_cuda_graph_step=False, "
         "transfer_bookkeeping_to_gpu=True, record_bookkeeping_done_event=False)",
-        "mcore/context/context",
+        "mcore/context/context mcore/context/slot_context mcore/context/slot_context",
         "a forward begins: ranks compare decisions; prefills of one token are allowed",
     ),
     overrides(
@@ -108,7 +108,7 @@ CONTEXT = rows_of(
     overrides(
         "update_requests",
         "(self, active_requests_mask, new_tokens, new_speculative_tokens=None)",
-        "mcore/context/context",
+        "mcore/context/context mcore/context/slot_context",
         "the forward succeeded (legacy scheduling): publishes what was not published at its launch",
     ),
     wraps(
@@ -120,7 +120,7 @@ CONTEXT = rows_of(
     wraps(
         "calculate_log_probs_tensors",
         "(self, logits, new_tokens, only_last_token_logits=False, sampling=None, row_to_request=None)",
-        "mcore/context/context",
+        "mcore/context/slot_context",
         "without padding rows",
     ),
     overrides(
@@ -130,7 +130,10 @@ CONTEXT = rows_of(
         "the forward succeeded (asynchronous scheduling): publishes what was not published at its launch",
     ),
     overrides(
-        "prepare_requests", "(self)", "mcore/context/context", "the next decode begins: filled blocks get their keys"
+        "prepare_requests",
+        "(self)",
+        "mcore/context/context mcore/context/slot_context",
+        "the next decode begins: filled blocks get their keys",
     ),
     overrides(
         "_get_async_sched_rows_requiring_new_block",
@@ -138,17 +141,17 @@ CONTEXT = rows_of(
         "upstream/context",
         "drafts past the end of an answer need no block",
     ),
-    overrides("can_prepare_requests", "(self)", "mcore/context/context", "not between two chunks of a prompt"),
+    overrides("can_prepare_requests", "(self)", "mcore/context/slot_context", "not between two chunks of a prompt"),
     wraps(
         "evict_overflow_paused_requests",
         "(self, active_request_count, next_tokens, new_speculative_tokens=None)",
-        "mcore/context/context",
+        "mcore/context/slot_context",
         "preempted requests swap out to the host",
     ),
     overrides(
         "release_memory_blocks_from_request_indexes",
         "(self, request_indexes)",
-        "mcore/context/context",
+        "mcore/context/context mcore/context/slot_context",
         "requests end: blocks with a key stay cached",
     ),
     wraps(
@@ -161,8 +164,8 @@ CONTEXT = rows_of(
     overrides(
         "deallocate_inference_state_buffers",
         "(self)",
-        "mcore/context/context",
-        "the pool drops megatron's tensors",
+        "mcore/context/context mcore/context/slot_context",
+        "the tensors of states are dropped with megatron's",
     ),
     calls(
         "get_index_of_chunked_prefill_request",
@@ -170,7 +173,7 @@ CONTEXT = rows_of(
         "mcore/context/rows mcore/engine/controller mcore/engine/removals",
         "whether its row is hidden",
     ),
-    calls("is_decode_only", "(self)", "mcore/context/context upstream/context", "whether a step prefills"),
+    calls("is_decode_only", "(self)", "mcore/context/slot_context upstream/context", "whether a step prefills"),
     calls(
         "round_up_tokens", "(value, tp_size=None)", "mcore/entrypoints/build", "a step's tokens as megatron pads them"
     ),
@@ -185,7 +188,7 @@ CONTEXT = rows_of(
     ),
     attributes(
         "mamba_conv_states mamba_ssm_states mamba_intermediate_conv_states mamba_intermediate_ssm_states",
-        "mcore/context/context",
+        "mcore/context/slot_context",
         "set by our allocation, read by megatron's layers",
     ),
     attributes(
@@ -196,7 +199,7 @@ CONTEXT = rows_of(
     ),
     attributes(
         "mamba_metadata mamba_chunk_size is_hybrid_model layer_map",
-        "upstream/context mcore/context/admission mcore/context/context mcore/context/decode mcore/context/reports mcore/context/rows",
+        "upstream/context mcore/context/admission mcore/context/context mcore/context/decode mcore/context/reports mcore/context/rows mcore/context/slot_context",
         "the layout of states, and the slot of each request",
     ),
     attributes(
@@ -792,7 +795,7 @@ CONFIG = (
         attributes(
             "max_sequence_length max_tokens max_requests buffer_size_gb paused_buffer_size_gb mamba_memory_ratio "
             "num_speculative_tokens prefix_caching_eviction_policy",
-            "mcore/entrypoints/build mcore/state/one_budget",
+            "mcore/entrypoints/build mcore/state/budget",
             "checked before megatron asserts on them, or set for one budget",
         ),
     ),

@@ -1,8 +1,12 @@
-"""Layouts of one memory, for any sizes: what fits, what is lost, and that ranks with other layers agree."""
+"""Layouts of states, of pages, and of the memory that all ranks agree on: what fits, and what is lost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,138 +15,242 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.mcore.state import one_budget
+from megatron_hybrid_prefix.lab.capacity import sizes_of_config
+from megatron_hybrid_prefix.mcore.state import budget
+from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig, split_into_stages
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
-from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
+from megatron_hybrid_prefix.pool.shared_memory import own_bytes, slot_bytes
 
-GIB = 2**30
-# Tokens of a block, and numbers in the two components of a state; 0: a stage without recurrent layers.
-STAGES = st.tuples(st.integers(1, 40), st.integers(0, 900), st.integers(1, 90))
-
-
-def block_of(tokens: int) -> BlockShape:
-    return BlockShape(before=(2, 1), after=(tokens, 2, 16), dtype=torch.bfloat16)
+CONV = StateComponent(name="conv", shape=(5, 4), dtype="bfloat16")
+SSM = StateComponent(name="ssm", shape=(2, 3, 4), dtype="float32")
+BYTES = 5 * 4 * 2 + 2 * 3 * 4 * 4
 
 
-def slots_of(matrix: int, window: int) -> SlotLayout:
-    components = (
-        StateComponent(name="matrix", shape=(max(1, matrix), 4), dtype="float32"),
-        StateComponent(name="window", shape=(window,), dtype="bfloat16"),
+def layout(layers=3, components=(CONV, SSM)):
+    return StateLayout(kind="some", layers=layers, components=components)
+
+
+# -- a state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float64", 8), ("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_bytes_are_those_of_the_tensor(dtype, size):
+    component = StateComponent(name="x", shape=(3, 1, 7), dtype=dtype)
+    tensor = torch.empty(component.shape, dtype=getattr(torch, dtype))
+    assert component.bytes == tensor.numel() * tensor.element_size() == 21 * size
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float8", "", "torch.float32"])
+def test_an_unknown_type_is_refused(dtype):
+    with pytest.raises(ValueError, match=r"'x': unknown dtype"):
+        StateComponent(name="x", shape=(1,), dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (3, -1)])
+def test_a_shape_without_elements_is_refused(shape):
+    with pytest.raises(ValueError, match=r"'x': shape .* has no elements"):
+        StateComponent(name="x", shape=shape, dtype="float32")
+
+
+@pytest.mark.parametrize(("layers", "components"), [(-1, (CONV,)), (1, ()), (1, (CONV, CONV)), (0, (CONV, SSM, CONV))])
+def test_an_impossible_layout_is_refused(layers, components):
+    with pytest.raises(ValueError, match="state layout 'some'"):
+        layout(layers, components)
+
+
+def test_slots_within_a_budget():
+    """Of the states of all kinds; a rank without recurrent layers does not vote."""
+    other = StateLayout(kind="other", layers=2, components=(StateComponent(name="sum", shape=(7,), dtype="float64"),))
+    for slots, size in ((SlotLayout((layout(),)), 3 * BYTES), (SlotLayout((layout(), other)), 3 * BYTES + 2 * 7 * 8)):
+        assert slots.slot_bytes == size
+        for count in (0, 1, 2, 100):
+            assert slots.slots_within(count * size) == slots.slots_within((count + 1) * size - 1) == count
+    assert (
+        SlotLayout((layout(layers=0),)).slots_within(0) is SlotLayout((layout(layers=0),)).slots_within(2**40) is None
     )
-    return SlotLayout((StateLayout(kind="a", layers=2 if matrix else 0, components=components),))
 
 
-def layouts(stages: Sequence[tuple[int, int]], budget_bytes: int, own_slots: int) -> list[PageLayout]:
-    """The layout of each stage, by (bytes of a block, bytes of a state). Stages are asked until no value changes."""
-    given_values: dict[tuple[str, int], int] = {}
-    asked: list[str] = []
-
-    def collective(name: str, choose: object) -> object:
-        def agree(value: int, groups: object) -> int:
-            asked.append(name)
-            key = (name, asked.count(name))
-            given_values[key] = choose(given_values.get(key, value), value)  # type: ignore[operator]
-            return given_values[key]
-
-        return agree
-
-    found: list[PageLayout] = []
-    with (
-        patch.object(one_budget, "max_over_model_ranks", collective("max", max)),
-        patch.object(one_budget, "min_over_model_ranks", collective("min", min)),
-    ):
-        for phase in range(3):  # pages are agreed on in the first, blocks in the second
-            if phase == 1:
-                given_values = {key: value for key, value in given_values.items() if key[0] == "max"}
-            found = []
-            for block_bytes, state_bytes in stages:
-                asked.clear()
-                found.append(
-                    one_budget.agree_on_layout(
-                        budget_bytes / GIB,
-                        block_bytes=block_bytes,
-                        state_bytes=state_bytes,
-                        own_slots=own_slots,
-                        groups=None,
-                    )
-                )
-    return found
+@pytest.mark.parametrize("kinds", [(), (layout(), layout())])
+def test_kinds_are_told_apart_by_the_names_of_their_components(kinds):
+    with pytest.raises(ValueError, match=r"layer kinds \[.*\] have components"):
+        SlotLayout(kinds)
 
 
-@given(
-    stages=st.lists(STAGES, min_size=1, max_size=3),
-    budget_bytes=st.integers(2**17, 2**22),  # most are enough
-    own_slots=st.integers(0, 12),
-)
-@example(stages=[(4, 64, 8), (4, 70, 8)], budget_bytes=2**20, own_slots=1)
-@example(stages=[(4, 66, 1), (4, 0, 1), (8, 99, 9)], budget_bytes=2**20, own_slots=1)
-@example(stages=[(40, 3, 1)], budget_bytes=2**18, own_slots=8)
-def test_any_sizes(stages: list[tuple[int, int, int]], budget_bytes: int, own_slots: int) -> None:
-    """Blocks and slots of a page lie in it, aligned; nothing lies outside, and less than one block of the budget is lost."""
-    blocks = [block_of(tokens) for tokens, _, _ in stages]
-    slots = [slots_of(matrix, window) for _, matrix, window in stages]
-    try:
-        found = layouts(
-            [(block.bytes, slot_bytes(slot)) for block, slot in zip(blocks, slots, strict=True)],
-            budget_bytes,
-            own_slots,
-        )
-    except ValueError as error:
-        assert "too small" in str(error)  # the next test says when
-        return
-    assert len({(layout.total_blocks, layout.page_blocks, layout.pages) for layout in found}) == 1
-    lost = []
-    for layout, block, slot in zip(found, blocks, slots, strict=True):
-        memory = SharedMemory(layout, block=block, slots=slot, own_slots=own_slots, device="cpu")
-        size, step, page = memory.buffer.numel(), layout.block_bytes, layout.page_bytes
-        assert size <= budget_bytes
-        lost.append((budget_bytes - size) / step)
-        assert layout.pages >= 1 and layout.total_blocks > layout.page_blocks
-        assert step % ALIGNMENT_BYTES == 0 and block.bytes <= step
-        plain_blocks = ceil_div(slot_bytes(slot), block.bytes)
-        assert step == block.bytes or layout.page_blocks < plain_blocks  # padding saves a block in each page
-        first = memory.kv.data_ptr() - memory.buffer.data_ptr()
-        assert first == own_slots * page  # page p is slot own_slots + p
-        assert memory.kv_rows.storage_offset() == first and memory.kv_rows.stride(1) == step
-        assert first + layout.total_blocks * step + step == size  # the dummy block is the last
-        for name, tensor in memory.states.tensors.items():
-            assert tensor.shape[1] == own_slots + layout.pages
-            assert tensor.stride(1) * tensor.element_size() == page
-            start = tensor.storage_offset() * tensor.element_size()
-            assert start % ALIGNMENT_BYTES == 0
-            if tensor.numel():
-                assert start + tensor[:, 0].numel() * tensor.element_size() <= page, name
-    assert min(lost) < 1  # of the rank with the largest blocks
+# -- a page ------------------------------------------------------------------------------------------------------------
 
 
-@given(sizes=STAGES, own_slots=st.integers(0, 12))
-def test_the_least_budget_is_enough(sizes: tuple[int, int, int], own_slots: int) -> None:
-    """The budget that the error names has room for one state and one block; one block less has not."""
-    tokens, matrix, window = sizes
-    stage = (block_of(tokens).bytes, slot_bytes(slots_of(matrix, window)))
-    (large,) = layouts([stage], 2**26, own_slots)
-    least = (own_slots * large.page_blocks + large.page_blocks + 2) * large.block_bytes
-    (layout,) = layouts([stage], least, own_slots)
-    assert layout.total_blocks == layout.page_blocks + 1
-    with pytest.raises(ValueError, match=f"they need {least / 2**20:.2f} MiB"):
-        layouts([stage], least - 1, own_slots)
+def sizes_of_rank(config: HybridModelConfig, tp: int, block_tokens: int) -> tuple[int, int]:
+    """Bytes of a KV block and of a state, as `SharedMemory` places them."""
+    sizes = sizes_of_config("some", config, tp=tp)
+    return ceil_div(sizes.kv_block_bytes(block_tokens), ALIGNMENT_BYTES) * ALIGNMENT_BYTES, slot_bytes(sizes.layout)
+
+
+def check_little_is_lost(block_bytes: int, state_bytes: int) -> None:
+    found = PageLayout.of(block_bytes=block_bytes, state_bytes=state_bytes, alignment_bytes=ALIGNMENT_BYTES)
+    assert found.block_bytes >= block_bytes and found.block_bytes % ALIGNMENT_BYTES == 0
+    assert 0 <= found.padding_bytes <= 0.1 * found.page_bytes, "lost of a page of states"
+    assert found.block_bytes - block_bytes <= found.block_bytes / 32, "lost of a KV block"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_little_is_lost_for_any_preset(name):
+    tried = 0
+    for tp in (1, 2, 4, 8):
+        for block_tokens in (64, 128, 256, 512):
+            try:
+                sizes = sizes_of_rank(PRESETS[name], tp, block_tokens)
+            except ValueError as error:
+                assert "does not divide" in str(error)
+                continue
+            check_little_is_lost(*sizes)
+            tried += 1
+    assert tried >= 8
+
+
+@given(block=st.integers(1, 2**14), blocks_of_state=st.floats(0.05, 100))
+@example(block=10, blocks_of_state=1.8)
+@example(block=2**14, blocks_of_state=0.05)
+@example(block=2**14, blocks_of_state=1.0001)
+def test_little_is_lost_for_any_sizes(block, blocks_of_state):
+    check_little_is_lost(block * ALIGNMENT_BYTES, max(1, round(block * blocks_of_state)) * ALIGNMENT_BYTES)
 
 
 @given(cache_bytes=st.integers(-1, 10**6), block_bytes=st.integers(1, 5000), state_bytes=st.integers(1, 20000))
-def test_the_caches_own_layout(cache_bytes: int, block_bytes: int, state_bytes: int) -> None:
+def test_the_caches_own_layout(cache_bytes, block_bytes, state_bytes):
     try:
-        layout = PageLayout.within(cache_bytes, block_bytes=block_bytes, state_bytes=state_bytes)
+        found = PageLayout.within(cache_bytes, block_bytes=block_bytes, state_bytes=state_bytes)
     except ValueError as error:
         least = int(str(error).split()[-2])
-        layout = PageLayout.within(least, block_bytes=block_bytes, state_bytes=state_bytes)
-        assert cache_bytes < least and layout.total_blocks == layout.page_blocks + 1
+        found = PageLayout.within(least, block_bytes=block_bytes, state_bytes=state_bytes)
+        assert cache_bytes < least and found.total_blocks == found.page_blocks + 1
         cache_bytes = least
-    assert layout.block_bytes >= block_bytes and cache_bytes - layout.total_blocks * layout.block_bytes >= 0
-    assert cache_bytes - layout.total_blocks * layout.block_bytes < layout.block_bytes
-    assert state_bytes <= layout.page_bytes and layout.pages * layout.page_blocks <= layout.total_blocks
-    lost_of_page = 1 - (layout.page_blocks * block_bytes) / layout.page_bytes
-    assert lost_of_page == 0 or layout.page_blocks < ceil_div(state_bytes, block_bytes)
-    # What the cache and a replay make of a layout that is padded already is the same layout.
-    again = PageLayout.within(cache_bytes, block_bytes=layout.block_bytes, state_bytes=state_bytes)
-    assert again == layout
+    assert found.block_bytes >= block_bytes and found.page_states * state_bytes <= found.page_bytes
+    assert 0 <= cache_bytes - found.total_blocks * found.block_bytes < found.block_bytes
+    assert found.pages * found.page_blocks <= found.total_blocks
+
+
+# -- the memory of all ranks -------------------------------------------------------------------------------------------
+
+
+def agree(stages: Sequence[tuple[int, int]], memory_bytes: int, **sizes: int) -> list[budget.Budget]:
+    """The budget of each stage, by (bytes of a block, bytes of a state): a thread for each."""
+    said: list[Any] = [None] * len(stages)
+    barrier = Barrier(len(stages), timeout=60)
+
+    def gather(value: Any, stage: int) -> list[Any]:
+        said[stage] = value
+        barrier.wait()
+        values = said.copy()
+        barrier.wait()
+        return values
+
+    def run(stage: int) -> Any:
+        block_bytes, state_bytes = stages[stage]
+        try:
+            return budget.agree_on_budget(
+                memory_bytes, block_bytes=block_bytes, state_bytes=state_bytes, option="x", groups=stage, **sizes
+            )
+        except ValueError as error:
+            return error
+
+    with (
+        patch.object(budget, "of_all_stages", gather),
+        patch.object(budget, "min_over_model_ranks", lambda value, stage: min(gather(value, stage))),
+        patch.object(
+            budget, "max_over_model_ranks", lambda values, stage: list(map(max, *gather(values, stage), values))
+        ),
+        ThreadPoolExecutor(len(stages)) as threads,
+    ):
+        found = list(threads.map(run, range(len(stages))))
+    if errors := [each for each in found if isinstance(each, ValueError)]:
+        assert len(errors) == len(stages) and len(set(map(str, errors))) == 1, "some ranks would go on alone"
+        raise errors[0]
+    return found
+
+
+def check_budgets(stages: Sequence[tuple[int, int]], memory_bytes: int, *, drafts: int, max_requests: int) -> float:
+    """Checks that stages agree and keep their budgets. Returns KV blocks, as a share of those of megatron's formula."""
+    found = agree(stages, memory_bytes, drafts=drafts, max_requests=max_requests)
+    counts = {
+        (each.layout.total_blocks, each.layout.page_blocks, each.layout.page_states, each.own_slots, each.live_states)
+        for each in found
+    }
+    assert len(counts) == 1
+    left = []
+    for (block_bytes, state_bytes), each in zip(stages, found, strict=True):
+        page, own = each.layout, own_bytes(state_bytes, own_slots=each.own_slots, drafts=drafts)
+        assert each.own_slots == (1 if each.live_states else max_requests) and not (drafts and each.live_states)
+        assert page.block_bytes >= block_bytes and page.block_bytes % ALIGNMENT_BYTES == 0
+        assert page.padding_bytes >= 0 and page.state_bytes == state_bytes
+        left.append((memory_bytes - own - (page.total_blocks + 1) * page.block_bytes) / page.block_bytes)
+    assert 0 <= min(left) < 1  # of the tightest stage
+    assert found[0].layout.pages >= 1 or not found[0].live_states
+    formula = min(
+        (memory_bytes - own_bytes(state, own_slots=max_requests, drafts=drafts)) // block for block, state in stages
+    )
+    return (found[0].layout.total_blocks + 1) / max(1, formula)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("name", ["tiny", "hybrid-4b", "gdn-4b", "nemotron-h-8b", "qwen3-next-80b-a3b"])
+def test_stages_of_models_agree_and_keep_their_kv(name, drafts):
+    config = PRESETS[name]
+    for pp, block_tokens, max_requests in ((1, 64, 4), (2, 64, 64), (2, 256, 4), (4, 256, 64)):
+        if pp > config.count("*"):
+            continue
+        patterns = split_into_stages(config.layer_pattern, pp).split("|")
+        stages = [sizes_of_rank(replace(config, layer_pattern=each), 1, block_tokens) for each in patterns]
+        states = max(own_bytes(state, own_slots=max_requests, drafts=drafts) for _, state in stages)
+        for memory_bytes in (times * states + 100 * max(stages)[0] for times in (1, 2, 10)):
+            assert check_budgets(stages, memory_bytes, drafts=drafts, max_requests=max_requests) >= 0.97
+
+
+@given(
+    stages=st.lists(
+        st.tuples(st.integers(256, 2**14), st.one_of(st.just(0), st.integers(1, 2**18))), min_size=1, max_size=4
+    ),
+    blocks=st.integers(40, 4000),
+    drafts=st.sampled_from([0, 1, 3]),
+    max_requests=st.integers(1, 200),
+)
+@example(stages=[(300, 0), (256, 0)], blocks=40, drafts=0, max_requests=1)
+@example(stages=[(300, 0), (256, 9000), (1000, 1)], blocks=40, drafts=3, max_requests=9)
+def test_any_stages_agree_and_keep_their_kv(stages, blocks, drafts, max_requests):
+    sizes = [(block * ALIGNMENT_BYTES, state * ALIGNMENT_BYTES) for block, state in stages]
+    memory_bytes = max(
+        own_bytes(state, own_slots=max_requests, drafts=drafts) + blocks * block for block, state in sizes
+    )
+    kept = check_budgets(sizes, memory_bytes, drafts=drafts, max_requests=max_requests)
+    assert kept >= (1 - 1 / 32) / (1 + 1 / 256) - 1 / blocks  # blocks begin aligned, and whole ones count
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 2**12), st.integers(0, 2**14)),
+    drafts=st.sampled_from([0, 2]),
+    max_requests=st.integers(1, 12),
+)
+def test_the_least_budget_is_enough(sizes, drafts, max_requests):
+    """The budget that the error names has room; a byte less has not, on any rank."""
+    block_bytes, state_bytes = (size * ALIGNMENT_BYTES for size in sizes)
+    small, own = (
+        {"drafts": drafts, "max_requests": max_requests},
+        own_bytes(state_bytes, own_slots=max_requests, drafts=drafts),
+    )
+    page = PageLayout.of(block_bytes=block_bytes, state_bytes=max(1, state_bytes), alignment_bytes=ALIGNMENT_BYTES)
+    least = own + 2 * page.block_bytes
+    if not drafts:
+        least = min(least, state_bytes + (page.page_blocks + 2) * page.block_bytes)
+    (found,) = agree([(block_bytes, state_bytes)], least, **small)
+    assert found.layout.total_blocks == (page.page_blocks + 1 if found.live_states else 1)
+    with pytest.raises(ValueError, match=rf"^x is too small: .* need {least / 2**20:.2f} MiB$"):
+        agree([(block_bytes, state_bytes), (1, 0)], least - 1, **small)
+
+
+def test_one_rank_agrees_with_itself(platform):
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
+
+    for groups in (None, ProcessGroupCollection.use_mpu_process_groups()):
+        assert [min_over_model_ranks(value, groups) for value in (0, 7, None)] == [0, 7, None]

@@ -1,6 +1,6 @@
 """Every operation on KV and states, on views of one memory: the bits are those of contiguous tensors, nothing else is written.
 
-Each also runs on views with more than 2^32 elements from their first to their last. On the CPU the PyTorch versions run. On a GPU
+Each also runs on views with more than 2^32 elements from their first to their last; rows of states are 256 bytes apart, and overlap. On the CPU the PyTorch versions run. On a GPU
 the kernels run, megatron's too. With TRITON_INTERPRET=1 (``test_interpreted.py``) the kernels run on the host, and an
 overflow of 32-bit integers is an error.
 """
@@ -8,6 +8,7 @@ overflow of 32-bit integers is an error.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -68,31 +69,23 @@ def kernels(place, monkeypatch):
     """Megatron's append and functions of a decode, or what the platform has in place of them: by name."""
     device = place[1]
     if device == "cpu" and not INTERPRETED:
-        yield {
+        return {
             "append": kv_append.triton_append_key_value_cache,
             "convolve_step": conv.causal_conv1d_update,
             "update_state": decode.selective_state_update,
         }
-        return
     from megatron.core.inference.contexts.fused_kv_append_kernel import triton_append_key_value_cache
     from megatron.core.ssm.ops.causal_conv1d_triton import causal_conv1d_update
     from megatron.core.ssm.ops.mamba_ssm import selective_state_update
 
-    from megatron_hybrid_prefix.platform.patches import WIDE_STRIDES
-    from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
-
     if INTERPRETED:  # what asks for a GPU
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    applied = Applied()
-    apply(WIDE_STRIDES, applied)
-    yield {
-        "narrow": applied.undo,
+    return {
         "append": kv_append.triton_append_key_value_cache if INTERPRETED else triton_append_key_value_cache,
         "convolve_step": causal_conv1d_update,
         "update_state": selective_state_update,
     }
-    applied.undo()
 
 
 @pytest.fixture(autouse=True)
@@ -142,61 +135,63 @@ def fill(view: torch.Tensor, dim: int, indices: list[int], seed: int = 0) -> Non
     view.index_copy_(dim, at, rand(view.device, *shape, seed=seed, dtype=view.dtype))
 
 
-def far_step(seed: int, device: str, chunk_tokens: int) -> tuple[Step, dict[str, torch.Tensor]]:
-    """A prefill whose slots are the last of the memory; per token, its source and where its sequence starts."""
+def far_step(seed: int, chunk_tokens: int) -> Step:
+    """A prefill whose slots are the last of the memory."""
     step = Step.draw(seed, chunk_tokens, full=True)
     last = FAR_PAGES - SLOTS
     for slots in (step.source_slots, step.live_slots, step.chunk_slots):
         slots[:] = [slot + last if slot >= 0 else slot for slot in slots]
+    return step
+
+
+def step_at(at: Callable[..., torch.Tensor], step: Step, device: str) -> tuple[dict[str, torch.Tensor], ...]:
+    """What a prefill is given, where slots are ``at(slots)``; and per token, its source and where its sequence starts."""
     sources, starts = torch.zeros(2, step.bounds[-1], dtype=torch.int32)
     for number, chunks, _ in step.sequences():
         span = slice(step.bounds[chunks.start], step.bounds[chunks.stop])
         sources[span], starts[span] = step.source_slots[number], span.start
-    per_token = {"sources": sources.to(device), "starts": starts.to(device)}
-    return step, per_token
+    slots = step.tensors(device, "source_slots", "live_slots", "chunk_slots")
+    slots = {name: at(value) for name, value in slots.items()} | step.tensors(device, "first_chunks")
+    return slots, {"sources": at(sources.to(device)), "starts": starts.to(device)}
 
 
-SLOT_NAMES = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
 HERE = [FAR_PAGES * PAGE_BLOCKS - 1 - block for block in (0, 7, 3, 40, 41, 2, 100)]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a platform replaces the kernels")
 def test_these_are_the_views_of_an_engine(platform):
     from megatron_hybrid_prefix.mcore.state.layout import ModelStates
-    from megatron_hybrid_prefix.mcore.state.memory import StateMemory, own_slots
+    from megatron_hybrid_prefix.mcore.state.memory import StateMemory
     from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
     from megatron_hybrid_prefix.pool.pages import PageLayout
-    from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory
+    from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 
     components = (
         StateComponent(name="conv", shape=CONV, dtype="bfloat16"),
         StateComponent(name="ssm", shape=SSM, dtype="float32"),
     )
     slots = SlotLayout((StateLayout(kind="some", layers=LAYERS, components=components),))
-    block = BlockShape(before=(2, LAYERS), after=(4, 2, 8), dtype=torch.bfloat16)
-    own = own_slots(max_requests=2, drafts=DRAFTS)
-    layout = PageLayout.of_buffer(
-        (own + 4) * PAGE_BLOCKS * block.bytes, block_bytes=block.bytes, page_blocks=PAGE_BLOCKS, own_slots=own
-    )
-    shared = SharedMemory(layout, block=block, slots=slots, own_slots=own, device="cpu")
-    states = ModelStates(slots=slots, quanta=(8,), kind_of_layer=("some",) * LAYERS)
+    block, size = BlockShape(before=(2, LAYERS), after=(4, 2, 8), dtype=torch.bfloat16), slot_bytes(slots)
+    layout = PageLayout(block_bytes=block.bytes, state_bytes=size, page_blocks=2, page_states=1, total_blocks=7)
+    own, first = 2, 2 * (DRAFTS + 2)  # the engine's slots come first, and states after drafted tokens
+    shared = SharedMemory(slots, own_slots=own, drafts=DRAFTS, layout=layout, block=block, device="cpu")
     engine = StateMemory(
-        states,
-        max_requests=2,
-        checkpoint_slots=0,
-        drafts=DRAFTS,
+        ModelStates(slots=slots, quanta=(8,), kind_of_layer=("some",) * LAYERS),
+        shared,
+        max_requests=own,
+        live_states=False,
         block_tokens=16,
         max_tokens=32,
-        device="cpu",
-        shared=shared,
     )
-    memory = OneMemory(pages=own + 4, page_bytes=PAGE_BLOCKS * block.bytes, device="cpu")
+    memory = OneMemory(pages=first + 4, page_bytes=size, device="cpu", page_blocks=2)
     ours = some_states(memory)
-    first = own * PAGE_BLOCKS  # the engine's slots come first
-    pairs = [(shared.kv, memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)[:, :, first:])]
-    pairs += [(shared.kv_rows, memory.blocks()[:, first:])]
-    pairs += [(engine.pool.tensors[name], ours[name]) for name in ours]
-    pairs += [(engine.drafted[name], memory.drafted(ours[name], 2, DRAFTS)) for name in ours]
+    assert [shared.row(slot) for slot in range(own + 3)] == memory.rows([0, 1, first, first + 1, first + 2]).tolist()
+    pairs = [(shared.kv, memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)[:, :, 2 * first :])]
+    pairs += [(shared.kv_rows, memory.blocks()[:, 2 * first :])]
+    for layer in range(LAYERS):
+        pairs += [(engine.of_layer(layer)[name], ours[name][layer]) for name in ours]
+        drafted = {name: memory.drafted(ours[name], own, DRAFTS)[layer] for name in ours}
+        pairs += [(engine.of_layer(layer, drafted=True)[name], drafted[name]) for name in ours]
     for one, other in pairs:
         assert one.storage_offset() == other.storage_offset()
         strides = zip(one.shape, one.stride(), other.stride(), strict=True)
@@ -212,7 +207,7 @@ def test_append(place, kernels):
     key, value = (rand(device, 6, 1, 2, 8, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
     blocks = torch.tensor(HERE[:6], dtype=torch.int64, device=device)
     positions = torch.tensor([0, 1, 2, 3, 0, 1], dtype=torch.int64, device=device)
-    check_same(memory, lambda kv: kernels["append"](LAYER, key, value, kv, 5, blocks, positions), {"kv": kv})
+    check_same(memory, lambda at, kv: kernels["append"](LAYER, key, value, kv, 5, blocks, positions), {"kv": kv})
 
 
 def attend_by_triton(q, k, v, starts, lengths, longest, table):
@@ -244,7 +239,7 @@ def test_attention(place, attend):
     starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=device)
     table = torch.tensor([HERE[:4], [*HERE[4:6], 0, 0]], dtype=torch.int32, device=device)
     q = rand(device, 4, 4, dim, seed=3, dtype=kv.dtype)
-    check_same(memory, lambda kv: attend(q, kv[0, LAYER], kv[1, LAYER], starts, lengths, 3, table), {"kv": kv})
+    check_same(memory, lambda at, kv: attend(q, kv[0, LAYER], kv[1, LAYER], starts, lengths, 3, table), {"kv": kv})
 
 
 def test_moves_and_comparisons_of_blocks(place):
@@ -255,7 +250,7 @@ def test_moves_and_comparisons_of_blocks(place):
     ids = partial(torch.tensor, dtype=torch.int64, device=device)
     rows = memory.blocks()[:, :, : kv[:, :, 0].numel() * 2]  # what lies behind a block's KV is not of it
 
-    def move(kv, rows):
+    def move(at, kv, rows):
         copy_slots(rows, rows, ids([HERE[0], -1, HERE[1]]), ids([3, 4, HERE[6]]))
         return rows[:, ids([3, HERE[6]])], kv.index_select(2, ids(HERE[2:4]))
 
@@ -273,23 +268,23 @@ def some_states(memory: OneMemory, dtype: torch.dtype = torch.bfloat16, ssm: tup
 
 
 def test_copies_of_slots(place):
-    memory, device = place
-    states, ids = some_states(memory), partial(torch.tensor, dtype=torch.int64, device=device)
+    memory, _ = place
+    states = some_states(memory)
     for seed, view in enumerate(states.values()):
-        fill(view, 1, [FAR_PAGES - 1, 7, FAR_PAGES - 4], seed)
+        fill(memory.of_slots(view), 1, [FAR_PAGES - 1, 7, FAR_PAGES - 4], seed)
 
-    def copy(**states):
+    def copy(at, **states):
         for view in states.values():
-            copy_slots(view, view, ids([FAR_PAGES - 1, 7, -1]), ids([2, FAR_PAGES - 2, 3]))
-            view[:, ids([FAR_PAGES - 4])] = view.new_zeros(())
+            copy_slots(view, view, at([FAR_PAGES - 1, 7, -1]), at([2, FAR_PAGES - 2, 3]))
+            view[:, at([FAR_PAGES - 4])] = view.new_zeros(())
 
-    check_same(memory, copy, states)
+    check_same(memory, copy, {}, states)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 def test_decode_of_mamba2(place, kernels, dtype, drafts):
-    """Tokens of a row write the states after them into slots that lie ``MAX_REQUESTS`` pages apart."""
+    """Tokens of a row write the states after them beside each other, all behind the slots of requests."""
     memory, device = place
     states = some_states(memory, dtype)
     # The first row is padding: where no states are to be kept, megatron's kernel writes to the first element of its input.
@@ -297,7 +292,7 @@ def test_decode_of_mamba2(place, kernels, dtype, drafts):
     if not drafts:
         slots = torch.where(slots < 0, slots, FAR_PAGES - 1 - slots)
     for seed, view in enumerate(states.values()):
-        fill(view, 1, slots[slots >= 0].tolist(), seed)
+        fill(memory.of_slots(view), 1, slots[slots >= 0].tolist(), seed)
     views = dict(states)
     if drafts:
         views |= {f"{name}_after": memory.drafted(view, MAX_REQUESTS, drafts) for name, view in states.items()}
@@ -312,21 +307,21 @@ def test_decode_of_mamba2(place, kernels, dtype, drafts):
         "C": rand(device, rows, steps, 2, width, seed=12),
     }
 
-    def step(conv, ssm, conv_after=None, ssm_after=None):
+    def step(at, conv, ssm, conv_after=None, ssm_after=None):
         after = {name: None if view is None else view[LAYER] for name, view in (("c", conv_after), ("s", ssm_after))}
         return (
-            kernels["convolve_step"](x, conv[LAYER], weight, bias, "silu", slots, after["c"]),
+            kernels["convolve_step"](x, conv[LAYER], weight, bias, "silu", at(slots), after["c"]),
             kernels["update_state"](
                 ssm[LAYER],
                 inner,
                 **inputs,
                 dt_softplus=True,
-                state_batch_indices=slots,
+                state_batch_indices=at(slots),
                 intermediate_ssm_states=after["s"],
             ),
         )
 
-    check_same(memory, step, views)
+    check_same(memory, step, {}, views)
 
 
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
@@ -336,7 +331,7 @@ def test_decode_of_gated_delta_net(place, drafts):
     slots = torch.tensor([MAX_REQUESTS - 1, 0, -1, 17], device=device)
     if not drafts:
         slots = torch.where(slots < 0, slots, FAR_PAGES - 1 - slots)
-    fill(states["matrix"], 1, slots[slots >= 0].tolist())
+    fill(memory.of_slots(states["matrix"]), 1, slots[slots >= 0].tolist())
     views = states | ({"after": memory.drafted(states["matrix"], MAX_REQUESTS, drafts)} if drafts else {})
     rows, steps, (heads, keys, values) = len(slots), drafts + 1, SSM
     q, k = (rand(device, rows, steps, 2, keys, seed=seed) for seed in (1, 2))
@@ -346,21 +341,20 @@ def test_decode_of_gated_delta_net(place, drafts):
         rand(device, rows, steps, heads, seed=5).sigmoid(),
     )
 
-    def step(matrix, after=None):
+    def step(at, matrix, after=None):
         own = None if after is None else after[LAYER]
-        return update_delta_rule(q, k, v, decay, beta, matrix[LAYER], slots, normalise=True, after=own)
+        return update_delta_rule(q, k, v, decay, beta, matrix[LAYER], at(slots), normalise=True, after=own)
 
-    check_same(memory, step, views)
+    check_same(memory, step, {}, views)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_prefill_of_mamba2(place, seed):
     memory, device = place
     states = some_states(memory, torch.float32)
-    step, per_token = far_step(seed, device, 8)
+    step = far_step(seed, 8)
     for number, view in enumerate(states.values()):
-        fill(view, 1, sorted(set(step.source_slots)), number)
-    slots = step.tensors(device, *SLOT_NAMES)
+        fill(memory.of_slots(view), 1, sorted(set(step.source_slots)), number)
     bounds = torch.tensor(step.bounds, dtype=torch.int32, device=device)
     inputs = rand(device, step.bounds[-1], CONV[0], seed=1)
     weight, bias = rand(device, *CONV, seed=2), rand(device, CONV[0], seed=3)
@@ -368,23 +362,23 @@ def test_prefill_of_mamba2(place, seed):
     added = rand(device, len(step.lengths), heads, channels * width, seed=4)
     log_decay = -rand(device, heads, len(step.lengths), 8, seed=5).abs()
 
-    def prefill(conv, ssm):
+    def prefill(at, conv, ssm):
+        slots, per_token = step_at(at, step, device)
         convolved = convolve_from_slots(inputs, conv[LAYER], weight, bias, **per_token)
         write_conv_windows(inputs, conv[LAYER], chunk_bounds=bounds, **slots)
         before = pass_states(added, log_decay, ssm[LAYER], **slots)
         return convolved, before[: step.first_chunks[-2]]
 
-    check_same(memory, prefill, states)
+    check_same(memory, prefill, {}, states)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_prefill_of_gated_delta_net(place, seed):
     memory, device = place
     states = memory.states(LAYERS, conv=(CONV, torch.float32), matrix=(SSM_OF_TRITON, torch.float32))
-    step, per_token = far_step(seed, device, 64)
+    step = far_step(seed, 64)
     for number, view in enumerate(states.values()):
-        fill(view, 1, sorted(set(step.source_slots)), number)
-    slots = step.tensors(device, *SLOT_NAMES)
+        fill(memory.of_slots(view), 1, sorted(set(step.source_slots)), number)
     bounds = torch.tensor(step.bounds, dtype=torch.int32, device=device)
     tokens, (heads, keys, values) = step.bounds[-1], SSM_OF_TRITON
     inputs, weight = rand(device, tokens, CONV[0], seed=1), rand(device, *CONV, seed=2)
@@ -393,14 +387,15 @@ def test_prefill_of_gated_delta_net(place, seed):
     v, decay = rand(device, tokens, heads, values, seed=5, dtype=dtype), -rand(device, tokens, heads, seed=6).abs()
     beta = rand(device, tokens, heads, seed=7).sigmoid()
 
-    def prefill(conv, matrix):
+    def prefill(at, conv, matrix):
+        slots, per_token = step_at(at, step, device)
         convolved = convolve_from_slots(inputs, conv[LAYER], weight, None, **per_token)
         write_conv_windows(inputs, conv[LAYER], chunk_bounds=bounds, **slots)
         return convolved, scan_delta_rule(
             q, k, v, decay, beta, matrix[LAYER], normalise=True, chunk_bounds=bounds, **slots
         )
 
-    check_same(memory, prefill, states)
+    check_same(memory, prefill, {}, states)
 
 
 def test_drafts_of_a_plugins_layer(place, request):
@@ -420,13 +415,13 @@ def test_drafts_of_a_plugins_layer(place, request):
 
     states = memory.states(LAYERS, sum=((16,), torch.float32))
     slots = torch.tensor([MAX_REQUESTS - 1, -1, 3], device=device)
-    fill(states["sum"], 1, [MAX_REQUESTS - 1, 3])
+    fill(memory.of_slots(states["sum"]), 1, [MAX_REQUESTS - 1, 3])
     inputs = rand(device, 3, DRAFTS + 1, 16)
 
-    def step(sum, after):
-        return Adding().slot_decode_drafts(inputs, {"sum": sum[LAYER]}, slots, {"sum": after[LAYER]})
+    def step(at, sum, after):
+        return Adding().slot_decode_drafts(inputs, {"sum": sum[LAYER]}, at(slots), {"sum": after[LAYER]})
 
-    check_same(memory, step, states | {"after": memory.drafted(states["sum"], MAX_REQUESTS, DRAFTS)})
+    check_same(memory, step, {}, states | {"after": memory.drafted(states["sum"], MAX_REQUESTS, DRAFTS)})
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------
@@ -434,9 +429,9 @@ def test_drafts_of_a_plugins_layer(place, request):
 
 def test_checksums_of_slots(place):
     memory, _ = place
-    fill(some_states(memory)["ssm"], 1, [FAR_PAGES - 1, FAR_PAGES - 2])
+    fill(memory.of_slots(some_states(memory)["ssm"]), 1, [FAR_PAGES - 1, FAR_PAGES - 2])
     words = memory.buffer.view(torch.int64).view(FAR_PAGES, -1)[-2:, :100]  # a part of the last pages
-    check_same(memory, checksum_rows, {"rows": words})
+    check_same(memory, lambda at, rows: checksum_rows(rows), {"rows": words})
 
 
 @pytest.mark.parametrize("kind", EntryKind)
@@ -444,7 +439,7 @@ def test_to_the_host_and_back(place, kind):
     """KV as whole blocks, states by component."""
     memory, device = place
     kv, states = memory.blocks()[:, :, :4096], list(some_states(memory).values())
-    entry, other = (HERE[0], HERE[3]) if kind == EntryKind.KV else (FAR_PAGES - 1, FAR_PAGES - 5)
+    entry, other = (HERE[0], HERE[3]) if kind == EntryKind.KV else memory.rows([FAR_PAGES - 1, FAR_PAGES - 5]).tolist()
     own = [kv] if kind == EntryKind.KV else states
     for seed, view in enumerate(own):
         numbers = torch.randint(-99, 99, (len(view), 1, *view.shape[2:]), generator=torch.Generator().manual_seed(seed))
@@ -469,40 +464,11 @@ def test_to_the_host_and_back(place, kind):
     arena.close()
 
 
-# -- what would overflow -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="only Triton's interpreter checks for overflows")
-@pytest.mark.parametrize("which", [0, 1], ids=["convolution", "state"])
-def test_megatrons_own_decode_overflows(place, kernels, which):
-    """`WIDE_STRIDES` is needed: without it the addresses of drafted tokens are wrong."""
-    memory, _ = place
-    states, slots = some_states(memory, torch.float32), torch.tensor([0])
-    conv_after, ssm_after = (memory.drafted(view, MAX_REQUESTS, DRAFTS)[LAYER] for view in states.values())
-    assert conv_after.stride(1) < 2**31 <= DRAFTS * conv_after.stride(1)
-    steps, (heads, channels, width) = DRAFTS + 1, SSM
-
-    def run():
-        if which == 0:
-            weight = torch.ones(CONV)
-            kernels["convolve_step"](
-                torch.ones(1, steps, CONV[0]), states["conv"][LAYER], weight, None, "silu", slots, conv_after
-            )
-        else:
-            x = torch.ones(1, steps, heads, channels)
-            a, b = -torch.ones(heads, channels, width), torch.ones(1, steps, 1, width)
-            kernels["update_state"](
-                states["ssm"][LAYER],
-                x,
-                x,
-                a,
-                b,
-                b,
-                state_batch_indices=slots,
-                intermediate_ssm_states=ssm_after,
-            )
-
-    run()
-    kernels["narrow"]()
+def test_rows_need_64_bits(place, kernels):
+    """As megatron's metadata and `PrefillStep` have them: a row times its stride, both in 32 bits, would overflow."""
+    conv, row = some_states(place[0], torch.float32)["conv"][LAYER], place[0].rows([FAR_PAGES - 1])
+    update = partial(kernels["convolve_step"], torch.ones(1, 1, CONV[0]), conv, torch.ones(CONV), None, "silu")
+    update(row)
     with pytest.raises(Exception, match="overflow"):
-        run()
+        update(row.int())

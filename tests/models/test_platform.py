@@ -19,8 +19,7 @@ from megatron_hybrid_prefix.mcore import HybridPrefixContext, build_engine, buil
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import active_rebindings, ensure_platform, patches
 from megatron_hybrid_prefix.platform.sizes import check_sizes
-from megatron_hybrid_prefix.platform.wide_strides import with_64_bits
-from megatron_hybrid_prefix.upstream.rebinding import Applied, Placeholder, Rebinding, apply, resolve
+from megatron_hybrid_prefix.upstream.rebinding import Applied, Placeholder, Rebinding, apply
 from tests.engine.test_install import CONFIG
 from tests.harness.limits import HANG_S
 from tests.harness.workers.launch import run_prepared
@@ -145,26 +144,6 @@ def test_every_entry_of_the_table_is_active_and_says_why(platform):
     for entry in active:
         assert entry.why.strip()
         assert "\n" not in entry.why
-
-
-@pytest.mark.parametrize("entry", patches.WIDE_STRIDES, ids=lambda entry: entry.name)
-def test_strides_of_a_kernel_have_64_bits(platform, entry):
-    """They are replaced on a GPU only; ``tests/kernels/test_one_memory.py`` runs the kernels."""
-
-    def types():
-        kernel = getattr(resolve(entry.owner), entry.name)
-        while not hasattr(kernel, "params"):  # heuristics around it
-            kernel = kernel.fn
-        return {param.name: param.annotation_type for param in kernel.params if param.annotation_type}
-
-    assert types() == {}, "megatron declares types: is the replacement still needed?"
-    applied = Applied()
-    apply([entry], applied)
-    assert len(types()) == 3 and set(types().values()) == {"i64"}
-    applied.undo()
-    assert types() == {}
-    with pytest.raises(UpstreamDriftError, match=r"takes \(.*\), no no_such_stride"):
-        with_64_bits("no_such_stride")(getattr(resolve(entry.owner), entry.name))
 
 
 def test_asking_again_gives_the_same_platform_and_another_layout_is_refused(platform):

@@ -37,6 +37,7 @@ PUT_TOGETHER = {
 # Private names of others than megatron, and whose they are.
 NOT_MEGATRONS = {
     "_exit": "os: a process that must end at once",
+    "_replace": "NamedTuple",
     "_option_string_actions": "argparse has no other way to ask for a parser's flags",
     "_torchdynamo_orig_callable": "torch: what a compiled function was made of",
 }

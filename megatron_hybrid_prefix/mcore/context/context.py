@@ -51,6 +51,7 @@ from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, 
 from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks
+from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.names import RequestOverflowError
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class HybridPrefixContext(SlotContext):
         inference_config: InferenceConfig,
         prefix: HybridPrefixConfig | None = None,
     ) -> None:
+        check_contract()  # before the config is read
         state_config = inference_config.mamba_inference_state_config
         if prefix is None:
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb)
@@ -325,13 +327,13 @@ class HybridPrefixContext(SlotContext):
         Returns:
             None: the chunk is the rest of the prompt. 0: the step has too little room for a chunk.
         """
-        assert self._model_states is not None
+        assert self.model_states is not None
         length, start = req.remaining_prompt_length, req.finished_chunk_token_count
         end = start + length
         if not start:
             start = self.skipped_tokens_of_chunk(req, length)
         budget = self.max_tokens - self.active_token_count
-        last = end_on_grid(start=start, budget=budget, end=end, quantum=math.lcm(*self._model_states.quanta))
+        last = end_on_grid(start=start, budget=budget, end=end, quantum=math.lcm(*self.model_states.quanta))
         return None if last == end else last - start
 
     def add_beside_chunk(self, req: DynamicInferenceRequest) -> None:

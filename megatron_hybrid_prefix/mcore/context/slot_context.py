@@ -41,6 +41,7 @@ class SlotContext(ContextSeam):
         inference_config: Megatron's inference config; not changed.
 
     Attributes:
+        model_states: What the model's recurrent layers hold, or None.
         states: The recurrent states, or None.
         prefill_step: What the next step prefills, for the recurrent layers; None if the model has none.
         shared_memory: The memory of the states, or None.
@@ -62,9 +63,9 @@ class SlotContext(ContextSeam):
         check_contract()
         check_sizes(model_config, "the model's config", inference_config.pg_collection)
         state_config = inference_config.mamba_inference_state_config
-        self._model_states = None if state_config is None else states_of_config(state_config)
-        if self._model_states is not None:
-            self._model_states.check(
+        self.model_states = None if state_config is None else states_of_config(state_config)
+        if self.model_states is not None:
+            self.model_states.check(
                 block_tokens=inference_config.block_size_tokens,
                 cuda_graph_impl=model_config.cuda_graph_impl,
                 drafts=inference_config.num_speculative_tokens,
@@ -76,8 +77,8 @@ class SlotContext(ContextSeam):
     @property
     def state_layout(self) -> SlotLayout:
         """Content of one slot on this rank."""
-        assert self._model_states is not None
-        return self._model_states.slots
+        assert self.model_states is not None
+        return self.model_states.slots
 
     @property
     def has_own_layers(self) -> bool:
@@ -96,10 +97,10 @@ class SlotContext(ContextSeam):
 
     def allocate_states(self) -> None:
         """See ContextSeam: all states are in one buffer."""
-        assert self._model_states is not None
+        assert self.model_states is not None
         self.shared_memory, live_states = self.make_shared_memory()
         states = self.states = StateMemory(
-            self._model_states,
+            self.model_states,
             self.shared_memory,
             max_requests=self.max_requests,
             live_states=live_states,

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks, of_all_stages
+from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks, of_all_stages
 from megatron_hybrid_prefix.mcore.state.layout import state_bytes
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 from megatron_hybrid_prefix.pool.shared_memory import own_bytes
@@ -103,9 +103,10 @@ def agree_on_budget(
     if not live_states:
         blocks = blocks_beside(max_requests)
     if blocks < 1:
-        least = own_bytes(state_bytes, own_slots=max_requests, drafts=drafts) + 2 * step_bytes
+        needs = [own_bytes(state_bytes, own_slots=max_requests, drafts=drafts) + 2 * step_bytes]
         if not drafts:
-            least = min(least, state_bytes + (page.page_blocks + 2) * step_bytes)
+            needs.append(state_bytes + (page.page_blocks + 2) * step_bytes)
+        least = min(max_over_model_ranks(needs, groups))  # another rank may be the tight one
         of_drafts = f", with {drafts} drafts for each of {max_requests} requests," if drafts else ""
         raise ValueError(
             f"{option} is too small: {memory_bytes / 2**20:.2f} MiB have no room for a state and a KV block; they{of_drafts} need "
