@@ -17,8 +17,8 @@ checkpoint slots.
 KV blocks, checkpoints and the states of running requests share one memory. The value per byte decides across all of them
 (``index/store.py``), and blocks that no request holds may move (``pool/pages.py``).
 
-Three helpers belong to it. `cache.loads` loads from the host tier and swaps out preempted requests. `cache.blocks`
-serves megatron's block allocator. `cache.inspect` answers queries. Eviction is in ``index/store.py``, the choice of
+Two helpers belong to it. `cache.loads` loads from the host tier and swaps out preempted requests. `cache.blocks`
+serves megatron's block allocator. Eviction is in ``index/store.py``, the choice of
 checkpoints in ``index/planner.py``.
 
 Memory pressure never raises. `admit`, `grow` and `blocks.allocate` return None when eviction cannot free enough blocks.
@@ -30,20 +30,18 @@ This file is longer than 400 lines because it has every step of the pipeline, in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.index.blocks_by_id import BlocksById
 from megatron_hybrid_prefix.index.host_tier import HostTier
-from megatron_hybrid_prefix.index.inspect import Inspector
 from megatron_hybrid_prefix.index.integrity import check_integrity
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.loads import Loads
 from megatron_hybrid_prefix.index.matcher import Match, Matcher
 from megatron_hybrid_prefix.index.planner import StepPlanner
-from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest, RequestBook, StepPlan
+from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest, RequestBook, StepPlan, share_beyond
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.store import PrefixStore
+from megatron_hybrid_prefix.index.store import MemoryUse, PrefixStore
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, with_verification
@@ -63,9 +61,9 @@ class HybridPrefixCache:
     Attributes:
         settings: See Args.
         block_tokens: Tokens per KV block.
+        live: Requests by id that are admitted, or hold a load. Not to be changed.
         loads: Loads from the host tier; preempted requests that are swapped out.
         blocks: KV blocks by id.
-        inspect: Read-only queries.
 
     Raises:
         ValueError: A number is out of range, or the eviction policy does not exist.
@@ -105,6 +103,9 @@ class HybridPrefixCache:
         else:
             slots = SlotPool(settings.state_slots or 0, settings.first_state_slot)
         self._store = PrefixStore(tree, pages, slots, settings.live_states, eviction, host, self._stats)
+        self._store.on_move = settings.on_move
+        if host is not None:
+            host.routing_of = settings.routing_of
         self._requests = RequestBook()
         self._matcher = Matcher(
             tree, tiers, self._requests.loads, block_tokens=settings.block_tokens, ghosts=self._store.ghosts
@@ -119,7 +120,7 @@ class HybridPrefixCache:
         )
         self.loads = Loads(self._store, self._requests, self._matcher, self._stats, block_tokens=settings.block_tokens)
         self.blocks = BlocksById(self._store, self._requests, self.loads)
-        self.inspect = Inspector(self._store, self._requests)
+        self.live = self._requests.live
 
     @property
     def epoch(self) -> int:
@@ -248,7 +249,8 @@ class HybridPrefixCache:
             if match.load_id is not None:
                 return self._admit_loaded(waiting, length_tokens, write, breakpoints, counted_tokens)
             self.release(request_id)
-        self.loads.drop_swapped_out(request_id)
+        if request_id in self.loads.swapped_out:
+            self.loads.drop_swapped_out(request_id)
         store = self._store
         expected, match = match, self._matcher.fresh(match)
         beyond = self._shared_beyond(match, length_tokens)
@@ -297,27 +299,25 @@ class HybridPrefixCache:
             live_slot=live_slot,
         )
 
-    def take_copies(self) -> list[Copy]:
+    def take_copies(self, *, published: bool = False) -> list[Copy]:
         """Takes the copies queued since the last call: to and from other tiers, of blocks that moved, and zeros (`PageClear`).
 
         Carry them out in this order, before anything is written to a block or slot that the cache gave out since: before
         the next forward, and before the states of `checkpoint_decoded` are copied to their slots.
+
+        Args:
+            published: Take only what publication queued for a tier behind the host that gets entries early. Carry it out after the
+                forward that writes these entries, which is launched. If other copies are queued, too, all stay: they must come
+                before the next forward, and not after this one.
         """
+        if published:
+            store, host = self._store, self._store.host
+            of_forward = host is not None and host.behind is not None and host.behind.shared
+            alone = of_forward and all(isinstance(copy, BlockTransfer) for copy in store.copies)
+            return store.take_copies() if alone else []
         copies = self._store.take_copies()
         self._store.checkpoints.end_protection()
         return copies
-
-    def take_published(self) -> list[Copy]:
-        """Takes what publication queued for a tier behind the host that gets entries early.
-
-        Carry it out after the forward that writes these entries, which is launched. Other copies stay queued, and with them all: they
-        must come before the next forward, and not after this one.
-        """
-        store, host = self._store, self._store.host
-        of_forward = host is not None and host.behind is not None and host.behind.shared
-        if not of_forward or not all(isinstance(copy, BlockTransfer) for copy in store.copies):
-            return []
-        return store.take_copies()
 
     def grow(self, request_id: int, length_tokens: int) -> Grown | None:
         """Gives the request the blocks that its KV needs up to position ``length_tokens``.
@@ -331,7 +331,7 @@ class HybridPrefixCache:
             ValueError: The request is not live.
         """
         live, blocks = self._requests[request_id], self._store.blocks
-        count = ceil_div(length_tokens, self.block_tokens) - len(live.block_ids)
+        count = -(-length_tokens // self.block_tokens) - len(live.block_ids)
         beyond = self._cached_after(live, min(len(live.block_ids) + count, live.prompt_tokens // self.block_tokens))
         shared = blocks.share(beyond)  # before allocating, as in `admit`
         if not self.loads.make_room(count - len(shared)):
@@ -339,7 +339,7 @@ class HybridPrefixCache:
             return None
         own = self._store.take_blocks(max(0, count - len(shared)))
         live.block_ids += shared + own
-        live.share(beyond, self.block_tokens)
+        share_beyond(live, beyond, self.block_tokens)
         return Grown(shared=shared, own=own, stored_tokens=live.stored_tokens)
 
     # -- 4. plan, 5. (the engine launches), 6. publish -----------------------------------------------------------------
@@ -499,9 +499,9 @@ class HybridPrefixCache:
         """Releases all live requests, drops all swapped-out ones, and frees the blocks of `blocks.allocate`."""
         for request_id in list(self._requests.live):
             self.release(request_id)
-        for request_id in list(self._requests.swapped_out):
+        for request_id in list(self.loads.swapped_out):
             self.loads.drop_swapped_out(request_id)
-        self.blocks.free(self.blocks.unattached)
+        self.blocks.free(list(self.blocks.unattached))
 
     def invalidate(self, epoch: int | None = None) -> None:
         """The weights changed. Empties the cache; live requests run on with the KV that they hold, but cache nothing more.
@@ -516,7 +516,9 @@ class HybridPrefixCache:
         for live in self._requests.everyone():
             live.write = False
             live.path.clear()  # it keeps its blocks, which have no keys any more
-        self.loads.invalidate()
+            if live.load is not None:  # the host is about to be emptied
+                live.load.pinned, live.load.left = (), None
+        self.loads.swapped_out.clear()
         self._planner.writing.clear()
         self._keys.forget()
         self._store.forget(self.epoch + 1 if epoch is None else epoch)
@@ -526,20 +528,22 @@ class HybridPrefixCache:
         self._requests.clear()
         self._keys.forget()
         self._planner.writing.clear()
-        self.blocks.forget_unattached()
+        self.blocks.unattached.clear()
         self._store.reset()
 
-    # -- statistics, integrity -----------------------------------------------------------------------------------------
+    # -- queries, statistics, integrity --------------------------------------------------------------------------------
 
-    def count_failed_forward(self, plans: int) -> None:
-        """Counts plans that were published when their forward was launched, and whose step failed afterwards."""
-        for _ in range(plans):
-            self._stats.count_fallback("forward_failed")
+    def nodes(self) -> Iterator[Node]:
+        """All nodes of the prefix tree, in any order."""
+        return iter(self._store.tree)
 
-    def count_verification(self, mismatch: bool) -> None:
-        """Counts a hit that was computed again and compared with the cache (``verify_hits``)."""
-        self._stats.verified_hits += 1
-        self._stats.verify_mismatches += mismatch
+    def node(self, key: bytes) -> Node | None:
+        """The node with this key, on any tier; None if there is none."""
+        return self._store.tree.get(key)
+
+    def memory_use(self) -> MemoryUse:
+        """Who uses the memory now. O(blocks)."""
+        return self._store.memory_use()
 
     def stats(self) -> PrefixStats:
         """A snapshot of the counters."""
@@ -574,7 +578,8 @@ class HybridPrefixCache:
             self._let_go(live)
 
     def _let_go(self, live: LiveRequest) -> None:
-        self.loads.end(live, kept=False)
+        if live.load is not None:
+            self.loads.end(live, kept=False)
         if live.decoded:
             self._store.checkpoints.end_decoded(*live.decoded[-1])
         self._store.let_go(live)
@@ -594,7 +599,7 @@ class HybridPrefixCache:
         if beyond is None:
             return None
         live.block_ids += self._store.blocks.share(beyond)
-        live.share(beyond, self.block_tokens)
+        share_beyond(live, beyond, self.block_tokens)
         held = len(live.block_ids)
         live.live_slot = self._store.take_live_slot()
         live.block_ids += self._store.take_blocks(max(0, self._blocks_for(match, length_tokens) - held))
@@ -671,4 +676,4 @@ class HybridPrefixCache:
         return self._store.tree.path(live.chain.keys[len(live.path) : blocks])
 
     def _blocks_for(self, match: Match, length_tokens: int | None) -> int:
-        return ceil_div(match.chain.tokens if length_tokens is None else length_tokens, self.block_tokens)
+        return -(-(match.chain.tokens if length_tokens is None else length_tokens) // self.block_tokens)

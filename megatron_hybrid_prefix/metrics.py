@@ -132,6 +132,6 @@ class PrefixStats:
             fallbacks=dict(self.fallbacks),
         )
 
-    def count_fallback(self, reason: str) -> None:
-        """Counts one fallback for ``reason``."""
-        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+    def count_fallback(self, reason: str, times: int = 1) -> None:
+        """Counts fallbacks for ``reason``."""
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + times

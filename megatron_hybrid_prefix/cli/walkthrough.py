@@ -78,7 +78,7 @@ class Diary:
 
     def _held(self) -> set[tuple[str, int, bytes]]:
         """Entries on the device: kind, end in tokens, key."""
-        nodes = list(self.cache.inspect.nodes())
+        nodes = list(self.cache.nodes())
         kv = {("KV", node.depth_blocks * BLOCK_TOKENS, node.key) for node in nodes if node.block_id >= 0}
         return kv | {("state", node.depth_blocks * BLOCK_TOKENS, node.key) for node in nodes if node.slot >= 0}
 
@@ -176,7 +176,7 @@ def _count(number: int, what: str) -> str:
 
 def places(cache: Any, prompt: Sequence[int]) -> list[dict[str, Any]]:
     """Where each block of the prompt and the state at its end are: device, host, both or neither."""
-    by_key = {node.key: node for node in cache.inspect.nodes()}
+    by_key = {node.key: node for node in cache.nodes()}
     found = []
     for at, key in enumerate(cache.chain(prompt).keys, 1):
         node = by_key.get(key)

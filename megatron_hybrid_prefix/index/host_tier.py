@@ -35,11 +35,6 @@ from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Copy, EntryKind, Tag
 
 
-def is_probationary(node: Node) -> bool:
-    """Whether the node's state is an interval checkpoint that no request has resumed from."""
-    return node.reason == CheckpointReason.INTERVAL and not node.used
-
-
 def _kv_is_spare(node: Node) -> bool:
     return not node.host_users or node.block_id != NO_BLOCK
 
@@ -172,7 +167,7 @@ class HostTier:
             False if all that is stored is worth more.
         """
         if node.host_slot != NO_SLOT:
-            if not self._states[node] and not is_probationary(node):
+            if not self._states[node] and not node.is_guess:
                 self._eviction.used(node)
                 self._no_guess(node)
             return True
@@ -205,7 +200,7 @@ class HostTier:
         if self.behind is None or not self._early or node.private or node.host_slot != NO_SLOT:
             return
         before = node.parent
-        while before is not None and (before.host_slot == NO_SLOT or is_probationary(before)):
+        while before is not None and (before.host_slot == NO_SLOT or before.is_guess):
             before = before.parent
         saved_blocks = node.depth_blocks - (0 if before is None else before.depth_blocks)
         if saved_blocks >= self.behind.least_blocks:
@@ -441,7 +436,7 @@ class HostTier:
         """
         if self.behind is None or not self._early:
             return
-        if node.private or is_probationary(node) or node.depth_blocks < self.behind.least_blocks:
+        if node.private or node.is_guess or node.depth_blocks < self.behind.least_blocks:
             return
         path: list[Node] = []
         above: Node | None = node
@@ -479,7 +474,7 @@ class HostTier:
 
     def _count(self, node: Node) -> None:
         """The node's state needs the KV up to it, unless it is a guess. O(blocks that were not needed)."""
-        if self._states[node] or is_probationary(node):
+        if self._states[node] or node.is_guess:
             return
         self._states[node] = True
         above: Node | None = node
@@ -517,7 +512,7 @@ class HostTier:
 
     def _make_room_for_state(self, node: Node) -> bool:
         """Evicts until the node's state fits. False: it is worth no more than what is stored."""
-        guess = is_probationary(node)
+        guess = node.is_guess
         incoming = None if self._stores_everything else node
         while not self.entries.has_room(EntryKind.STATE):
             if self._evict_spare_kv():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.index.matcher import Match, Matcher
 from megatron_hybrid_prefix.index.requests import LiveRequest, Load, RequestBook, SwappedOut
 from megatron_hybrid_prefix.index.store import PrefixStore
@@ -26,6 +25,10 @@ class Loads:
         matcher: Repeats matches that are out of date.
         stats: Counters.
         block_tokens: Tokens per KV block.
+
+    Attributes:
+        running: The request of each load that has not ended, by load id. Not to be changed.
+        swapped_out: What preempted requests keep on the host, by request id. Not to be changed.
     """
 
     def __init__(
@@ -34,18 +37,8 @@ class Loads:
         self._store, self._requests, self._matcher, self._stats = store, requests, matcher, stats
         self._host, self._blocks, self._slots = store.host, store.blocks, store.slots
         self._block_tokens = block_tokens
+        self.running, self.swapped_out = requests.loads, requests.swapped_out
         self._next_id = 0
-
-    # -- queries -------------------------------------------------------------------------------------------------------
-
-    def is_loading(self, request_id: int) -> bool:
-        """Whether the request holds a load and is not admitted yet."""
-        live = self._requests.live.get(request_id)
-        return live is not None and live.is_loading
-
-    def is_swapped_out(self, request_id: int) -> bool:
-        """Whether the request is swapped out."""
-        return request_id in self._requests.swapped_out
 
     def loads_elsewhere(self, match: Match) -> bool:
         """Whether another request is already loading the state that this match would load."""
@@ -54,28 +47,12 @@ class Loads:
         node = self._store.tree.get(match.chain.keys[match.loadable_blocks - 1])
         if node is None:
             return False
-        return any(
-            live.load is not None and node.host_slot in live.load.pinned for live in self._requests.loads.values()
-        )
-
-    def has_load(self, load_id: int) -> bool:
-        """Whether the load is still needed by a request, admitted or not."""
-        return load_id in self._requests.loads
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether any request holds a load and is not admitted yet."""
-        return bool(self._waiting)
-
-    def pages(self, request_id: int) -> int:
-        """Host pages that the request loads; 0 if it loads none. Raises ValueError if it is not live."""
-        load = self._requests[request_id].load
-        return 0 if load is None else load.pages
+        return any(live.load is not None and node.host_slot in live.load.pinned for live in self.running.values())
 
     @property
     def waiting_blocks(self) -> int:
         """KV blocks that only waiting requests hold."""
-        if not self._requests.loads:
+        if not self.running:
             return 0
         waiting = self._waiting
         holds = Counter(block_id for live in waiting for block_id in live.block_ids)
@@ -86,14 +63,7 @@ class Loads:
     @property
     def _waiting(self) -> list[LiveRequest]:
         """Requests that hold a load and are not admitted yet, oldest load first."""
-        return [live for live in self._requests.loads.values() if live.is_loading]
-
-    # -- moves ---------------------------------------------------------------------------------------------------------
-
-    def set_block_routing(self, routing_of: Callable[[int], Any]) -> None:
-        """Sets the function that returns a KV block's routing, which moves with the block (`Admission.payloads`)."""
-        if self._host is not None:
-            self._host.routing_of = routing_of
+        return [live for live in self.running.values() if live.is_loading]
 
     # -- begin a load ------------------------------------------------------------------------------------------------
 
@@ -101,6 +71,8 @@ class Loads:
         self, request_id: int, match: Match, *, write: bool = True, reserved_blocks: int = 0
     ) -> Match | None:
         """Allocates blocks and a slot for what the prompt can reuse from the host, and queues the copies.
+
+        A request that was swapped out continues where it stopped.
 
         The request holds them from now on. Pass it to `HybridPrefixCache.admit` with the returned match, or to
         `HybridPrefixCache.release`. The loaded blocks become matchable when the request's first forward is published.
@@ -117,6 +89,8 @@ class Loads:
         """
         if request_id in self._requests.live:
             return None
+        if request_id in self.swapped_out:
+            return self._begin_resume(request_id, match, write=write, reserved_blocks=reserved_blocks)
         match = self._matcher.fresh(match)
         if self._host is None or not match.loadable_blocks:
             return None
@@ -143,17 +117,9 @@ class Loads:
         self._host.entries.unpin(entries)  # the load pins them, too
         return loaded
 
-    def begin_resume(
-        self, request_id: int, match: Match, *, write: bool = True, reserved_blocks: int = 0
-    ) -> Match | None:
-        """`begin_load_back` for a request that was swapped out: it continues where it stopped.
-
-        Returns:
-            As `begin_load_back`. If the swapped-out data does not fit the prompt of ``match``, it is dropped.
-        """
-        left, host = self._requests.swapped_out.get(request_id), self._host
-        if left is None or request_id in self._requests.live:
-            return None
+    def _begin_resume(self, request_id: int, match: Match, *, write: bool, reserved_blocks: int) -> Match | None:
+        """`begin_load_back` for a request that was swapped out. Drops what it left if that does not fit the prompt of ``match``."""
+        left, host = self.swapped_out[request_id], self._host
         assert host is not None
         match = self._matcher.fresh(match)
         keys = match.chain.keys[: len(left.path)]
@@ -177,7 +143,7 @@ class Loads:
         )
         if loaded is not None:
             host.entries.unpin(left.pinned)  # the load pins them, too
-            del self._requests.swapped_out[request_id]
+            del self.swapped_out[request_id]
         return loaded
 
     def _begin(
@@ -250,7 +216,7 @@ class Loads:
             payloads=payloads,
             fetched=fetched,
         )
-        self._requests.live[request_id] = self._requests.loads[load_id] = live
+        self._requests.live[request_id] = self.running[load_id] = live
         return loaded
 
     def _has_blocks(self, count: int, shared: Sequence[Node]) -> bool:
@@ -274,7 +240,7 @@ class Loads:
         if not load.admitted:
             self._stats.count_fallback("host_load_given_up")
         live.load = None
-        del self._requests.loads[load.load_id]
+        del self.running[load.load_id]
         blocks = load.match.resume_tokens // self._block_tokens
         node = live.path[blocks - 1] if kept and load.left is None and blocks <= len(live.path) else None
         if node is not None and node.slot == NO_SLOT and node.host_slot != NO_SLOT:
@@ -282,7 +248,7 @@ class Loads:
         else:
             self._slots.abandon(load.slot)
         if load.left is not None and not load.admitted:
-            self._requests.swapped_out[live.request_id] = load.left
+            self.swapped_out[live.request_id] = load.left
             return
         host.entries.unpin(load.pinned)
         for entry in load.private:
@@ -330,11 +296,6 @@ class Loads:
             self._give_up(live)
             for entry in entries:
                 host.drop(entry)
-
-    def not_fetched(self, load_id: int) -> bool:
-        """Whether an admitted request needs this load, and its entries did not arrive from the tier behind."""
-        live = self._requests.loads.get(load_id)
-        return live is not None and live.load is not None and live.load.not_fetched is not None
 
     def _coming(self, load: Load) -> list[int]:
         """The host entries of a load that come from the tier behind."""
@@ -391,7 +352,7 @@ class Loads:
         """
         live = self._requests[request_id]
         host = self._host
-        blocks = ceil_div(depth_tokens, self._block_tokens)
+        blocks = -(-depth_tokens // self._block_tokens)
         if host is None or not live.write or live.plans or not len(live.path) <= blocks <= len(live.block_ids):
             return False
         name, epoch = f"request {request_id}".encode(), self._store.tree.epoch
@@ -424,7 +385,7 @@ class Loads:
                 host.entries.remove(entry)
             return False
         self.drop_swapped_out(request_id)
-        self._requests.swapped_out[request_id] = SwappedOut(
+        self.swapped_out[request_id] = SwappedOut(
             depth_tokens=depth_tokens,
             path=tuple(live.path),
             pinned=tuple(reversed(pinned)),
@@ -436,18 +397,9 @@ class Loads:
 
     def drop_swapped_out(self, request_id: int) -> None:
         """Drops what the request left with `swap_out`, if anything."""
-        left = self._requests.swapped_out.pop(request_id, None)
+        left = self.swapped_out.pop(request_id, None)
         if left is not None:
             assert self._host is not None
             self._host.entries.unpin(left.pinned)
             for entry in left.private:
                 self._host.entries.remove(entry)
-
-    # -- invalidate ----------------------------------------------------------------------------------------------------
-
-    def invalidate(self) -> None:
-        """Detaches all loads from the host, which is about to be emptied."""
-        self._requests.swapped_out.clear()
-        for live in self._requests.everyone():
-            if live.load is not None:
-                live.load.pinned, live.load.left = (), None

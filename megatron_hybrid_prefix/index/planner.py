@@ -91,12 +91,13 @@ class StepPlanner:
             raise ValueError(
                 f"request {live.request_id}: span [{start_tokens}, {end_tokens}), next is {live.planned_tokens}"
             )
+        source = live.pinned_slot if live.load is None else live.load.slot
         plan = StepPlan(
             plan_id=self._next_plan_id,
             request_id=live.request_id,
             start_tokens=start_tokens,
             end_tokens=end_tokens,
-            source_slot=live.source_slot if not live.plans else None,
+            source_slot=source if not live.plans else None,
             checkpoints=self._reserve(live, start_tokens, end_tokens) if live.write else (),
             load_id=live.load.load_id if live.load is not None and not live.plans else None,
         )

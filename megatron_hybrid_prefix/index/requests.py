@@ -203,16 +203,17 @@ class LiveRequest:
         """Whether the request holds a load and is not admitted yet."""
         return self.load is not None and not self.load.admitted
 
-    def share(self, beyond: Sequence[Node], block_tokens: int) -> None:
-        """The request shares these blocks after those of its path, and computes their tokens again."""
-        self.path += beyond
-        if beyond:
-            self.stored_tokens = len(self.path) * block_tokens
-
     @property
-    def source_slot(self) -> int | None:
-        """Slot of the state that the first forward starts from, pinned or loaded. None: it starts from zero."""
-        return self.pinned_slot if self.load is None else self.load.slot
+    def is_prefilling(self) -> bool:
+        """Whether it has prompt tokens left to plan, and caches what it computes."""
+        return self.write and self.planned_tokens < self.prompt_tokens
+
+
+def share_beyond(live: LiveRequest, beyond: Sequence[Node], block_tokens: int) -> None:
+    """The request shares these blocks after those of its path, and computes their tokens again."""
+    live.path += beyond
+    if beyond:
+        live.stored_tokens = len(live.path) * block_tokens
 
 
 class RequestBook:
@@ -252,11 +253,6 @@ class RequestBook:
     def everyone(self) -> list[LiveRequest]:
         """Live requests, and released ones with a plan in flight."""
         return [*self.live.values(), *self.ending]
-
-    def is_admitted(self, request_id: int) -> bool:
-        """Whether the request is live and admitted."""
-        live = self.live.get(request_id)
-        return live is not None and not live.is_loading
 
     def clear(self) -> None:
         """Forgets all requests and their plans."""

@@ -15,14 +15,14 @@ the blocks above them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.inspect import Inspector
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 
@@ -157,7 +157,7 @@ class ScoreTable:
         return tuple(item for item in found if item is not None)
 
     def wanted_logits(
-        self, chain: KeyChain, plan: StepPlan, inspect: Inspector, writing: Collection[bytes]
+        self, chain: KeyChain, plan: StepPlan, node_of: Callable[[bytes], Node | None], writing: Collection[bytes]
     ) -> list[int]:
         """Boundaries whose next logits a forward should keep, ascending.
 
@@ -166,13 +166,13 @@ class ScoreTable:
         Args:
             chain: Keys of the prompt.
             plan: Of the forward.
-            inspect: Says what is cached.
+            node_of: The node with a key, if there is one.
             writing: Keys of the blocks at whose end this step writes a state.
         """
         found = []
         for depth in self._depths(chain, plan):
             key = chain.keys[depth - 1]
-            node = inspect.node(key)
+            node = node_of(key)
             has_state = node is not None and not node.slot == node.host_slot == NO_SLOT
             if (has_state or key in writing) and self.next_logits(key) is None:
                 found.append(depth * self._block_tokens)
@@ -181,7 +181,13 @@ class ScoreTable:
     # -- write ---------------------------------------------------------------------------------------------------------
 
     def promise(
-        self, chain: KeyChain, plan: StepPlan, inspect: Inspector, *, top_n: int, captured: Collection[int]
+        self,
+        chain: KeyChain,
+        plan: StepPlan,
+        node_of: Callable[[bytes], Node | None],
+        *,
+        top_n: int,
+        captured: Collection[int],
     ) -> list[Promise]:
         """A forward succeeded and was published: promises its scores, and the next logits at ``captured``.
 
@@ -191,14 +197,14 @@ class ScoreTable:
         Args:
             chain: Keys of the prompt.
             plan: Of the forward.
-            inspect: Says what is cached.
+            node_of: The node with a key, if there is one.
             top_n: Likeliest tokens per position.
             captured: Positions of `wanted_logits` whose logits the caller has.
         """
         promises: list[Promise] = []
         for depth in self._depths(chain, plan) if self.budget_bytes else ():
             key, position = chain.keys[depth - 1], depth * self._block_tokens
-            if inspect.node(key) is None:
+            if node_of(key) is None:
                 break  # not published, or evicted: nothing after it can be reached
             kept = self._kept.setdefault(key, BlockScores())
             if kept.block is None or kept.block.top_n < top_n:

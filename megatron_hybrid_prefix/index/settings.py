@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_hybrid_prefix.index.planner import BoundaryRule
 from megatron_hybrid_prefix.index.tree import KeyedValues
@@ -40,6 +42,9 @@ class CacheSettings:
         behind: The tier behind the host. It is offered what the host evicts. Needs a host tier.
         boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
         beside: What the caller keeps beside the blocks, by their keys. The cache says what has to go.
+        on_move: Called at once when a cached block moves: (from block, to block). For what the engine keeps by block id on the
+            host; the copy of the KV itself comes with `take_copies`.
+        routing_of: Returns the routing of a KV block, which moves with the block (`Admission.payloads`); None if it has none.
 
     Raises:
         ValueError: A number is out of range.
@@ -64,6 +69,8 @@ class CacheSettings:
     behind: TierBehind | None = None
     boundary_rule: BoundaryRule = prompt_boundaries
     beside: KeyedValues | None = None
+    on_move: Callable[[int, int], None] = lambda source, target: None
+    routing_of: Callable[[int], Any] = lambda block_id: None
 
     def __post_init__(self) -> None:
         if self.min_computed_tokens < 1:

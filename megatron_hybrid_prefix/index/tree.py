@@ -12,6 +12,7 @@ has children. Three invariants keep everything else simple. ``check_integrity`` 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -74,6 +75,11 @@ class Node:
         self.users = self.host_users = 0
         self.older: Node | None = None
         self.newer: Node | None = None
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether the state is an interval checkpoint that no request has resumed from."""
+        return self.reason == CheckpointReason.INTERVAL and not self.used
 
     def __repr__(self) -> str:
         return f"Node({self.key.hex()[:8]}, depth {self.depth_blocks}, block {self.block_id}, slot {self.slot})"
@@ -194,3 +200,45 @@ class PrefixTree:
             if self._beside is not None:
                 self._beside.drop_state(node.key)
         self.version += 1
+
+
+_GHOSTS_PER_BLOCK = 4  # remembered keys, as a multiple of the blocks that the memory holds
+
+
+class Ghosts:
+    """Keys of KV blocks that were evicted not long ago, bounded: the key that was added longest ago is forgotten first.
+
+    A prompt shows that a prefix is shared when it starts like an earlier prompt. The KV of the earlier prompt tells it, but KV
+    behind which no state is kept is evicted first. Its key takes 0.00001 of its bytes. So the second prompt keeps a state at the
+    end of what both share, even if the KV of the first is gone.
+
+    Args:
+        blocks: Blocks that the memory holds.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._most = _GHOSTS_PER_BLOCK * blocks
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def add(self, key: bytes) -> None:
+        """The block with this key was evicted."""
+        if key in self._keys:
+            self._keys.move_to_end(key)
+            return
+        self._keys[key] = None
+        if len(self._keys) > self._most:
+            self._keys.popitem(last=False)
+
+    def discard(self, key: bytes) -> None:
+        """The block with this key was computed again."""
+        self._keys.pop(key, None)
+
+    def clear(self) -> None:
+        """Forgets all keys."""
+        self._keys.clear()

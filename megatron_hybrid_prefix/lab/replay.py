@@ -163,7 +163,7 @@ class CacheServer:
 
     def counters(self) -> Mapping[str, Any]:
         """See Server."""
-        return self._cache.stats().as_dict() | {"memory_use": asdict(self._cache.inspect.memory_use())}
+        return self._cache.stats().as_dict() | {"memory_use": asdict(self._cache.memory_use())}
 
 
 def _tail_only(*, prompt_tokens: int, block_tokens: int, **rest: Any) -> tuple[Boundary, ...]:

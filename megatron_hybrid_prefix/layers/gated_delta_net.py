@@ -15,8 +15,7 @@ from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_l
 from megatron_hybrid_prefix.layers.components import GDN_CONV, GDN_STATE, gated_delta_net_components
 from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep
-from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
-from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
+from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, check_heads

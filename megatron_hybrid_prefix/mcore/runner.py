@@ -198,7 +198,7 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
     need_blocks = ceil_div(total_tokens, context.block_size_tokens)
     have_blocks, knob = block_counts(context.kv_block_allocator).active, "buffer_size_gb or lower max_requests"
     if hasattr(context, "prefix_cache"):
-        have_blocks = context.prefix_cache.blocks.most_per_request
+        have_blocks = context.prefix_cache.blocks.room_for(1)
         knob = "buffer_size_gb" if context.prefix_config.cache_gb is None else "cache_gb"
     if need_blocks > have_blocks:
         raise ValueError(

@@ -19,7 +19,6 @@ from enum import IntEnum
 from itertools import starmap
 from typing import NamedTuple
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 
 MOST_INTERVALS = 16  # evenly spaced interval checkpoints per prompt, if their distance is not set
 
@@ -49,7 +48,7 @@ class Boundary(NamedTuple):
 
 def default_interval_tokens(prompt_tokens: int, block_tokens: int) -> int:
     """Tokens between evenly spaced interval checkpoints: whole blocks, for at most `MOST_INTERVALS` checkpoints."""
-    return max(1, ceil_div(prompt_tokens, MOST_INTERVALS * block_tokens)) * block_tokens
+    return max(1, -(-prompt_tokens // (MOST_INTERVALS * block_tokens))) * block_tokens
 
 
 def default_guesses(prompt_tokens: int, block_tokens: int) -> Iterator[int]:

@@ -32,7 +32,6 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 
 ALIGNMENT_BYTES = 256
@@ -80,10 +79,10 @@ class PageLayout:
             raise ValueError(f"block_bytes={block_bytes}, state_bytes={state_bytes}: must be 1 or more")
         found: list[tuple[float, float, PageLayout]] = []
         for states in range(1, _MOST_STATES + 1):
-            fewer, more = states * state_bytes // block_bytes, ceil_div(states * state_bytes, block_bytes)
+            fewer, more = states * state_bytes // block_bytes, -(-(states * state_bytes) // block_bytes)
             for blocks in {fewer or more, more}:
                 step_bytes = max(
-                    block_bytes, ceil_div(states * state_bytes, blocks * alignment_bytes) * alignment_bytes
+                    block_bytes, -(-(states * state_bytes) // (blocks * alignment_bytes)) * alignment_bytes
                 )
                 of_page, of_block = 1 - states * state_bytes / (blocks * step_bytes), 1 - block_bytes / step_bytes
                 lost = _STATE_SHARE * of_page + (1 - _STATE_SHARE) * of_block
@@ -232,7 +231,7 @@ class Pages:
         self._whole = blocks // page_blocks if page_blocks else 0
         self.pages_to_states = self.pages_to_kv = 0
         self.with_old_state: list[int] = []
-        self._last_owner = bytearray(ceil_div(blocks, self._size))
+        self._last_owner = bytearray(-(-blocks // self._size))
         self.reset()
 
     def reset(self) -> None:

@@ -233,7 +233,7 @@ def add_memory_metrics(families: Families, memory: dict[str, Any] | None, labels
 
 def memory_snapshot(context: Any) -> dict[str, Any] | None:
     """Who uses the memory that KV and states share, in bytes of this rank. None with a fixed split. O(blocks)."""
-    use, layout = context.prefix_cache.inspect.memory_use(), context.layout
+    use, layout = context.prefix_cache.memory_use(), context.layout
     if use is None:
         return None
     blocks = {

@@ -10,7 +10,6 @@ from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 
 
 class BlockCounts(NamedTuple):
@@ -34,7 +33,7 @@ def block_counts(allocator: KVBlockAllocator) -> BlockCounts:
 
 def blocks_up_to_the_end(request: DynamicInferenceRequest, block_tokens: int) -> int:
     """KV blocks of a request's prompt and of its longest answer."""
-    return ceil_div(len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate, block_tokens)
+    return -(-(len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate) // block_tokens)
 
 
 def available_blocks(allocator: KVBlockAllocator) -> int:

@@ -18,7 +18,6 @@ from itertools import count
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.host_tier import is_probationary
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
@@ -102,7 +101,7 @@ class ModelEngine:
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.host: dict[tuple[int, ...], Content] = {}  # by pages
-        behind = None if cache.inspect.host_tier is None else cache.inspect.host_tier.behind
+        behind = None if cache._store.host is None else cache._store.host.behind
         self.behind: Any = None if behind is None else behind.tier
         self.written: list[Content] = []  # what went to the tier behind the host; its bytes are the number
         self.bad_loads: set[int] = set()  # loads that brought garbage
@@ -229,7 +228,7 @@ class ModelEngine:
     def table(self, request: Request) -> tuple[int, ...]:
         if request.released:
             return tuple(self.live(request).block_ids)
-        return self.cache.inspect.block_ids(request.request_id)
+        return tuple(self.cache.live[request.request_id].block_ids)
 
     def oracle_match(self, salt: Salt, tokens: list[int], limit_tokens: int) -> tuple[int, int]:
         """(KV depth on any tier, resume depth on the device), in blocks. Compares contents instead of keys."""
@@ -262,22 +261,22 @@ class ModelEngine:
         """KV and states on the device."""
         if self.pages:
             self.carry_out()  # blocks may have moved
-        nodes = list(self.cache.inspect.nodes())
+        nodes = list(self.cache.nodes())
         cached = {self.blocks[node.block_id] for node in nodes if node.block_id != NO_BLOCK}
         return cached, {self.slots[node.slot] for node in nodes if node.slot != NO_SLOT}
 
     def kept_slots(self) -> set[int]:
         """Slots with a state that can be resumed from."""
-        return {node.slot for node in self.cache.inspect.nodes_with_state()}
+        return {node.slot for node in [node for node in self.cache.nodes() if node.slot >= 0]}
 
     def on_host(self, kind: EntryKind) -> set[Content]:
         """What the entries on the host should hold, by tag. (Their real contents may be garbage.)"""
-        tier = self.cache.inspect.host_tier
+        tier = self.cache._store.host
         if tier is None:
             return set()
         self.carry_out()
         nodes = [
-            n for n in self.cache.inspect.nodes() if (n.host_block if kind == EntryKind.KV else n.host_slot) != NO_BLOCK
+            n for n in self.cache.nodes() if (n.host_block if kind == EntryKind.KV else n.host_slot) != NO_BLOCK
         ]
         return {self.expected[node.key] for node in nodes}
 
@@ -357,7 +356,7 @@ class ModelEngine:
             held = [(request.salt, request.kv[:end]) for end in range(0, len(request.kv) + 1, self.block_tokens)]
             probationary = [kept for kept in probationary if self.slots[kept.slot] not in held]
         others = [
-            kept for kept in self.order if not kept.probationary and not self.cache.inspect.slot_readers(kept.slot)
+            kept for kept in self.order if not kept.probationary and not self.cache._store.slots.pins(kept.slot)
         ]
         return next(iter(probationary if guess else probationary + others), None)
 
@@ -379,7 +378,7 @@ class ModelEngine:
             state = kept.get(contents[position])
             if reason != CheckpointReason.INTERVAL and state and (state.probationary or state.decoded):
                 self.use(state.slot, "confirmed")
-        free, planned, skipped = self.cache.inspect.free_slots, [], 0
+        free, planned, skipped = self.cache._store.slots.free_slots, [], 0
         for reason, position in sorted(wanted):
             present = [self.slots[kept.slot] for kept in self.order]
             if contents[position] in written or contents[position] in present:
@@ -498,14 +497,14 @@ class ModelEngine:
         assert match.loadable_blocks * block == (depth if depth > match.resume_tokens else 0)
         if preempted is not None:
             depth = len(preempted.history)
-            loaded = cache.loads.begin_resume(request_id, match, write=write)
+            loaded = cache.loads.begin_load_back(request_id, match, write=write)
         else:
             loaded = cache.loads.begin_load_back(request_id, match, write=write)
         self.forget_lost()
         if loaded is None:
             cache.loads.drop_swapped_out(request_id)
             return None
-        assert cache.loads.is_loading(request_id) and not cache.inspect.is_live(request_id)
+        assert (request_id in cache.live and cache.live[request_id].is_loading) and not (request_id in cache.live)
         assert loaded.resume_tokens == depth and not cache.loads.loads_elsewhere(loaded)
         if meanwhile is not None:
             meanwhile()
@@ -526,7 +525,7 @@ class ModelEngine:
         if admission is None:
             self.seen["load given up"] += 1
             cache.release(request_id)
-            assert cache.loads.is_swapped_out(request_id) == (preempted is not None)
+            assert (request_id in cache.loads.swapped_out) == (preempted is not None)
             cache.loads.drop_swapped_out(request_id)
             return None
         assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
@@ -562,7 +561,7 @@ class ModelEngine:
         if not self.grow(request, end):
             return None
         self.forget_lost()
-        self.probationary = {node for node in self.cache.inspect.nodes_with_state() if is_probationary(node)}
+        self.probationary = {node for node in [node for node in self.cache.nodes() if node.slot >= 0] if node.is_guess}
         asked = {position: reason for position, reason in self.live(request).boundaries if start < position <= end}
         before, stats = self.on_slots(), self.cache.stats()
         room = self.free_places()
@@ -591,7 +590,7 @@ class ModelEngine:
 
     def on_slots(self) -> dict[int, Node]:
         """The states on the device, by slot."""
-        return {node.slot: node for node in self.cache.inspect.nodes_with_state()}
+        return {node.slot: node for node in [node for node in self.cache.nodes() if node.slot >= 0]}
 
     def is_full(self) -> bool:
         """Whether there are as many cached states as allowed."""
@@ -602,7 +601,7 @@ class ModelEngine:
     def free_places(self) -> int:
         """States that fit without any eviction; 0 or more than 0 is exact."""
         slots, cap = self.cache._store.slots, self.cache.settings.state_slots
-        free = self.cache.inspect.free_slots
+        free = self.cache._store.slots.free_slots
         if self.pages and not free:
             pages = self.cache._store.pages
             free = self.page_states * (pages.unheld_pages > 0 and pages.free_blocks >= self.page_blocks)
@@ -638,8 +637,8 @@ class ModelEngine:
     @contextmanager
     def evicting(self) -> Iterator[None]:
         """Checks what goes for KV: worthless KV first, and after it whole pages."""
-        worthless, states, stuck = list(self.cache.inspect.evictable()), self.on_slots(), self.stuck_pages()
-        guesses = {node for node in states.values() if is_probationary(node)}
+        worthless, states, stuck = list(self.cache._store.blocks.queue()), self.on_slots(), self.stuck_pages()
+        guesses = {node for node in states.values() if node.is_guess}
         yield
         lost = {slot for slot, node in states.items() if node.slot != slot and node not in guesses}
         if not lost:
@@ -671,7 +670,7 @@ class ModelEngine:
         early = self.publishes_early and succeeds and load is None and not request.released
         if early:
             self.publish(plan, request)
-        published = self.cache.take_published() if self.publishes_early else []
+        published = self.cache.take_copies(published=True) if self.publishes_early else []
         self.write(request, plan, succeeds, writes)
         self.carry_out_units(published)
         self.seen["stored when written"] += sum(unit.source == DEVICE for unit in published)
@@ -796,7 +795,7 @@ class ModelEngine:
             self.requests.remove(request)
         assert self.cache.release(request.request_id)
         request.released = True
-        assert not self.cache.inspect.is_live(request.request_id)
+        assert not (request.request_id in self.cache.live)
 
     def reset(self) -> None:
         self.stale_plans += [plan for request in self.requests for plan in request.plans]
@@ -816,8 +815,8 @@ class ModelEngine:
         self.check()
         self.cache.invalidate()
         assert self.cache.blocks.free_count == self.kv_blocks and self.cache.stats().slots_used == 0
-        if self.cache.inspect.host_tier is not None:
-            assert self.cache.inspect.host_tier.entries.free_pages == self.cache.inspect.host_tier.entries.total_pages
+        if self.cache._store.host is not None:
+            assert self.cache._store.host.entries.free_pages == self.cache._store.host.entries.total_pages
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
@@ -878,7 +877,7 @@ class ModelEngine:
         block_id = self.table(request)[position // self.block_tokens]
         others = [other for other in self.requests if other is not request and block_id in self.table(other)]
         assert not others, f"block {block_id} is written by request {request.request_id}, read by {others}"
-        keyed = [node for node in self.cache.inspect.nodes() if node.block_id == block_id]
+        keyed = [node for node in self.cache.nodes() if node.block_id == block_id]
         assert not keyed, f"{keyed} is written again"
         return block_id
 
@@ -888,7 +887,7 @@ class ModelEngine:
         self.forget_lost()
         self.carry_out()
         self.check_host()
-        for node in self.cache.inspect.nodes():
+        for node in self.cache.nodes():
             if node.block_id == NO_BLOCK:
                 continue
             salt, history = content = self.blocks[node.block_id]
@@ -901,15 +900,15 @@ class ModelEngine:
         stats = self.cache.stats()
         cap = self.cache.settings.state_slots
         assert 0 <= stats.slots_used <= stats.slots_total and (cap is None or stats.slots_used <= cap)
-        use = self.cache.inspect.memory_use()
+        use = self.cache.memory_use()
         in_states = use.state_pages * self.page_blocks
         assert use.free_blocks + use.held_blocks + use.cached_blocks + in_states == use.total_blocks
         assert {name: getattr(stats, name) for name in COUNTED} == self.counted
 
     def check_host(self) -> None:
         """Checks depth and content of each entry on the host. Skips entries spoiled on purpose."""
-        tier = self.cache.inspect.host_tier
-        for node in self.cache.inspect.nodes() if tier is not None else ():
+        tier = self.cache._store.host
+        for node in self.cache.nodes() if tier is not None else ():
             content = self.expected.get(node.key)
             for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:
                 assert self.host[tier.entries.pages(entry)] in (content, GARBAGE), node

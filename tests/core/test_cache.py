@@ -50,7 +50,7 @@ def run(model: ModelEngine, prompt: list[int], *, chunk: int = 10**6, release: b
 def states(model: ModelEngine) -> dict[int, list[CheckpointReason]]:
     """Depths in blocks at which states are kept, and why."""
     found: dict[int, list[CheckpointReason]] = {}
-    for node in model.cache.inspect.nodes():
+    for node in model.cache.nodes():
         if node.reason is not None:
             found.setdefault(node.depth_blocks, []).append(node.reason)
     return found
@@ -118,7 +118,7 @@ def test_disjoint_prompts_and_other_salts_share_nothing():
 def test_opting_out_of_reading_and_writing():
     model = engine()
     run(model, tokens(1, 2, rest=1), write=False)
-    assert model.cache.inspect.node_count == 0 and model.cache.blocks.free_count == 200
+    assert len(list(model.cache.nodes())) == 0 and model.cache.blocks.free_count == 200
     run(model, tokens(1, 2, rest=1))
     unread = run(model, tokens(1, 2, 3, rest=1), read=False)
     assert unread.admission.resume_tokens == 0 and states(model) == {
@@ -143,9 +143,9 @@ def test_generated_blocks_become_matchable_once_full():
     model = engine()
     request = run(model, tokens(1, rest=2), release=False)
     model.decode(request, [7, 8])  # 6 prompt tokens; 7 is sampled, computed, 8 is sampled
-    assert model.cache.inspect.node_count == 1
+    assert len(list(model.cache.nodes())) == 1
     model.decode(request, [5, 5, 5])
-    assert model.cache.inspect.node_count == 2, "8 tokens are computed"
+    assert len(list(model.cache.nodes())) == 2, "8 tokens are computed"
     history = list(request.tokens)
     model.release(request)
     model.check()
@@ -161,7 +161,7 @@ def test_many_generated_tokens(at_once, by_id):
     request = run(model, tokens(1, rest=3), release=False)
     assert model.decode(request, list(range(30)), at_once=at_once, by_id=by_id)
     model.check()
-    assert model.cache.inspect.node_count == (7 + 29) // BLOCK
+    assert len(list(model.cache.nodes())) == (7 + 29) // BLOCK
     model.release(request)
     model.drain()
 
@@ -201,7 +201,7 @@ def test_a_failed_first_forward_can_be_tried_again_from_the_same_state():
         model.settle(plan, request, succeeds=False)
         model.check()
     model.settle(model.plan(request, 100), request, succeeds=True)
-    assert model.cache.inspect.slot_readers(0) == 0
+    assert model.cache._store.slots.pins(0) == 0
 
 
 def test_what_follows_a_failed_chunk_is_not_published():
@@ -215,7 +215,7 @@ def test_what_follows_a_failed_chunk_is_not_published():
     with pytest.raises(ValueError, match="next is 12"):
         model.cache.plan(request.request_id, 0, 4)
     model.cache.publish(second)  # its forward ran, on what the failed one left
-    assert model.cache.inspect.node_count == 0 and model.cache.stats().slots_used == 0
+    assert len(list(model.cache.nodes())) == 0 and model.cache.stats().slots_used == 0
     model.cache.check_integrity()
     assert model.cache.plan(request.request_id, 0, 4).start_tokens == 0
 
@@ -231,7 +231,7 @@ def test_an_abort_in_flight_waits_for_the_forward():
     assert model.admit(tokens(7)) is None
     model.settle(plan, request, succeeds=True)
     model.check()
-    assert model.cache.blocks.available_count == 4 and model.cache.inspect.slot_readers(0) == 0
+    assert model.cache.blocks.available_count == 4 and model.cache._store.slots.pins(0) == 0
     assert model.cache.match(model.cache.chain(tokens(1, 2, 3, rest=1))).kv_depth_blocks == 3
 
 
@@ -290,7 +290,7 @@ def test_kv_goes_with_the_states_behind_it_but_not_the_reverse():
     run(model, tokens(6))  # one block free
     run(model, tokens(7))  # the first prompt's states go, both are older than the others; then its block 3 is worthless
     assert (model.cache.stats().kv_evictions, model.cache.stats().evictions) == (1, 2)
-    assert sorted(states(model)) == [1, 2] and [n.depth_blocks for n in model.cache.inspect.evictable()] == [2, 1]
+    assert sorted(states(model)) == [1, 2] and [n.depth_blocks for n in model.cache._store.blocks.queue()] == [2, 1]
     model = engine(kv_blocks=6, state_slots=1)
     run(model, tokens(1, rest=1))
     run(model, tokens(2, rest=1))
@@ -435,7 +435,7 @@ def test_new_weights_match_nothing_old_and_running_requests_cache_nothing_more()
     assert last.checkpoints == ()
     model.settle(last, running, succeeds=True)
     model.decode(running, [1] * 9)
-    assert model.cache.inspect.node_count == 0 and model.cache.stats().slots_used == 0
+    assert len(list(model.cache.nodes())) == 0 and model.cache.stats().slots_used == 0
     assert run(model, tokens(1, 2, 3, 4, rest=2)).admission.resume_tokens == 0
     assert run(model, tokens(1, 2, 3, 4, rest=2)).admission.resume_tokens == 16
     model.drain()
@@ -477,7 +477,7 @@ def test_keys_of_other_weights_neither_read_nor_write():
         assert admission.resume_tokens == resume
         cache.publish(cache.plan(1, resume, 5))
         cache.release(1)
-        assert cache.inspect.node_count == 1
+        assert len(list(cache.nodes())) == 1
     cache.reset()
     cache.admit(1, cache.match(KeyChain([b"a"], 5, epoch=1)))
     assert cache.plan(1, 0, 5).checkpoints == ()
@@ -494,7 +494,7 @@ def test_back_to_an_earlier_epoch():
     assert len(new_plan.checkpoints) == 1
     model.settle(old_plan, old, succeeds=True)
     model.cache.check_integrity()
-    assert model.cache.inspect.node_count == 0
+    assert len(list(model.cache.nodes())) == 0
     model.settle(new_plan, new, succeeds=True)
     assert states(model) == {1: [CheckpointReason.TAIL]}
 
@@ -538,11 +538,11 @@ def test_blocks_by_id():
     )
     cache.blocks.attach(1, unattached[:2])
     cache.check_integrity()
-    assert cache.inspect.block_ids(1) == (0, 1, 2, 3)
+    assert tuple(cache.live[1].block_ids) == (0, 1, 2, 3)
     cache.blocks.free([4])
     cache.blocks.free([3])  # a rewind: the last block of request 1
     cache.check_integrity()
-    assert cache.inspect.block_ids(1) == (0, 1, 2) and cache.blocks.free_count == 2
+    assert tuple(cache.live[1].block_ids) == (0, 1, 2) and cache.blocks.free_count == 2
     for wrong in (lambda: cache.blocks.free([0]), lambda: cache.blocks.free([4]), lambda: cache.blocks.attach(1, [4])):
         with pytest.raises(CacheCorruptionError):
             wrong()
@@ -561,8 +561,8 @@ def test_keyed_blocks_are_not_rewound():
 def test_growing_is_all_or_nothing():
     model = engine(kv_blocks=3)
     request = model.admit(tokens(1, 2, 3, 4, 5), first_chunk=4)
-    assert model.cache.inspect.block_ids(request.request_id) == (0,)
-    assert model.cache.grow(request.request_id, 20) is None and model.cache.inspect.block_ids(request.request_id) == (
+    assert tuple(model.cache.live[request.request_id].block_ids) == (0,)
+    assert model.cache.grow(request.request_id, 20) is None and tuple(model.cache.live[request.request_id].block_ids) == (
         0,
     )
     assert [model.cache.grow(request.request_id, end).own for end in (9, 12)] == [[1, 2], []]
@@ -668,9 +668,9 @@ def test_a_trace_of_keys_needs_no_tokens():
         lambda cache: cache._store.checkpoints.eviction.clear(),
         lambda cache: cache.blocks._unattached.add(7),
         lambda cache: cache._planner.writing.clear(),
-        lambda cache: setattr(next(cache.inspect.nodes()), "slot", 5),
-        lambda cache: setattr(next(cache.inspect.nodes()), "children", 0),
-        lambda cache: setattr(next(cache.inspect.nodes()), "depth_blocks", 2),
+        lambda cache: setattr(next(cache.nodes()), "slot", 5),
+        lambda cache: setattr(next(cache.nodes()), "children", 0),
+        lambda cache: setattr(next(cache.nodes()), "depth_blocks", 2),
         lambda cache: setattr(cache._requests.live[1], "computed_tokens", 99),
         lambda cache: setattr(cache._store.tree, "epoch", 1),
     ],

@@ -45,7 +45,7 @@ class Generating:
 
     def depths(self) -> list[int]:
         """Depths in blocks at which a state is kept."""
-        return sorted(node.depth_blocks for node in self.cache.inspect.nodes_with_state())
+        return sorted(node.depth_blocks for node in [node for node in self.cache.nodes() if node.slot >= 0])
 
     def resume(self, blocks: int) -> int:
         """Admits another prompt of the first ``blocks`` blocks and one token. Returns the skipped tokens."""
@@ -115,14 +115,14 @@ def test_a_boundary_that_others_want():
     cache = one.cache
     chain = cache.chain(range(200, 200 + 6 * BLOCK + 2))
     cache.admit(5, cache.match(chain))
-    assert cache.inspect.prefilling() == [5]
+    assert [i for i, live in cache.live.items() if live.is_prefilling] == [5]
     cache.publish(cache.plan(5, 0, 2 * BLOCK))
     kept = [cache.request_checkpoint(5, depth * BLOCK) for depth in (1, 2, 3, 6, 7)]
     assert kept == [False, False, True, True, False]
     plan = cache.plan(5, 2 * BLOCK, 6 * BLOCK + 2)
     kept = {checkpoint.position_tokens // BLOCK: checkpoint.reason for checkpoint in plan.checkpoints}
     assert kept == {3: CheckpointReason.JUNCTION, 6: CheckpointReason.JUNCTION}
-    assert cache.inspect.prefilling() == []
+    assert [i for i, live in cache.live.items() if live.is_prefilling] == []
     cache.publish(plan)
     cache.check_integrity()
 

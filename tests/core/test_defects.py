@@ -67,13 +67,13 @@ def test_10_a_refused_admission_takes_nothing(shared):
     run(model, list(range(3 * B)))
     holder = model.admit([7] * (2 * B))
     prompt = (list(range(3 * B)) if shared else []) + [8] * (5 * B)
-    queue = list(model.cache.inspect.evictable())
-    pins = [model.cache.inspect.slot_readers(slot) for slot in range(50)]
+    queue = list(model.cache._store.blocks.queue())
+    pins = [model.cache._store.slots.pins(slot) for slot in range(50)]
     assert model.admit(prompt) is None
     model.check()
-    assert list(model.cache.inspect.evictable()) == queue, "not even its place in the order of eviction"
-    assert [model.cache.inspect.slot_readers(slot) for slot in range(50)] == pins == [0] * 50
-    assert model.cache.stats().kv_evictions == 0 and not model.cache.inspect.is_live(model.next_id - 1)
+    assert list(model.cache._store.blocks.queue()) == queue, "not even its place in the order of eviction"
+    assert [model.cache._store.slots.pins(slot) for slot in range(50)] == pins == [0] * 50
+    assert model.cache.stats().kv_evictions == 0 and not (model.next_id - 1 in model.cache.live)
     model.release(holder)
     model.drain()
 
@@ -83,9 +83,9 @@ def test_17_a_state_is_pinned_only_until_it_was_read():
     run(model, list(range(2 * B + 1)))
     request = model.admit(list(range(2 * B)) + [5] * 600, write=False)
     first, source = model.plan(request, 100), request.admission.source_slot
-    assert model.cache.inspect.slot_readers(source) == 1
+    assert model.cache._store.slots.pins(source) == 1
     model.settle(first, request, succeeds=True)
-    assert model.cache.inspect.slot_readers(source) == 0, "its blocks are still held"
+    assert model.cache._store.slots.pins(source) == 0, "its blocks are still held"
     run(model, [9] * (B + 1))
     assert model.cache.stats().evictions == 1 and model.cache.stats().checkpoints_skipped == 0
     model.check()

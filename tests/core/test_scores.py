@@ -47,7 +47,7 @@ class Prompts:
 
     def check(self) -> None:
         self.cache.check_integrity()
-        self.table.check({node.key for node in self.cache.inspect.nodes()})
+        self.table.check({node.key for node in self.cache.nodes()})
 
     def send(self, tokens: list[int], top_n: int | None, *, salt: str | None = None, chunk: int = 1000) -> int:
         """A prompt from its arrival to its end. Returns the tokens that it skipped."""

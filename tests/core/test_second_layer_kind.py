@@ -74,7 +74,7 @@ class TinyEngine:
 
     def forward(self, request_id: int, token: int, position: int, states: list[list[torch.Tensor]]) -> torch.Tensor:
         """Runs one token. Its KV goes to the request's last block."""
-        table = list(self.cache.inspect.block_ids(request_id))
+        table = list(tuple(self.cache.live[request_id].block_ids))
         context = self.kv[table].flatten(0, 1)[: position + 1]
         context[-1] = float("nan")
         logits = self.model.step(token, context, states)
@@ -168,7 +168,7 @@ class Oracle:
 
     def check_slots(self, engine: TinyEngine) -> None:
         """Checks that every published state is bit-equal to the state of its tokens."""
-        for slot in sorted(node.slot for node in engine.cache.inspect.nodes_with_state()):
+        for slot in sorted(node.slot for node in [node for node in engine.cache.nodes() if node.slot >= 0]):
             for layer, right in zip(engine.state(slot), self.state(engine.content[slot]), strict=True):
                 for tensor, expected in zip(layer, right, strict=True):
                     assert torch.equal(tensor, expected)
@@ -209,7 +209,7 @@ def serve(engine: TinyEngine, oracle: Oracle, seed: int, count: int = 32, *, che
         engine.rows.check()
         if check_slots:
             oracle.check_slots(engine)
-    assert engine.cache.inspect.live_requests() == [] and engine.rows.used_slots == 0
+    assert [i for i, live in engine.cache.live.items() if not live.is_loading] == [] and engine.rows.used_slots == 0
     return [done[request_id] for request_id in sorted(done)]
 
 

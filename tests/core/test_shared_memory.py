@@ -9,11 +9,9 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.blocks import KVBlocks
-from megatron_hybrid_prefix.index.checkpoints import CheckpointTable
-from megatron_hybrid_prefix.index.host_tier import is_probationary
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.store import PrefixStore
+from megatron_hybrid_prefix.index.store import CheckpointTable, PrefixStore
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots, SlotPool
@@ -230,19 +228,19 @@ def run(cache: HybridPrefixCache, name: str, blocks: int, *, prefix: int = 0) ->
 
 
 def depths(cache: HybridPrefixCache) -> list[int]:
-    return sorted(node.depth_blocks for node in cache.inspect.nodes_with_state())
+    return sorted(node.depth_blocks for node in [node for node in cache.nodes() if node.slot >= 0])
 
 
 def test_a_running_request_has_its_live_slot_from_the_same_memory():
     cache = shared(12)
     match = cache.match(cache.chain(range(2 * BLOCK + 1)))
     admission = cache.admit(7, match)
-    use = cache.inspect.memory_use()
-    assert admission.live_slot == cache.inspect.live_slot(7) is not None
+    use = cache.memory_use()
+    assert admission.live_slot == cache.live[7].live_slot is not None
     assert (use.held_blocks, use.state_pages, use.live_slots) == (3, 1, 1)
     cache.check_integrity()
     cache.release(7)
-    assert cache.inspect.memory_use().free_blocks == 12
+    assert cache.memory_use().free_blocks == 12
 
 
 def test_max_requests_reserves_nothing():
@@ -260,9 +258,9 @@ def test_kv_that_no_state_needs_goes_first_the_deepest_block_first():
     cache = shared(16)
     run(cache, "a", 4)  # 4 blocks and a state: 6
     run(cache, "b", 3)  # 3 blocks and a state: 5
-    (state,) = [node for node in cache.inspect.nodes_with_state() if node.depth_blocks == 4]
+    (state,) = [node for node in [node for node in cache.nodes() if node.slot >= 0] if node.depth_blocks == 4]
     cache._store.checkpoints.evict(state)
-    assert [node.depth_blocks for node in cache.inspect.evictable()] == [4, 3, 2, 1]
+    assert [node.depth_blocks for node in cache._store.blocks.queue()] == [4, 3, 2, 1]
     cache.check_integrity()
     run(cache, "c", 4)
     assert depths(cache) == [3, 4]
@@ -274,19 +272,19 @@ def test_kv_above_a_fork_stays_while_a_state_below_it_is_kept():
     run(cache, "a", 5, prefix=3)
     run(cache, "b", 5, prefix=3)  # makes a junction at 3
     assert depths(cache) == [3, 5, 5]
-    for state in [node for node in cache.inspect.nodes_with_state() if node.depth_blocks == 3]:
+    for state in [node for node in [node for node in cache.nodes() if node.slot >= 0] if node.depth_blocks == 3]:
         cache._store.checkpoints.evict(state)
-    assert not list(cache.inspect.evictable()), "both tails need what is above them"
-    (one, _) = cache.inspect.nodes_with_state()
+    assert not list(cache._store.blocks.queue()), "both tails need what is above them"
+    (one, _) = [node for node in cache.nodes() if node.slot >= 0]
     cache._store.checkpoints.evict(one)
-    assert [node.depth_blocks for node in cache.inspect.evictable()] == [5, 4]
+    assert [node.depth_blocks for node in cache._store.blocks.queue()] == [5, 4]
     cache.check_integrity()
 
 
 def test_a_junction_is_found_though_the_kv_before_it_is_gone():
     cache = shared(13)
     run(cache, "a", 6, prefix=4)
-    for state in list(cache.inspect.nodes_with_state()):
+    for state in list([node for node in cache.nodes() if node.slot >= 0]):
         cache._store.checkpoints.evict(state)
     run(cache, "x", 10)  # takes the bytes of the KV
     assert cache.match(KeyChain([b"common 0"], BLOCK + 1)).kv_depth_blocks == 0
@@ -308,7 +306,7 @@ def test_guesses_take_free_bytes_only():
     cache = shared(24, retention_interval_tokens=BLOCK)
     run(cache, "a", 5)
     assert cache.stats().checkpoints_by_reason["interval"] == 4
-    for state in list(cache.inspect.nodes_with_state()):
+    for state in list([node for node in cache.nodes() if node.slot >= 0]):
         if state.depth_blocks < 5:
             cache._store.checkpoints.evict(state)
     run(cache, "b", 9)  # ten blocks and two states: 14 of the 17 that are free; one page is left for a guess
@@ -321,7 +319,7 @@ def test_a_state_that_finds_no_page_to_empty_evicts_another_state():
     cache.blocks.free([block_id for block_id in scattered if block_id % 3])  # a held block in each of three pages
     run(cache, "a", 1)
     run(cache, "b", 1)
-    use = cache.inspect.memory_use()
+    use = cache.memory_use()
     assert (use.blocked_slots, use.moved_blocks, use.state_pages) == (1, 0, 1) and cache.stats().evictions == 1
     cache.blocks.free([block_id for block_id in scattered if not block_id % 3])
     cache.check_integrity()
@@ -334,7 +332,7 @@ def test_value_is_per_byte_that_is_freed():
     run(cache, "fork", 8)
     cache._store.checkpoints.eviction._known._likelihood.refresh(0)
     policy = cache._store.checkpoints.eviction
-    (deep,) = cache.inspect.nodes_with_state()
+    (deep,) = [node for node in cache.nodes() if node.slot >= 0]
     alone = policy.value(deep)
     rate = policy._known.records[deep].cell.rate
     assert alone == 8 / (4 + 8) * rate, "its own bytes and those of its KV"
@@ -380,12 +378,12 @@ def test_a_page_of_states_goes_whole_and_only_if_none_of_them_is_in_use():
     run(cache, "a", 1)
     run(cache, "b", 1)  # in the page of a
     run(cache, "c", 1)
-    assert cache.inspect.memory_use().state_pages == 2
+    assert cache.memory_use().state_pages == 2
     match = cache.match(KeyChain([b"c 0"], BLOCK + 1))
     assert cache.admit(-1, match).source_slot is not None  # its page stays, and its block
     run(cache, "d", 1)  # in the page of c
     assert len(cache.blocks.allocate(7)) == 7  # 4 are free, 3 are in the page of a and b
-    assert sorted(node.key for node in cache.inspect.nodes_with_state()) == [b"c 0", b"d 0"]
+    assert sorted(node.key for node in [node for node in cache.nodes() if node.slot >= 0]) == [b"c 0", b"d 0"]
     assert cache.blocks.available_count == 1
     cache.check_integrity()
 
@@ -395,7 +393,7 @@ def test_kv_behind_a_state_in_a_page_that_is_in_use_can_be_had():
     cache = shared(10, 3, page_states=3)
     assert cache.admit(-1, cache.match(cache.chain([1]))) is not None
     run(cache, "a", 2)  # two blocks and the rest of the page
-    assert cache.inspect.memory_use().state_pages == 1 and depths(cache) == [2]
+    assert cache.memory_use().state_pages == 1 and depths(cache) == [2]
     assert cache.blocks.available_count == 6 and len(cache.blocks.allocate(6)) == 6
     assert depths(cache) == [] and cache.stats().evictions == 1
     cache.check_integrity()
@@ -407,12 +405,12 @@ def test_a_cap_bounds_the_cached_states_and_reserves_nothing():
     assert all(running), "live states do not count"
     run(cache, "a", 1)
     run(cache, "b", 1)
-    before = cache.inspect.memory_use()
-    slots = {node.slot for node in cache.inspect.nodes_with_state()}
+    before = cache.memory_use()
+    slots = {node.slot for node in [node for node in cache.nodes() if node.slot >= 0]}
     run(cache, "c", 1)  # takes the slot of a; what was above a stays
-    after = cache.inspect.memory_use()
+    after = cache.memory_use()
     assert (after.state_pages, after.worthless_blocks) == (before.state_pages, before.worthless_blocks + 1)
-    assert {node.slot for node in cache.inspect.nodes_with_state()} == slots
+    assert {node.slot for node in [node for node in cache.nodes() if node.slot >= 0]} == slots
     assert [run(cache, name, 1) for name in "bca"] == [BLOCK, BLOCK, 0]
     assert cache.stats().slots_used == cache.stats().slots_total == 2
     assert len(cache.blocks.allocate(18)) == 18 and not depths(cache), "KV takes all but the pages of live states"
@@ -511,8 +509,8 @@ def test_blocks_move_on_after_an_invalidation():
     cache = shared(60, 5, host_pages=40, host_state_pages=2)
     running = cache.admit(1, cache.match(cache.chain(list(range(3 * BLOCK + 1)))))
     cache.publish(cache.plan(1, running.resume_tokens, 3 * BLOCK + 1))
-    for node in cache.inspect.nodes_with_state():
-        cache.inspect.host_tier.store_state(node)
+    for node in [node for node in cache.nodes() if node.slot >= 0]:
+        cache._store.host.store_state(node)
     stores = cache.take_copies()
     assert stores
     cache._store.copies += [*stores, BlockMove(source_block=1, target_block=2)]
@@ -529,13 +527,13 @@ def test_waiting_loads_give_back_their_slots_too():
     tokens = list(range(2 * BLOCK + 1))
     first = cache.admit(1, cache.match(cache.chain(tokens)))
     cache.publish(cache.plan(1, first.resume_tokens, len(tokens)))
-    (node,) = cache.inspect.nodes_with_state()
+    (node,) = [node for node in cache.nodes() if node.slot >= 0]
     cache._store.checkpoints.evict(node)  # the state is on the host alone; request 1 still holds the KV
     match = cache.match(cache.chain([*tokens, 7]))
     assert match.loadable_blocks and cache.loads.begin_load_back(2, match) is not None
-    use, available = cache.inspect.memory_use(), cache.blocks.available_count
+    use, available = cache.memory_use(), cache.blocks.available_count
     assert available == use.total_blocks - use.held_blocks - 2 * use.live_slots
-    assert len(cache.blocks.allocate(available)) == available and not cache.loads.has_waiting
+    assert len(cache.blocks.allocate(available)) == available and not any(live.is_loading for live in cache.live.values())
     cache.check_integrity()
 
 
@@ -557,7 +555,7 @@ def test_the_tier_behind_is_offered_each_state_that_the_host_evicts(monkeypatch)
         run(cache, f"prompt {number}", 6)
     moves = [copy for copy in copies if copy.tag.kind == EntryKind.STATE]
     stored = {copy.tag.key for copy in moves if copy.target == HOST}
-    here = {node.key for node in cache.inspect.nodes() if node.host_slot != NO_SLOT}
+    here = {node.key for node in cache.nodes() if node.host_slot != NO_SLOT}
     assert len(stored - here) > 8
     assert stored - here == {copy.tag.key for copy in moves if copy.target == "behind"}
 
@@ -565,8 +563,8 @@ def test_the_tier_behind_is_offered_each_state_that_the_host_evicts(monkeypatch)
 def test_a_guess_that_got_a_reason_is_no_guess_on_the_host():
     cache = with_host(kv_blocks=20, state_slots=8, host_pages=40, eviction_policy="lru")
     run(cache, "prompt", 6)
-    host = cache.inspect.host_tier
-    node = next(node for node in cache.inspect.nodes_with_state() if is_probationary(node))
+    host = cache._store.host
+    node = next(node for node in [node for node in cache.nodes() if node.slot >= 0] if node.is_guess)
     assert host.store_state(node)
     cache._store.checkpoints.confirm(node.key, CheckpointReason.JUNCTION)
     cache._store.checkpoints.evict(node)

@@ -12,8 +12,8 @@ from megatron.core.ssm import mamba_mixer
 
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.layers import invariant
-from megatron_hybrid_prefix.layers.grid import ChunkGrid
 from megatron_hybrid_prefix.layers.invariant import invariant_problem
+from megatron_hybrid_prefix.layers.step import ChunkGrid
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
@@ -201,7 +201,7 @@ def test_verify_hits_finds_every_flipped_bit(tiny, places, caplog):
     stats = harness.context.prefix_stats
     assert (stats().verified_hits, stats().verify_mismatches) == (1, 0)
     for flipped in range(1, places + 1):
-        (node,) = harness.cache.inspect.nodes_with_state()
+        (node,) = [node for node in harness.cache.nodes() if node.slot >= 0]
         stored = [tensor[:, node.slot] for tensor in harness.context.state_pool.tensors.values()]
         stored.append(
             harness.context.memory_buffer[:, :, node.block_id]

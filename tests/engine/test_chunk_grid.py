@@ -14,7 +14,7 @@ SIZES = st.tuples(st.integers(1, 24), st.integers(1, 24)) | st.sampled_from(
 
 @pytest.fixture(scope="module")
 def chunk_grid(platform):
-    from megatron_hybrid_prefix.layers.grid import ChunkGrid  # imports megatron: after the platform's start
+    from megatron_hybrid_prefix.layers.step import ChunkGrid  # imports megatron: after the platform's start
 
     return lambda sizes: ChunkGrid(chunk_tokens=sizes[0], block_tokens=sizes[1])
 

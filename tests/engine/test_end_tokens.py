@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_hybrid_prefix.mcore.engine.ends import EndsOfDrafts, end_tokens_of
+from megatron_hybrid_prefix.mcore.engine.sampling import EndsOfDrafts, end_tokens_of
 from tests.harness.defect_helpers import WrongAnswer, defect, make_side
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end

@@ -52,9 +52,9 @@ class Junction:
         self.served = served = EngineHarness(model, **fields)
         prompt = random_tokens(5 * BLOCK + 20, seed=1)
         first = served.add(prompt, 30)
-        while not served.cache.inspect.is_live(first) or served.cache.inspect.prefilling():
+        while not (first in served.cache.live) or [i for i, live in served.cache.live.items() if live.is_prefilling]:
             served.step()
-        self.blocks = list(served.cache.inspect.block_ids(first)[:5])
+        self.blocks = list(tuple(served.cache.live[first].block_ids)[:5])
         self.before = self.content()
         self.tables: dict[int, list[int]] = {}
         for blocks, own in ((3, 70), (4, 5)):

@@ -123,7 +123,7 @@ def test_a_master_that_goes_and_comes_back(model, cluster, caplog):
         written(served)
     assert set(stats_of(served).faults) == {"no_master"} and len(caplog.records) == 1
     cluster.restart()
-    tier = served.cache.inspect.host_tier.behind.tier
+    tier = served.cache._store.host.behind.tier
     wait_until(lambda: not tier._asker.is_down, "the master is found")
     served.send(tokens(4, 9, seed=5))
     written(served)
@@ -141,7 +141,7 @@ def test_a_store_that_hangs_is_a_miss(model, cluster, hangs):
     """The request does not wait for longer than it may; later the store is used again."""
     computed(model)
     served = start(model, **({"ask_s": 0.01} if hangs == "question" else {"wait_s": 0.05}))
-    tier = served.cache.inspect.host_tier.behind.tier
+    tier = served.cache._store.host.behind.tier
     cluster.gated = ("batch_is_exist" if hangs == "question" else "batch_get_into_multi_buffers",)
     cluster.gate.clear()
     assert served.send(PROMPT).num_cached_tokens == 0

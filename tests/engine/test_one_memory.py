@@ -67,7 +67,7 @@ def test_blocks_that_move_keep_their_kv_and_their_routing(tiny_large_states):
     served.send = send_and_mark
     conversations(served)
     served.check()
-    stats, use = served.context.prefix_stats(), served.cache.inspect.memory_use()
+    stats, use = served.context.prefix_stats(), served.cache.memory_use()
     assert use.moved_blocks > 5 and stats.reused_tokens > 5 * BLOCK
     assert stats.evictions > 5 and stats.kv_evictions > 5
     assert {blocks.cached_block(key) for key in blocks.cached_keys()} <= routing.keys()
@@ -142,7 +142,7 @@ def a_live_states_page_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def all_requests_have_one_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they write there is only right for rows without a request."""
-    monkeypatch.setattr("megatron_hybrid_prefix.mcore.state.live_slots.LiveSlots.bind", lambda *arguments: None)
+    monkeypatch.setattr("megatron_hybrid_prefix.mcore.state.memory.LiveSlots.bind", lambda *arguments: None)
 
 
 def routing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_blocks_of_requests_hold_numbers(platform, clears, monkeypatch):
     if not clears:
         monkeypatch.setattr(SharedMemory, "clear_pages", lambda self, pages: None)
     conversations(served)
-    assert served.cache.inspect.memory_use().pages_to_kv > 2 and len(found) > 10
+    assert served.cache.memory_use().pages_to_kv > 2 and len(found) > 10
     assert all(found) == clears
 
 

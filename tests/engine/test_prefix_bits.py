@@ -16,7 +16,7 @@ TOKENS = 512
 def test_the_scan_has_the_same_bits_from_every_boundary(platform, block_tokens, chunk_tokens):
     from megatron.core.ssm import mamba_mixer as upstream
 
-    from megatron_hybrid_prefix.layers.grid import ChunkGrid
+    from megatron_hybrid_prefix.layers.step import ChunkGrid
 
     heads, headdim, groups, d_state = 4, 32, 2, 16
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +79,7 @@ def test_a_checkpoint_is_the_live_state_at_its_boundary_and_is_what_a_hit_reads(
     engine.add_request(0, prompt, greedy(2))
     run_to_end(engine, finished, steps=1)  # the prefill, whose last token ends a block
     live = int(context.mamba_metadata.request_to_mamba_state_idx[0])
-    tail = max(context.prefix_cache.inspect.nodes_with_state(), key=lambda n: n.depth_blocks)
+    tail = max([node for node in context.prefix_cache.nodes() if node.slot >= 0], key=lambda n: n.depth_blocks)
     tensors = context.state_pool.tensors
     assert tail.depth_blocks == 3
     for tensor in tensors.values():

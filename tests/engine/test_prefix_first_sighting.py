@@ -26,7 +26,7 @@ def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int
 
 def kept(served: EngineHarness) -> list[tuple[int, CheckpointReason]]:
     """Depths in blocks of all kept states, and their reasons."""
-    nodes = (node for node in served.cache.inspect.nodes() if node.reason is not None)
+    nodes = (node for node in served.cache.nodes() if node.reason is not None)
     return sorted((node.depth_blocks, node.reason) for node in nodes)
 
 

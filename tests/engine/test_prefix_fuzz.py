@@ -12,7 +12,7 @@ import pytest
 from megatron.core.inference.config import KVCacheManagementMode
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.mcore.engine.ends import end_tokens_of
+from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers import entry_copies
 from tests.harness.drafts import forced_drafts
@@ -156,9 +156,9 @@ class Traffic:
 
     def spoil(self) -> None:
         """Flips a bit of an entry on the host."""
-        moves, tier = self.engine.context.host_moves, self.engine.context.prefix_cache.inspect.host_tier
+        moves, tier = self.engine.context.host_moves, self.engine.context.prefix_cache._store.host
         nodes = sorted(
-            self.engine.context.prefix_cache.inspect.nodes(), key=lambda node: (node.depth_blocks, node.host_slot)
+            self.engine.context.prefix_cache.nodes(), key=lambda node: (node.depth_blocks, node.host_slot)
         )
         entries = [entry for node in nodes for entry in (node.host_block, node.host_slot) if entry >= 0]
         if moves is not None and entries:
@@ -207,7 +207,7 @@ class Traffic:
             salt = request.sampling_params.cache_salt
             tokens = request.prompt_tokens.tolist() + list(request.generated_tokens)
             for depth_blocks, key in enumerate(cache.chain(tokens[:-1], salt=salt).keys, start=1):
-                node = cache.inspect.node(key)
+                node = cache.node(key)
                 if node is not None and not node.slot == node.host_slot == NO_SLOT:
                     prompt = tokens[: depth_blocks * cache.block_tokens + 1]
                     (on_host if node.slot == NO_SLOT else on_device)[key] = prompt, salt
@@ -304,11 +304,11 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
             assert [len(request.generated_tokens)] == (places or [most])
             assert_matches(reference, request)
     context, cache = traffic.engine.context, traffic.engine.context.prefix_cache
-    assert cache.inspect.live_requests() == []
+    assert [i for i, live in cache.live.items() if not live.is_loading] == []
     assert cache.blocks.available_count == context.kv_block_allocator.total_count - 1
     assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
     stats = cache.stats()
-    assert stats.slots_used == len(list(cache.inspect.nodes_with_state())) <= stats.slots_total
+    assert stats.slots_used == len(list([node for node in cache.nodes() if node.slot >= 0])) <= stats.slots_total
     assert stats.verify_mismatches == 0
     if not stats.slots_total:
         assert stats.reused_tokens == 0
@@ -345,7 +345,7 @@ def _events(traffics: Iterable[Traffic]) -> dict[str, int]:
         found["preempted"] = traffic.engine.evicted_request_count
         found["read_back"] = sum(traffic.finished[number].num_cached_tokens > 0 for number in traffic.read_back_ids)
         if traffic.engine.context.layout is not None:
-            found["moved"] = traffic.engine.context.prefix_cache.inspect.memory_use().moved_blocks
+            found["moved"] = traffic.engine.context.prefix_cache.memory_use().moved_blocks
             found["verified"] = stats.verified_hits
         total = {name: total.get(name, 0) + count for name, count in found.items()}
     return total

@@ -182,10 +182,10 @@ def test_a_load_takes_place_while_others_run(model, mode):
     served.step(3)
     waiting = served.add(prompt, 4)
     served.step()
-    assert served.cache.loads.is_loading(waiting) and not served.cache.inspect.is_live(waiting)
-    assert served.cache.inspect.is_live(running)
+    assert (waiting in served.cache.live and served.cache.live[waiting].is_loading) and not (waiting in served.cache.live)
+    assert (running in served.cache.live)
     served.step()
-    assert served.cache.inspect.is_live(waiting)
+    assert (waiting in served.cache.live)
     served.run()
     assert served.context.prefix_stats().reused_tokens_host == 4 * BLOCK
     served.check()
@@ -217,7 +217,7 @@ def test_an_aborted_request_gives_back_what_it_loaded(model):
     served.step(2)
     waiting = served.add(prompt, 4)
     served.step()
-    assert served.cache.loads.is_loading(waiting)
+    assert (waiting in served.cache.live and served.cache.live[waiting].is_loading)
     assert served.engine.abort_request(waiting)
     served.run()
     assert served.context.prefix_stats().fallbacks == {"host_load_given_up": 1}
@@ -258,8 +258,8 @@ def test_a_working_set_four_times_the_device(model):
 
 def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
     """Flips one bit of an entry on the host."""
-    arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
-    node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
+    arena, tier = served.context.host_moves.arena, served.cache._store.host
+    node = served.cache.node(served.cache.chain(prompt).keys[-1])
     entry = node.host_block if what == EntryKind.KV else node.host_slot
     arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 17] ^= 4
 
@@ -294,8 +294,8 @@ def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
     elif fault == "state bit":
         spoil(served, prompt, EntryKind.STATE)
     elif fault == "tag":
-        node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
-        page = served.cache.inspect.host_tier.entries.pages(node.host_slot)[0]
+        node = served.cache.node(served.cache.chain(prompt).keys[-1])
+        page = served.cache._store.host.entries.pages(node.host_slot)[0]
         arena.contents.tags[page] = Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
         monkeypatch.setattr(arena.loads, "_load", fails)
@@ -311,7 +311,7 @@ def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
     assert served.finished[hit].num_cached_tokens == 0
     served.check()
     served.check_drained()
-    node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
+    node = served.cache.node(served.cache.chain(prompt).keys[-1])
     assert node is not None and node.host_slot == NO_SLOT  # not used again
     assert running in served.finished
     served.send(prompt)
@@ -340,8 +340,8 @@ def test_nobody_samples_from_a_wrong_load(model, mode, fault, monkeypatch):
 
         monkeypatch.setattr(arena.loads, "_load", fails)
     else:
-        node = served.cache.inspect.node(served.cache.chain(prompt).keys[-1])
-        for page in served.cache.inspect.host_tier.entries.pages(node.host_block if fault == "kv" else node.host_slot):
+        node = served.cache.node(served.cache.chain(prompt).keys[-1])
+        for page in served.cache._store.host.entries.pages(node.host_block if fault == "kv" else node.host_slot):
             arena.pages.part(page, arena.page_bytes).fill_(255)  # NaN in any floating type
     hit = served.add(prompt, 4, params={"top_k": 0, "top_p": 0.9, "temperature": 1.0})
     served.run()
@@ -352,7 +352,7 @@ def test_nobody_samples_from_a_wrong_load(model, mode, fault, monkeypatch):
 
 def test_a_full_arena_keeps_what_it_has_room_for(model):
     served = small(model, host_gb=0.0004)
-    tier = served.cache.inspect.host_tier
+    tier = served.cache._store.host
     assert tier.entries.total_pages < 60
     prompt = tokens(4, 9, seed=1)
     for number in range(12):
@@ -387,10 +387,10 @@ def test_without_host_memory_there_is_nothing(model, monkeypatch):
 
     monkeypatch.setattr(host, "HostArena", None)  # would be called
     served = small(model, host_gb=0.0)
-    assert served.context.host_moves is None and served.cache.inspect.host_tier is None
+    assert served.context.host_moves is None and served.cache._store.host is None
     served.send(tokens(4, 9, seed=1))
     push_out(served)
-    assert all(node.host_block == NO_BLOCK and node.host_slot == NO_SLOT for node in served.cache.inspect.nodes())
+    assert all(node.host_block == NO_BLOCK and node.host_slot == NO_SLOT for node in served.cache.nodes())
 
 
 # -- preemption --------------------------------------------------------------------------------------------------------
@@ -453,10 +453,10 @@ def test_swapped_out_data_is_private_to_its_request(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().tiers["host"].preempted:
         served.step()
-    assert served.cache.inspect.host_tier.entries.private()
-    preempted = next(i for i in ids if served.cache.loads.is_swapped_out(i))
+    assert served.cache._store.host.entries.private()
+    preempted = next(i for i in ids if (i in served.cache.loads.swapped_out))
     assert served.engine.abort_request(preempted)
-    assert served.cache.inspect.host_tier.entries.private() == []
+    assert served.cache._store.host.entries.private() == []
     served.run()
     served.check(*[i for i in ids if i != preempted])
     served.check_drained()
@@ -482,7 +482,7 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     served, _ = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().tiers["host"].preempted:
         served.step()
-    arena, tier = served.context.host_moves.arena, served.cache.inspect.host_tier
+    arena, tier = served.context.host_moves.arena, served.cache._store.host
     arena.send()
     for entry in tier.entries.private():
         arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes] ^= 1

@@ -95,7 +95,7 @@ def test_abort_during_prefill(model, mode):
     victim = served.add(tokens(2, 20, seed=2), 8)
     if mode == "async":
         served.step()
-        assert served.cache.inspect.is_live(victim) and not served.engine.get_request(victim).generated_tokens
+        assert (victim in served.cache.live) and not served.engine.get_request(victim).generated_tokens
     assert served.engine.abort_request(victim)
     assert served.step() == [victim]
     check_aborted(served, victim, range(0, 1))
@@ -124,7 +124,7 @@ def test_abort_between_two_chunks(model, mode, max_requests):
     assert served.engine.abort_request(victim)
     assert served.step() == [victim]
     check_aborted(served, victim, range(0, 1))
-    assert served.context.chunked_prefill_request_id == -1 and not served.cache.inspect.is_live(victim)
+    assert served.context.chunked_prefill_request_id == -1 and not (victim in served.cache.live)
     served.run()
     again = served.send(tokens(5, 20, seed=2))
     served.check(other, behind, again.request_id)

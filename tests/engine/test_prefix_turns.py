@@ -50,7 +50,7 @@ class Chat:
 
 def decoded_states(served) -> int:
     """Kept states that were reached in decode."""
-    return sum(node.reason == CheckpointReason.DECODE for node in served.cache.inspect.nodes_with_state())
+    return sum(node.reason == CheckpointReason.DECODE for node in [node for node in served.cache.nodes() if node.slot >= 0])
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_the_two_latest_states_of_an_answer_are_kept_and_one_that_was_used(model
             other = served.add(answer[: 2 * SHORT + 1], LAST)
     assert served.finished[other].num_cached_tokens == 2 * SHORT and most == 3
     assert served.context.prefix_stats().checkpoints_by_reason["decode"] == 5
-    assert sorted(node.depth_blocks for node in served.cache.inspect.nodes_with_state()) == [2, 4, 5]
+    assert sorted(node.depth_blocks for node in [node for node in served.cache.nodes() if node.slot >= 0]) == [2, 4, 5]
     served.check()
 
 

@@ -61,7 +61,7 @@ def computed(model: Any, folder: Path, **fields: Any) -> EngineHarness:
 
 
 def tier_of(served: EngineHarness) -> Any:
-    return served.cache.inspect.host_tier.behind.tier
+    return served.cache._store.host.behind.tier
 
 
 def entries(folder: Path, kind: str = "") -> list[Path]:
@@ -379,7 +379,7 @@ def test_a_request_is_admitted_while_its_entries_are_read(model, folder, monkeyp
     prepare = context.initialize_attention_state
 
     def prepare_and_open(*arguments: Any, **options: Any) -> Any:
-        admitted.append((context.total_request_count, served.cache.loads.has_waiting))
+        admitted.append((context.total_request_count, any(live.is_loading for live in served.cache.live.values())))
         disk.opened.set()
         return prepare(*arguments, **options)
 
@@ -437,7 +437,7 @@ def test_a_load_that_is_late_before_its_request_is_admitted_fails_no_forward(mod
     served.step()
     missed = served.add(PROMPT)
     served.step()
-    assert served.cache.loads.has_waiting and len(moves._fetching) == 1
+    assert any(live.is_loading for live in served.cache.live.values()) and len(moves._fetching) == 1
     moves._fetching = dict.fromkeys(moves._fetching, 0.0)  # late by now
     monkeypatch.setattr(served.cache, "fail_load", lambda plan: pytest.fail("a forward ran without its entries"))
     served.run()
@@ -478,7 +478,7 @@ def test_others_run_while_a_load_waits_for_the_disk(model, folder, mode, monkeyp
     served.step(3)
     waiting = served.add(PROMPT, 4)
     served.step(20)
-    assert served.cache.loads.is_loading(waiting) and served.cache.inspect.is_live(running)
+    assert (waiting in served.cache.live and served.cache.live[waiting].is_loading) and (running in served.cache.live)
     disk.opened.set()
     served.run()
     assert served.finished[waiting].num_cached_tokens == 4 * BLOCK
@@ -496,7 +496,7 @@ def test_a_load_that_ends_while_the_disk_is_read(model, folder, end, monkeypatch
     served.step(2)
     waiting = served.add(PROMPT, 4)
     served.step(2)
-    assert served.cache.loads.is_loading(waiting) and disk.asked.wait(HANG_S)
+    assert (waiting in served.cache.live and served.cache.live[waiting].is_loading) and disk.asked.wait(HANG_S)
     if end == "invalidate":
         served.engine.invalidate()
     elif end == "reset":

@@ -52,14 +52,14 @@ def small(model: Any, **fields: Any) -> EngineHarness:
 
 def dictionary(served: EngineHarness) -> dict[tuple[EntryKind, bytes], tuple[Tag, bytearray, int]]:
     """The content of the tier behind the host."""
-    return served.cache.inspect.host_tier.behind.tier.entries
+    return served.cache._store.host.behind.tier.entries
 
 
 def push_out(served: EngineHarness, prompt: list[int], seed: int = 900) -> None:
     """Sends other prompts until neither the device nor the host has anything of the prompt."""
     keys = served.cache.chain(prompt).keys
     for number in range(30):
-        if all(served.cache.inspect.node(key) is None for key in keys):
+        if all(served.cache.node(key) is None for key in keys):
             return
         served.send(tokens(6, 7, seed=seed + number), count=1)
     raise AssertionError("the host is not small enough")
@@ -114,7 +114,7 @@ def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypat
     push_out(served, prompt)
     keys, entries = served.cache.chain(prompt).keys, dictionary(served)
     place = (EntryKind.KV if fault == "kv bit" else EntryKind.STATE, keys[-1])
-    tier = served.cache.inspect.host_tier.behind.tier
+    tier = served.cache._store.host.behind.tier
     if fault == "gone":
         monkeypatch.setattr(tier, "get", lambda tags, buffers: [None] * len(tags))
     elif fault == "get raises":
@@ -152,7 +152,7 @@ def test_a_tier_that_takes_nothing_equals_no_tier(model, fault, monkeypatch):
             raise OSError("no space left on device")
         return [False] * len(entries)
 
-    monkeypatch.setattr(served.cache.inspect.host_tier.behind.tier, "put", put)
+    monkeypatch.setattr(served.cache._store.host.behind.tier, "put", put)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
     push_out(served, prompt)
@@ -166,7 +166,7 @@ def test_a_tier_that_takes_nothing_equals_no_tier(model, fault, monkeypatch):
 
 def test_a_tier_that_always_raises_equals_no_tier(model, monkeypatch, caplog):
     served = small(model)
-    tier = served.cache.inspect.host_tier.behind.tier
+    tier = served.cache._store.host.behind.tier
     for name in ("contains", "kv_depth", "state_depth", "put", "get", "remove", "clear", "invalidate"):
 
         def fails(*arguments: Any, name: str = name) -> None:
@@ -215,7 +215,7 @@ def test_a_host_without_room_for_entries_from_behind(pages):
     assert (match.kv_depth_blocks, match.loadable_blocks, match.resume_tokens) == (4, 4, 0)
     assert cache.loads.begin_load_back(1, match) is None
     cache.check_integrity()
-    assert len(list(cache.inspect.nodes())) == cache.stats().tiers["host"].kv_blocks == pages
+    assert len(list(cache.nodes())) == cache.stats().tiers["host"].kv_blocks == pages
     assert [unit.tag for unit in cache.take_copies()] == tags[:pages]
     assert cache.admit(1, cache.match(chain)).resume_tokens == 0
 

@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.models import layers_for
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import greedy, cache_gb_for, random_tokens
+from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens
 from tests.harness.named_models import named
 
 NEW_TOKENS = 24
@@ -110,7 +110,7 @@ def run(
         context.check_integrity()
         assert addresses_of(context) == addresses
     if one_memory:
-        counts |= {"moved": engine.context.prefix_cache.inspect.memory_use().moved_blocks}
+        counts |= {"moved": engine.context.prefix_cache.memory_use().moved_blocks}
         counts |= {"evicted": context.prefix_stats().evictions}
     found = {
         "tokens": [list(map(int, finished[i].generated_tokens)) for i in sorted(finished)],

@@ -15,7 +15,7 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import greedy, kv_budget, cache_gb_for, random_tokens, run_to_end, state_bytes
+from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, random_tokens, run_to_end, state_bytes
 from tests.harness.named_models import named
 
 PROMPTS, ROUNDS, BLOCK = 12, 4, 256
@@ -90,7 +90,7 @@ def main(mode, preset="small", memory="split", host_gb="8"):
     report = {name: stats[name] for name in ("reused_tokens_host", "fallbacks")}
     report |= {name: stats["tiers"]["host"][name] for name in ("loads", "stores", "seconds", "seconds_waited")}
     if memory == "one_memory":
-        report["moved_blocks"] = cache.inspect.memory_use().moved_blocks
+        report["moved_blocks"] = cache.memory_use().moved_blocks
     report |= {
         "preset": preset,
         "mode": mode,

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
-from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
+from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.state_passing import pass_states

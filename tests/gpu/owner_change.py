@@ -207,7 +207,7 @@ class Case:
             if memory is not None:
                 moves.launch()
         cpu_ms, copied_ms = times.take()
-        use = cache.inspect.memory_use()
+        use = cache.memory_use()
         assert use is not None and use.pages_to_states == self.pages and cache.stats().evictions == 0
         found = {"cpu_ms": cpu_ms, "moved_blocks": use.moved_blocks, "gpu_ms": None, "right": True}
         if memory is not None:
@@ -257,11 +257,11 @@ def long_prompt(prompt_blocks: int = 391, pages: int = 1000, page_blocks: int = 
         cache.release(number)
         cache.take_copies()
         number += 1
-    before, evicted, times = cache.inspect.memory_use(), cache.stats().evictions, RoomTimes()
+    before, evicted, times = cache.memory_use(), cache.stats().evictions, RoomTimes()
     assert before is not None
     with timed_round(), times.watch(SimpleNamespace(context=SimpleNamespace(prefix_cache=cache))):
         Case.start(cache, number, prompt_blocks * BLOCK_TOKENS)
-    use = cache.inspect.memory_use()
+    use = cache.memory_use()
     assert use is not None
     return {
         "cpu_ms": times.take()[0],

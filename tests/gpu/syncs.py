@@ -19,7 +19,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import greedy, cache_gb_for, random_tokens
+from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens
 from tests.harness.named_models import named, runs_on_megatron
 
 PREFIX_TOKENS = 1024
@@ -130,7 +130,7 @@ def main(preset="small"):
                 found |= {f"{name}, reused": stats.reused_tokens, f"{name}, published": stats.checkpoints_published}
             for seed in (1, 2) if name != "split" else ():  # as above
                 found[f"{name}, moves"] = move_memory(engine, seed)
-        found["memory use"] = dataclasses.asdict(engine.context.prefix_cache.inspect.memory_use())
+        found["memory use"] = dataclasses.asdict(engine.context.prefix_cache.memory_use())
     print(json.dumps(found))
     shut_down()
 

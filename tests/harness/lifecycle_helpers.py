@@ -162,7 +162,7 @@ class EngineHarness:
     @property
     def kept_states(self) -> int:
         """Checkpoints that can be resumed from."""
-        return len(list(self.cache.inspect.nodes_with_state()))
+        return len(list([node for node in self.cache.nodes() if node.slot >= 0]))
 
     @property
     def held_blocks(self) -> int:

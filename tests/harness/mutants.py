@@ -22,7 +22,7 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
     """
     context = engine.context
     original = context.transfer_bookkeeping_to_gpu  # by its end, loaded states are there
-    deepest = max(context.prefix_cache.inspect.nodes_with_state(), key=lambda n: n.depth_blocks)
+    deepest = max([node for node in context.prefix_cache.nodes() if node.slot >= 0], key=lambda n: n.depth_blocks)
     others = {name: tensor[:, deepest.slot].clone() for name, tensor in context.state_pool.tensors.items()}
 
     def damaging(*args: Any, **kwargs: Any) -> Any:

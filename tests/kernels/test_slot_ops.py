@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.ops import convolution
-from megatron_hybrid_prefix.ops.conv_windows import write_conv_windows
-from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
+from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.state_passing import pass_states
 from tests.kernels import rounding

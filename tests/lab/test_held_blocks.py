@@ -35,7 +35,7 @@ def test_running_requests_hold_each_block_once(kind, slots):
         partly_filled = sum(prompt.prompt_tokens % trace.block_tokens > 0 for prompt in prompts)
         assert total - cache.blocks.available_count == len(different) + partly_filled
         held += len(different) + partly_filled
-        alone += sum(len(cache.inspect.block_ids(each)) for each in running)
+        alone += sum(len(tuple(cache.live[each].block_ids)) for each in running)
     print(
         f"{kind}, {slots} slots: {held / len(trace.requests):.0f} held, {alone / len(trace.requests):.0f} in all tables"
     )

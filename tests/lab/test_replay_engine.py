@@ -80,7 +80,7 @@ def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks
     theirs = served.context.prefix_stats().as_dict()
     for name in ("evictions", "kv_evictions", "checkpoints_by_reason"):
         assert run.counters[name] == theirs[name], name
-    assert run.counters["memory_use"] == asdict(served.cache.inspect.memory_use())
+    assert run.counters["memory_use"] == asdict(served.cache.memory_use())
     assert theirs["evictions"] > 0 and (theirs["kv_evictions"] > 0) == (blocks is not None)
 
 
@@ -98,7 +98,7 @@ def test_so_it_does_with_a_host_tier(model, eviction):
         decode_checkpoints=False,
     )
     reused = reused_tokens(served, prompts)
-    entries = served.cache.inspect.host_tier.entries
+    entries = served.cache._store.host.entries
     # A state moves without the rest of its page.
     assert entries.pages_of[EntryKind.STATE] < entries.pages_of[EntryKind.KV]
     run = replayed(

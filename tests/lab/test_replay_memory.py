@@ -124,7 +124,7 @@ def unreachable_states(trace: Trace, eviction: str = "recompute_cost") -> int:
         server.serve(request)
     cache = server._cache
     cache.check_integrity()
-    states = [node for node in cache.inspect.nodes() if node.host_slot != NO_SLOT]
+    states = [node for node in cache.nodes() if node.host_slot != NO_SLOT]
     assert len(states) > 3 and cache.stats().evictions > 100
     found = 0
     for node in states:

@@ -109,7 +109,7 @@ def computed(model: Any, cluster: Cluster) -> EngineHarness:
 
 
 def tier_of(served: EngineHarness) -> Any:
-    return served.cache.inspect.host_tier.behind.tier
+    return served.cache._store.host.behind.tier
 
 
 def process(cluster: Cluster, out: Path, *seeds: int) -> Any:

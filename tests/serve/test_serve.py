@@ -121,7 +121,7 @@ class Server(Endpoint):
         assert context.total_request_count == 0
         assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
         assert context.kv_block_allocator.total_avail == context.kv_block_allocator.total_count - 1
-        assert context.prefix_cache.inspect.live_requests() == []
+        assert [i for i, live in context.prefix_cache.live.items() if not live.is_loading] == []
         context.check_integrity()
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.mcore.context.reports import LengthWatch
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
@@ -21,6 +21,36 @@ from megatron_hybrid_prefix.upstream.names import (
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+
+
+logger = logging.getLogger(__name__)
+
+# Warn if this many first prompts are all shorter than a block.
+_SHORT_PROMPTS = 64
+
+
+class LengthWatch:
+    """Warns once if all prompts are shorter than a block: such a workload never hits.
+
+    Args:
+        block_tokens: Tokens per KV block.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._short_prompts = 0
+
+    def note(self, prompt_tokens: int) -> None:
+        """Count an admitted prompt."""
+        if self._short_prompts < _SHORT_PROMPTS:
+            self._short_prompts = self._short_prompts + 1 if prompt_tokens <= self._block_tokens else 2 * _SHORT_PROMPTS
+            if self._short_prompts == _SHORT_PROMPTS:
+                logger.warning(
+                    "the first %d prompts have at most %d tokens: none fills a block before its last token, nothing is "
+                    "reused; use a smaller block_size_tokens",
+                    _SHORT_PROMPTS,
+                    self._block_tokens,
+                )
 
 
 class Admissions:
@@ -83,7 +113,7 @@ class Admissions:
         try:
             context.add_admitted(req, length, chunk)
             if first:
-                context.states.live.bind(int(context.live_indices[row]), cache.inspect.live_slot(request_id))
+                context.states.live.bind(int(context.live_indices[row]), cache.live[request_id].live_slot)
         except BaseException:
             # Room was checked, so this is a caller's error. Nothing may leak.
             if first:
@@ -115,7 +145,7 @@ class Admissions:
         match = known.match(cache, length)
         if match.source_slot is None or self._context.total_request_count:
             return match
-        if cache.inspect.live_requests() or cache.inspect.loading_requests():
+        if cache.live:
             return match
         fits = cache.can_admit(match, length_tokens=length)
         return match if fits else cache.match(known.chain, read=False)

@@ -13,6 +13,7 @@ import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.settings import CacheSettings
+from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.upstream.blocks import BlockAllocatorSeam, block_counts
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk
 
@@ -34,12 +35,13 @@ class _CachedKeys(Mapping[str, int]):
 
     def _find(self, key: object) -> int | None:
         try:
-            return self._cache.blocks.cached_block(bytes.fromhex(key)) if isinstance(key, str) else None
+            node = self._cache.node(bytes.fromhex(key)) if isinstance(key, str) else None
         except ValueError:  # not hexadecimal, so not a key
             return None
+        return None if node is None or node.block_id == NO_BLOCK else node.block_id
 
     def __iter__(self) -> Iterator[str]:
-        return (key.hex() for key in self._cache.blocks.cached_keys())
+        return (node.key.hex() for node in self._cache.nodes() if node.block_id != NO_BLOCK)
 
     def __len__(self) -> int:
         return self._cache.blocks.cached_count

@@ -102,6 +102,8 @@ class HybridPrefixContext(SlotContext):
     _is_made = False
     _forward_running = _step_failed = False
     _published_plans = 0  # of the running forward
+    _failed_plans = 0  # published when their forward was launched, and its step failed afterwards
+    _verified = (0, 0)  # hits that were computed again (`verify_hits`), and those that differed
     _swapping_out = False  # True while megatron preempts requests
 
     def __new__(
@@ -176,6 +178,8 @@ class HybridPrefixContext(SlotContext):
                 eviction_policy=prefix.eviction_policy,
                 retention_interval_tokens=prefix.retention_interval_tokens,
                 beside=self._scores,
+                on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
+                routing_of=lambda block_id: self.kv_block_allocator.block_routing.get(block_id),
                 **host_fields,
             )
         )
@@ -183,8 +187,6 @@ class HybridPrefixContext(SlotContext):
         self.kv_block_allocator: HybridPrefixBlockAllocator = HybridPrefixBlockAllocator(
             self, total_blocks + 1, min(paused, total_blocks - 1), cache=cache
         )
-        cache.loads.set_block_routing(self.kv_block_allocator.block_routing.get)
-        cache.blocks.set_on_move(self.kv_block_allocator.move_routing)
         if self.checkpoint_slots and (prefix.caches_answers or self.host_moves is not None):
             self._decodes = DecodedStates(self, cache, self._note, keep=prefix.caches_answers)
         self.scored = ScoredPrompts(self, cache, self._scores, keeps_log_probs=self.is_exact)
@@ -422,7 +424,8 @@ class HybridPrefixContext(SlotContext):
 
     def attach_blocks(self) -> None:
         """See SlotContext."""
-        rows.attach_blocks(self, self.prefix_cache)
+        if self.prefix_cache.blocks.unattached:
+            rows.attach_blocks(self, self.prefix_cache)
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`."""
@@ -442,7 +445,7 @@ class HybridPrefixContext(SlotContext):
     @property
     def loads_wait(self) -> bool:
         """Whether waiting requests hold loaded entries."""
-        return self.loads is not None and self.prefix_cache.loads.has_waiting
+        return any(live.is_loading for live in self.prefix_cache.loads.running.values())
 
     def failed_loads(self) -> set[int]:
         """Requests of the last forward that must be recomputed; see `RequestLoads.failed`.
@@ -450,7 +453,8 @@ class HybridPrefixContext(SlotContext):
         Also those whose prompt's log-probs another request promised and did not deliver.
         """
         failed = set() if self.loads is None else self.loads.failed()
-        return failed | self.scored.without_promised(self._requests.in_step())
+        scored = [known for known in self._requests.in_step() if known.scored is not None]
+        return failed | self.scored.without_promised(scored) if scored else failed
 
     def _can_be_published(self, plans: list[StepPlan]) -> bool:
         """Whether what a forward that was just launched computes may be matched.
@@ -475,13 +479,14 @@ class HybridPrefixContext(SlotContext):
                 verify_plan(self, plan)
             cached = self.prefix_cache.publish(plan)
             known.counted_tokens = max(known.counted_tokens, plan.end_tokens)
-            self.scored.publish(known, plan, cached=cached)
+            if known.scored is not None:
+                self.scored.publish(known, plan, cached=cached)
 
     def fail_step(self) -> None:
         """A step raised: rows, states and tokens may not belong together. Frees reserved slots. `reset` empties the cache."""
         self._step_failed = True
         if self._forward_running:
-            self.prefix_cache.count_failed_forward(self._published_plans)
+            self._failed_plans += self._published_plans
         self._forward_is_over()
         self._abandon_plans("forward_failed")
 
@@ -573,11 +578,18 @@ class HybridPrefixContext(SlotContext):
     def prefix_stats(self) -> PrefixStats:
         """See SlotContext."""
         stats = self.prefix_cache.stats()
+        if self._failed_plans:
+            stats.count_fallback("forward_failed", self._failed_plans)
+        stats.verified_hits, stats.verify_mismatches = self._verified
         stats.bytes_budget = self.layout.total_blocks * self.layout.block_bytes
         if self.host_moves is not None:
             self.host_moves.count(stats)
         self.scored.count(stats)
         return stats
+
+    def count_verification(self, *, mismatch: bool) -> None:
+        """Count a hit that was computed again and compared with the cache (``verify_hits``)."""
+        self._verified = self._verified[0] + 1, self._verified[1] + mismatch
 
     def memory_report(self) -> str:
         """Slots and bytes of the recurrent states on this rank; see `reports.memory_report`."""

@@ -199,7 +199,7 @@ class DecodedStates:
             int, tuple[int, int]
         ] = {}  # by target slot: with few slots, a request may take the slot that another just got
         for block in blocks:
-            known = self._cache.inspect.sequence_tokens(block.request_id)
+            known = self._cache.live[block.request_id].chain.tokens
             tokens = self._progress.tokens(block.live_index, known, block.end_tokens)
             self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
             slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)

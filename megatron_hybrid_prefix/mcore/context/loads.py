@@ -56,8 +56,7 @@ class RequestLoads:
                 return False
             if others_run and cache.loads.loads_elsewhere(match):
                 return True
-            prepare = cache.loads.begin_resume if known.resumes else cache.loads.begin_load_back
-            loading = prepare(
+            loading = cache.loads.begin_load_back(
                 req.request_id, match, write=known.write, reserved_blocks=self._context.total_request_count
             )
             if loading is None:
@@ -86,7 +85,8 @@ class RequestLoads:
 
     def forget(self, request_id: int) -> None:
         """Drop what a request without a row holds on the device and on the host: it ended."""
-        if self._cache.loads.is_loading(request_id):
+        live = self._cache.live.get(request_id)
+        if live is not None and live.is_loading:
             self._cache.release(request_id)
         self._cache.loads.drop_swapped_out(request_id)
 
@@ -99,7 +99,7 @@ class RequestLoads:
             self._failed = self._moves.failed(self._requests.plans())
             for known in self._requests.in_step() if self._failed else ():
                 load_id = None if known.plan is None else known.plan.load_id
-                if load_id is not None and self._cache.loads.not_fetched(load_id):
+                if load_id is not None and self._moves.not_fetched(load_id):
                     known.last, known.gave_up_fetch = None, True
         return self._failed
 

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Warn if this many first prompts are all shorter than a block.
-_SHORT_PROMPTS = 64
-
 
 def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
     """Slots and bytes of the recurrent states on this rank: running requests, speculation, checkpoints.
@@ -77,30 +74,6 @@ def report_start(context: Any, prefix: HybridPrefixConfig) -> None:
             context.block_size_tokens,
             context.max_sequence_length,
         )
-
-
-class LengthWatch:
-    """Warns once if all prompts are shorter than a block: such a workload never hits.
-
-    Args:
-        block_tokens: Tokens per KV block.
-    """
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._short_prompts = 0
-
-    def note(self, prompt_tokens: int) -> None:
-        """Count an admitted prompt."""
-        if self._short_prompts < _SHORT_PROMPTS:
-            self._short_prompts = self._short_prompts + 1 if prompt_tokens <= self._block_tokens else 2 * _SHORT_PROMPTS
-            if self._short_prompts == _SHORT_PROMPTS:
-                logger.warning(
-                    "the first %d prompts have at most %d tokens: none fills a block before its last token, nothing is "
-                    "reused; use a smaller block_size_tokens",
-                    _SHORT_PROMPTS,
-                    self._block_tokens,
-                )
 
 
 def describe_forward(context: Any) -> str:

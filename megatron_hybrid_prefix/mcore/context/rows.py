@@ -103,9 +103,7 @@ def add_dummy_blocks(context: ContextSeam, rows: torch.Tensor) -> None:
 
 def attach_blocks(context: ContextSeam, cache: HybridPrefixCache) -> None:
     """Attach newly allocated blocks to the requests in whose rows they are the last block."""
-    unattached = cache.blocks.unattached
-    if not unattached:
-        return
+    unattached = list(cache.blocks.unattached)
     # Resumed rows are already among the active rows.
     rows = slice(0, context.total_request_count)
     columns = (context.request_last_kv_block_id[rows].tolist(), context.request_ids[rows].tolist())
@@ -127,13 +125,15 @@ def check_rows(context: ContextSeam, cache: HybridPrefixCache) -> None:
     for row, request_id in enumerate(context.request_ids[:rows].tolist()):
         unused = -1, context.kv_block_allocator.dummy_block_idx
         table = [block_id for block_id in context.request_to_kv_block_ids[row].tolist() if block_id not in unused]
-        if not cache.inspect.is_live(request_id) or table != list(cache.inspect.block_ids(request_id)):
+        live = cache.live.get(request_id)
+        if live is None or live.is_loading or table != live.block_ids:
             raise CacheCorruptionError(f"request {request_id}: its block table differs from the cache's")
-        given, slot = cache.inspect.live_slot(request_id), context.states.live.slot(int(context.live_indices[row]))
+        given, slot = live.live_slot, context.states.live.slot(int(context.live_indices[row]))
         if given is not None and given != slot:
             raise CacheCorruptionError(f"request {request_id}: its state is in slot {slot}, not in {given}")
-    if len(cache.inspect.live_requests()) != rows:
-        raise CacheCorruptionError(f"{len(cache.inspect.live_requests())} live requests in {rows} rows")
+    admitted = sum(not live.is_loading for live in cache.live.values())
+    if admitted != rows:
+        raise CacheCorruptionError(f"{admitted} live requests in {rows} rows")
 
 
 def _is_hidden(context: ContextSeam, request_id: int) -> bool:

@@ -76,7 +76,7 @@ class ScoredPrompts:
             scored = request.scored
             if scored is not None and request.write:
                 scored.next_logits.clear()
-                positions = self._table.wanted_logits(scored.chain, plan, self._cache.inspect, writing)
+                positions = self._table.wanted_logits(scored.chain, plan, self._cache.node, writing)
                 if positions:
                     wanted.append((scored, plan, positions))
         if not wanted:
@@ -109,7 +109,7 @@ class ScoredPrompts:
         scored.lost_tokens = 0
         if cached:
             scored.promises = self._table.promise(
-                scored.chain, plan, self._cache.inspect, top_n=scored.top_n, captured=scored.next_logits.keys()
+                scored.chain, plan, self._cache.node, top_n=scored.top_n, captured=scored.next_logits.keys()
             )
 
     def without_promised(self, requests: Iterable[PrefixRequest]) -> set[int]:
@@ -175,7 +175,7 @@ class ScoredPrompts:
 
     def check(self) -> None:
         """Check what is kept, for tests. Raises CacheCorruptionError."""
-        self._table.check({node.key for node in self._cache.inspect.nodes()})
+        self._table.check({node.key for node in self._cache.nodes()})
 
     def _first_tokens(self) -> dict[int, int]:
         """Index of the first token of each row in the forward, by request id."""

@@ -6,7 +6,7 @@ It has no prefix cache. `HybridPrefixContext` (``context.py``) adds one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -232,7 +232,7 @@ class SlotContext(ContextSeam):
         self, active_requests_mask: torch.Tensor, new_tokens: torch.Tensor, new_speculative_tokens: Any = None
     ) -> Any:
         """See upstream."""
-        with rows.drafts_past_the_end(self):
+        with rows.drafts_past_the_end(self) if self.num_speculative_tokens else nullcontext():
             result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
         self.attach_blocks()
         if self.num_speculative_tokens:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +34,17 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
     for checkpoint in plan.checkpoints:
         if checkpoint.reason != CheckpointReason.VERIFY:
             continue
-        keys = cache.inspect.request_keys(plan.request_id)[: checkpoint.position_tokens // cache.block_tokens]
-        kept_slot = cache.inspect.cached_slot(keys[-1])
-        if kept_slot is None:
+        live = cache.live[plan.request_id]
+        keys = live.chain.keys[: checkpoint.position_tokens // cache.block_tokens]
+        nodes = [cache.node(key) for key in keys]
+        if nodes[-1] is None or nodes[-1].slot == NO_SLOT:
             continue  # evicted meanwhile
-        kept = context.shared_memory.state(kept_slot)
+        kept = context.shared_memory.state(nodes[-1].slot)
         differences = {
             name: difference(state, kept[name]) for name, state in context.shared_memory.state(checkpoint.slot).items()
         }
-        own = cache.inspect.block_ids(plan.request_id)
-        pairs = [(block_id, cache.blocks.cached_block(key)) for block_id, key in zip(own, keys, strict=False)]
-        pairs = [(block_id, kept) for block_id, kept in pairs if kept is not None and kept != block_id]
+        cached = [NO_BLOCK if node is None else node.block_id for node in nodes]
+        pairs = [(own, kept) for own, kept in zip(live.block_ids, cached, strict=False) if kept not in (NO_BLOCK, own)]
         if pairs:
             fresh, kept = (torch.tensor(ids, device=context.memory_buffer.device) for ids in zip(*pairs, strict=True))
             block_dim = context.memory_buffer.dim() - (3 if context.cache_mla_latent else 4)
@@ -51,7 +53,7 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
                 context.memory_buffer.index_select(block_dim, kept),
             )
         wrong = {name: value for name, (value, tolerance) in differences.items() if not value <= tolerance}
-        cache.count_verification(bool(wrong))
+        context.count_verification(mismatch=bool(wrong))
         if wrong:
             logger.warning(
                 "request %d: the cache for its first %d tokens differs from recomputing them; %s %s",

@@ -48,15 +48,15 @@ class Coalescing:
             most: Maximum number of requests to look at.
         """
         cache, block_tokens = self._cache, self._cache.block_tokens
-        owners, prefilling = _Owners(block_tokens), cache.inspect.prefilling()
+        owners = _Owners(block_tokens)
         held: list[int] = []
         idle: dict[int, tuple[int, int, int]] = {}
         for request in islice(waiting, most):
             keys = self._prefix_request(request)
-            if cache.inspect.is_live(request.request_id):  # between two chunks
-                if request.request_id in prefilling:
-                    planned_tokens = cache.inspect.planned_tokens(request.request_id)
-                    owners.add(keys.chain.keys, planned_tokens, request.request_id, keys.top_n)
+            live = cache.live.get(request.request_id)
+            if live is not None and not live.is_loading:  # between two chunks
+                if live.is_prefilling:
+                    owners.add(keys.chain.keys, live.planned_tokens, request.request_id, keys.top_n)
                 continue
             length = request.remaining_prompt_length
             resume = keys.match(cache, length).resume_tokens
@@ -86,7 +86,7 @@ class Coalescing:
             return True
         if not self._cache.request_checkpoint(owner, position_tokens):
             return False
-        progress = self._cache.inspect.planned_tokens(owner)
+        progress = self._cache.live[owner].planned_tokens
         last_owner, last_progress, rounds = self._idle.get(request_id, (owner, -1, 0))
         rounds = rounds + 1 if (last_owner, last_progress) == (owner, progress) else 0
         idle[request_id] = (owner, progress, rounds)

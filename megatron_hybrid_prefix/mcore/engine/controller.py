@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
-from megatron_hybrid_prefix.mcore.engine.ends import EndsOfDrafts
-from megatron_hybrid_prefix.mcore.engine.sampling import RowSampling
+from megatron_hybrid_prefix.mcore.engine.sampling import EndsOfDrafts, RowSampling
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
 

@@ -19,13 +19,13 @@ from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixe
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
-from megatron_hybrid_prefix.mcore.engine.ends import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.exact import Replays, make_exact
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens, keep_log_probs
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
 from megatron_hybrid_prefix.mcore.engine.removals import Removals
 from megatron_hybrid_prefix.mcore.engine.requests import Answer, Prompt, RequestRules
+from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.ranks.messages import TELL_ABORT, TELL_SNAPSHOT
@@ -93,6 +93,9 @@ class HybridPrefixEngine(EngineSeam):
             controller.end_tokens, controller.other_ends = self._end_tokens, self._other_ends
             controller.record_of = lambda request_id: self.requests[request_id].record
         super().__init__(controller, context)
+        self._most_blocks = block_counts(context.kv_block_allocator).active  # that a request can have
+        if self._has_cache:
+            self._most_blocks = min(self._most_blocks, context.prefix_cache.blocks.room_for(1))
         self._rules = RequestRules(
             vocab_size=controller.vocab_size,
             tokenize=lambda text: controller.tokenize_prompt(controller.tokenizer, text, add_BOS=False),
@@ -382,13 +385,15 @@ class HybridPrefixEngine(EngineSeam):
         if not isinstance(entry.future, Answer) and not entry.future.done():
             entry.future = Answer(loop=entry.future.get_loop())
 
+    @property
+    def _rows_leave(self) -> bool:
+        """Whether rows may have to leave before the next forward."""
+        return bool(self.removals.aborting or self.removals.restarting_between_chunks)
+
     def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
         # Megatron checks against all blocks. A request that needs more than the active blocks would stay paused forever.
-        most_blocks = block_counts(self.context.kv_block_allocator).active
-        if self._has_cache:
-            most_blocks = min(most_blocks, self.context.prefix_cache.blocks.most_per_request)
         needed = blocks_up_to_the_end(request, self.context.block_size_tokens)
-        if request.status == Status.FAILED or needed <= most_blocks:
+        if request.status == Status.FAILED or needed <= self._most_blocks:
             return
         self.waiting_request_ids.remove(request.request_id)
         request.status = Status.FAILED
@@ -421,7 +426,7 @@ class HybridPrefixEngine(EngineSeam):
 
     def schedule_waiting_requests(self) -> None:
         """See upstream and `PrefixScheduling`. First removes aborted requests that are in no running forward."""
-        if self.removals.are_due:
+        if self._rows_leave:
             self.removals.take_out()
         if not self.waiting_request_ids:
             return
@@ -432,7 +437,7 @@ class HybridPrefixEngine(EngineSeam):
 
     def may_overlap_steps(self) -> bool:
         """See the seam. False if an aborted request must leave between two forwards, or a request waits for its load."""
-        if self.removals.are_due or self._cached.loads_wait:
+        if self._rows_leave or self._cached.loads_wait:
             return False
         return super().may_overlap_steps()
 
@@ -448,7 +453,7 @@ class HybridPrefixEngine(EngineSeam):
             raise RuntimeError("a step failed and left half-written states: call engine.reset() first")
         self.step_began_s = time.perf_counter()
         try:
-            if self.removals.are_due:
+            if self._rows_leave:
                 self.removals.take_out()
             result = await super().async_step()
             if self._has_cache and self.context.host_moves is not None and not self.has_unfinished_requests():
@@ -504,7 +509,7 @@ class HybridPrefixEngine(EngineSeam):
 
         Only requests that asked for log-probs get them, exactly one per token.
         """
-        restarting = self.removals.take_restarting()
+        restarting = self.removals.take_restarting() if self.removals.restarting else set()
         # A request between two chunks is not finished either, even if its next prompt token is the end-of-text token.
         running = restarting | {consumed_chunked_prefill_request_id}
         left = [request_id not in running for request_id in finished_request_ids.tolist()]
@@ -537,8 +542,10 @@ class HybridPrefixEngine(EngineSeam):
                 keep_log_probs(requests, self._cached.scored, *step)
             for record in result[1]:
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
-        self.removals.requeue(restarting)
-        self.removals.forget_finished()
+        if restarting:
+            self.removals.requeue(restarting)
+        if self.removals.aborting:
+            self.removals.forget_finished()
         for by_id in self._by_request:
             for request_id in [each for each in by_id if each not in self.requests]:
                 del by_id[request_id]

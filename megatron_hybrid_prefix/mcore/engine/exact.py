@@ -62,4 +62,4 @@ class Replays:
         context = self._engine.context
         needed = [blocks_up_to_the_end(request, context.block_size_tokens) for request in requests]
         within_active = sum(needed) <= block_counts(context.kv_block_allocator).active
-        return within_active and context.prefix_cache.blocks.fit_together(needed)
+        return within_active and sum(needed) <= context.prefix_cache.blocks.room_for(len(needed))

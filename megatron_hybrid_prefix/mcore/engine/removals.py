@@ -29,6 +29,8 @@ class Removals:
     Attributes:
         aborting: Ids of aborted requests that are still in the context.
         restarting: Ids of requests that leave with this step's bookkeeping and start over.
+        restarting_between_chunks: Ids of requests that start over, too, but wait between two chunks, without a row for the step's
+            bookkeeping.
     """
 
     def __init__(self, engine: EngineSeam, cached: HybridPrefixContext | NoCache) -> None:
@@ -40,13 +42,7 @@ class Removals:
         """Forget all of them."""
         self.aborting: set[int] = set()
         self.restarting: set[int] = set()
-        # These start over, too, but wait between two chunks, without a row for the step's bookkeeping.
-        self._restarting_between_chunks: set[int] = set()
-
-    @property
-    def are_due(self) -> bool:
-        """Whether rows may have to leave before the next forward."""
-        return bool(self.aborting or self._restarting_between_chunks)
+        self.restarting_between_chunks: set[int] = set()
 
     # -- aborts --------------------------------------------------------------------------------------------------------
 
@@ -73,8 +69,7 @@ class Removals:
 
     def forget_finished(self) -> None:
         """Forget aborted requests that finished; their ids may be reused."""
-        if self.aborting:
-            self.aborting.intersection_update(self._engine.requests)
+        self.aborting.intersection_update(self._engine.requests)
 
     def _finish(self, request_id: int) -> None:
         # The next step returns it with the finished requests, like a refused request.
@@ -95,7 +90,7 @@ class Removals:
     def restart(self, request_ids: set[int]) -> None:
         """Restart requests of the last forward whose loads failed."""
         between_chunks = request_ids & {self._engine.context.chunked_prefill_request_id}
-        self._restarting_between_chunks |= between_chunks
+        self.restarting_between_chunks |= between_chunks
         self.restarting |= request_ids - between_chunks
 
     def take_restarting(self) -> set[int]:
@@ -126,10 +121,10 @@ class Removals:
         engine, context = self._engine, self._engine.context
         if not isinstance(context, SlotContext):
             return  # with megatron's context they end in a later step
-        for request_id in sorted(self._restarting_between_chunks):
+        for request_id in sorted(self.restarting_between_chunks):
             if context.remove_waiting_row(request_id):
                 self._start_over(request_id)  # it is still first in the queue
-        self._restarting_between_chunks.clear()
+        self.restarting_between_chunks.clear()
         chunk_runs = context.get_index_of_chunked_prefill_request() != -1
         for request_id in sorted(self.aborting):
             if chunk_runs and request_id == context.chunked_prefill_request_id:

@@ -37,7 +37,7 @@ from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, E
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
     from megatron_hybrid_prefix.config import HybridPrefixConfig
-    from megatron_hybrid_prefix.index.requests import StepPlan
+    from megatron_hybrid_prefix.index.requests import Load, StepPlan
     from megatron_hybrid_prefix.metrics import PrefixStats
     from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 
@@ -82,7 +82,7 @@ class Moves:
         """
         copies = self._cache.take_copies()
         memory = self._memory()
-        if memory is not None and memory.layout is not None:
+        if copies and memory is not None and memory.layout is not None:
             layout = memory.layout
             copies = stores_first(copies, layout.page_blocks, layout.page_states, memory.first_page_slot)
         for kind, group in groupby(copies, key=type):
@@ -285,7 +285,7 @@ class HostMoves(Moves):
         if self.arena is None or not self.sends_later:
             return
         self.arena.send()
-        units = [copy for copy in self._cache.take_published() if isinstance(copy, BlockTransfer)]
+        units = [copy for copy in self._cache.take_copies(published=True) if isinstance(copy, BlockTransfer)]
         self.arena.carry_out(
             self._with_rows(units), send=False, beside=True
         )  # of sampling, whose token somebody waits for
@@ -309,10 +309,10 @@ class HostMoves(Moves):
 
     def _wait_for_cancelled(self) -> None:
         assert self.arena is not None
-        for load_id in [load_id for load_id in self._fetching if not self._cache.loads.has_load(load_id)]:
+        for load_id in [load_id for load_id in self._fetching if load_id not in self._cache.loads.running]:
             del self._fetching[load_id]
             self.arena.drop_put_off(load_id)
-        for load_id in [load_id for load_id in self._launched if not self._cache.loads.has_load(load_id)]:
+        for load_id in [load_id for load_id in self._launched if load_id not in self._cache.loads.running]:
             self._wait_for(load_id)
             self.arena.forget(load_id)
 
@@ -336,7 +336,7 @@ class HostMoves(Moves):
             self._count_rounds(request_id, match.load_id)
 
     def _count_rounds(self, request_id: int, load_id: int) -> None:
-        load_bytes = self._cache.loads.pages(request_id) * self._page_bytes
+        load_bytes = self._load(load_id).pages * self._page_bytes
         self._launched[load_id] = ceil_div(load_bytes, BYTES_A_ROUND)
 
     def fetch(self, request_id: int, load_id: int, *, wait: bool) -> Fetch:
@@ -367,9 +367,19 @@ class HostMoves(Moves):
             self.arena.run_put_off(load_id)
             self._count_rounds(request_id, load_id)
         else:
-            self.arena.drop_put_off(load_id, zero=not self._cache.loads.is_loading(request_id))
+            self.arena.drop_put_off(load_id, zero=self._load(load_id).admitted)
             self._cache.loads.end_fetch(request_id, f"tier_load_{agreed.name.lower()}")
         return agreed
+
+    def not_fetched(self, load_id: int) -> bool:
+        """Whether an admitted request needs this load, and its entries did not arrive from the tier behind."""
+        live = self._cache.loads.running.get(load_id)
+        return live is not None and live.load is not None and live.load.not_fetched is not None
+
+    def _load(self, load_id: int) -> Load:
+        load = self._cache.loads.running[load_id].load
+        assert load is not None
+        return load
 
     def waits(self, load_id: int) -> bool:
         """Whether the request of a load waits one more round; counts the round."""
@@ -395,7 +405,7 @@ class HostMoves(Moves):
         flags = [int(self.arena.has_failed(load_id)) for _, load_id in loads]
         flags = max_over_model_ranks(flags, self._groups)
         wrong = {request_id for (request_id, _), flag in zip(loads, flags, strict=True) if flag}
-        missing = {request_id for request_id, load_id in loads if self._cache.loads.not_fetched(load_id)}
+        missing = {request_id for request_id, load_id in loads if self.not_fetched(load_id)}
         for request_id in sorted(wrong - missing):
             logger.error("the load of request %d failed verification: the request is recomputed", request_id)
         return wrong | missing

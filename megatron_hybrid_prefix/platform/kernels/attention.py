@@ -8,7 +8,6 @@ batch, and a long prompt needs no square matrix. Nothing beyond a request's vali
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.elementwise import compute_dtype
 
 from .flash_attn_calls import flash_attn_functions
@@ -30,7 +29,7 @@ def gather_pages(cache: torch.Tensor, block_ids: torch.Tensor, tokens: int) -> t
         (tokens, heads, head_dim), a copy.
     """
     block_size_tokens = cache.shape[1]
-    blocks = ceil_div(tokens, block_size_tokens)
+    blocks = -(-tokens // block_size_tokens)
     return cache.index_select(0, block_ids[:blocks]).view(-1, *cache.shape[2:])[:tokens]
 
 

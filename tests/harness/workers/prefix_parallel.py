@@ -157,7 +157,7 @@ class Session:
     def present(self):
         """State that must be equal on all ranks. (Keys are not: each process has a different secret.)"""
         context = self.engine.context
-        cache, nodes = context.prefix_cache, list(context.prefix_cache.inspect.nodes())
+        cache, nodes = context.prefix_cache, list(context.prefix_cache.nodes())
         rows = slice(0, context.total_request_count)
         return {
             "requests": context.request_ids[rows].tolist(),
@@ -196,7 +196,7 @@ class Session:
                 found["budget_bytes"] = int(context.prefix_config.mamba_gb * 2**30)
             else:
                 found["layout"] = [context.layout.total_blocks, context.layout.page_blocks]
-                found["moved"] = context.prefix_cache.inspect.memory_use().moved_blocks
+                found["moved"] = context.prefix_cache.memory_use().moved_blocks
         return found
 
 
@@ -240,10 +240,10 @@ def host(session):
     session.send(*prompts, new_tokens=6)
     context = session.engine.context
     if session.cached and dist.get_rank() == dist.get_world_size() - 1:
-        tier, arena = context.prefix_cache.inspect.host_tier, context.host_moves.arena
+        tier, arena = context.prefix_cache._store.host, context.host_moves.arena
         arena.finish()  # on a GPU, what is changed could still be on its way
         keys = context.prefix_cache.chain(prompts[0]).keys
-        entry = next(node.host_block for node in context.prefix_cache.inspect.nodes() if node.key == keys[-1])
+        entry = next(node.host_block for node in context.prefix_cache.nodes() if node.key == keys[-1])
         arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 5] ^= 1
     session.send(*prompts[:2], new_tokens=8)
 

@@ -39,7 +39,7 @@ def run_sessions(
         fields = {"host_gb": 0.01, "shared": url_of(wait_s), "check_ranks": True} if cached else {}
         session = Session(model, *layout, mode="legacy", slots=8, cached=cached, **fields)
         context = session.engine.context
-        tier = context.prefix_cache.inspect.host_tier.behind.tier if cached else None
+        tier = context.prefix_cache._store.host.behind.tier if cached else None
         if name == "late" and not last:
             tier.wait_s = HANG_S  # this rank's entries arrive, however long it takes
         with faults[name](tier) if last and name in faults else nullcontext():

@@ -40,13 +40,13 @@ def main(out):
     }.items():
         session = Session(model, PATTERN, platform.world_size, 1, mode="legacy", slots=2, blocks=9, **fields)
         if session.cached and dist.get_rank() == dist.get_world_size() - 1:
-            forgetful(session.engine.context.prefix_cache.inspect.host_tier.behind.tier)
+            forgetful(session.engine.context.prefix_cache._store.host.behind.tier)
         for _ in range(3):
             for prompt in PROMPTS:
                 session.send(prompt)
         found[name] = session.found()
         if session.cached:
-            found["kept"] = len(session.engine.context.prefix_cache.inspect.host_tier.behind.tier.entries)
+            found["kept"] = len(session.engine.context.prefix_cache._store.host.behind.tier.entries)
     write_findings(out, found)
     shut_down()
 
