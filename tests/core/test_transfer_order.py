@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -338,7 +339,8 @@ class Published:
 
 def moves_of(world: Launches, cache: Any) -> HostMoves:
     moves = HostMoves.__new__(HostMoves)
-    vars(moves).update(arena=world.arena, sends_later=True, _memory=lambda: None, _launched={}, _fetching={})
+    memory = SimpleNamespace(layout=None, row=lambda slot: slot)
+    vars(moves).update(arena=world.arena, sends_later=True, _memory=lambda: memory, _launched={}, _fetching={})
     moves.serve(cache)
     return moves
 
