@@ -24,7 +24,7 @@ from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, Copy
 
 BLOCK_TOKENS = 64
-BLOCKS = 16  # in one memory; a state takes one of them
+BLOCKS = 16  # two of them are a page, which holds their KV or five states
 HOST_GB = 0.01
 MAX_REQUESTS = 2
 OPENING_TOKENS = 200  # the first turn: a system message and a question
@@ -223,8 +223,8 @@ def walk(model: Any) -> Iterator[dict[str, Any]]:
     options = argparse.Namespace(
         block_size_tokens=BLOCK_TOKENS, max_requests=MAX_REQUESTS, state_dtype=None, preset="tiny"
     )
-    # Two more blocks are megatron's dummy and the engine's own state.
-    cache_gb = (BLOCKS + 2.5) * machine_of(model, options).block_bytes / 2**30
+    # One more block is megatron's dummy, and half a one has room for the engine's own state.
+    cache_gb = (BLOCKS + 1.5) * machine_of(model, options).block_bytes / 2**30
     fields: dict[str, Any] = {
         "max_requests": MAX_REQUESTS,
         "max_sequence_length": 1024,
@@ -308,7 +308,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
         model = build_hybrid_model("tiny", seed=0, platform=platform)
         print(
-            f"tiny, a memory of {BLOCKS} KV blocks of {BLOCK_TOKENS} tokens, of which a state takes one; a host tier\n"
+            f"tiny, a memory of {BLOCKS} KV blocks of {BLOCK_TOKENS} tokens, five states in a page of two; a host tier\n"
         )
         turns = []
         for turn in walk(model):
