@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.errors import RankDisagreementError
 from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, padded_block_bytes
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.limits import COLLECTIVE_HANG_S
 from tests.harness.workers.launch import write_findings
@@ -83,10 +83,20 @@ def one_memory_gb(pattern, tp, pp, *, blocks, states):
     sizes = [
         (slot_bytes(config, each, tp), kv_block_bytes(config, each.count("*"), tp)) for each in stages(pattern, pp)
     ]
-    steps = [padded_block_bytes(block, slot, alignment_bytes=ALIGNMENT_BYTES) for slot, block in sizes]
-    page_blocks = max(1, *(ceil_div(slot, step) for (slot, _), step in zip(sizes, steps, strict=True)))
-    pages = ceil_div(blocks + 1, page_blocks) + states + 1  # rows without a request have a slot
-    return pages * page_blocks * max(steps) / 2**30
+    page = page_of(sizes)
+    total = blocks + 1 + ceil_div(states, page.page_states) * page.page_blocks
+    steps = [max(block, ceil_div(page.page_states * slot, page.page_blocks)) for slot, block in sizes]
+    own = [
+        slot + total * ceil_div(step, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for (slot, _), step in zip(sizes, steps, strict=True)
+    ]
+    return max(own) / 2**30
+
+
+def page_of(sizes):
+    """The page that stages with these sizes (of a state, of a block) agree on."""
+    slot, block = max(sizes, key=lambda each: each[0] / each[1])
+    return PageLayout.of(state_bytes=slot, block_bytes=block, alignment_bytes=ALIGNMENT_BYTES)
 
 
 class Session:
@@ -162,7 +172,7 @@ class Session:
         return {
             "requests": context.request_ids[rows].tolist(),
             "block_tables": context.request_to_kv_block_ids[rows].tolist(),
-            "live_slots": context.live_slots(context.live_indices[rows]).tolist(),
+            "live_slots": context.live_rows(context.live_indices[rows]).tolist(),
             "waiting": list(self.engine.waiting_request_ids),
             "available_blocks": cache.blocks.available_count,
             "cached_keys": len(list(cache.blocks.cached_keys())),
@@ -267,7 +277,7 @@ def damage_sources(context):
     initialize = context.initialize_attention_state
 
     def damaging(**kwargs):
-        context.state_pool.zero([plan.source_slot for plan in context.step_plans() if plan.source_slot is not None])
+        context.shared_memory.zero([plan.source_slot for plan in context.step_plans() if plan.source_slot is not None])
         return initialize(**kwargs)
 
     context.initialize_attention_state = damaging
