@@ -275,9 +275,12 @@ class PrefixStore:
         if node is not None:
             self._drop_kv(node)
             return True
-        state = checkpoints.victim(loose=not for_slot)
-        if state is not None:
-            checkpoints.evict(state, with_page=not for_slot)
+        if not for_slot and (state := checkpoints.victim(loose=True)) is not None:
+            checkpoints.evict(state, with_page=True)
+            return True
+        # A state whose page has to stay frees a slot, and makes its KV worthless.
+        if (state := checkpoints.victim()) is not None:
+            checkpoints.evict(state)
             return True
         # All that is left is KV below states that wait for their copy. Without those states it is worthless.
         return not states_only and checkpoints.drop_protected()
