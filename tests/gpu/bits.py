@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.bits import SPANS, bits
-from tests.harness.engine_helpers import greedy, cache_gb_for, random_tokens
+from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens
 from tests.harness.named_models import named
 
 MAX_REQUESTS, MAX_TOKENS = 16, 1024

@@ -79,7 +79,11 @@ class Case:
         # The blocks of the emptied pages, and one of each prompt, go into the holes of the others.
         others = ceil_div(pages * (cached + 1), size - cached) + 1
         self.layout = PageLayout(
-            block_bytes=sizes.block_bytes, state_bytes=size * sizes.block_bytes, total_blocks=(pages + others) * size
+            block_bytes=sizes.block_bytes,
+            state_bytes=size * sizes.block_bytes,
+            page_blocks=size,
+            page_states=1,
+            total_blocks=(pages + others) * size,
         )
         gc.collect()  # the memory of the case before
         if device.type == "cuda":
@@ -92,7 +96,7 @@ class Case:
         component = StateComponent(name="state", shape=(1,), dtype="bfloat16")
         slots = SlotLayout((StateLayout(kind="any", layers=1, components=(component,)),))
         block = BlockShape(before=(), after=(self.layout.block_bytes,), dtype=torch.uint8)
-        return SharedMemory(self.layout, block=block, slots=slots, own_slots=0, device=device)
+        return SharedMemory(slots, layout=self.layout, block=block, own_slots=0, device=device)
 
     def _cache(self) -> HybridPrefixCache:
         """Each page has as many cached blocks as wanted, and no request holds one. Prompts keep the state at their end from now on."""
