@@ -109,10 +109,9 @@ class Case:
         cache = HybridPrefixCache(
             CacheSettings(
                 block_tokens=BLOCK_TOKENS,
-                cache_bytes=self.layout.total_blocks,
-                block_bytes=1,
-                state_bytes=size,
-                share_live_states=False,
+                kv_blocks=self.layout.total_blocks,
+                page_blocks=size,
+                live_states=False,
                 boundary_rule=rule,
             )
         )
@@ -148,7 +147,7 @@ class Case:
                 moves.launch()
         cpu_ms, copied_ms = times.take()
         use = cache.inspect.memory_use()
-        assert use is not None and use.pages_to_states == self.pages and cache.stats().evictions == 0
+        assert use.pages_to_states == self.pages and cache.stats().evictions == 0
         found = {"cpu_ms": cpu_ms, "moved_blocks": use.moved_blocks, "gpu_ms": None, "right": True}
         if memory is not None:
             found["gpu_ms"] = copied_ms()
@@ -187,9 +186,7 @@ def measure(sizes: Sizes, pages: int, fill: str, device: torch.device, repeats: 
 def long_prompt(prompt_blocks: int = 391, pages: int = 1000, page_blocks: int = 10) -> dict[str, float]:
     """A prompt of 100,000 tokens gets the memory of states of prompts of four blocks. Numbers only: no KV moves for it."""
     cache = HybridPrefixCache(
-        CacheSettings(
-            block_tokens=BLOCK_TOKENS, cache_bytes=pages * page_blocks, block_bytes=1, state_bytes=page_blocks
-        )
+        CacheSettings(block_tokens=BLOCK_TOKENS, kv_blocks=pages * page_blocks, page_blocks=page_blocks)
     )
     number = 0
     while cache.stats().evictions < 200:
@@ -198,11 +195,9 @@ def long_prompt(prompt_blocks: int = 391, pages: int = 1000, page_blocks: int = 
         cache.take_copies()
         number += 1
     before, evicted, times = cache.inspect.memory_use(), cache.stats().evictions, RoomTimes()
-    assert before is not None
     with timed_round(), times.watch(SimpleNamespace(context=SimpleNamespace(prefix_cache=cache))):
         Case.start(cache, number, prompt_blocks * BLOCK_TOKENS)
     use = cache.inspect.memory_use()
-    assert use is not None
     return {
         "cpu_ms": times.take()[0],
         "pages_to_kv": use.pages_to_kv - before.pages_to_kv,
