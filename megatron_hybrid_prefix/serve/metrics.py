@@ -34,12 +34,12 @@ _HELP = {
     "waiting_requests": "Requests that the engine has not admitted",
     "kv_blocks": "KV blocks of the engine",
     "kv_blocks_available": "KV blocks that are free or can be evicted",
-    "slots": "Checkpoint slots; with one budget the pages that can hold a state",
-    "slots_used": "Checkpoint slots in use, including those that a forward is writing; with one budget also of running requests",
-    "bytes_budget": "Bytes of all checkpoint slots; with one budget those of KV, too",
-    "bytes_used": "Bytes of the slots in use",
-    "memory_bytes": "Bytes of the one budget for KV and states, by owner, on this rank",
-    "memory_page_bytes": "Bytes of a page: what one state takes, on this rank",
+    "slots": "Most checkpoints that fit, or that the cap allows",
+    "slots_used": "Checkpoint slots in use, including those that a forward is writing",
+    "bytes_budget": "Bytes of the memory of KV and states",
+    "bytes_used": "Bytes of the checkpoints",
+    "memory_bytes": "Bytes of the memory of KV and states, by owner, on this rank",
+    "memory_page_bytes": "Bytes of a page, of one or more states, on this rank",
     "memory_pages_changed": "Pages that changed from KV to states, and from states to KV",
     "memory_blocks_moved": "KV blocks moved to empty a page for a state",
     "prompt_tokens": "Tokens of all prompts; a preempted request counts once",
@@ -219,10 +219,8 @@ def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[s
             families.add(CounterMetricFamily, name, value, labels)
 
 
-def add_memory_metrics(families: Families, memory: dict[str, Any] | None, labels: dict[str, str]) -> None:
-    """Adds the metrics of `memory_snapshot`. Arguments as in `add_prefix_metrics`; no metrics with a fixed split."""
-    if memory is None:
-        return
+def add_memory_metrics(families: Families, memory: dict[str, Any], labels: dict[str, str]) -> None:
+    """Adds the metrics of `memory_snapshot`. Arguments as in `add_prefix_metrics`."""
     for owner, count_bytes in memory["bytes"].items():
         families.add(GaugeMetricFamily, "memory_bytes", count_bytes, {"owner": owner} | labels)
     families.add(GaugeMetricFamily, "memory_page_bytes", memory["page_bytes"], labels)
@@ -231,20 +229,22 @@ def add_memory_metrics(families: Families, memory: dict[str, Any] | None, labels
     families.add(CounterMetricFamily, "memory_blocks_moved", memory["blocks_moved"], labels)
 
 
-def memory_snapshot(context: Any) -> dict[str, Any] | None:
-    """Who uses the memory that KV and states share, in bytes of this rank. None with a fixed split. O(blocks)."""
+def memory_snapshot(context: Any) -> dict[str, Any]:
+    """Who uses the memory that KV and states share, in bytes of this rank. O(blocks)."""
     use, layout = context.prefix_cache.memory_use(), context.layout
-    if use is None:
-        return None
-    blocks = {
-        "kv_running": use.held_blocks,
-        "kv_cached": use.cached_blocks,
-        "states_running": use.live_slots * layout.page_blocks,
-        "checkpoints": (use.state_pages - use.live_slots) * layout.page_blocks,
-        "free": use.free_blocks,
+    checkpoints = context.prefix_cache.stats().slots_used
+    owners = {
+        name: count * layout.block_bytes
+        for name, count in (
+            ("kv_running", use.held_blocks),
+            ("kv_cached", use.cached_blocks),
+            ("free", use.free_blocks),
+        )
     }
+    owners |= {"states_running": use.live_slots * layout.state_bytes, "checkpoints": checkpoints * layout.state_bytes}
+    owners["unused"] = use.total_blocks * layout.block_bytes - sum(owners.values())  # free slots and padding of pages
     return {
-        "bytes": {owner: count * layout.block_bytes for owner, count in blocks.items()},
+        "bytes": owners,
         "page_bytes": layout.page_bytes,
         "pages_changed": {"states": use.pages_to_states, "kv": use.pages_to_kv},
         "blocks_moved": use.moved_blocks,
@@ -258,10 +258,6 @@ def engine_snapshot(engine: Any) -> dict[str, Any]:
     context = engine.context
     stats = context.prefix_stats().as_dict()
     allocator = context.kv_block_allocator
-    # With one budget, there may be blocks behind the last whole page.
-    slot_bytes = (
-        stats["bytes_budget"] / max(1, stats["slots_total"]) if context.layout is None else context.layout.page_bytes
-    )
     return {
         "prefix_stats": stats,
         "memory": memory_snapshot(context),
@@ -270,6 +266,6 @@ def engine_snapshot(engine: Any) -> dict[str, Any]:
             "waiting_requests": len(engine.waiting_request_ids),
             "kv_blocks": block_counts(allocator).total - 1,  # without megatron's dummy block
             "kv_blocks_available": available_blocks(allocator),
-            "bytes_used": stats["slots_used"] * slot_bytes,
+            "bytes_used": stats["slots_used"] * context.layout.state_bytes,
         },
     }

@@ -15,7 +15,8 @@ import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.pool.device import StatePool
+from megatron_hybrid_prefix.pool.layout import SlotLayout
+from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from tests.core.delta_rule import HIDDEN, LAYOUT, RECURRENT_LAYERS, VOCABULARY, DeltaHybrid
 
@@ -45,12 +46,12 @@ class TinyEngine:
                 kv_blocks=kv_blocks,
                 state_slots=checkpoint_slots,
                 first_state_slot=rows,
-                bytes_budget=checkpoint_slots * LAYOUT.slot_bytes,
+                live_states=False,
                 eviction_policy="lru",
             )
         )
-        self.pool = StatePool(LAYOUT, live_slots=rows, checkpoint_slots=checkpoint_slots, device="cpu")
-        for tensor in self.pool.tensors.values():
+        self.pool = SharedMemory(SlotLayout((LAYOUT,)), own_slots=rows + checkpoint_slots, device="cpu")
+        for tensor in self.pool.states.values():
             tensor.fill_(float("nan"))
         self.kv = torch.full((kv_blocks, BLOCK, 2, HIDDEN), float("nan"), dtype=torch.float64)
         self.rows = SlotPool(rows)
@@ -61,7 +62,7 @@ class TinyEngine:
 
     def state(self, slot: int) -> list[list[torch.Tensor]]:
         """Clones of [key_window, memory] of each layer."""
-        tensors = self.pool.tensors
+        tensors = self.pool.states
         return [
             [tensors["key_window"][i, slot].clone(), tensors["memory"][i, slot].clone()] for i in range(LAYOUT.layers)
         ]
@@ -69,8 +70,8 @@ class TinyEngine:
     def write(self, states: list[list[torch.Tensor]], slot: int) -> None:
         """Writes a state straight to its target slot."""
         for i, (key_window, memory) in enumerate(states):
-            self.pool.tensors["key_window"][i, slot] = key_window
-            self.pool.tensors["memory"][i, slot] = memory
+            self.pool.states["key_window"][i, slot] = key_window
+            self.pool.states["memory"][i, slot] = memory
 
     def forward(self, request_id: int, token: int, position: int, states: list[list[torch.Tensor]]) -> torch.Tensor:
         """Runs one token. Its KV goes to the request's last block."""
@@ -104,10 +105,10 @@ class TinyEngine:
                 self.pool.zero([row])
             if source != row:
                 if self.mutant is not None:
-                    self.pool.tensors[self.mutant][:, source] = 0
+                    self.pool.states[self.mutant][:, source] = 0
                 if self.copies:
                     self.pool.copy([source], [row])
-                    assert all(torch.equal(t[:, source], t[:, row]) for t in self.pool.tensors.values())
+                    assert all(torch.equal(t[:, source], t[:, row]) for t in self.pool.states.values())
                     source = row
             yield  # others run between plan and forward: what is pinned and reserved must stay
             states, written = self.state(source), {c.position_tokens: c.slot for c in plan.checkpoints}

@@ -62,7 +62,6 @@ def test_every_rank_says_what_the_reference_says(layout):
         cached = [answer["cached_tokens"] // worker.BLOCK_TOKENS for answer in rank["answers"]]
         assert cached == [0, 2, 2, 2, 2, 2, 3, 1], "every prompt but the first resumes where it can"
         assert not any(compare(model, rank["answers"]))
-        assert rank["one_memory"] == rank["answers"]
 
 
 def test_wrong_states_on_one_rank_show(layout):

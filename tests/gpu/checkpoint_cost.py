@@ -60,7 +60,7 @@ def moved(engine, request_id, prompt):
         torch.cuda.synchronize()
     while engine.has_unfinished_requests():
         engine.step_modern()
-    state_shapes = [tuple(tensor.shape[2:]) for tensor in engine.context.state_pool.tensors.values()]
+    state_shapes = [tuple(tensor.shape[2:]) for tensor in engine.context.shared_memory.states.values()]
     operators = Counter()
     for event in profile.events():
         for shape in map(tuple, event.input_shapes or ()):

@@ -38,9 +38,7 @@ def prompts(vocab_size):
     return groups
 
 
-def run(
-    preset, *, graphs, mode="legacy", together=True, cached=True, answers=None, ends=False, one_memory=False, **fields
-):
+def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=None, ends=False, tight=False, **fields):
     """Tokens and log-probs of every request, and how many steps of each kind replayed graphs.
 
     Args:
@@ -51,8 +49,8 @@ def run(
         cached: Whether the cache is on.
         answers: The answers to make drafts from; None: no drafts, or those of the model.
         ends: Each request has an end token, taken from its answer.
-        one_memory: KV and states share one. For a model in float32 it is tight: entries are evicted and requests wait, so
-            that steps have other requests; in bfloat16 that alone would change the answers.
+        tight: For a model in float32, memory is: entries are evicted and requests wait, so that steps have other requests; in
+            bfloat16 that alone would change the answers.
         **fields: As of `build_engine`.
     """
     config = named(preset)
@@ -60,14 +58,14 @@ def run(
     model = build_hybrid_model(config, seed=0, **overrides)
     if graphs:
         fields["num_cuda_graphs"] = 8
-    memory = {"mamba_gb": 0.5}
-    if one_memory:
+    cache_gb = 2.5
+    if tight and config.dtype == "float32":
         drafts = fields.get("num_speculative_tokens", 0)
         sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": MAX_REQUESTS, "speculative_tokens": drafts}
-        memory = {"cache_gb": cache_gb_for(model, 8, states=2, **sizes) if config.dtype == "float32" else 2.5}
+        cache_gb = cache_gb_for(model, 8, states=2, **sizes)
     engine = build_engine(
         model,
-        HybridPrefixConfig(**memory) if cached else None,
+        HybridPrefixConfig(cache_gb=cache_gb) if cached else None,
         max_sequence_length=2048,
         max_requests=MAX_REQUESTS,
         block_size_tokens=BLOCK_TOKENS,
@@ -109,8 +107,8 @@ def run(
     if cached:
         context.check_integrity()
         assert addresses_of(context) == addresses
-    if one_memory:
-        counts |= {"moved": engine.context.prefix_cache.memory_use().moved_blocks}
+    if tight:
+        counts |= {"moved": engine.context.prefix_cache.inspect.memory_use().moved_blocks}
         counts |= {"evicted": context.prefix_stats().evictions}
     found = {
         "tokens": [list(map(int, finished[i].generated_tokens)) for i in sorted(finished)],
@@ -130,7 +128,7 @@ def end_of(number, answer):
 
 def addresses_of(context):
     """Addresses that a captured graph has: they must stay."""
-    tensors = context.state_pool.tensors | {"kv": context.memory_buffer, "indices": context.prefill_step.buffer}
+    tensors = context.shared_memory.states | {"kv": context.memory_buffer, "indices": context.prefill_step.buffer}
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
@@ -148,7 +146,7 @@ def without_drafts(preset):
     found = {"eager": run(preset, graphs=False), "alone": run(preset, graphs=False, together=False)}
     for mode in ("legacy", "async"):
         found[f"graphs_{mode}"] = run(preset, graphs=True, mode=mode)
-    found["graphs_one_memory"] = run(preset, graphs=True, mode="async", one_memory=True)
+    found["graphs_tight"] = run(preset, graphs=True, mode="async", tight=True)
     return found
 
 
@@ -162,17 +160,22 @@ def with_drafts(preset):
         found[f"graphs_drafts_{mode}"] = run(preset, graphs=True, mode=mode, **drafting)
     for mode in ("legacy", "async"):
         found[f"graphs_drafts_ends_{mode}"] = run(preset, graphs=True, mode=mode, ends=True, **drafting)
-    found["graphs_drafts_one_memory"] = run(preset, graphs=True, one_memory=True, **drafting)
+    found["graphs_drafts_tight"] = run(preset, graphs=True, tight=True, **drafting)
     return found
+
+
+def finish(found, out):
+    """Writes what was found, prints the counts, and shuts the platform down."""
+    with open(out, "w") as file:
+        json.dump(found, file)
+    print({name: value["counts"] for name, value in found.items()})
+    shut_down()
 
 
 def main(preset, out):
     print(ensure_platform().describe(), flush=True)
     found = (with_drafts if named(preset).mtp_num_layers else without_drafts)(preset)
-    with open(out, "w") as file:
-        json.dump(found, file)
-    print({name: value["counts"] for name, value in found.items()})
-    shut_down()
+    finish(found, out)
 
 
 if __name__ == "__main__":

@@ -113,15 +113,13 @@ def main() -> None:
         stored[name].append(0 if moves is None else (moves.arena.bytes_stored - before) / 2**20)
 
     with torch.inference_mode():
-        split = {"mamba_gb": states_gb}
         one, host = {"cache_gb": kv_gb + states_gb}, {"host_gb": args.host_gb}
         settings: dict[str, dict[str, float] | None] = {
             "off": None,
-            "no host tier": split,
-            "one memory, no host tier": one,
+            "no host tier": one,
         }
         for when in ("", AT_ONCE, LATE):
-            settings |= {f"host tier{when}": split | host, f"one memory, host tier{when}": one | host}
+            settings[f"host tier{when}"] = one | host
         if args.rows is not None:
             unknown = [name for name in args.rows if name not in settings]
             if unknown:
@@ -129,7 +127,7 @@ def main() -> None:
             settings = {name: settings[name] for name in dict.fromkeys(["off", *args.rows])}
         engines = {}
         for name, memory in settings.items():
-            kv = {} if memory is not None and "cache_gb" in memory else {"buffer_size_gb": kv_gb}
+            kv = {"buffer_size_gb": kv_gb} if memory is None else {}
             prefix = None if memory is None else HybridPrefixConfig(**memory)
             engines[name] = build_engine(model, prefix, **kv, **common)
             if name.endswith(AT_ONCE):
@@ -137,9 +135,8 @@ def main() -> None:
             if name.endswith(LATE):
                 engines[name].context._can_be_published = lambda plans: False
         rows = {name: (name, nullcontext) for name in engines}
-        for name in ("host tier", "one memory, host tier") if args.variants else ():
-            for programs in (2, 4, 8):
-                rows[f"{name}, by {programs} programs"] = name, partial(by_kernel, programs)
+        for programs in (2, 4, 8) if args.variants else ():
+            rows[f"host tier, by {programs} programs"] = "host tier", partial(by_kernel, programs)
 
         def turns():
             return dice.sample(list(rows), len(rows))

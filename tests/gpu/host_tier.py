@@ -1,7 +1,6 @@
 """Prompts that come back from the host while others run. Prints JSON.
 
-Usage: ``host_tier.py legacy|async [PRESET [one_memory|split [HOST_GIB]]]``. With ``one_memory`` KV and states share the bytes that
-they have apart in a split.
+Usage: ``host_tier.py legacy|async [PRESET [HOST_GIB]]``.
 """
 
 from __future__ import annotations
@@ -15,32 +14,27 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, random_tokens, run_to_end, state_bytes
+from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
 
 PROMPTS, ROUNDS, BLOCK = 12, 4, 256
 
 
-def main(mode, preset="small", memory="split", host_gb="8"):
+def main(mode, preset="small", host_gb="8"):
     platform = ensure_platform()
     model = build_hybrid_model(named(preset), seed=0)
     vocabulary = named(preset).vocab_size
-    sizes = {"block_tokens": BLOCK, "max_requests": 4}
-    if memory == "one_memory":
-        own, budget = {"cache_gb": cache_gb_for(model, 44, states=6, **sizes)}, {}
-    else:
-        own, budget = {"mamba_gb": 8.5 * state_bytes(model) / 2**30}, kv_budget(model, 44, **sizes)
+    cache_gb = cache_gb_for(model, 44, states=6, block_tokens=BLOCK, max_requests=4)
     engine = build_engine(
         model,
-        HybridPrefixConfig(**own, host_gb=float(host_gb), retention_interval_tokens=0),
+        HybridPrefixConfig(cache_gb=cache_gb, host_gb=float(host_gb), retention_interval_tokens=0),
         max_sequence_length=8192,
         max_requests=4,
         max_tokens=8192,
         block_size_tokens=BLOCK,
         async_sched_mode=mode,
-        **budget,
     )
-    cache, pool, dice = engine.context.prefix_cache, engine.context.state_pool, random.Random(0)
+    cache, memory, dice = engine.context.prefix_cache, engine.context.shared_memory, random.Random(0)
     prompts = [random_tokens(8 * BLOCK + 30, seed=i, vocabulary=vocabulary) for i in range(PROMPTS)]
     key_of = [cache.chain(prompt).keys[-1] for prompt in prompts]
     first, equal, unequal, compared, difference = {}, 0, 0, 0, 0.0
@@ -53,7 +47,7 @@ def main(mode, preset="small", memory="split", host_gb="8"):
         for index, key in enumerate(key_of):
             slot = cache.inspect.cached_slot(key)
             if slot is not None:
-                now = {name: tensor[:, slot].clone() for name, tensor in pool.tensors.items()}
+                now = {name: tensor.clone() for name, tensor in memory.state(slot).items()}
                 before = states.setdefault(index, now)
                 same = all(torch.equal(now[name], before[name]) for name in now)
                 equal, unequal = equal + (same and before is not now), unequal + (not same)
@@ -89,9 +83,8 @@ def main(mode, preset="small", memory="split", host_gb="8"):
     stats = engine.context.prefix_stats().as_dict()
     report = {name: stats[name] for name in ("reused_tokens_host", "fallbacks")}
     report |= {name: stats["tiers"]["host"][name] for name in ("loads", "stores", "seconds", "seconds_waited")}
-    if memory == "one_memory":
-        report["moved_blocks"] = cache.memory_use().moved_blocks
     report |= {
+        "moved_blocks": cache.inspect.memory_use().moved_blocks,
         "preset": preset,
         "mode": mode,
         "bit_equal_states": equal,

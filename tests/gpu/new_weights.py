@@ -6,7 +6,6 @@ new engine without graphs that has these weights. Also with what the layers had 
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
@@ -14,8 +13,8 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.gpu.graphs import steps
+from megatron_hybrid_prefix.platform import ensure_platform
+from tests.gpu.graphs import finish, steps
 from tests.gpu.models import layers_for
 from tests.harness.engine_helpers import greedy, random_tokens
 from tests.harness.named_models import named
@@ -110,10 +109,7 @@ def main(preset, out):
         run.engine.resume()
         found[f"{mode}_resumed"] = run.answers()
         release_engine(run.engine)
-    with open(out, "w") as file:
-        json.dump(found, file)
-    print({name: value["counts"] for name, value in found.items()})
-    shut_down()
+    finish(found, out)
 
 
 if __name__ == "__main__":

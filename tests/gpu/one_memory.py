@@ -157,7 +157,7 @@ class Bench:
     # -- states --------------------------------------------------------------------------------------------------------
 
     def states(self, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Views of LAYERS layers: windows in bfloat16, matrices in float32."""
+        """Views of LAYERS layers, by rows: windows in bfloat16, matrices in float32."""
         dtypes = {"conv": torch.bfloat16}
         components = {name: (shape, dtypes.get(name, torch.float32)) for name, shape in shapes.items()}
         return self.memory.states(LAYERS, **components)
@@ -167,7 +167,7 @@ class Bench:
         sizes = self.sizes
         live = sizes.pages // (drafts + 2) if drafts else sizes.pages
         rows = min(sizes.rows, live)
-        used = self.ids(self.far(live, rows))
+        used = self.memory.rows(self.ids(self.far(live, rows)))
         views, here = self.states(**shapes), self.ids(range(rows))
         for view in views.values():
             view.index_copy_(1, used, self.rand(LAYERS, rows, *view.shape[2:], dtype=view.dtype))
@@ -197,7 +197,7 @@ class Bench:
         half = tokens // 2 // chunk * chunk or chunk
         bounds = sorted({*range(0, half, chunk), *range(half, tokens, chunk), tokens})
         chunks, first = len(bounds) - 1, bounds.index(half)
-        used = self.far(self.sizes.pages, 5)
+        used = self.memory.rows(self.far(self.sizes.pages, 5)).cpu()
         for view in views.values():
             view.index_copy_(1, self.ids(used), self.rand(LAYERS, 5, *view.shape[2:], dtype=view.dtype))
         plain = {name: view.index_select(1, self.ids(used)) for name, view in views.items()}
@@ -229,7 +229,7 @@ class Bench:
     def copies(self) -> None:
         """States to other slots, and KV blocks to other places."""
         views = self.states(ssm=self.sizes.ssm)["ssm"]
-        used = self.far(self.sizes.pages, 16)
+        used = self.memory.rows(self.far(self.sizes.pages, 16)).cpu()
         plain = views.index_select(1, self.ids(used))
         order = (self.ids(range(8)), self.ids(range(8, 16)))
         far = [self.ids(used[part.cpu()]) for part in order]

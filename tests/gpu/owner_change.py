@@ -143,7 +143,11 @@ class Case:
         # The blocks of the emptied pages, and one of each prompt, go into the holes of the others.
         others = ceil_div(pages * (cached + 1), size - cached) + 1
         self.layout = PageLayout(
-            block_bytes=sizes.block_bytes, state_bytes=size * sizes.block_bytes, total_blocks=(pages + others) * size
+            block_bytes=sizes.block_bytes,
+            state_bytes=size * sizes.block_bytes,
+            page_blocks=size,
+            page_states=1,
+            total_blocks=(pages + others) * size,
         )
         gc.collect()  # the memory of the case before
         if device.type == "cuda":
@@ -156,7 +160,7 @@ class Case:
         component = StateComponent(name="state", shape=(1,), dtype="bfloat16")
         slots = SlotLayout((StateLayout(kind="any", layers=1, components=(component,)),))
         block = BlockShape(before=(), after=(self.layout.block_bytes,), dtype=torch.uint8)
-        return SharedMemory(self.layout, block=block, slots=slots, own_slots=0, device=device)
+        return SharedMemory(slots, layout=self.layout, block=block, own_slots=0, device=device)
 
     def _cache(self) -> HybridPrefixCache:
         """Each page has as many cached blocks as wanted, and no request holds one. Prompts keep the state at their end from now on."""
@@ -169,10 +173,9 @@ class Case:
         cache = HybridPrefixCache(
             CacheSettings(
                 block_tokens=BLOCK_TOKENS,
-                cache_bytes=self.layout.total_blocks,
-                block_bytes=1,
-                state_bytes=size,
-                share_live_states=False,
+                kv_blocks=self.layout.total_blocks,
+                page_blocks=size,
+                live_states=False,
                 boundary_rule=rule,
             )
         )
@@ -207,8 +210,8 @@ class Case:
             if memory is not None:
                 moves.launch()
         cpu_ms, copied_ms = times.take()
-        use = cache.memory_use()
-        assert use is not None and use.pages_to_states == self.pages and cache.stats().evictions == 0
+        use = cache.inspect.memory_use()
+        assert use.pages_to_states == self.pages and cache.stats().evictions == 0
         found = {"cpu_ms": cpu_ms, "moved_blocks": use.moved_blocks, "gpu_ms": None, "right": True}
         if memory is not None:
             found["gpu_ms"] = copied_ms()
@@ -247,9 +250,7 @@ def measure(sizes: Sizes, pages: int, fill: str, device: torch.device, repeats: 
 def long_prompt(prompt_blocks: int = 391, pages: int = 1000, page_blocks: int = 10) -> dict[str, float]:
     """A prompt of 100,000 tokens gets the memory of states of prompts of four blocks. Numbers only: no KV moves for it."""
     cache = HybridPrefixCache(
-        CacheSettings(
-            block_tokens=BLOCK_TOKENS, cache_bytes=pages * page_blocks, block_bytes=1, state_bytes=page_blocks
-        )
+        CacheSettings(block_tokens=BLOCK_TOKENS, kv_blocks=pages * page_blocks, page_blocks=page_blocks)
     )
     number = 0
     while cache.stats().evictions < 200:
@@ -257,12 +258,10 @@ def long_prompt(prompt_blocks: int = 391, pages: int = 1000, page_blocks: int = 
         cache.release(number)
         cache.take_copies()
         number += 1
-    before, evicted, times = cache.memory_use(), cache.stats().evictions, RoomTimes()
-    assert before is not None
+    before, evicted, times = cache.inspect.memory_use(), cache.stats().evictions, RoomTimes()
     with timed_round(), times.watch(SimpleNamespace(context=SimpleNamespace(prefix_cache=cache))):
         Case.start(cache, number, prompt_blocks * BLOCK_TOKENS)
-    use = cache.memory_use()
-    assert use is not None
+    use = cache.inspect.memory_use()
     return {
         "cpu_ms": times.take()[0],
         "pages_to_kv": use.pages_to_kv - before.pages_to_kv,

@@ -1,7 +1,7 @@
 """Counts calls that make the CPU wait for the GPU, in steps of each engine; and forbids them in the cache's own code.
 
-Usage: ``syncs.py [PRESET]``. Prints JSON: synchronising calls that torch warned of, by engine and kind of step. ``ours`` has one
-budget for KV and states, ``split`` a fixed split. In the end memory moves between KV and states in ``ours``.
+Usage: ``syncs.py [PRESET]``. Prints JSON: synchronising calls that torch warned of, by engine and kind of step. In the
+end memory moves between KV and states.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ def main(preset="small"):
     found = {}
     engines = {
         "off": None,
-        "split": HybridPrefixConfig(mamba_gb=1),
         # With "lru" each kind of prompts takes the memory of the one before.
         "ours": HybridPrefixConfig(
             cache_gb=cache_gb_for(model, 120, block_tokens=256, max_requests=8), eviction_policy="lru"
@@ -128,7 +127,7 @@ def main(preset="small"):
             if config is not None:
                 stats = engine.context.prefix_stats()
                 found |= {f"{name}, reused": stats.reused_tokens, f"{name}, published": stats.checkpoints_published}
-            for seed in (1, 2) if name != "split" else ():  # as above
+            for seed in (1, 2):  # as above
                 found[f"{name}, moves"] = move_memory(engine, seed)
         found["memory use"] = dataclasses.asdict(engine.context.prefix_cache.memory_use())
     print(json.dumps(found))

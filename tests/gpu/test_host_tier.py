@@ -12,20 +12,12 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    ("preset", "mode", "memory"),
-    [
-        ("small", "legacy", "split"),
-        ("small", "async", "split"),
-        ("small-gdn", "legacy", "split"),
-        ("small-mixed", "async", "split"),
-        ("small", "async", "one_memory"),
-        ("small-gdn", "legacy", "one_memory"),
-    ],
+    ("preset", "mode"), [("small", "legacy"), ("small", "async"), ("small-gdn", "legacy"), ("small-mixed", "async")]
 )
-def test_cold_device_and_host_agree(preset, mode, memory):
-    found = json.loads(run_script("host_tier.py", mode, preset, memory).strip().splitlines()[-1])
+def test_cold_device_and_host_agree(preset, mode):
+    found = json.loads(run_script("host_tier.py", mode, preset).strip().splitlines()[-1])
     print(found)
-    assert found.get("moved_blocks", 1) > 0
+    assert found["moved_blocks"] > 0
     assert found["reused_tokens_host"] > 20_000 and found["loads"] > 200
     assert found["fallbacks"] == {}
     assert found["bit_equal_states"] >= 10 and found["unequal_states"] == 0

@@ -119,7 +119,8 @@ def test_zeroing_a_live_state_shows_in_the_engine(request, preset, component):
         engine.add_request(0, random_tokens(256, seed=9), greedy(3))
         run_to_end(engine, finished, steps=1)
         if spoil:
-            engine.context.state_pool.tensors[component].zero_()
+            for slot in range(engine.context.max_requests):
+                engine.context.shared_memory.state(slot)[component].zero_()
         run_to_end(engine, finished)
         return finished[0].generated_log_probs
 

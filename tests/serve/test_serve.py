@@ -401,7 +401,7 @@ def test_metrics(server, salt):
     stats = server.engine.context.prefix_stats()
     assert after[("slots", ())] == stats.slots_total == 64
     assert after[("slots_used", ())] == stats.slots_used > 0
-    assert after[("bytes_used", ())] == stats.slots_used * stats.bytes_budget / stats.slots_total
+    assert after[("bytes_used", ())] == stats.slots_used * server.engine.context.layout.state_bytes
     for name in ("lost_tokens_total", "tier_loads_total", "tier_stores_total", "evictions_total", "kv_evictions_total"):
         assert any(key[0] == name for key in after), name
 

@@ -89,19 +89,9 @@ RENAMED: tuple[tuple[str, str, str], ...] = (
         "(self, zxBCdt, conv_state, ssm_state, context)",
     ),
     (
-        "megatron.core.ssm.ops.causal_conv1d_triton.causal_conv1d_update_kernel",
-        "moved",
-        "megatron.core.ssm.ops.common.causal_conv1d_triton.causal_conv1d_update_kernel",
-    ),
-    (
         "megatron.core.ssm.ops.causal_conv1d_varlen.causal_conv1d_varlen_fn",
         "moved",
         "megatron.core.ssm.ops.common.causal_conv1d_varlen.causal_conv1d_varlen_fn",
-    ),
-    (
-        "megatron.core.ssm.ops.mamba_ssm._selective_scan_update_kernel",
-        "moved",
-        "megatron.core.ssm.ops.mamba2.mamba_ssm._selective_scan_update_kernel",
     ),
     (
         "megatron.core.ssm.ops.ssd_bmm._bmm_chunk_fwd",

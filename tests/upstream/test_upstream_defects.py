@@ -190,7 +190,7 @@ def test_07_decode_crosses_a_block_boundary_in_a_pool_of_cached_blocks(side):
 
     With a pool full of cached blocks the only request is paused for good, and an assertion on active requests fails.
     """
-    engine = side.build(blocks=8)
+    engine = side.build(slots=8, blocks=8)
     for number in range(7):  # each leaves one block cached
         side.serve(engine, random_tokens(BLOCK + 1, seed=number), 1)
     request, _ = side.serve(engine, random_tokens(BLOCK - 2, seed=10), 8)
@@ -268,7 +268,7 @@ def test_31_evicting_after_a_capture(side):
     Requests are scheduled in whatever mode the caller is in. Megatron's older scripts enter inference mode for good;
     ``MegatronLLM`` and its thread do not, and there the first eviction of a block with a state raises.
     """
-    engine = side.build(blocks=8)
+    engine = side.build(slots=8, blocks=8)
     with torch.inference_mode():
         engine.context.reset()  # as `create_cuda_graphs` does, which needs a GPU
     requests = [side.serve(engine, random_tokens(3 * BLOCK + 10, seed=number), 1)[0] for number in range(4)]

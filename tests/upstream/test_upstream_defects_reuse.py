@@ -28,11 +28,11 @@ def side(request, tiny):
 
 @defect(15, "a preempted request loses its caching flag and its block size")
 def test_15_preempted_request_resumes_from_its_own_prefix(side):
-    """Two requests need a fifth block in a pool of eight: one is preempted, and waits to be computed again.
+    """Two requests need a fifth block in a pool of nine: one is preempted, and waits to be computed again.
 
     Its prompt is cached, but the request that megatron makes of it has neither keys nor the flag.
     """
-    engine = side.build(blocks=8)
+    engine = side.build(slots=8, blocks=9)
     finished: dict[int, Any] = {}
     prompts = [random_tokens(3 * BLOCK + 240, seed=number) for number in range(2)]
     for prompt in prompts:
@@ -88,7 +88,7 @@ def test_17_ancestors_of_a_used_state_are_not_used(side):
 
     Under pressure a state of another prefix goes that was used later than any of them.
     """
-    engine = side.build(slots=3)
+    engine = side.build(slots=3, eviction_policy="lru")  # the default's values are per byte that eviction frees
     short = random_tokens(BLOCK, seed=1)
     long = short + random_tokens(3 * BLOCK + 40, seed=2)
     other = random_tokens(BLOCK + 40, seed=3)

@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.errors import RankDisagreementError
 from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, padded_block_bytes
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.limits import COLLECTIVE_HANG_S
 from tests.harness.workers.launch import write_findings
@@ -27,8 +27,8 @@ BLOCK_TOKENS = 64
 ROWS = 4
 MODES = ("legacy", "async")
 ONE_MODE = {"M*-M*-": ("legacy",), "M*-|M*-": ("async",), "G*-|MG*-": ("async",), "M*-M-|*-": ("legacy",)}
-SCENARIOS = ("tails", "chunked", "preempted", "host")
-SLOTS = {"tails": 40, "chunked": 3, "preempted": 6, "host": 3, "one_memory": 3}
+SCENARIOS = ("tails", "chunked", "preempted", "host", "pressed")
+SLOTS = {"tails": 40, "chunked": 3, "preempted": 6, "host": 3, "pressed": 3}
 
 
 def one_rank(pattern):
@@ -66,27 +66,28 @@ def kv_block_bytes(config, layers, tp):
     return layers * 2 * BLOCK_TOKENS * config.num_query_groups * config.kv_channels // tp * 4
 
 
-def budgets(config, pattern, tp, pp, *, slots, blocks):
-    """Budgets in GiB (checkpoints; KV and live states) that give this many slots and blocks on all ranks."""
-    most_slot = most_kv = 0
-    for stage in stages(pattern, pp):
-        slot = slot_bytes(config, stage, tp)
-        most_slot = max(most_slot, slot)
-        # One more block is megatron's dummy.
-        most_kv = max(most_kv, ROWS * slot + (blocks + 1.5) * kv_block_bytes(config, stage.count("*"), tp))
-    return (slots + 0.5) * most_slot / 2**30, most_kv / 2**30
-
-
-def one_memory_gb(pattern, tp, pp, *, blocks, states):
-    """``cache_gb`` for so many KV blocks beside so many states, on the rank with the largest blocks."""
+def sizes_of(pattern, tp, pp):
+    """Bytes of a state and of a KV block, of each stage."""
     config = config_of(pattern)
-    sizes = [
-        (slot_bytes(config, each, tp), kv_block_bytes(config, each.count("*"), tp)) for each in stages(pattern, pp)
+    return [(slot_bytes(config, each, tp), kv_block_bytes(config, each.count("*"), tp)) for each in stages(pattern, pp)]
+
+
+def cache_gb(sizes, *, blocks, states):
+    """``cache_gb`` for so many KV blocks beside so many states, on the rank that needs most."""
+    page = page_of(sizes)
+    total = blocks + 1 + ceil_div(states, page.page_states) * page.page_blocks
+    steps = [max(block, ceil_div(page.page_states * slot, page.page_blocks)) for slot, block in sizes]
+    own = [
+        slot + total * ceil_div(step, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for (slot, _), step in zip(sizes, steps, strict=True)
     ]
-    steps = [padded_block_bytes(block, slot, alignment_bytes=ALIGNMENT_BYTES) for slot, block in sizes]
-    page_blocks = max(1, *(ceil_div(slot, step) for (slot, _), step in zip(sizes, steps, strict=True)))
-    pages = ceil_div(blocks + 1, page_blocks) + states + 1  # rows without a request have a slot
-    return pages * page_blocks * max(steps) / 2**30
+    return max(own) / 2**30
+
+
+def page_of(sizes):
+    """The page that stages with these sizes (of a state, of a block) agree on."""
+    slot, block = max(sizes, key=lambda each: each[0] / each[1])
+    return PageLayout.of(state_bytes=slot, block_bytes=block, alignment_bytes=ALIGNMENT_BYTES)
 
 
 class Session:
@@ -107,17 +108,15 @@ class Session:
         tier_behind_host=None,
         shared=None,
         check_ranks=False,
-        one_memory=False,
         **fields,
     ):
-        mamba_gb, buffer_size_gb = budgets(model.hybrid_config, pattern, tp, pp, slots=slots, blocks=blocks)
-        memory = {"mamba_gb": mamba_gb}
-        if one_memory:
-            memory = {"cache_gb": one_memory_gb(pattern, tp, pp, blocks=blocks, states=slots)}
+        sizes = sizes_of(pattern, tp, pp)
+        most = max(slot for slot, _ in sizes)
         self.engine = build_engine(
             model,
             HybridPrefixConfig(
-                **memory,
+                cache_gb=cache_gb(sizes, blocks=blocks, states=slots + ROWS),
+                mamba_gb=(slots + 0.5) * most / 2**30,
                 host_gb=host_gb,
                 tier_behind_host=tier_behind_host,
                 shared=shared,
@@ -129,7 +128,7 @@ class Session:
             max_sequence_length=512,
             block_size_tokens=BLOCK_TOKENS,
             async_sched_mode=mode,
-            buffer_size_gb=buffer_size_gb,
+            buffer_size_gb=(ROWS * most + (blocks + 1.5) * max(block for _, block in sizes)) / 2**30,
             **fields,
         )
         self.cached = cached
@@ -162,7 +161,7 @@ class Session:
         return {
             "requests": context.request_ids[rows].tolist(),
             "block_tables": context.request_to_kv_block_ids[rows].tolist(),
-            "live_slots": context.live_slots(context.live_indices[rows]).tolist(),
+            "live_slots": context.live_rows(context.live_indices[rows]).tolist(),
             "waiting": list(self.engine.waiting_request_ids),
             "available_blocks": cache.blocks.available_count,
             "cached_keys": len(list(cache.blocks.cached_keys())),
@@ -190,13 +189,9 @@ class Session:
                 "decisions": self.decisions,
                 "preempted": self.engine.evicted_request_count,
                 "slot_bytes": context.state_layout.slot_bytes,
-                "pool_slots": [tensor.shape[1] for tensor in context.state_pool.tensors.values()],
+                "layout": [context.layout.total_blocks, context.layout.page_blocks, context.layout.page_states],
+                "moved": context.prefix_cache.inspect.memory_use().moved_blocks,
             }
-            if context.layout is None:
-                found["budget_bytes"] = int(context.prefix_config.mamba_gb * 2**30)
-            else:
-                found["layout"] = [context.layout.total_blocks, context.layout.page_blocks]
-                found["moved"] = context.prefix_cache.memory_use().moved_blocks
         return found
 
 
@@ -248,7 +243,7 @@ def host(session):
     session.send(*prompts[:2], new_tokens=8)
 
 
-def one_memory(session):
+def pressed(session):
     """Prompts that come back from the host, beside decodes that need more blocks than there are."""
     shared = random_tokens(2 * BLOCK_TOKENS, seed=70)
     prompts = [
@@ -267,7 +262,7 @@ def damage_sources(context):
     initialize = context.initialize_attention_state
 
     def damaging(**kwargs):
-        context.state_pool.zero([plan.source_slot for plan in context.step_plans() if plan.source_slot is not None])
+        context.shared_memory.zero([plan.source_slot for plan in context.step_plans() if plan.source_slot is not None])
         return initialize(**kwargs)
 
     context.initialize_attention_state = damaging
@@ -280,14 +275,14 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
         "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
         "preempted": {"blocks": 8},
         "host": {"blocks": 9, "host_gb": 0.05},
-        "one_memory": {"blocks": 8, "host_gb": 0.05, "one_memory": cached},
+        "pressed": {"blocks": 5, "host_gb": 0.05},
     }[name]
     # The last scenarios also compare as the check for users does.
-    fields["check_ranks"] = name in ("preempted", "host", "one_memory")
+    fields["check_ranks"] = name in ("preempted", "host", "pressed")
     session = Session(model, pattern, tp, pp, mode=mode, slots=SLOTS[name], cached=cached, **fields)
     if damaged:
         damage_sources(session.engine.context)
-    scenarios = {"tails": tails, "chunked": chunked, "preempted": preempted, "host": host, "one_memory": one_memory}
+    scenarios = {"tails": tails, "chunked": chunked, "preempted": preempted, "host": host, "pressed": pressed}
     scenarios[name](session)
     return session.found()
 
@@ -304,7 +299,6 @@ def layout_findings(pattern, tp, pp, platform):
         mode: {name: run_scenario(name, model, pattern, tp, pp, mode) for name in SCENARIOS}
         for mode in modes_of(pattern)
     }
-    found.setdefault("async", {})["one_memory"] = run_scenario("one_memory", model, pattern, tp, pp, "async")
     # The last tensor-parallel rank of the stage where most layers recur; a stage without any cannot be wrong.
     layers = [recurrent_layers(stage) for stage in stages(pattern, pp)]
     wrong_rank = layers.index(max(layers)) * tp + tp - 1

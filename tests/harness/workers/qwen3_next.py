@@ -42,12 +42,11 @@ def prompts():
     return [[prefix], *[[tail] for tail in tails], [*tails, prefix[: BLOCK_TOKENS + 5]]]
 
 
-def answers(model, damaged=False, **memory):
+def answers(model, damaged=False):
     """What the requests say, with the cache on. All data-parallel ranks send the same ones, and so step alike."""
     engine = build_engine(
         model,
-        HybridPrefixConfig(**(memory or {"mamba_gb": 0.01}), check_ranks=True),
-        buffer_size_gb=0.25,
+        HybridPrefixConfig(cache_gb=0.01, check_ranks=True),
         max_sequence_length=512,
         max_requests=8,
         block_size_tokens=BLOCK_TOKENS,
@@ -77,7 +76,6 @@ def main(out, name, checkpoint=None):
     platform = ensure_platform(device=device, timeout_s=COLLECTIVE_HANG_S[device], **sizes)
     model = build(name, platform)
     found = {"answers": answers(model), "platform": platform.describe()}
-    found["one_memory"] = answers(model, cache_gb=0.01)
     found["damaged"] = answers(model, damaged=dist.get_rank() == dist.get_world_size() - 1)
     if checkpoint is not None:
         other = build(name, platform, seed=1)
