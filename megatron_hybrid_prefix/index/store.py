@@ -279,6 +279,10 @@ class PrefixStore:
         if state is not None:
             checkpoints.evict(state, with_page=not for_slot)
             return True
+        state = None if for_slot else checkpoints.victim()
+        if state is not None:
+            checkpoints.evict(state)  # beside a running request's: its bytes stay in use, but its KV becomes worthless
+            return True
         # All that is left is KV below states that wait for their copy. Without those states it is worthless.
         return not states_only and checkpoints.drop_protected()
 
