@@ -41,7 +41,7 @@ def on_device(served: EngineHarness, prompt: list[int]) -> int:
 def state_of(served: EngineHarness, prompt: list[int]) -> dict[str, torch.Tensor]:
     """The state on the device after the prompt's last full block."""
     slot = served.cache.inspect.cached_slot(served.cache.chain(prompt).keys[-1])
-    return {name: tensor[:, slot].clone() for name, tensor in served.context.state_pool.tensors.items()}
+    return {name: tensor.clone() for name, tensor in served.context.shared_memory.state(slot).items()}
 
 
 def kv_of(served: EngineHarness, prompt: list[int]) -> torch.Tensor:

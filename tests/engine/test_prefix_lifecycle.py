@@ -50,7 +50,7 @@ def own_model(platform: Any) -> Any:
 
 def state_storages(served: EngineHarness) -> dict[str, torch.UntypedStorage]:
     """Memory of KV and recurrent states."""
-    tensors = served.context.state_pool.tensors | {"kv": served.context.memory_buffer}
+    tensors = served.context.shared_memory.states | {"kv": served.context.memory_buffer}
     return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
 
 
@@ -69,7 +69,7 @@ def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
     elif management == OFFLOAD:
         assert {storage.nbytes() for storage in state_storages(served).values()} == {0}
     else:
-        assert served.context.state_pool is None
+        assert served.context.shared_memory is None
     served.engine.suspend()  # harmless
     served.engine.resume()
     served.engine.resume()

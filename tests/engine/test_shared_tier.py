@@ -91,7 +91,7 @@ def test_another_engine_resumes_what_one_computed(model, folder, mode):
 
 def state_of(served: EngineHarness) -> dict[str, torch.Tensor]:
     slot = served.cache.inspect.cached_slot(served.cache.chain(PROMPT).keys[-1])
-    return {name: tensor[:, slot] for name, tensor in served.context.state_pool.tensors.items()}
+    return served.context.shared_memory.state(slot)
 
 
 @pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], "ssm_zeroed"))

@@ -23,7 +23,7 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
     context = engine.context
     original = context.transfer_bookkeeping_to_gpu  # by its end, loaded states are there
     deepest = max(context.prefix_cache.inspect.nodes_with_state(), key=lambda n: n.depth_blocks)
-    others = {name: tensor[:, deepest.slot].clone() for name, tensor in context.state_pool.tensors.items()}
+    others = {name: tensor.clone() for name, tensor in context.shared_memory.state(deepest.slot).items()}
 
     def damaging(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -31,11 +31,11 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
             if plan.source_slot is None:
                 continue
             assert plan.start_tokens != deepest.depth_blocks * context.block_size_tokens
-            for name, tensor in context.state_pool.tensors.items():
+            for name, tensor in context.shared_memory.state(plan.source_slot).items():
                 if mutant == "other_depth":
-                    tensor[:, plan.source_slot] = others[name]
+                    tensor.copy_(others[name])
                 elif name in ZEROED[mutant]:
-                    tensor[:, plan.source_slot] = 0
+                    tensor.zero_()
         return result
 
     assert mutant is None or mutant in MUTANTS
