@@ -91,10 +91,11 @@ def classes(engine: Any) -> list[type]:
     return [type(engine.context), type(engine), type(engine.controller)]
 
 
-def our_classes() -> list[type]:
+def our_classes(*, cached: bool = True) -> list[type]:
     from megatron_hybrid_prefix.mcore import HybridPrefixContext, HybridPrefixController, HybridPrefixEngine
+    from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 
-    return [HybridPrefixContext, HybridPrefixEngine, HybridPrefixController]
+    return [HybridPrefixContext if cached else SlotContext, HybridPrefixEngine, HybridPrefixController]
 
 
 def test_a_script_in_megatrons_words_gets_a_hit_and_the_same_tokens(tiny):
@@ -161,7 +162,7 @@ def test_layers_that_megatron_cannot_run(request, name):
     assert refused()
     install()
     plain = ENGINE(model, CONFIG(model))
-    assert classes(plain) == our_classes() and not hasattr(plain.context, "prefix_cache")
+    assert classes(plain) == our_classes(cached=False)
     expected = TOKENS(plain)
     with installed(PREFIX):
         engine = ENGINE(model, CONFIG(model))
@@ -271,7 +272,7 @@ def test_from_model_is_megatrons_where_that_is_enough(tiny, tiny_gdn, monkeypatc
         assert type(Sub.from_model(tiny)) is Sub
     ours = Sub.from_model(tiny_gdn)
     assert isinstance(ours, Sub) and ours.states == MambaInferenceStateConfig.from_model(tiny_gdn).states is not None
-    assert classes(ENGINE(tiny_gdn, CONFIG(tiny_gdn, mamba_inference_state_config=ours))) == our_classes()
+    assert classes(ENGINE(tiny_gdn, CONFIG(tiny_gdn, mamba_inference_state_config=ours))) == our_classes(cached=False)
 
 
 def test_from_model_needs_no_parallel_state(monkeypatch, platform):

@@ -339,7 +339,7 @@ def test_a_request_that_fits_an_empty_memory_runs(tiny_large_states):
     served = harness(tiny_large_states, 8, states=0)
     assert (served.context.layout.total_blocks, served.context.layout.page_blocks) == (8, 3)
     longest = tokens(5, -4, seed=1)
-    served.send(longest[: 4 * BLOCK - 4])
+    served.send(longest[: BLOCK + 9])
     assert served.kept_states
     assert served.send(longest).num_cached_tokens == 0
     served.check()
