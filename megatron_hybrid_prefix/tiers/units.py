@@ -95,9 +95,7 @@ type Copy = BlockTransfer | BlockMove | PageClear
 """What the cache decided to write on the device or to another tier. Copies run in the order of their queue."""
 
 
-def stores_first(
-    copies: Sequence[Copy], page_blocks: int, page_states: int, first_page_slot: int
-) -> list[Copy]:
+def stores_first(copies: Sequence[Copy], page_blocks: int, page_states: int, first_page_slot: int) -> list[Copy]:
     """Puts stores before moves and clears, unless they read what those write: then more stores are launched together.
 
     Args:

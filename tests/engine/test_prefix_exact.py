@@ -32,7 +32,7 @@ class Session:
 
     def __init__(self, model: Any, reference: NaiveHybridModel, **fields: Any) -> None:
         values = {"max_sequence_length": 2048, "buffer_size_gb": 0.01} | fields
-        self.engine = build_engine(model, HybridPrefixConfig(mamba_gb=0.002, retention_interval_tokens=0), **values)
+        self.engine = build_engine(model, HybridPrefixConfig(retention_interval_tokens=0), **values)
         self.block = self.engine.context.block_size_tokens
         self._reference = reference
         self._next_id = 0

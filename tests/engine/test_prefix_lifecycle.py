@@ -445,8 +445,7 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     # What the forwards before it left (with async scheduling the last one is published in the step that fails).
     left = {"prefill": (2, 1), "chunk": (4, 2), "decode": (5, 3)}[phase]
     assert (served.cache.blocks.cached_count, served.kept_states) == left
-    live = 0 if served.context.layout is None else served.live_slots  # in one memory they are counted, too
-    assert served.cache.stats().slots_used == served.kept_states + live  # reserved ones are free again
+    assert served.cache.stats().slots_used == served.kept_states  # reserved ones are free again
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
             served.step()

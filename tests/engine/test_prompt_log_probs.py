@@ -69,7 +69,7 @@ class Traffic:
         tokenizer: Any = None,
         blocks: int | None = None,
         paused_blocks: int = 0,
-        states: int = 32,
+        states: int | None = None,
         cache: dict[str, Any] | None = None,
         **fields: Any,
     ) -> None:
@@ -97,7 +97,8 @@ class Traffic:
         else:
             prefix = None
             if side == "on":
-                prefix = HybridPrefixConfig(mamba_gb=states * state_bytes(model) / 2**30, **(cache or {}))
+                cap = {} if states is None else {"mamba_gb": states * state_bytes(model) / 2**30}
+                prefix = HybridPrefixConfig(**cap, **(cache or {}))
             self.engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)
         self.context = self.engine.context
         self.finished: dict[int, Any] = {}

@@ -108,7 +108,7 @@ class Side:
                 speculative_tokens=fields.get("num_speculative_tokens", 0),
             )
         if self.ours:
-            gb = (slots + 0.5) * self.slot_bytes / 2**30 if gb is None else gb
+            gb = slots * self.slot_bytes / 2**30 if gb is None else gb
             prefix = HybridPrefixConfig(mamba_gb=gb, state_dtype=state_dtype, retention_interval_tokens=0)
             engine = build_engine(self.model, prefix, **fields)
         else:
@@ -117,7 +117,7 @@ class Side:
                 scratch = min(math.ceil(fields["max_tokens"] / block_tokens), 3 * fields["max_requests"])
                 gb = (slots + scratch + 0.5) * self.slot_bytes / 2**30 if slots else None
             engine = build_engine(self.model, enable_prefix_caching=True, prefix_caching_mamba_gb=gb, **fields)
-        assert blocks is None or engine.context.kv_block_allocator.total_count == blocks + 1
+            assert blocks is None or engine.context.kv_block_allocator.total_count == blocks + 1
         return engine
 
     def add(self, engine: Any, prompt: list[int], count: int = 4, **attributes: Any) -> int:

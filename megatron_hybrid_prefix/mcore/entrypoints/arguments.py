@@ -23,9 +23,6 @@ BUDGET = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 SWITCH_DEST = "inference_dynamic_batching_enable_prefix_caching"
 BUDGET_DEST = "inference_dynamic_batching_prefix_caching_mamba_gb"
 PREFIX = "hybrid_prefix_"
-# Default budget, as a share of `--inference-dynamic-batching-buffer-size-gb`.
-_DEFAULT_SHARE = 0.25
-_MEGATRON_BUFFER_GB = 40.0
 _NONE = "auto"  # stands for None on the command line
 
 
@@ -76,9 +73,8 @@ def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.Argument
 def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConfig | None:
     """The cache's settings from parsed arguments; None: the cache is off.
 
-    The budget is ``--hybrid-prefix-cache-gb`` (one budget), or megatron's ``...-mamba-gb`` (a fixed split). If neither is
-    given, the latter is a quarter of ``--inference-dynamic-batching-buffer-size-gb``, in addition to that buffer. Chunked
-    prefill, blocks and buffers stay as in the arguments.
+    The memory is ``--hybrid-prefix-cache-gb``, or megatron's ``--inference-dynamic-batching-buffer-size-gb`` and in addition its
+    ``...-mamba-gb``, which is a cap on cached states in either case. Chunked prefill, blocks and buffers stay as in the arguments.
 
     Raises:
         ValueError: Flags contradict each other, or a value is out of range. One line names the flag.
@@ -93,13 +89,6 @@ def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConf
             raise ValueError(f"{settings[0]} has no effect without {SWITCH}")
         return None
     _check_upstream(args, given)
-    one_budget = given.get("cache_gb", _NONE) != _NONE
-    if one_budget and budget is not None:
-        raise ValueError(f"{flag_of('cache_gb')} and {BUDGET} exclude each other")
-    if budget is None and not one_budget:
-        budget = _DEFAULT_SHARE * (
-            getattr(args, "inference_dynamic_batching_buffer_size_gb", None) or _MEGATRON_BUFFER_GB
-        )
     given = {name: None if value == _NONE else value for name, value in given.items()}
     try:
         return HybridPrefixConfig(mamba_gb=budget, **given)
