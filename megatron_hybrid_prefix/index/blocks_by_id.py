@@ -97,6 +97,11 @@ class BlocksById:
         """Blocks that a prompt can match, held or not."""
         return self._store.blocks.keyed_blocks
 
+    @property
+    def evictable_count(self) -> int:
+        """Blocks that a prompt can match and no request holds."""
+        return self._store.blocks.cached_blocks
+
     def cached_block(self, key: bytes) -> int | None:
         """The block with this key; None if it is not on the device."""
         node = self._store.tree.get(key)

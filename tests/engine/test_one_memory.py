@@ -354,3 +354,18 @@ def test_a_request_that_does_not_fit_beside_its_state_is_refused(tiny_large_stat
     assert served.finished[refused].failed() and not served.finished[fits].failed()
     served.check(fits)
     served.check_drained()
+
+
+def test_a_state_beside_a_running_requests_gives_its_kv_away(tiny):
+    """A page has five states here. One of a running request keeps all of it, and KV that is worth keeping lies elsewhere."""
+    served = harness(tiny, 8, states=0)
+    running = served.add(tokens(0, 2, seed=1), BLOCK - 4)
+    for seed in (2, 3, 4):  # the last one needs three blocks, and one is free
+        later = served.add(tokens(2, 5, seed=seed), 1)
+        while later not in served.finished:
+            served.step()
+    assert running not in served.finished and served.cache.inspect.memory_use().state_pages == 1
+    assert served.cache.stats().evictions > 0
+    served.run()
+    served.check()
+    served.check_drained()

@@ -218,7 +218,7 @@ def test_preempted_requests_of_gated_delta_net(gdn_and_reference):
 
 
 def _preempted(model_and_reference, mode, mutant) -> None:
-    budget = kv_budget(model_and_reference[0], 10, block_tokens=64, max_requests=4)
+    budget = kv_budget(model_and_reference[0], 12, block_tokens=64, max_requests=4)
     fields = {"max_requests": 4, "max_sequence_length": 1024, "block_size_tokens": 64, "async_sched_mode": mode}
     _run(model_and_reference, preempted, mutant, **budget, **fields)
 

@@ -15,7 +15,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
-from tests.harness.engine_helpers import LOG_PROB_NOISE, cache_gb_for, greedy, state_bytes
+from tests.harness.engine_helpers import LOG_PROB_NOISE, cache_gb_for, greedy
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
@@ -104,7 +104,8 @@ def test_cached_tokens_counters_and_statistics_agree(model, mode, chunked):
     assert stats["prompt_tokens"] == sum(len(prompt) for prompt, _ in sent)
     assert stats["slots_used"] == served.kept_states and stats["slots_total"] == 32
     assert stats["checkpoints_published"] == sum(stats["checkpoints_by_reason"].values()) == served.kept_states
-    assert stats["bytes_budget"] == 32 * state_bytes(model)
+    layout = served.context.layout
+    assert stats["bytes_budget"] == layout.total_blocks * layout.block_bytes
     assert stats["fallbacks"] == {}
     served.check_drained()
 
