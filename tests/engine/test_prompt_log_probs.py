@@ -468,7 +468,8 @@ def test_processed_log_probs(tiny, reference, side, mode):
 @pytest.mark.parametrize(("side", "host_gb"), [("off", 0.0), ("on", 0.0), ("on", 0.01)])
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_requests(tiny, reference, side, mode, host_gb):
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, blocks=6, cache={"host_gb": host_gb})
+    blocks = 9 if side == "on" else 6  # a request starts only if there would be room for one more page of states
+    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, blocks=blocks, cache={"host_gb": host_gb})
     for number in range(3):
         traffic.add(prompt(number, 100 + number), 36, top_n_logprobs=number)
     traffic.run()
@@ -479,8 +480,8 @@ def test_preempted_requests(tiny, reference, side, mode, host_gb):
 @each_side
 def test_a_chunk_that_waits_for_blocks(tiny, reference, side, mode):
     """Between two chunks, a running request takes a block that the next chunk needs."""
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=128, blocks=5)
-    traffic.add(prompt(0, 62), 20, top_n_logprobs=1)
+    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=128, blocks=6 if side == "on" else 5)
+    traffic.add(prompt(0, 61 if side == "on" else 62), 20, top_n_logprobs=1)
     traffic.run(steps=2)
     chunked = traffic.add(prompt(1, 200), top_n_logprobs=1)
     waited = 0
@@ -504,9 +505,8 @@ def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatc
             paused.append(context.paused_request_count)
 
     monkeypatch.setattr(HybridPrefixController, "tokens_sampled", continue_prompt)
-    traffic = Traffic(
-        tiny, side, async_sched_mode=mode, max_tokens=64, block_size_tokens=128, blocks=4, paused_blocks=1
-    )
+    sizes = {"blocks": 5, "paused_blocks": 2} if side == "on" else {"blocks": 4, "paused_blocks": 1}
+    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, block_size_tokens=128, **sizes)
     context = traffic.context
     traffic.add(prompt(0, 126), 20)
     traffic.add(prompt(2, 3), 60)
