@@ -19,7 +19,6 @@ from enum import IntEnum
 from itertools import starmap
 from typing import NamedTuple
 
-
 MOST_INTERVALS = 16  # evenly spaced interval checkpoints per prompt, if their distance is not set
 
 

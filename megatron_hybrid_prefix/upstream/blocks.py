@@ -11,7 +11,6 @@ from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 
 
-
 class BlockCounts(NamedTuple):
     """Sizes of an allocator, in KV blocks.
 

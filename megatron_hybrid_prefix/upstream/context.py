@@ -14,7 +14,6 @@ import torch
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
-
 if TYPE_CHECKING:
     from megatron.core.inference.inference_request import DynamicInferenceRequest
 

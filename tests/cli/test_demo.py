@@ -71,7 +71,7 @@ def test_a_wrong_state_is_called_wrong(short, tmp_path, capsys, monkeypatch):
         if context.prefix_cache is not None:
             for plan in context.step_plans():
                 if plan.source_slot is not None:
-                    context.state_pool.tensors["ssm"][:, plan.source_slot] = 0
+                    context.shared_memory.state(plan.source_slot)["ssm"].zero_()
         return original(context, **kwargs)
 
     monkeypatch.setattr(HybridPrefixContext, "initialize_attention_state", damaging)

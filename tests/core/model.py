@@ -25,6 +25,7 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.units import DEVICE, BlockMove, EntryKind, PageClear
+from tests.harness.cached import on_device
 
 Salt = tuple[str | None, str | None]  # cache_salt, adapter
 History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0
@@ -97,7 +98,7 @@ class ModelEngine:
         self.decoded: dict[int, Content] = {}  # states that wait for their copy, by slot
         self.with_old_state: set[int] = set()  # blocks that hold bytes of a state
         self.is_copying = False
-        cache.blocks.set_on_move(self.on_move)
+        cache._store.on_move = self.on_move
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.host: dict[tuple[int, ...], Content] = {}  # by pages
@@ -275,9 +276,7 @@ class ModelEngine:
         if tier is None:
             return set()
         self.carry_out()
-        nodes = [
-            n for n in self.cache.nodes() if (n.host_block if kind == EntryKind.KV else n.host_slot) != NO_BLOCK
-        ]
+        nodes = [n for n in self.cache.nodes() if (n.host_block if kind == EntryKind.KV else n.host_slot) != NO_BLOCK]
         return {self.expected[node.key] for node in nodes}
 
     def is_behind(self, kind: EntryKind) -> set[Content]:
@@ -355,9 +354,7 @@ class ModelEngine:
         if guess:
             held = [(request.salt, request.kv[:end]) for end in range(0, len(request.kv) + 1, self.block_tokens)]
             probationary = [kept for kept in probationary if self.slots[kept.slot] not in held]
-        others = [
-            kept for kept in self.order if not kept.probationary and not self.cache._store.slots.pins(kept.slot)
-        ]
+        others = [kept for kept in self.order if not kept.probationary and not self.cache._store.slots.pins(kept.slot)]
         return next(iter(probationary if guess else probationary + others), None)
 
     def oracle_plan(self, request: Request, start: int, end: int) -> tuple[list[tuple[int, CheckpointReason]], int]:
@@ -437,7 +434,7 @@ class ModelEngine:
         length = len(tokens) if first_chunk is None else min(len(tokens), first_chunk)
         own = max(0, -(-length // self.block_tokens) - depth)
         cached = self.device_depth(salt, tokens) if read else 0
-        shared = [self.cache.blocks.cached_block(key) for key in chain.keys[: min(cached, depth + own)]]
+        shared = [on_device(self.cache, key) for key in chain.keys[: min(cached, depth + own)]]
         shared = shared if len(shared) > depth else list(match.block_ids)
         if not self.has_room(depth + own - len(shared), shared, match.source_slot):
             shared = list(match.block_ids)
@@ -504,7 +501,7 @@ class ModelEngine:
         if loaded is None:
             cache.loads.drop_swapped_out(request_id)
             return None
-        assert (request_id in cache.live and cache.live[request_id].is_loading) and not (request_id in cache.live)
+        assert (request_id in cache.live and cache.live[request_id].is_loading) and request_id not in cache.live
         assert loaded.resume_tokens == depth and not cache.loads.loads_elsewhere(loaded)
         if meanwhile is not None:
             meanwhile()
@@ -514,7 +511,7 @@ class ModelEngine:
         length = len(tokens) if first_chunk is None else max(depth + 1, min(len(tokens), first_chunk))
         needed, held = -(-length // block), len(loaded.block_ids)
         keys = loaded.chain.keys[held : min(needed, self.device_depth(salt, tokens))]
-        beyond = [cache.blocks.cached_block(key) for key in keys] if len(loaded.path) == held else []
+        beyond = [on_device(cache, key) for key in keys] if len(loaded.path) == held else []
         if not self.has_room(needed - held - len(beyond), beyond, None):
             beyond = []
         room = self.has_room(needed - held - len(beyond), beyond, None)
@@ -576,7 +573,7 @@ class ModelEngine:
         self.check_displaced(before, for_others)
         assert len(asked) > room or before.keys() <= self.kept_slots(), "evicted, though there was room"
         if skipped:
-            assert all(map(self.cache.inspect.slot_readers, self.kept_slots())), "skipped, though a state could go"
+            assert all(map(self.cache._store.slots.pins, self.kept_slots())), "skipped, though a state could go"
             assert not self.free_places() and (self.is_full() or not self.has_room(0, with_slot=True))
         assert all(checkpoint.slot >= self.first_slot for checkpoint in plan.checkpoints)
         others = [p for other in self.requests for p in other.plans]
@@ -795,7 +792,7 @@ class ModelEngine:
             self.requests.remove(request)
         assert self.cache.release(request.request_id)
         request.released = True
-        assert not (request.request_id in self.cache.live)
+        assert request.request_id not in self.cache.live
 
     def reset(self) -> None:
         self.stale_plans += [plan for request in self.requests for plan in request.plans]

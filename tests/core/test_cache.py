@@ -562,9 +562,9 @@ def test_growing_is_all_or_nothing():
     model = engine(kv_blocks=3)
     request = model.admit(tokens(1, 2, 3, 4, 5), first_chunk=4)
     assert tuple(model.cache.live[request.request_id].block_ids) == (0,)
-    assert model.cache.grow(request.request_id, 20) is None and tuple(model.cache.live[request.request_id].block_ids) == (
-        0,
-    )
+    assert model.cache.grow(request.request_id, 20) is None and tuple(
+        model.cache.live[request.request_id].block_ids
+    ) == (0,)
     assert [model.cache.grow(request.request_id, end).own for end in (9, 12)] == [[1, 2], []]
 
 

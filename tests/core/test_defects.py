@@ -73,7 +73,7 @@ def test_10_a_refused_admission_takes_nothing(shared):
     model.check()
     assert list(model.cache._store.blocks.queue()) == queue, "not even its place in the order of eviction"
     assert [model.cache._store.slots.pins(slot) for slot in range(50)] == pins == [0] * 50
-    assert model.cache.stats().kv_evictions == 0 and not (model.next_id - 1 in model.cache.live)
+    assert model.cache.stats().kv_evictions == 0 and model.next_id - 1 not in model.cache.live
     model.release(holder)
     model.drain()
 

@@ -20,10 +20,10 @@ def test_kv_below_a_state_in_the_page_of_a_running_request_is_available():
         start(number, BLOCK + 1)
         cache.release(number)
     start(3, 3)
-    use = cache.inspect.memory_use()
+    use = cache.memory_use()
     assert (use.state_pages, use.held_blocks, use.cached_blocks) == (1, 1, 3)
     assert cache.blocks.available_count == 3
     cache.append(3, list(range(3 * BLOCK)))
     assert cache.grow(3, 3 + 3 * BLOCK) is not None  # takes all of them
     cache.check_integrity()
-    assert cache.inspect.memory_use().held_blocks == 4 and not list(cache.inspect.nodes_with_state())
+    assert cache.memory_use().held_blocks == 4 and not list([node for node in cache.nodes() if node.slot >= 0])

@@ -8,19 +8,13 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.inspect import Inspector
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.index.requests import RequestBook, StepPlan
+from megatron_hybrid_prefix.index.requests import StepPlan
 from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, PrefixTree
-from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
-from megatron_hybrid_prefix.policy.registry import make_eviction_policy
-from megatron_hybrid_prefix.pool.pages import Pages
-from megatron_hybrid_prefix.pool.slots import SlotPool
 from tests.harness.selection import mostly_slow
 
 BLOCK = 4
@@ -71,10 +65,10 @@ class Prompts:
             end = min(len(tokens), start + chunk)
             plan = cache.plan(self.sent, start, end)
             writing = [chain.keys[checkpoint.position_tokens // BLOCK - 1] for checkpoint in plan.checkpoints]
-            captured = self.table.wanted_logits(chain, plan, cache.inspect, writing) if top_n is not None else []
+            captured = self.table.wanted_logits(chain, plan, cache.tree.get, writing) if top_n is not None else []
             assert cache.publish(plan)
             if top_n is not None:
-                promises = self.table.promise(chain, plan, cache.inspect, top_n=top_n, captured=captured)
+                promises = self.table.promise(chain, plan, cache.tree.get, top_n=top_n, captured=captured)
                 values = []
                 for promise in promises:
                     key = chain.keys[promise.position_tokens // BLOCK - 1]
@@ -123,7 +117,7 @@ def test_a_promise_that_is_withdrawn_is_gone_and_one_that_is_not_filled_is_an_er
     cache.admit(1, prompts.match(chain, 0))
     plan = cache.plan(1, 0, 5)
     cache.publish(plan)
-    promises = prompts.table.promise(chain, plan, cache.inspect, top_n=0, captured=[BLOCK])
+    promises = prompts.table.promise(chain, plan, cache.tree.get, top_n=0, captured=[BLOCK])
     assert [promise.is_logits for promise in promises] == [False, True]
     with pytest.raises(CacheCorruptionError, match="never filled"):
         _ = prompts.table.take(chain, prompts.match(chain, 0).resume_tokens, 0)[0].value
@@ -142,7 +136,7 @@ def test_the_deepest_block_of_the_prompt_used_longest_ago_goes_first():
     def score(first: int, length: int) -> KeyChain:
         chain = prompts.cache.chain([first] * length)
         prompts.send([first] * length, None)
-        promises = table.promise(chain, whole(length), prompts.cache.inspect, top_n=0, captured=())
+        promises = table.promise(chain, whole(length), prompts.cache.tree.get, top_n=0, captured=())
         table.fill(chain, [(promise, "value", SCORES) for promise in promises])
         return chain
 
@@ -165,11 +159,9 @@ def test_what_leaves_the_tree_leaves_the_table():
     path.append(tree.insert(chain.keys[1], path[0], 1))
     for node in path:
         tree.set_state(node, node.block_id, CheckpointReason.TAIL)
-    store = PrefixStore(tree, Pages(4, 0), SlotPool(4), False, make_eviction_policy("lru"), None, PrefixStats())
-    inspect = Inspector(store, RequestBook())
     positions = [BLOCK, 2 * BLOCK]
-    assert table.wanted_logits(chain, whole(2 * BLOCK), inspect, ()) == positions
-    table.promise(chain, whole(2 * BLOCK), inspect, top_n=0, captured=positions)
+    assert table.wanted_logits(chain, whole(2 * BLOCK), tree.get, ()) == positions
+    table.promise(chain, whole(2 * BLOCK), tree.get, top_n=0, captured=positions)
     assert table.positions(chain, 0) == (BLOCK, 2 * BLOCK)
     path[0].host_slot = 7
     tree.drop_state(path[0])

@@ -533,7 +533,9 @@ def test_waiting_loads_give_back_their_slots_too():
     assert match.loadable_blocks and cache.loads.begin_load_back(2, match) is not None
     use, available = cache.memory_use(), cache.blocks.available_count
     assert available == use.total_blocks - use.held_blocks - 2 * use.live_slots
-    assert len(cache.blocks.allocate(available)) == available and not any(live.is_loading for live in cache.live.values())
+    assert len(cache.blocks.allocate(available)) == available and not any(
+        live.is_loading for live in cache.live.values()
+    )
     cache.check_integrity()
 
 

@@ -329,10 +329,9 @@ class Published:
     def __init__(self, *copies: BlockTransfer) -> None:
         self.copies = list(copies)
 
-    def take_copies(self) -> list[BlockTransfer]:
-        return []
-
-    def take_published(self) -> list[BlockTransfer]:
+    def take_copies(self, published: bool = False) -> list[BlockTransfer]:
+        if not published:
+            return []
         copies, self.copies = self.copies, []
         return copies
 

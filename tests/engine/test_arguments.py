@@ -51,17 +51,11 @@ def test_off_unless_asked_for(config_of):
 
 
 def test_one_flag_is_enough(config_of):
-    config = config_of(SWITCH)
-    assert config == HybridPrefixConfig(mamba_gb=10.0)  # a quarter of megatron's 40
+    assert config_of(SWITCH) == HybridPrefixConfig()
 
 
 def test_the_budget_is_megatrons_flag(config_of):
     assert config_of(SWITCH, BUDGET, "3.5") == HybridPrefixConfig(mamba_gb=3.5)
-
-
-def test_without_a_budget_it_is_a_share_of_the_buffer(megatron_parser):
-    args = megatron_parser.parse_args([SWITCH, "--inference-dynamic-batching-buffer-size-gb", "2"])
-    assert hybrid_prefix_config_from_args(args) == HybridPrefixConfig(mamba_gb=0.5)
 
 
 # A value of each field that is not its default, as a flag.
@@ -93,11 +87,12 @@ def flag_and_value(field: dataclasses.Field[Any]) -> tuple[list[str], Any]:
     return [flag, *words], value
 
 
-def test_one_budget(config_of):
+def test_one_budget_and_a_cap(config_of):
     flag = arguments.flag_of("cache_gb")
     assert config_of(SWITCH, flag, "12.5") == HybridPrefixConfig(cache_gb=12.5)
-    with pytest.raises(ValueError, match=f"^{flag} and {BUDGET} exclude each other$"):
-        config_of(SWITCH, flag, "12.5", BUDGET, "1")
+    assert config_of(SWITCH, flag, "12.5", BUDGET, "1") == HybridPrefixConfig(cache_gb=12.5, mamba_gb=1)
+    with pytest.raises(ValueError, match=f"^{BUDGET}=1.0 is a cap within cache_gb=0.5, and larger: [^\n]*$"):
+        config_of(SWITCH, flag, "0.5", BUDGET, "1")
     for too_little in ("-1.0", "0.0"):
         with pytest.raises(ValueError, match=f"^{flag}={too_little}: must be above 0$"):
             config_of(SWITCH, flag, too_little)

@@ -88,14 +88,6 @@ def test_random_requests(request, name, seed, requests):
 
 
 @pytest.mark.slow
-def test_random_requests_in_one_memory(both_kinds, monkeypatch):
-    monkeypatch.setattr(EngineHarness, "one_memory", True)
-    traffic = BitsTraffic(both_kinds, 11, 60)
-    traffic.run()
-    assert traffic.differing() == []
-
-
-@pytest.mark.slow
 def test_whole_and_half_of_a_prompt_from_the_host(tiny):
     """A prompt of 5 blocks: all from the device, all from the host, and 2 blocks from the device and the rest from the host."""
     harness = exact_harness(tiny, slots=3, blocks=16, host_gb=0.05, max_requests=2)
@@ -202,7 +194,7 @@ def test_verify_hits_finds_every_flipped_bit(tiny, places, caplog):
     assert (stats().verified_hits, stats().verify_mismatches) == (1, 0)
     for flipped in range(1, places + 1):
         (node,) = [node for node in harness.cache.nodes() if node.slot >= 0]
-        stored = [tensor[:, node.slot] for tensor in harness.context.state_pool.tensors.values()]
+        stored = list(harness.context.shared_memory.state(node.slot).values())
         stored.append(
             harness.context.memory_buffer[:, :, node.block_id]
         )  # the cache takes the KV that was computed last

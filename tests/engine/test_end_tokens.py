@@ -91,9 +91,9 @@ def test_every_position_of_the_end(tiny_mtp, drafts, mode):
 @pytest.mark.parametrize("kind", ["tiny_gdn_mtp", "tiny_large_states"])
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 def test_other_layers_and_memory(kind, mode, request):
-    """Answers of different lengths in one batch, without a cache, with checkpoints of their own, and in one memory."""
+    """Answers of different lengths in one batch, without a cache and with one."""
     model = request.getfixturevalue(kind)
-    for fields in ({"slots": None}, {}, {"cache_gb": 0.02}):
+    for fields in ({"slots": None}, {}):
         served = Ending(model, 2, async_sched_mode=mode, **fields)
         numbers = []
         for seed in range(4):

@@ -72,7 +72,7 @@ def test_states_are_float32_unless_asked_otherwise(platform):
     model = build_hybrid_model(get_preset("tiny-gdn", layer_pattern="GM*-", dtype="bfloat16"), platform=platform)
 
     def types(**fields):
-        tensors = build_engine(model, HybridPrefixConfig(mamba_gb=0.01, **fields)).context.state_pool.tensors
+        tensors = build_engine(model, HybridPrefixConfig(mamba_gb=0.01, **fields)).context.shared_memory.states
         return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
 
     windows = {"conv": "bfloat16", "gdn_conv": "bfloat16"}

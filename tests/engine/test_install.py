@@ -91,10 +91,11 @@ def classes(engine: Any) -> list[type]:
     return [type(engine.context), type(engine), type(engine.controller)]
 
 
-def our_classes() -> list[type]:
+def our_classes(*, cached: bool = True) -> list[type]:
     from megatron_hybrid_prefix.mcore import HybridPrefixContext, HybridPrefixController, HybridPrefixEngine
+    from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 
-    return [HybridPrefixContext, HybridPrefixEngine, HybridPrefixController]
+    return [HybridPrefixContext if cached else SlotContext, HybridPrefixEngine, HybridPrefixController]
 
 
 def test_a_script_in_megatrons_words_gets_a_hit_and_the_same_tokens(tiny):
@@ -161,13 +162,13 @@ def test_layers_that_megatron_cannot_run(request, name):
     assert refused()
     install()
     plain = ENGINE(model, CONFIG(model))
-    assert classes(plain) == our_classes() and plain.context.prefix_cache is None
+    assert classes(plain) == our_classes(cached=False)
     expected = TOKENS(plain)
     with installed(PREFIX):
         engine = ENGINE(model, CONFIG(model))
     assert TOKENS(engine) == expected and skipped(engine) == 4 * BLOCK
     with installed(HybridPrefixConfig(mamba_gb=0.01, state_dtype="bfloat16")):
-        tensors = ENGINE(model, CONFIG(model)).context.state_pool.tensors
+        tensors = ENGINE(model, CONFIG(model)).context.shared_memory.states
     assert str(tensors["gdn_state"].dtype) == "torch.bfloat16" and str(tensors["gdn_conv"].dtype) == "torch.float32"
     uninstall()
     assert refused()
@@ -179,7 +180,7 @@ def test_a_config_older_than_the_settings_gets_their_state_dtype(request, name):
 
     def types(engine):
         return {
-            name: str(part.dtype).removeprefix("torch.") for name, part in engine.context.state_pool.tensors.items()
+            name: str(part.dtype).removeprefix("torch.") for name, part in engine.context.shared_memory.states.items()
         }
 
     model = request.getfixturevalue(name)
@@ -192,7 +193,7 @@ def test_a_config_older_than_the_settings_gets_their_state_dtype(request, name):
         assert {types(engine).get(part, "bfloat16") for part in ("ssm", "gdn_state")} == {"bfloat16"}
         assert {types(engine).get(part, "float32") for part in ("conv", "gdn_conv")} == {"float32"}
         layout = engine.context.state_layout
-        assert layout.slot_bytes == sum(t[:, 0].nbytes for t in engine.context.state_pool.tensors.values())
+        assert layout.slot_bytes == sum(part.nbytes for part in engine.context.shared_memory.state(0).values())
     install(PREFIX)
     assert set(types(ENGINE(model, config)).values()) == {"float32"}, "the config itself has not changed"
 
@@ -271,7 +272,7 @@ def test_from_model_is_megatrons_where_that_is_enough(tiny, tiny_gdn, monkeypatc
         assert type(Sub.from_model(tiny)) is Sub
     ours = Sub.from_model(tiny_gdn)
     assert isinstance(ours, Sub) and ours.states == MambaInferenceStateConfig.from_model(tiny_gdn).states is not None
-    assert classes(ENGINE(tiny_gdn, CONFIG(tiny_gdn, mamba_inference_state_config=ours))) == our_classes()
+    assert classes(ENGINE(tiny_gdn, CONFIG(tiny_gdn, mamba_inference_state_config=ours))) == our_classes(cached=False)
 
 
 def test_from_model_needs_no_parallel_state(monkeypatch, platform):

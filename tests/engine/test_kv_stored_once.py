@@ -52,7 +52,7 @@ class Junction:
         self.served = served = EngineHarness(model, **fields)
         prompt = random_tokens(5 * BLOCK + 20, seed=1)
         first = served.add(prompt, 30)
-        while not (first in served.cache.live) or [i for i, live in served.cache.live.items() if live.is_prefilling]:
+        while first not in served.cache.live or [i for i, live in served.cache.live.items() if live.is_prefilling]:
             served.step()
         self.blocks = list(tuple(served.cache.live[first].block_ids)[:5])
         self.before = self.content()

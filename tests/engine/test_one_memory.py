@@ -1,6 +1,6 @@
-"""One memory for KV and states in the engine: what moves, who waits, and mutants that answers must show.
+"""One memory for KV and states in the engine: its size, what moves, who waits, and mutants that answers must show.
 
-(`test_prefix_fuzz.py` has random traffic in one memory, ``tests/core/test_shared_memory.py`` has the index.)
+(`test_prefix_fuzz.py` has random traffic, ``tests/core/test_shared_memory.py`` has the index.)
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.shared_blocks import SharedBlocks
-from megatron_hybrid_prefix.index.shared_store import SharedStore
+from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
-from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
+from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine, build_upstream_engine
 from megatron_hybrid_prefix.mcore.state.moves import Moves
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
-from tests.harness.engine_helpers import cache_gb_for
+from tests.harness.cached import keys_on_device, on_device
+from tests.harness.engine_helpers import cache_gb_for, state_bytes
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.named_models import named
 from tests.harness.selection import mostly_slow
@@ -50,18 +51,127 @@ def conversations(served: EngineHarness) -> None:
         served.send([*prompt[:-1], 7], count=1)
 
 
+# -- its size ----------------------------------------------------------------------------------------------------------
+
+GIVEN = {
+    "max_sequence_length": 512,
+    "max_tokens": 512,
+    "max_requests": 8,
+    "block_size_tokens": BLOCK,
+    "buffer_size_gb": 0.01,
+}
+
+
+def context_of(model: Any, prefix: dict[str, Any], **fields: Any) -> Any:
+    return build_engine(model, HybridPrefixConfig(**prefix), **GIVEN | fields).context
+
+
+@pytest.mark.parametrize(
+    ("prefix", "gb"),
+    [
+        ({"cache_gb": 0.02}, 0.02),
+        ({"cache_gb": 0.02, "mamba_gb": 0.003}, 0.02),
+        ({"mamba_gb": 0.003}, 0.013),
+        ({"mamba_gb": 0.0}, 0.01),
+        ({}, 0.01),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_memory_and_its_cap(tiny_mtp, prefix, gb, drafts):
+    """All that was given is used, but less than a page. What is not set aside for requests may hold states up to the cap."""
+    context = context_of(tiny_mtp, prefix, num_speculative_tokens=drafts)
+    layout, stats = context.layout, context.prefix_stats()
+    assert 0 <= int(gb * 2**30) - context.shared_memory.buffer.numel() < layout.block_bytes
+    assert stats.bytes_budget == layout.total_blocks * layout.block_bytes
+    capped = "mamba_gb" in prefix
+    slots = int(prefix["mamba_gb"] * 2**30) // state_bytes(tiny_mtp) if capped else layout.slots
+    assert stats.slots_total == slots and layout.slots > 1.5 * slots * capped
+    assert context.max_requests == 8
+
+
+def test_a_cap_of_0_caches_no_state(tiny):
+    served = EngineHarness(tiny, slots=0, decode_checkpoints=True, retention_interval_tokens=None)
+    for _ in range(2):
+        assert served.send(tokens(3, 5, seed=1), count=2 * BLOCK).num_cached_tokens == 0
+    assert served.cache.stats().checkpoints_published == 0 == served.kept_states
+    served.check()
+    served.check_drained()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_requests": None},
+        {"max_requests": None, "mamba_memory_ratio": 0.3},
+        {"max_requests": None, "mamba_memory_ratio": 0.05, "num_speculative_tokens": 3},
+        {"mamba_memory_ratio": 0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("prefix", [{}, {"mamba_gb": 0.002}, {"cache_gb": 0.01}], ids=str)
+def test_as_many_requests_run_as_in_megatron(tiny_mtp, prefix, fields):
+    """With ``cache_gb`` there may be more, if nobody says how many: megatron gives KV a part, and each request a block of it."""
+    plain = build_upstream_engine(tiny_mtp, **GIVEN | fields).context.max_requests
+    found = context_of(tiny_mtp, prefix, **fields).max_requests
+    assert found == plain or ("cache_gb" in prefix and "max_requests" in fields and found > plain)
+
+
+SIZES = [
+    *({"max_requests": count, "num_speculative_tokens": drafts} for count in (4, 64) for drafts in (0, 3)),
+    *({"max_requests": None, "mamba_memory_ratio": ratio} for ratio in (0.05, 0.6)),
+    {"max_requests": None},
+    {"max_requests": 16, "num_speculative_tokens": 3, "mamba_memory_ratio": 0.6},
+    {"paused_buffer_size_gb": 0.004},
+    {"paused_buffer_size_gb": 0.02, "max_requests": 64, "num_speculative_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("fields", SIZES, ids=str)
+@pytest.mark.parametrize("mamba_gb", [None, 0.0, 0.003])
+def test_no_kv_is_lost_to_the_cache(tiny_mtp, mamba_gb, fields):
+    """Beside megatron's engine without a cache: blocks may be a little larger, so that states fit a page."""
+    fields = {"buffer_size_gb": 0.05, "max_tokens": 1024} | fields
+    plain = build_upstream_engine(tiny_mtp, **GIVEN | fields).context.kv_block_allocator
+    ours = context_of(tiny_mtp, {"mamba_gb": mamba_gb}, **fields).kv_block_allocator
+    assert ours.total_count >= 0.97 * plain.total_count
+    assert ours.paused_count == plain.paused_count
+
+
+@pytest.mark.parametrize(
+    ("prefix", "fields", "said"),
+    [
+        ({"cache_gb": 0.0}, {}, r"cache_gb=0.0: must be above 0"),
+        ({"mamba_gb": -1.0}, {}, r"mamba_gb=-1.0: must be 0 or more"),
+        ({"cache_gb": 0.01, "mamba_gb": 0.02}, {}, r"mamba_gb=0.02 is a cap within cache_gb=0.01, and larger: [^\n]*"),
+        ({"cache_gb": 1.2345678e-5}, {}, r"cache_gb=1.2345678e-05 is too small: [^\n]* need 0.[0-9]+ MiB"),
+        (
+            {"cache_gb": 1e-3},
+            {"num_speculative_tokens": 3},
+            r"cache_gb=0.001 is too small: [^\n]* with 3 drafts [^\n]*",
+        ),
+        ({}, {"buffer_size_gb": 1e-5}, r"buffer_size_gb=1e-05 is too small: [^\n]*"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_in_one_line(tiny_mtp, prefix, fields, said):
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        context_of(tiny_mtp, prefix, **fields)
+
+
 # -- moves -------------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_that_move_keep_their_kv_and_their_routing(tiny_large_states):
-    served = harness(tiny_large_states, 12, states=8)
+    served = harness(tiny_large_states, 12, states=7)
     routing, blocks = served.context.kv_block_allocator.block_routing, served.cache.blocks
     send = served.send
 
     def send_and_mark(*prompts: list[int], **fields: Any) -> Any:
         result = send(*prompts, **fields)
-        for key in blocks.cached_keys():  # as the experts of each token, where they are recorded
-            assert routing.setdefault(blocks.cached_block(key), key) == key
+        for key in keys_on_device(cache):  # as the experts of each token, where they are recorded
+            assert routing.setdefault(on_device(cache, key), key) == key
         return result
 
     served.send = send_and_mark
@@ -70,7 +180,7 @@ def test_blocks_that_move_keep_their_kv_and_their_routing(tiny_large_states):
     stats, use = served.context.prefix_stats(), served.cache.memory_use()
     assert use.moved_blocks > 5 and stats.reused_tokens > 5 * BLOCK
     assert stats.evictions > 5 and stats.kv_evictions > 5
-    assert {blocks.cached_block(key) for key in blocks.cached_keys()} <= routing.keys()
+    assert {on_device(cache, key) for key in keys_on_device(cache)} <= routing.keys()
     served.check_drained()
 
 
@@ -85,7 +195,7 @@ def the_last_move_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def zeroed_before_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     def zero(self: Any, live_indices: list[int]) -> None:
-        self.states.pool.zero(sorted({self.states.live.slot(index) for index in live_indices}))
+        self.states.memory.zero(sorted({self.states.live.slot(index) for index in live_indices}))
         self.moves.launch()
 
     monkeypatch.setattr(HybridPrefixContext, "zero_live_states", zero)
@@ -121,11 +231,11 @@ def held_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Pages, "_list", list_page)
     monkeypatch.setattr(Pages, "_is_unheld", Pages._has_free)
-    monkeypatch.setattr(SharedBlocks, "move", move)
+    monkeypatch.setattr(KVBlocks, "move", move)
 
 
 def a_live_states_page_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = SharedStore.take_live_slot
+    take, drop = PrefixStore.take_live_slot, PrefixStore.let_go
 
     def take_live_slot(self: Any) -> int | None:
         slot = take(self)
@@ -134,10 +244,10 @@ def a_live_states_page_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def let_go(self: Any, live: Any) -> None:
         live.live_slot = None
-        super(SharedStore, self).let_go(live)
+        drop(self, live)
 
-    monkeypatch.setattr(SharedStore, "take_live_slot", take_live_slot)
-    monkeypatch.setattr(SharedStore, "let_go", let_go)
+    monkeypatch.setattr(PrefixStore, "take_live_slot", take_live_slot)
+    monkeypatch.setattr(PrefixStore, "let_go", let_go)
 
 
 def all_requests_have_one_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +282,7 @@ def test_blocks_of_requests_hold_numbers(platform, clears, monkeypatch):
     model = build_hybrid_model(
         dataclasses.replace(named("tiny-large-states"), dtype="bfloat16"), seed=0, platform=platform
     )
-    served = harness(model, 12, states=8, state_dtype="float32")
+    served = harness(model, 12, states=7, state_dtype="float32")
     show, found = HybridPrefixContext.transfer_bookkeeping_to_gpu, []
 
     def then_look(self: Any, *args: Any, **fields: Any) -> Any:
@@ -190,7 +300,7 @@ def test_blocks_of_requests_hold_numbers(platform, clears, monkeypatch):
     assert all(found) == clears
 
 
-@pytest.mark.parametrize("memory", [{"cache_gb": 0.01}, {"mamba_gb": 0.001}, {"slots": None}])
+@pytest.mark.parametrize("memory", [{}, {"slots": None}])
 def test_kv_memory_begins_with_zeros(tiny, memory, monkeypatch):
     """Whatever the allocator gives, or torch_memory_saver after a suspension: between two rollouts it was the training's."""
     allocate, empty = DynamicInferenceContext._allocate_memory_buffer, torch.empty
@@ -225,37 +335,38 @@ def test_kv_memory_begins_with_zeros(tiny, memory, monkeypatch):
 # -- who waits ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_fits_an_empty_memory_runs(tiny):
-    """A block and a state take a page each here. A hit would need one more, for the state that it starts from."""
-    served = harness(tiny, 8, states=0)
-    assert (served.context.layout.total_blocks, served.context.layout.page_blocks) == (8, 1)
-    longest = tokens(7, -4, seed=1)
-    served.send(longest[: 6 * BLOCK - 4])
+def test_a_request_that_fits_an_empty_memory_runs(tiny_large_states):
+    """A state takes three blocks here. A hit would need three more, for the state that it starts from."""
+    served = harness(tiny_large_states, 8, states=0)
+    assert (served.context.layout.total_blocks, served.context.layout.page_blocks) == (8, 3)
+    longest = tokens(5, -4, seed=1)
+    served.send(longest[: BLOCK + 9])
     assert served.kept_states
     assert served.send(longest).num_cached_tokens == 0
     served.check()
     served.check_drained()
 
 
-def test_a_request_that_does_not_fit_beside_its_state_is_refused(tiny):
-    served = harness(tiny, 8, states=0)
-    refused = served.add(tokens(8, -4, seed=1))
-    fits = served.add(tokens(7, -4, seed=2))
+def test_a_request_that_does_not_fit_beside_its_state_is_refused(tiny_large_states):
+    served = harness(tiny_large_states, 8, states=0)
+    refused = served.add(tokens(6, -4, seed=1))
+    fits = served.add(tokens(5, -4, seed=2))
     served.run()
     assert served.finished[refused].failed() and not served.finished[fits].failed()
     served.check(fits)
     served.check_drained()
 
 
-def test_without_room_for_a_state_and_a_block_no_engine_is_built(tiny):
-    with pytest.raises(ValueError, match=r"^cache_gb=1.2345678e-05 is too small: .* they need 0.25 MiB$"):
-        EngineHarness(tiny, cache_gb=1.2345678e-5)
-    with pytest.raises(ValueError, match=r"^cache_gb=0.0: must be above 0$"):
-        HybridPrefixConfig(cache_gb=0.0)
-
-
-def test_a_ratio_of_states_is_refused(tiny):
-    with pytest.raises(
-        ValueError, match=r"^mamba_memory_ratio=0.3 splits buffer_size_gb, and cache_gb=0.01 has no split"
-    ):
-        build_engine(tiny, HybridPrefixConfig(cache_gb=0.01), mamba_memory_ratio=0.3)
+def test_a_state_beside_a_running_requests_gives_its_kv_away(tiny):
+    """A page has five states here. One of a running request keeps all of it, and KV that is worth keeping lies elsewhere."""
+    served = harness(tiny, 8, states=0)
+    running = served.add(tokens(0, 2, seed=1), BLOCK - 4)
+    for seed in (2, 3, 4):  # the last one needs three blocks, and one is free
+        later = served.add(tokens(2, 5, seed=seed), 1)
+        while later not in served.finished:
+            served.step()
+    assert running not in served.finished and served.cache.memory_use().state_pages == 1
+    assert served.cache.stats().evictions > 0
+    served.run()
+    served.check()
+    served.check_drained()

@@ -80,11 +80,11 @@ def test_a_checkpoint_is_the_live_state_at_its_boundary_and_is_what_a_hit_reads(
     run_to_end(engine, finished, steps=1)  # the prefill, whose last token ends a block
     live = int(context.mamba_metadata.request_to_mamba_state_idx[0])
     tail = max([node for node in context.prefix_cache.nodes() if node.slot >= 0], key=lambda n: n.depth_blocks)
-    tensors = context.state_pool.tensors
+    state = context.shared_memory.state
     assert tail.depth_blocks == 3
-    for tensor in tensors.values():
-        assert torch.equal(tensor[:, live], tensor[:, tail.slot])
-    kept = {name: tensor[:, tail.slot].clone() for name, tensor in tensors.items()}
+    now = state(context.states.live.slot(live))
+    kept = {name: tensor.clone() for name, tensor in state(tail.slot).items()}
+    assert all(torch.equal(now[name], kept[name]) for name in kept)
     run_to_end(engine, finished)
 
     read.clear()
@@ -92,7 +92,6 @@ def test_a_checkpoint_is_the_live_state_at_its_boundary_and_is_what_a_hit_reads(
     run_to_end(engine, finished)
     assert finished[1].num_cached_tokens == len(prompt)
     assert len(read) == tiny.hybrid_config.layer_pattern.count("M")
-    for layer, state in enumerate(read):
-        assert torch.equal(state, kept["ssm"][layer])
-    for name, tensor in tensors.items():  # reading it, and computing on, did not change it
-        assert torch.equal(tensor[:, tail.slot], kept[name])
+    assert all(torch.equal(read[layer], ssm) for layer, ssm in enumerate(kept["ssm"]))
+    for name, tensor in state(tail.slot).items():  # reading it, and computing on, did not change it
+        assert torch.equal(tensor, kept[name])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.harness.engine_helpers import greedy
-from tests.harness.lifecycle_helpers import MODES, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import MANY, MODES, EngineHarness, tokens
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -32,7 +32,7 @@ def test_a_chunked_prefill_waits_for_blocks_that_decodes_took(tiny, mode, new_to
     served.check_drained()
 
 
-@pytest.mark.parametrize("slots", [None, 8])
+@pytest.mark.parametrize("slots", [None, MANY])
 def test_what_can_never_be_active_is_refused(tiny, slots):
     """The request needs more blocks than the active ones, but not more than all. Megatron would pause it forever, and
     assert.

@@ -32,7 +32,7 @@ class Session:
 
     def __init__(self, model: Any, reference: NaiveHybridModel, **fields: Any) -> None:
         values = {"max_sequence_length": 2048, "buffer_size_gb": 0.01} | fields
-        self.engine = build_engine(model, HybridPrefixConfig(mamba_gb=0.002, retention_interval_tokens=0), **values)
+        self.engine = build_engine(model, HybridPrefixConfig(retention_interval_tokens=0), **values)
         self.block = self.engine.context.block_size_tokens
         self._reference = reference
         self._next_id = 0
@@ -204,7 +204,7 @@ def test_async_scheduling(tiny, tiny_reference, scenario, mutant):
 @pytest.mark.parametrize("mutant", [None, "conv_zeroed"])
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_requests(tiny, tiny_reference, mode, mutant):
-    _preempted((tiny, tiny_reference), mode, mutant)
+    _preempted((tiny, tiny_reference), mode, mutant, blocks=11)
 
 
 @pytest.mark.parametrize("mutant", [None, "ssm_zeroed", "conv_zeroed"])
@@ -214,11 +214,11 @@ def test_qwen3_next(tiny_qwen3_next, mutant):
 
 
 def test_preempted_requests_of_gated_delta_net(gdn_and_reference):
-    _preempted(gdn_and_reference, "async", None)
+    _preempted(gdn_and_reference, "async", None, blocks=12)
 
 
-def _preempted(model_and_reference, mode, mutant) -> None:
-    budget = kv_budget(model_and_reference[0], 10, block_tokens=64, max_requests=4)
+def _preempted(model_and_reference, mode, mutant, *, blocks) -> None:
+    budget = kv_budget(model_and_reference[0], blocks, block_tokens=64, max_requests=4)
     fields = {"max_requests": 4, "max_sequence_length": 1024, "block_size_tokens": 64, "async_sched_mode": mode}
     _run(model_and_reference, preempted, mutant, **budget, **fields)
 

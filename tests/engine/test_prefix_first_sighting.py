@@ -149,7 +149,7 @@ def test_under_pressure_probationary_states_go_first_and_a_used_one_stays(model,
 
 @each_mode
 def test_breakpoints_survive_a_preemption(model, mode):
-    served = EngineHarness(model, blocks=10, async_sched_mode=mode, tokenizer=IdTokenizer())
+    served = EngineHarness(model, blocks=11, async_sched_mode=mode, tokenizer=IdTokenizer())
     for seed in range(4):
         served.add(tokens(1, 50 + seed, seed=seed), 40, cache_breakpoints=[BLOCK])
     served.run()

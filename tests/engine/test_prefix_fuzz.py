@@ -20,7 +20,6 @@ from tests.harness.engine_helpers import (
     assert_matches,
     cache_gb_for,
     greedy,
-    kv_budget,
     random_tokens,
     run_to_end,
     state_bytes,
@@ -28,14 +27,12 @@ from tests.harness.engine_helpers import (
 from tests.harness.naive_model import NaiveHybridModel
 from tests.harness.selection import mostly_slow
 
-SEEDS = mostly_slow(range(16), 0)
 FOUND = (104, 115)  # each found a defect, in traffic that this module does not change any more
-DRAFT_SEEDS = mostly_slow([*range(6), *FOUND], 1)
 REQUESTS = 22
 NEW_TOKENS = (1, 2, 5, 12, 30)
-STATE_SLOTS = (0, 1, 3, 40)
-KV_BLOCKS = (7, 12, 60)
-STATES_BESIDE_THE_LONGEST = (1, 2, 3, 6, 40)  # one memory: pages beside the longest request; its state takes one
+CAPS = (0, 1, 3, None)  # most cached states
+KV_BLOCKS = (7, 12, 60)  # 7 of the larger blocks hold any one request
+STATES = (1, 1, 2, 3, 6, 40)  # for which there is room beside these blocks; one is that of a running request
 HOST_GB = (0.0, 0.0004, 0.05)  # none, some entries, all of them
 MANAGEMENT = (KVCacheManagementMode.PERSIST, KVCacheManagementMode.OFFLOAD, KVCacheManagementMode.RECOMPUTE)
 
@@ -47,18 +44,18 @@ class Traffic:
         model: A model of ``build_hybrid_model``.
         seed: Seed of everything random.
         drafts: Draft tokens of speculative decoding. A random number of them is right each time.
-        one_memory: KV and states share one memory (``cache_gb``), mostly of more than one block per state.
     """
 
-    def __init__(self, model: Any, seed: int, drafts: int = 0, *, one_memory: bool = False) -> None:
+    def __init__(self, model: Any, seed: int, drafts: int = 0) -> None:
         self.dice = dice = random.Random(seed)
-        block = dice.choice((64, 128, 64) if "G" in model.hybrid_config.layer_pattern else (64, 96, 128))
-        budget = kv_budget(model, dice.choice(KV_BLOCKS), block_tokens=block, max_requests=4, speculative_tokens=drafts)
-        self.longest = 6 * block  # 7 blocks hold any one request
+        needs_64 = "G" in model.hybrid_config.layer_pattern
+        block, blocks = dice.choice((64, 128, 64) if needs_64 else (64, 96, 128)), dice.choice(KV_BLOCKS)
         self.shared = random.Random(f"one memory {seed}")
-        if one_memory and "G" not in model.hybrid_config.layer_pattern:
-            block = self.shared.choice((16, 16, 32, 64))
-            self.longest = max(128, 6 * block)
+        if seed not in FOUND and not needs_64 and self.shared.random() < 0.4:
+            block = self.shared.choice((16, 32))  # smaller than a state
+        self.longest = max(128, 6 * block)
+        if self.shared.random() < 0.5:
+            blocks = 0  # just enough for the longest request
         self.retention = random.Random(
             f"retention {seed}"
         )  # a separate generator: what is drawn here does not change the traffic
@@ -67,20 +64,19 @@ class Traffic:
         self.ends = random.Random(f"ends {seed}")
         host = {"host_gb": self.tier.choice(HOST_GB)}
         chunked = dice.random() < 0.6
-        memory = {"mamba_gb": dice.choice(STATE_SLOTS) * state_bytes(model) / 2**30}
-        if one_memory:
-            memory = {
-                "cache_gb": cache_gb_for(
-                    model,
-                    self.longest // block + 1,
-                    states=self.shared.choice(STATES_BESIDE_THE_LONGEST),
-                    block_tokens=block,
-                    max_requests=4,
-                    speculative_tokens=drafts,
-                )
-            }
-            budget = {}
-            host["verify_hits"] = self.shared.choice((0.0, 0.5))
+        cap = dice.choice(CAPS)
+        memory = {
+            "cache_gb": cache_gb_for(
+                model,
+                max(blocks, self.longest // block + 1),
+                states=self.shared.choice(STATES),
+                block_tokens=block,
+                max_requests=4,
+                speculative_tokens=drafts,
+            ),
+            "mamba_gb": None if cap is None else cap * state_bytes(model) / 2**30,
+            "verify_hits": 0.0 if seed in FOUND else self.shared.choice((0.0, 0.5)),
+        }
         # Odd seeds copy to and from the host by what stands for the copy engines, as with large pages.
         with patch.object(entry_copies, "ENGINE_BYTES", 1 if seed % 2 else entry_copies.ENGINE_BYTES):
             self.engine = build_engine(
@@ -96,7 +92,6 @@ class Traffic:
                 max_sequence_length=1024,
                 block_size_tokens=block,
                 num_speculative_tokens=drafts,
-                **budget,
             )
         if chunked and self.engine.context.kv_cache_management_mode != KVCacheManagementMode.RECOMPUTE:
             # The scheduler's budget, of any residue. (Where buffers are made again it has to be a multiple of 64.)
@@ -157,9 +152,7 @@ class Traffic:
     def spoil(self) -> None:
         """Flips a bit of an entry on the host."""
         moves, tier = self.engine.context.host_moves, self.engine.context.prefix_cache._store.host
-        nodes = sorted(
-            self.engine.context.prefix_cache.nodes(), key=lambda node: (node.depth_blocks, node.host_slot)
-        )
+        nodes = sorted(self.engine.context.prefix_cache.nodes(), key=lambda node: (node.depth_blocks, node.host_slot))
         entries = [entry for node in nodes for entry in (node.host_block, node.host_slot) if entry >= 0]
         if moves is not None and entries:
             page = tier.entries.pages(self.tier.choice(entries))[0]
@@ -223,68 +216,32 @@ class Traffic:
 
 
 @pytest.fixture(scope="module")
-def ended(tiny) -> Callable[..., Traffic]:
-    """The finished traffic of a seed and a model, run once."""
+def ended(request) -> Callable[..., Traffic]:
+    """The finished traffic of a model, a seed and a number of drafts, run once."""
 
     @cache
-    def run(seed: int, model: Any = tiny, *, one_memory: bool = False) -> Traffic:
-        traffic = Traffic(model, seed, one_memory=one_memory)
+    def run(name: str, seed: int, drafts: int = 0) -> Traffic:
+        traffic = Traffic(request.getfixturevalue(name), seed, drafts)
         traffic.run()
         return traffic
 
     return run
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_random_traffic(ended, tiny_reference, seed):
-    _check(ended(seed), tiny_reference)
+# Pages of several states, of one, and of more blocks than one; layers of both kinds, alone and together, with experts.
+SEEDS = {"tiny": range(24), "tiny_large_states": range(8), "tiny_gdn": (0, 2, 4), "tiny_mixed": (1, 3, 5)}
+DRAFT_SEEDS = {"tiny_mtp": (*range(6), *FOUND), "tiny_large_states": (0, 2, 5, 10), "tiny_gdn_mtp": (0, 2, 4)}
+TRAFFIC = [
+    *((name, seed, 0) for name, seeds in SEEDS.items() for seed in seeds),
+    *((name, seed, 1 + seed % 3) for name, seeds in DRAFT_SEEDS.items() for seed in seeds),
+]
+FAST = [("tiny", 0, 0), ("tiny", 6, 0), ("tiny_large_states", 1, 0), ("tiny_mixed", 1, 0), ("tiny_mtp", 1, 2)]
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(8), 6))
-def test_random_traffic_in_one_memory(ended, tiny, tiny_reference, seed):
-    """States and KV blocks take about the same bytes."""
-    _check(ended(seed, tiny, one_memory=True), tiny_reference)
-
-
-@pytest.mark.parametrize("seed", mostly_slow(range(8), 1))
-def test_random_traffic_in_one_memory_of_large_states(ended, tiny_large_states, seed):
-    _check(ended(seed, tiny_large_states, one_memory=True), _reference(tiny_large_states))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", (0, 2, 5, 10))
-def test_random_traffic_in_one_memory_with_drafts(tiny_large_states, seed):
-    traffic = Traffic(tiny_large_states, seed, drafts=1 + seed % 3, one_memory=True)
-    traffic.run()
-    _check(traffic, _reference(tiny_large_states))
-
-
-@pytest.mark.parametrize("seed", mostly_slow(range(6), 1))
-def test_random_traffic_of_gated_delta_net(request, seed):
-    """Alone, and beside Mamba2 and experts."""
-    model = request.getfixturevalue("tiny_mixed" if seed % 2 else "tiny_gdn")
-    traffic = Traffic(model, seed)
-    traffic.run()
-    _check(traffic, _reference(model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", (0, 2, 4))
-def test_random_traffic_of_gated_delta_net_with_drafts(tiny_gdn_mtp, seed):
-    traffic = Traffic(tiny_gdn_mtp, seed, drafts=1 + seed % 3)
-    traffic.run()
-    _check(traffic, _reference(tiny_gdn_mtp))
-
-
-@pytest.mark.parametrize("seed", DRAFT_SEEDS)
-def test_random_traffic_with_drafts(tiny_mtp, seed):
-    traffic = Traffic(tiny_mtp, seed, drafts=1 + seed % 3)
-    traffic.run()
-    _check(traffic, _reference(tiny_mtp))
-
-
-def _reference(model: Any) -> NaiveHybridModel:
-    return NaiveHybridModel(model, model.hybrid_config)
+@pytest.mark.parametrize("which", mostly_slow(TRAFFIC, *FAST), ids=lambda which: "-".join(map(str, which)))
+def test_random_traffic(request, ended, which):
+    model = request.getfixturevalue(which[0])
+    _check(ended(*which), NaiveHybridModel(model, model.hybrid_config))
 
 
 def _tokens(request: Any) -> int:
@@ -344,23 +301,15 @@ def _events(traffics: Iterable[Traffic]) -> dict[str, int]:
         found |= {reason: stats.checkpoints_by_reason[reason] for reason in REASONS}
         found["preempted"] = traffic.engine.evicted_request_count
         found["read_back"] = sum(traffic.finished[number].num_cached_tokens > 0 for number in traffic.read_back_ids)
-        if traffic.engine.context.layout is not None:
-            found["moved"] = traffic.engine.context.prefix_cache.memory_use().moved_blocks
-            found["verified"] = stats.verified_hits
+        found["moved"] = traffic.engine.context.prefix_cache.memory_use().moved_blocks
+        found["verified"] = stats.verified_hits
         total = {name: total.get(name, 0) + count for name, count in found.items()}
     return total
 
 
 @pytest.mark.slow
-def test_the_traffic_covers_all_events(ended):
-    """Over a few seeds there are hits, both kinds of evictions, preemptions, skipped checkpoints, and most reasons."""
-    total = _events(ended(seed) for seed in range(6))
-    assert min(total.values()) > 0, total
-
-
-@pytest.mark.slow
-def test_the_traffic_in_one_memory_covers_all_events(ended, tiny, tiny_large_states):
-    """Likewise; and blocks move."""
-    for model in (tiny, tiny_large_states):
-        total = _events(ended(seed, model, one_memory=True) for seed in range(8))
-        assert min(total.values()) > 0, total
+@pytest.mark.parametrize("name", ["tiny", "tiny_large_states"])
+def test_the_traffic_covers_all_events(ended, name):
+    """Over a few seeds: hits, evictions of states and KV, blocks that move, preemptions, skipped checkpoints, and most reasons."""
+    total = _events(ended(name, seed) for seed in range(8))
+    assert min(total.values()) > 0, str(total)

@@ -50,7 +50,7 @@ def own_model(platform: Any) -> Any:
 
 def state_storages(served: EngineHarness) -> dict[str, torch.UntypedStorage]:
     """Memory of KV and recurrent states."""
-    tensors = served.context.state_pool.tensors | {"kv": served.context.memory_buffer}
+    tensors = served.context.shared_memory.states | {"kv": served.context.memory_buffer}
     return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
 
 
@@ -69,7 +69,7 @@ def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
     elif management == OFFLOAD:
         assert {storage.nbytes() for storage in state_storages(served).values()} == {0}
     else:
-        assert served.context.state_pool is None
+        assert served.context.shared_memory is None
     served.engine.suspend()  # harmless
     served.engine.resume()
     served.engine.resume()
@@ -445,8 +445,7 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     # What the forwards before it left (with async scheduling the last one is published in the step that fails).
     left = {"prefill": (2, 1), "chunk": (4, 2), "decode": (5, 3)}[phase]
     assert (served.cache.blocks.cached_count, served.kept_states) == left
-    live = 0 if served.context.layout is None else served.live_slots  # in one memory they are counted, too
-    assert served.cache.stats().slots_used == served.kept_states + live  # reserved ones are free again
+    assert served.cache.stats().slots_used == served.kept_states  # reserved ones are free again
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
             served.step()

@@ -15,7 +15,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
-from tests.harness.engine_helpers import LOG_PROB_NOISE, cache_gb_for, greedy, state_bytes
+from tests.harness.engine_helpers import LOG_PROB_NOISE, cache_gb_for, greedy
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
@@ -104,7 +104,8 @@ def test_cached_tokens_counters_and_statistics_agree(model, mode, chunked):
     assert stats["prompt_tokens"] == sum(len(prompt) for prompt, _ in sent)
     assert stats["slots_used"] == served.kept_states and stats["slots_total"] == 32
     assert stats["checkpoints_published"] == sum(stats["checkpoints_by_reason"].values()) == served.kept_states
-    assert stats["bytes_budget"] == 32 * state_bytes(model)
+    layout = served.context.layout
+    assert stats["bytes_budget"] == layout.total_blocks * layout.block_bytes
     assert stats["fallbacks"] == {}
     served.check_drained()
 
@@ -204,8 +205,8 @@ def test_a_budget_without_a_slot_keeps_nothing(model, mode, slots):
     for _ in range(3):
         assert served.send(prompt).num_cached_tokens == 0
     stats = served.cache.stats()
-    assert stats.slots_total == stats.checkpoints_published == stats.reused_tokens == stats.bytes_budget == 0
-    assert "checkpoints: 0 slots" in served.context.memory_report()
+    assert stats.slots_total == stats.checkpoints_published == stats.reused_tokens == 0
+    assert "at most 0 states cached" in served.context.memory_report()
     served.check()
     served.check_drained()
 
@@ -227,19 +228,17 @@ def test_a_budget_of_so_many_slots_keeps_so_many(model, mode, slots):
     served.check_drained()
 
 
-def test_memory_report_says_what_slots_are_for(model):
-    served = EngineHarness(model, slots=5, max_requests=4)
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_memory_report_says_what_memory_is_for(tiny_mtp, drafts):
+    served = EngineHarness(tiny_mtp, slots=5, max_requests=4, blocks=20, num_speculative_tokens=drafts)
     report = served.context.memory_report().splitlines()
-    assert "recurrent states: " in report[0] and "MiB each, SSM in float32" in report[0]
-    assert [line.split(",")[0].strip() for line in report[1:]] == [
-        "running requests: 4 slots",
-        "speculative decoding: 0 slots",
-        "checkpoints: 5 slots",
-    ]
-    served.context.num_speculative_tokens = 2
-    assert "speculative decoding: 12 slots" in served.context.memory_report()
-    for tensor in served.context.state_pool.tensors.values():
-        assert tensor.shape[1] == 4 + 5
+    assert report[0] == "recurrent states: 0.023 MiB each, SSM in float32"
+    blocks = served.context.layout.total_blocks
+    assert report[1].endswith(
+        f" for KV and states: {blocks} KV blocks of 0.062 MiB, or {blocks // 2} pages of 2 blocks for 5 states"
+    )
+    asides = ["  running requests, with their drafts: 16 states, 0.375 MiB set aside"] if drafts else []
+    assert report[2:] == [*asides, "  mamba_gb=0.000114441: at most 5 states cached, 0.117 MiB"]
 
 
 def test_bytes_used_with_one_budget_are_those_of_pages(model):
@@ -258,7 +257,7 @@ def test_the_policy_is_logged_once_at_the_start(model, caplog):
     with caplog.at_level(logging.INFO):
         served = EngineHarness(model, slots=5, retention_interval_tokens=2 * BLOCK, decode_checkpoints=False)
     (line,) = [record.message for record in caplog.records if "prefix cache: " in record.message]
-    assert "checkpoints: 5 slots" in line
+    assert "at most 5 states cached" in line
     assert served.context.policy_report() in line
     assert served.context.policy_report() == (
         f"prefix cache: blocks of {BLOCK} tokens, SSM chunks of 128; intervals every {2 * BLOCK} tokens, decode off, "
@@ -269,15 +268,11 @@ def test_the_policy_is_logged_once_at_the_start(model, caplog):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"slots": 0}, "mamba_gb=0 has no room for a state"),
+        ({"slots": 0}, "mamba_gb=0 has no room for a cached state"),
         ({"block_size_tokens": 1024}, "block_size_tokens=1024 is not less than max_sequence_length=1024"),
-        (
-            {"cache_gb": 0.02, "mamba_gb": None, "block_size_tokens": 1024},
-            "a state of 0.023 MiB takes a page of 1.000 MiB",
-        ),
     ],
 )
-def test_settings_that_make_hits_impossible_or_waste_memory_are_warned_of(model, caplog, fields, said):
+def test_settings_that_make_hits_impossible_are_warned_of(model, caplog, fields, said):
     with caplog.at_level(logging.WARNING):
         EngineHarness(model, **fields)
     assert sum(said in record.message for record in caplog.records) == 1

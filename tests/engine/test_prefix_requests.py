@@ -124,7 +124,7 @@ def test_abort_between_two_chunks(model, mode, max_requests):
     assert served.engine.abort_request(victim)
     assert served.step() == [victim]
     check_aborted(served, victim, range(0, 1))
-    assert served.context.chunked_prefill_request_id == -1 and not (victim in served.cache.live)
+    assert served.context.chunked_prefill_request_id == -1 and victim not in served.cache.live
     served.run()
     again = served.send(tokens(5, 20, seed=2))
     served.check(other, behind, again.request_id)
@@ -135,7 +135,7 @@ def test_abort_between_two_chunks(model, mode, max_requests):
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
 def test_abort_while_paused_without_free_blocks(model, mode, victims):
     """Rows 0 and 1 are paused, 2 runs: where that goes too, its blocks must not wake one that was given up."""
-    served = EngineHarness(model, blocks=8, paused_blocks=4, async_sched_mode=mode)
+    served = EngineHarness(model, blocks=9, paused_blocks=5, async_sched_mode=mode)
     served.send(tokens(0, 9, seed=4))
     for seed in range(3):
         served.add(tokens(1, 50 + seed, seed=seed), 40)
@@ -208,7 +208,7 @@ def test_abort_around_the_context_of_megatron(model, mode):
 
 def preempting(model: Any, mode: str, **fields: Any) -> EngineHarness:
     """Four of the engine's requests do not fit at full length."""
-    return EngineHarness(model, blocks=10, async_sched_mode=mode, tokenizer=IdTokenizer(), **fields)
+    return EngineHarness(model, blocks=11, async_sched_mode=mode, tokenizer=IdTokenizer(), **fields)
 
 
 def crowd(served: EngineHarness, params: dict[str, Any] | None = None, **attributes: Any) -> list[int]:

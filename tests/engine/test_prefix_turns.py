@@ -50,7 +50,9 @@ class Chat:
 
 def decoded_states(served) -> int:
     """Kept states that were reached in decode."""
-    return sum(node.reason == CheckpointReason.DECODE for node in [node for node in served.cache.nodes() if node.slot >= 0])
+    return sum(
+        node.reason == CheckpointReason.DECODE for node in [node for node in served.cache.nodes() if node.slot >= 0]
+    )
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_a_wrong_cache_is_noticed(tiny, part, caplog):
     if part == "kv":
         context.memory_buffer[:, :, node.block_id] *= 1.1
     else:
-        context.state_pool.tensors[part][:, node.slot] *= 1.1
+        context.shared_memory.state(node.slot)[part].mul_(1.1)
     finished: dict = {}
     with caplog.at_level(logging.WARNING, logger="megatron_hybrid_prefix"):
         engine.add_request(50, [*random_tokens(512, seed=1), 3, 4], greedy(3))

@@ -69,7 +69,7 @@ class Traffic:
         tokenizer: Any = None,
         blocks: int | None = None,
         paused_blocks: int = 0,
-        states: int = 32,
+        states: int | None = None,
         cache: dict[str, Any] | None = None,
         **fields: Any,
     ) -> None:
@@ -97,7 +97,8 @@ class Traffic:
         else:
             prefix = None
             if side == "on":
-                prefix = HybridPrefixConfig(mamba_gb=states * state_bytes(model) / 2**30, **(cache or {}))
+                cap = {} if states is None else {"mamba_gb": states * state_bytes(model) / 2**30}
+                prefix = HybridPrefixConfig(**cap, **(cache or {}))
             self.engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)
         self.context = self.engine.context
         self.finished: dict[int, Any] = {}
@@ -467,7 +468,8 @@ def test_processed_log_probs(tiny, reference, side, mode):
 @pytest.mark.parametrize(("side", "host_gb"), [("off", 0.0), ("on", 0.0), ("on", 0.01)])
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_requests(tiny, reference, side, mode, host_gb):
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, blocks=6, cache={"host_gb": host_gb})
+    blocks = 9 if side == "on" else 6  # a request starts only if there would be room for one more page of states
+    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, blocks=blocks, cache={"host_gb": host_gb})
     for number in range(3):
         traffic.add(prompt(number, 100 + number), 36, top_n_logprobs=number)
     traffic.run()
@@ -478,8 +480,8 @@ def test_preempted_requests(tiny, reference, side, mode, host_gb):
 @each_side
 def test_a_chunk_that_waits_for_blocks(tiny, reference, side, mode):
     """Between two chunks, a running request takes a block that the next chunk needs."""
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=128, blocks=5)
-    traffic.add(prompt(0, 62), 20, top_n_logprobs=1)
+    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=128, blocks=6 if side == "on" else 5)
+    traffic.add(prompt(0, 61 if side == "on" else 62), 20, top_n_logprobs=1)
     traffic.run(steps=2)
     chunked = traffic.add(prompt(1, 200), top_n_logprobs=1)
     waited = 0
@@ -503,9 +505,8 @@ def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatc
             paused.append(context.paused_request_count)
 
     monkeypatch.setattr(HybridPrefixController, "tokens_sampled", continue_prompt)
-    traffic = Traffic(
-        tiny, side, async_sched_mode=mode, max_tokens=64, block_size_tokens=128, blocks=4, paused_blocks=1
-    )
+    sizes = {"blocks": 5, "paused_blocks": 2} if side == "on" else {"blocks": 4, "paused_blocks": 1}
+    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, block_size_tokens=128, **sizes)
     context = traffic.context
     traffic.add(prompt(0, 126), 20)
     traffic.add(prompt(2, 3), 60)

@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.mcore.engine.sampling import RowRequest, adjusted, f
 from megatron_hybrid_prefix.mcore.runner import RequestResult, run_batch
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import kv_budget, random_tokens, state_bytes
+from tests.harness.engine_helpers import kv_budget, random_tokens
 from tests.harness.lifecycle_helpers import MODES, EngineHarness
 
 BLOCK = 64
@@ -139,7 +139,7 @@ def params(options: SamplingOptions | None, count: int) -> Any:
 def answers(model: Any, mode: str, numbers: list[int], *, blocks: int = 64, **fields: Any) -> list[RequestResult]:
     engine = build_engine(
         model,
-        HybridPrefixConfig(mamba_gb=16 * state_bytes(model) / 2**30),
+        HybridPrefixConfig(),
         max_sequence_length=512,
         block_size_tokens=BLOCK,
         async_sched_mode=mode,

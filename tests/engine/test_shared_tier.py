@@ -90,8 +90,8 @@ def test_another_engine_resumes_what_one_computed(model, folder, mode):
 
 
 def state_of(served: EngineHarness) -> dict[str, torch.Tensor]:
-    slot = served.cache.inspect.cached_slot(served.cache.chain(PROMPT).keys[-1])
-    return {name: tensor[:, slot] for name, tensor in served.context.state_pool.tensors.items()}
+    slot = served.cache.node(served.cache.chain(PROMPT).keys[-1]).slot
+    return served.context.shared_memory.state(slot)
 
 
 @pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], "ssm_zeroed"))
@@ -414,7 +414,7 @@ def test_what_did_not_arrive_cannot_stop_a_step(model, folder, in_time, monkeypa
     served = start(model, folder, {"refresh_s": 10.0**6} | ({} if in_time else {"wait_s": 0.05}))
     for tensors in served.context._tier_tensors().values():
         for tensor in tensors:
-            tensor.fill_(float("nan"))
+            tensor.fill_(255)
     if in_time:
         for path in entries(folder, "state"):
             path.unlink()

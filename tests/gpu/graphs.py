@@ -108,7 +108,7 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
         context.check_integrity()
         assert addresses_of(context) == addresses
     if tight:
-        counts |= {"moved": engine.context.prefix_cache.inspect.memory_use().moved_blocks}
+        counts |= {"moved": engine.context.prefix_cache.memory_use().moved_blocks}
         counts |= {"evicted": context.prefix_stats().evictions}
     found = {
         "tokens": [list(map(int, finished[i].generated_tokens)) for i in sorted(finished)],

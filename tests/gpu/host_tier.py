@@ -45,7 +45,7 @@ def main(mode, preset="small", host_gb="8"):
         if platform.device.type == "cuda":
             torch.cuda.synchronize()
         for index, key in enumerate(key_of):
-            slot = cache.inspect.cached_slot(key)
+            slot = cache.node(key).slot
             if slot is not None:
                 now = {name: tensor.clone() for name, tensor in memory.state(slot).items()}
                 before = states.setdefault(index, now)
@@ -84,7 +84,7 @@ def main(mode, preset="small", host_gb="8"):
     report = {name: stats[name] for name in ("reused_tokens_host", "fallbacks")}
     report |= {name: stats["tiers"]["host"][name] for name in ("loads", "stores", "seconds", "seconds_waited")}
     report |= {
-        "moved_blocks": cache.inspect.memory_use().moved_blocks,
+        "moved_blocks": cache.memory_use().moved_blocks,
         "preset": preset,
         "mode": mode,
         "bit_equal_states": equal,

@@ -34,7 +34,6 @@ import torch
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import timed_round
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.inspect import watched_calls
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.mcore.state.moves import Moves
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
@@ -42,6 +41,7 @@ from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.pool.pages import PageLayout
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory
+from tests.harness.cached import watched_calls
 
 BLOCK_TOKENS = 4
 GIB = 2**30
@@ -70,7 +70,11 @@ class RoomTimes:
         making_room = partial(self._timed, "room")
         with ExitStack() as stack:
             if cache is not None:
-                stack.enter_context(cache.inspect.watched_room(making_room))
+                store = cache._store
+                stack.enter_context(watched_calls(store, ("take_blocks",), making_room))
+                stack.enter_context(
+                    watched_calls(store.checkpoints, ("take_slot", "take_probationary_slot"), making_room)
+                )
             if moves is not None:
                 stack.enter_context(watched_calls(moves, ("launch",), making_room))
             if memory is not None:
@@ -198,7 +202,7 @@ class Case:
         moves = Moves(lambda: memory)
         moves.serve(cache)
         origin: dict[int, int] = {}
-        cache.blocks.set_on_move(lambda source, target: origin.update({target: origin.pop(source, source)}))
+        cache._store.on_move = lambda source, target: origin.update({target: origin.pop(source, source)})
         if memory is not None:
             labels = memory.kv_rows[0, :, :8].view(torch.int64)[:, 0]
             labels.copy_(torch.arange(len(labels)))
@@ -210,7 +214,7 @@ class Case:
             if memory is not None:
                 moves.launch()
         cpu_ms, copied_ms = times.take()
-        use = cache.inspect.memory_use()
+        use = cache.memory_use()
         assert use.pages_to_states == self.pages and cache.stats().evictions == 0
         found = {"cpu_ms": cpu_ms, "moved_blocks": use.moved_blocks, "gpu_ms": None, "right": True}
         if memory is not None:
@@ -258,10 +262,10 @@ def long_prompt(prompt_blocks: int = 391, pages: int = 1000, page_blocks: int = 
         cache.release(number)
         cache.take_copies()
         number += 1
-    before, evicted, times = cache.inspect.memory_use(), cache.stats().evictions, RoomTimes()
+    before, evicted, times = cache.memory_use(), cache.stats().evictions, RoomTimes()
     with timed_round(), times.watch(SimpleNamespace(context=SimpleNamespace(prefix_cache=cache))):
         Case.start(cache, number, prompt_blocks * BLOCK_TOKENS)
-    use = cache.inspect.memory_use()
+    use = cache.memory_use()
     return {
         "cpu_ms": times.take()[0],
         "pages_to_kv": use.pages_to_kv - before.pages_to_kv,

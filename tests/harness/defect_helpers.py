@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY
-from tests.harness.engine_helpers import assert_matches, cache_gb_for, greedy, kv_budget, run_to_end, state_bytes
+from tests.harness.engine_helpers import assert_matches, greedy, kv_budget, run_to_end, state_bytes
 from tests.harness.limits import THREADS
 from tests.harness.naive_model import NaiveHybridModel
 
@@ -110,18 +110,8 @@ class Side:
         if blocks is not None:
             fields |= kv_budget(self.model, blocks, **sizes)
         if self.ours:
-            # Beside the blocks: pages for all checkpoints and two running requests.
-            one = (
-                {"cache_gb": cache_gb_for(self.model, blocks, states=slots + 2, **sizes)} if blocks is not None else {}
-            )
-            gb = (slots + 0.5) * self.slot_bytes / 2**30 if gb is None else gb
-            prefix = HybridPrefixConfig(
-                mamba_gb=gb,
-                state_dtype=state_dtype,
-                eviction_policy=eviction_policy,
-                retention_interval_tokens=0,
-                **one,
-            )
+            gb = slots * self.slot_bytes / 2**30 if gb is None else gb
+            prefix = HybridPrefixConfig(mamba_gb=gb, state_dtype=state_dtype, retention_interval_tokens=0)
             engine = build_engine(self.model, prefix, **fields)
         else:
             restore_mixers(self.model)
@@ -129,7 +119,7 @@ class Side:
                 scratch = min(math.ceil(fields["max_tokens"] / block_tokens), 3 * fields["max_requests"])
                 gb = (slots + scratch + 0.5) * self.slot_bytes / 2**30 if slots else None
             engine = build_engine(self.model, enable_prefix_caching=True, prefix_caching_mamba_gb=gb, **fields)
-        assert blocks is None or self.ours or engine.context.kv_block_allocator.total_count == blocks + 1
+            assert blocks is None or engine.context.kv_block_allocator.total_count == blocks + 1
         return engine
 
     def add(self, engine: Any, prompt: list[int], count: int = 4, **attributes: Any) -> int:

@@ -11,6 +11,7 @@ from tests.harness.naive_model import NaiveHybridModel
 
 BLOCK = 64  # tokens of a KV block
 MODES = ("legacy", "async")
+MANY = 32  # checkpoints
 
 
 class IdTokenizer:
@@ -44,15 +45,16 @@ class EngineHarness:
 
     Args:
         model: A model of ``build_hybrid_model``.
-        slots: Most checkpoints; None: caching off.
-        blocks: KV blocks for which there is room beside all checkpoints and running requests; by default many.
+        slots: Most checkpoints, for which there is room beside ``blocks``; None: caching off.
+        blocks: KV blocks for which there is room beside running requests; by default many. Without ``slots`` checkpoints are in
+            these blocks.
         paused_blocks: How many of them are for paused requests.
         **fields: Fields of megatron's ``InferenceConfig`` and of `HybridPrefixConfig` (no interval checkpoints by
         default), and ``tokenizer``.
     """
 
     def __init__(
-        self, model: Any, *, slots: int | None = 32, blocks: int | None = None, paused_blocks: int = 0, **fields: Any
+        self, model: Any, *, slots: int | None = MANY, blocks: int | None = None, paused_blocks: int = 0, **fields: Any
     ) -> None:
         self.model = model
         fields = {
@@ -68,7 +70,8 @@ class EngineHarness:
             "speculative_tokens": fields.get("num_speculative_tokens", 0),
         }
         own = {name: fields.pop(name) for name in HybridPrefixConfig.__dataclass_fields__ if name in fields}
-        memory = {} if "cache_gb" in own else {"mamba_gb": (slots or 0) * state_bytes(model) / 2**30}
+        capped = "cache_gb" not in own and (blocks is None or slots != MANY)
+        memory = {"mamba_gb": (slots or 0) * state_bytes(model) / 2**30} if capped else {}
         if blocks is not None:
             fields |= kv_budget(model, blocks, paused_blocks=paused_blocks, **sizes)
         # Checkpoints that no test expects would have to be counted in each.
@@ -167,6 +170,8 @@ class EngineHarness:
     @property
     def held_blocks(self) -> int:
         """KV blocks that live requests hold."""
+        if self.caching:
+            return self.cache.memory_use().held_blocks
         allocator = self.context.kv_block_allocator
         return allocator.total_count - 1 - allocator.total_avail
 

@@ -22,9 +22,8 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
     """
     context = engine.context
     original = context.transfer_bookkeeping_to_gpu  # by its end, loaded states are there
-    deepest = max(context.prefix_cache.inspect.nodes_with_state(), key=lambda n: n.depth_blocks)
-    state = context.shared_memory.state
-    others = {name: tensor.clone() for name, tensor in state(deepest.slot).items()}
+    deepest = max([node for node in context.prefix_cache.nodes() if node.slot >= 0], key=lambda n: n.depth_blocks)
+    others = {name: tensor.clone() for name, tensor in context.shared_memory.state(deepest.slot).items()}
 
     def damaging(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -32,7 +31,7 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
             if plan.source_slot is None:
                 continue
             assert plan.start_tokens != deepest.depth_blocks * context.block_size_tokens
-            for name, tensor in state(plan.source_slot).items():
+            for name, tensor in context.shared_memory.state(plan.source_slot).items():
                 if mutant == "other_depth":
                     tensor.copy_(others[name])
                 elif name in ZEROED[mutant]:

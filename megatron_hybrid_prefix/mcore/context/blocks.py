@@ -72,7 +72,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
     @property
     def evictable_blocks(self) -> int:
         """See BlockAllocatorSeam."""
-        return self.cache.blocks.available_count - self.cache.blocks.free_count
+        return self.cache.blocks.evictable_count
 
     @property
     def cached_keys(self) -> Mapping[str, int]:

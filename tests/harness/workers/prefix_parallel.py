@@ -164,7 +164,7 @@ class Session:
             "live_slots": context.live_rows(context.live_indices[rows]).tolist(),
             "waiting": list(self.engine.waiting_request_ids),
             "available_blocks": cache.blocks.available_count,
-            "cached_keys": len(list(cache.blocks.cached_keys())),
+            "cached_keys": cache.blocks.cached_count,
             "cached": sorted([node.block_id, node.slot, node.depth_blocks] for node in nodes),
             "on_host": sorted([node.host_block, node.host_slot, node.depth_blocks] for node in nodes),
         }
@@ -190,7 +190,7 @@ class Session:
                 "preempted": self.engine.evicted_request_count,
                 "slot_bytes": context.state_layout.slot_bytes,
                 "layout": [context.layout.total_blocks, context.layout.page_blocks, context.layout.page_states],
-                "moved": context.prefix_cache.inspect.memory_use().moved_blocks,
+                "moved": context.prefix_cache.memory_use().moved_blocks,
             }
         return found
 
