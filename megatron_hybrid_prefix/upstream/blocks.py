@@ -32,7 +32,8 @@ def block_counts(allocator: KVBlockAllocator) -> BlockCounts:
 
 def blocks_up_to_the_end(request: DynamicInferenceRequest, block_tokens: int) -> int:
     """KV blocks of a request's prompt and of its longest answer."""
-    return -(-(len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate) // block_tokens)
+    tokens: int = len(request.prompt_tokens) + request.sampling_params.num_tokens_to_generate
+    return -(-tokens // block_tokens)
 
 
 def available_blocks(allocator: KVBlockAllocator) -> int:

@@ -165,7 +165,7 @@ def test_what_is_refused_in_one_line(tiny_mtp, prefix, fields, said):
 
 def test_blocks_that_move_keep_their_kv_and_their_routing(tiny_large_states):
     served = harness(tiny_large_states, 12, states=7)
-    routing, blocks = served.context.kv_block_allocator.block_routing, served.cache.blocks
+    routing, cache = served.context.kv_block_allocator.block_routing, served.cache
     send = served.send
 
     def send_and_mark(*prompts: list[int], **fields: Any) -> Any:

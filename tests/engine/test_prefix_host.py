@@ -13,7 +13,7 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers import entry_copies, loads, stores
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
-from tests.harness.cached import on_device
+from tests.harness.cached import on_device as block_of
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.mutants import MUTANTS, check_answers, mutated_resume
@@ -36,7 +36,7 @@ def push_out(served: EngineHarness, seed: int = 900, count: int = 3) -> None:
 
 def on_device(served: EngineHarness, prompt: list[int]) -> int:
     """Number of the prompt's blocks on the device."""
-    return sum(on_device(served.cache, key) is not None for key in served.cache.chain(prompt).keys)
+    return sum(block_of(served.cache, key) is not None for key in served.cache.chain(prompt).keys)
 
 
 def state_of(served: EngineHarness, prompt: list[int]) -> dict[str, torch.Tensor]:
@@ -47,7 +47,7 @@ def state_of(served: EngineHarness, prompt: list[int]) -> dict[str, torch.Tensor
 
 def kv_of(served: EngineHarness, prompt: list[int]) -> torch.Tensor:
     """KV of the prompt's full blocks."""
-    blocks = [on_device(served.cache, key) for key in served.cache.chain(prompt).keys]
+    blocks = [block_of(served.cache, key) for key in served.cache.chain(prompt).keys]
     return served.context.memory_buffer[:, :, blocks].clone()
 
 
