@@ -161,7 +161,7 @@ class Session:
         return {
             "requests": context.request_ids[rows].tolist(),
             "block_tables": context.request_to_kv_block_ids[rows].tolist(),
-            "live_slots": context.live_rows(context.live_indices[rows]).tolist(),
+            "live_slots": [context.states.live.slot(index) for index in context.live_indices[rows].tolist()],
             "waiting": list(self.engine.waiting_request_ids),
             "available_blocks": cache.blocks.available_count,
             "cached_keys": cache.blocks.cached_count,
@@ -273,8 +273,8 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
     fields = {
         "tails": {},
         "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
-        "preempted": {"blocks": 8},
-        "host": {"blocks": 9, "host_gb": 0.05},
+        "preempted": {"blocks": 6},
+        "host": {"blocks": 7, "host_gb": 0.05},
         "pressed": {"blocks": 5, "host_gb": 0.05},
     }[name]
     # The last scenarios also compare as the check for users does.
