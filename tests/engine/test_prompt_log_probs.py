@@ -480,10 +480,12 @@ def test_preempted_requests(tiny, reference, side, mode, host_gb):
 @each_side
 def test_a_chunk_that_waits_for_blocks(tiny, reference, side, mode):
     """Between two chunks, a running request takes a block that the next chunk needs."""
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=128, blocks=6 if side == "on" else 5)
-    traffic.add(prompt(0, 61 if side == "on" else 62), 20, top_n_logprobs=1)
+    # In one memory a request starts only if there would be room for one more page of states.
+    max_tokens, blocks, length = (192, 8, 330) if side == "on" else (128, 5, 200)
+    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=max_tokens, blocks=blocks)
+    traffic.add(prompt(0, 62), 20, top_n_logprobs=1)
     traffic.run(steps=2)
-    chunked = traffic.add(prompt(1, 200), top_n_logprobs=1)
+    chunked = traffic.add(prompt(1, length), top_n_logprobs=1)
     waited = 0
     while traffic.engine.has_unfinished_requests():
         traffic.run(steps=1)
