@@ -477,15 +477,13 @@ def test_preempted_requests(tiny, reference, side, mode, host_gb):
     traffic.check(reference)
 
 
-@each_side
-def test_a_chunk_that_waits_for_blocks(tiny, reference, side, mode):
-    """Between two chunks, a running request takes a block that the next chunk needs."""
-    # In one memory a request starts only if there would be room for one more page of states.
-    max_tokens, blocks, length = (192, 8, 330) if side == "on" else (128, 5, 200)
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=max_tokens, blocks=blocks)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_chunk_that_waits_for_blocks(tiny, reference, mode):
+    """Between two chunks, a running request takes a block that the next chunk needs. (With a cache: `test_prefix_requests.py`.)"""
+    traffic = Traffic(tiny, "off", async_sched_mode=mode, max_tokens=128, blocks=5)
     traffic.add(prompt(0, 62), 20, top_n_logprobs=1)
     traffic.run(steps=2)
-    chunked = traffic.add(prompt(1, length), top_n_logprobs=1)
+    chunked = traffic.add(prompt(1, 200), top_n_logprobs=1)
     waited = 0
     while traffic.engine.has_unfinished_requests():
         traffic.run(steps=1)
