@@ -285,7 +285,7 @@ def test_the_default_computes_as_without_the_mixins(platform, monkeypatch):
 @pytest.mark.slow
 def test_an_unseeded_sample_survives_a_preemption(tiny):
     """A preempted request decodes its known tokens again; their log-probs have the bits of an unhurried decode."""
-    harness = exact_harness(tiny, blocks=10)
+    harness = exact_harness(tiny, blocks=15)
     options = {"temperature": 1.5}
     ids = [harness.add(tokens(2, 50, seed=s), 20, sampling_options=options) for s in range(4)]
     harness.run()

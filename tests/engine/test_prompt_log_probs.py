@@ -477,11 +477,11 @@ def test_preempted_requests(tiny, reference, side, mode, host_gb):
     traffic.check(reference)
 
 
-@each_side
-def test_a_chunk_that_waits_for_blocks(tiny, reference, side, mode):
-    """Between two chunks, a running request takes a block that the next chunk needs."""
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=128, blocks=6 if side == "on" else 5)
-    traffic.add(prompt(0, 61 if side == "on" else 62), 20, top_n_logprobs=1)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_chunk_that_waits_for_blocks(tiny, reference, mode):
+    """Between two chunks, a running request takes a block that the next chunk needs. (With a cache: `test_prefix_requests.py`.)"""
+    traffic = Traffic(tiny, "off", async_sched_mode=mode, max_tokens=128, blocks=5)
+    traffic.add(prompt(0, 62), 20, top_n_logprobs=1)
     traffic.run(steps=2)
     chunked = traffic.add(prompt(1, 200), top_n_logprobs=1)
     waited = 0

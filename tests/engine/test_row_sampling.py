@@ -136,10 +136,12 @@ def params(options: SamplingOptions | None, count: int) -> Any:
     return SamplingParams.deserialize(fields | own)
 
 
-def answers(model: Any, mode: str, numbers: list[int], *, blocks: int = 64, **fields: Any) -> list[RequestResult]:
+def answers(
+    model: Any, mode: str, numbers: list[int], *, blocks: int = 64, cached: bool = True, **fields: Any
+) -> list[RequestResult]:
     engine = build_engine(
         model,
-        HybridPrefixConfig(),
+        HybridPrefixConfig() if cached else None,
         max_sequence_length=512,
         block_size_tokens=BLOCK,
         async_sched_mode=mode,
@@ -179,7 +181,7 @@ def test_every_token_is_sampled_with_its_requests_options(tiny, tiny_reference, 
 @pytest.mark.parametrize("mode", MODES)
 def test_in_chunks_and_preempted(tiny, tiny_reference, mode):
     """Chunks sample tokens that nobody uses; a preempted request computes its answer so far as a prompt."""
-    results = answers(tiny, mode, [0, 1, 2, 3], blocks=15, enable_chunked_prefill=True, max_tokens=128)
+    results = answers(tiny, mode, [0, 1, 2, 3], blocks=15, cached=False, enable_chunked_prefill=True, max_tokens=128)
     assert any(result.recomputed_tokens for result in results)
     for number, result in enumerate(results):
         check(tiny_reference, number, result)
