@@ -122,8 +122,7 @@ class ModelEngine:
 
     def held_blocks(self) -> set[int]:
         held = {block_id for request in self.requests for block_id in self.table(request)}
-        inspect = self.cache.inspect
-        return held.union(*(inspect.block_ids(request_id) for request_id in inspect.loading_requests()))
+        return held.union(*(live.block_ids for live in self.cache.live.values() if live.is_loading))
 
     def carry_out(self) -> None:
         """Carries out the queued copies, as late as allowed: just before anything else is written."""
@@ -492,16 +491,16 @@ class ModelEngine:
         match = cache.match(cache.chain(tokens, salt=salt[0], adapter=salt[1]))
         depth = self.oracle_loadable(salt, tokens, match.limit_tokens) * block
         assert match.loadable_blocks * block == (depth if depth > match.resume_tokens else 0)
-        if preempted is not None:
+        swapped = request_id in cache.loads.swapped_out
+        if swapped:
+            assert preempted is not None
             depth = len(preempted.history)
-            loaded = cache.loads.begin_load_back(request_id, match, write=write)
-        else:
-            loaded = cache.loads.begin_load_back(request_id, match, write=write)
+        loaded = cache.loads.begin_load_back(request_id, match, write=write)
         self.forget_lost()
         if loaded is None:
             cache.loads.drop_swapped_out(request_id)
             return None
-        assert (request_id in cache.live and cache.live[request_id].is_loading) and request_id not in cache.live
+        assert cache.live[request_id].is_loading
         assert loaded.resume_tokens == depth and not cache.loads.loads_elsewhere(loaded)
         if meanwhile is not None:
             meanwhile()
@@ -522,7 +521,7 @@ class ModelEngine:
         if admission is None:
             self.seen["load given up"] += 1
             cache.release(request_id)
-            assert (request_id in cache.loads.swapped_out) == (preempted is not None)
+            assert (request_id in cache.loads.swapped_out) == swapped
             cache.loads.drop_swapped_out(request_id)
             return None
         assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
@@ -633,8 +632,8 @@ class ModelEngine:
 
     @contextmanager
     def evicting(self) -> Iterator[None]:
-        """Checks what goes for KV: worthless KV first, and after it whole pages."""
-        worthless, states, stuck = list(self.cache._store.blocks.queue()), self.on_slots(), self.stuck_pages()
+        """Checks what goes for KV: worthless KV first, and after it states."""
+        worthless, states = list(self.cache._store.blocks.queue()), self.on_slots()
         guesses = {node for node in states.values() if node.is_guess}
         yield
         lost = {slot for slot, node in states.items() if node.slot != slot and node not in guesses}
@@ -644,11 +643,8 @@ class ModelEngine:
         assert all(node.block_id == NO_BLOCK or ref_counts[node.block_id] for node in worthless), (
             "worthless KV goes first"
         )
-        pages = {self.page_of(slot) for slot in lost} - stuck if self.pages else set()
-        self.seen["several states of a page"] += len({slot for slot in states if self.page_of(slot) in pages}) > len(
-            pages
-        )
-        assert not [slot for slot in self.kept_slots() if self.page_of(slot) in pages], "a page goes whole"
+        pages = {self.page_of(slot) for slot in lost} if self.pages else set()
+        self.seen["one of a page's states"] += any(self.page_of(slot) in pages for slot in self.kept_slots())
 
     def is_bad(self, request: Request) -> bool:
         """Whether garbage was loaded for the request."""

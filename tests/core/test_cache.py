@@ -666,7 +666,7 @@ def test_a_trace_of_keys_needs_no_tokens():
         lambda cache: setattr(cache._requests.live[1], "pinned_slot", None),
         lambda cache: cache._store.slots.unpin(cache._requests.live[1].pinned_slot),
         lambda cache: cache._store.checkpoints.eviction.clear(),
-        lambda cache: cache.blocks._unattached.add(7),
+        lambda cache: cache.blocks.unattached.add(7),
         lambda cache: cache._planner.writing.clear(),
         lambda cache: setattr(next(cache.nodes()), "slot", 5),
         lambda cache: setattr(next(cache.nodes()), "children", 0),

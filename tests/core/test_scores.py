@@ -65,10 +65,10 @@ class Prompts:
             end = min(len(tokens), start + chunk)
             plan = cache.plan(self.sent, start, end)
             writing = [chain.keys[checkpoint.position_tokens // BLOCK - 1] for checkpoint in plan.checkpoints]
-            captured = self.table.wanted_logits(chain, plan, cache.tree.get, writing) if top_n is not None else []
+            captured = self.table.wanted_logits(chain, plan, cache.node, writing) if top_n is not None else []
             assert cache.publish(plan)
             if top_n is not None:
-                promises = self.table.promise(chain, plan, cache.tree.get, top_n=top_n, captured=captured)
+                promises = self.table.promise(chain, plan, cache.node, top_n=top_n, captured=captured)
                 values = []
                 for promise in promises:
                     key = chain.keys[promise.position_tokens // BLOCK - 1]
@@ -117,7 +117,7 @@ def test_a_promise_that_is_withdrawn_is_gone_and_one_that_is_not_filled_is_an_er
     cache.admit(1, prompts.match(chain, 0))
     plan = cache.plan(1, 0, 5)
     cache.publish(plan)
-    promises = prompts.table.promise(chain, plan, cache.tree.get, top_n=0, captured=[BLOCK])
+    promises = prompts.table.promise(chain, plan, cache.node, top_n=0, captured=[BLOCK])
     assert [promise.is_logits for promise in promises] == [False, True]
     with pytest.raises(CacheCorruptionError, match="never filled"):
         _ = prompts.table.take(chain, prompts.match(chain, 0).resume_tokens, 0)[0].value
@@ -136,7 +136,7 @@ def test_the_deepest_block_of_the_prompt_used_longest_ago_goes_first():
     def score(first: int, length: int) -> KeyChain:
         chain = prompts.cache.chain([first] * length)
         prompts.send([first] * length, None)
-        promises = table.promise(chain, whole(length), prompts.cache.tree.get, top_n=0, captured=())
+        promises = table.promise(chain, whole(length), prompts.cache.node, top_n=0, captured=())
         table.fill(chain, [(promise, "value", SCORES) for promise in promises])
         return chain
 

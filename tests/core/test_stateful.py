@@ -389,13 +389,13 @@ def fail_unless_a_seed_fails() -> None:
 
 COMMON = (
     *("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost", "junctions"),
-    *("intervals", "readmitted", "shared beyond", "ghosts", "decoded states", "stored", "loaded", "swapped out"),
+    *("intervals", "readmitted", "shared beyond", "decoded states", "stored", "loaded", "swapped out"),
 )
 TWO_BUDGETS = (
     *("probationary state used", "probationary state evicted", "guess without a slot", "shared beyond by a chunk"),
     *("breakpoints", "replays", "skipped", "admitted from the host", "resumed", "load failed", "load given up"),
 )
-ONE_MEMORY = ("moved", "told of a move", "cleared", "several states of a page", "skipped")
+ONE_MEMORY = ("ghosts", "moved", "told of a move", "cleared", "one of a page's states", "skipped")
 
 
 @pytest.mark.parametrize(

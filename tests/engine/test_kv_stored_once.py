@@ -67,12 +67,12 @@ class Junction:
 
     def run(self) -> None:
         """Runs to the end, and checks that the two read the blocks and that nobody wrote them."""
-        served, inspect = self.served, self.served.cache.inspect
+        served, requests = self.served, self.served.cache.live
         while served.engine.has_unfinished_requests():
             served.step()
             for number, shared in self.tables.items():
-                if inspect.is_live(number) and number not in inspect.prefilling():
-                    assert list(inspect.block_ids(number)[: len(shared)]) == shared
+                if number in requests and not requests[number].is_prefilling:
+                    assert requests[number].block_ids[: len(shared)] == shared
         assert torch.equal(self.content(), self.before)
         assert served.context.prefix_stats().lost_tokens_no_state >= 3 * BLOCK
 

@@ -51,7 +51,6 @@ class PrefixRequest:
         kept: Log-probs that it takes from there, from the start of its load to its admission.
         scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
         counted_tokens: Tokens that the statistics have: forwards of them, or of the request that it continues, were published.
-        resumes: Whether the request was preempted and may have swapped out to the host.
         gave_up_fetch: Whether a load from the tier behind the host was late or missing. The request tries no other.
         plan: Its plan in the next or running forward.
     """
@@ -71,7 +70,6 @@ class PrefixRequest:
     kept: tuple[Kept, ...] = ()
     scored: ScoredPrompt | None = None
     counted_tokens: int = 0
-    resumes: bool = False
     gave_up_fetch: bool = False
     plan: StepPlan | None = None
 

@@ -549,8 +549,6 @@ class HybridPrefixEngine(EngineSeam):
         for by_id in self._by_request:
             for request_id in [each for each in by_id if each not in self.requests]:
                 del by_id[request_id]
-        if evict_request_ids is not None and self._scheduling is not None:
-            self._scheduling.note_preempted(evict_request_ids.tolist())
         return result
 
     # -- exactness -----------------------------------------------------------------------------------------------------

@@ -55,12 +55,6 @@ class PrefixScheduling:
             # Waiting requests held the memory that the first of them needs.
             admit()
 
-    def note_preempted(self, request_ids: list[int]) -> None:
-        """Mark preempted requests: each resumes from what it swapped out to the host, if anything."""
-        for request_id in request_ids:
-            keys = self._context.prefix_request(self._engine.get_request(request_id))
-            keys.resumes = request_id in self._cache.loads.swapped_out
-
     def _wait_for_loads(self) -> set[int]:
         """Begin loads from the host. Removes requests from the queue that wait for their load in this round."""
         engine, context = self._engine, self._context
