@@ -132,7 +132,7 @@ def long_prompt_seconds(cache: HybridPrefixCache, tokens: int = 100_000, repeats
 def eviction_seconds(cache: HybridPrefixCache, blocks: int) -> float:
     """Seconds to evict a block of a full cache, with its state, and to allocate and free it."""
     gone_before = cache.stats().kv_evictions
-    block_ids = cache.blocks.allocate(cache.blocks.free_count)
+    block_ids = cache.blocks.allocate(cache.memory_use().free_blocks)
     assert block_ids is not None
     start = perf_counter()
     for _ in range(blocks // 8):

@@ -72,11 +72,6 @@ class BlocksById:
         return store.blocks.total_blocks - requests * store.slots_per_request * store.pages.page_blocks
 
     @property
-    def free_count(self) -> int:
-        """Blocks that are neither held nor cached."""
-        return self._store.blocks.free_blocks
-
-    @property
     def cached_count(self) -> int:
         """Blocks that a prompt can match, held or not."""
         return self._store.blocks.keyed_blocks

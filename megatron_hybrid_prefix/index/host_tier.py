@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.host_entries import HostEntries
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree, is_guess
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -167,7 +167,7 @@ class HostTier:
             False if all that is stored is worth more.
         """
         if node.host_slot != NO_SLOT:
-            if not self._states[node] and not node.is_guess:
+            if not self._states[node] and not is_guess(node):
                 self._eviction.used(node)
                 self._no_guess(node)
             return True
@@ -200,7 +200,7 @@ class HostTier:
         if self.behind is None or not self._early or node.private or node.host_slot != NO_SLOT:
             return
         before = node.parent
-        while before is not None and (before.host_slot == NO_SLOT or before.is_guess):
+        while before is not None and (before.host_slot == NO_SLOT or is_guess(before)):
             before = before.parent
         saved_blocks = node.depth_blocks - (0 if before is None else before.depth_blocks)
         if saved_blocks >= self.behind.least_blocks:
@@ -436,7 +436,7 @@ class HostTier:
         """
         if self.behind is None or not self._early:
             return
-        if node.private or node.is_guess or node.depth_blocks < self.behind.least_blocks:
+        if node.private or is_guess(node) or node.depth_blocks < self.behind.least_blocks:
             return
         path: list[Node] = []
         above: Node | None = node
@@ -474,7 +474,7 @@ class HostTier:
 
     def _count(self, node: Node) -> None:
         """The node's state needs the KV up to it, unless it is a guess. O(blocks that were not needed)."""
-        if self._states[node] or node.is_guess:
+        if self._states[node] or is_guess(node):
             return
         self._states[node] = True
         above: Node | None = node
@@ -512,7 +512,7 @@ class HostTier:
 
     def _make_room_for_state(self, node: Node) -> bool:
         """Evicts until the node's state fits. False: it is worth no more than what is stored."""
-        guess = node.is_guess
+        guess = is_guess(node)
         incoming = None if self._stores_everything else node
         while not self.entries.has_room(EntryKind.STATE):
             if self._evict_spare_kv():

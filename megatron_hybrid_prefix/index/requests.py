@@ -203,10 +203,10 @@ class LiveRequest:
         """Whether the request holds a load and is not admitted yet."""
         return self.load is not None and not self.load.admitted
 
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether it has prompt tokens left to plan, and caches what it computes."""
-        return self.write and self.planned_tokens < self.prompt_tokens
+
+def is_prefilling(live: LiveRequest) -> bool:
+    """Whether the request has prompt tokens left to plan, and caches what it computes."""
+    return live.write and live.planned_tokens < live.prompt_tokens
 
 
 def share_beyond(live: LiveRequest, beyond: Sequence[Node], block_tokens: int) -> None:

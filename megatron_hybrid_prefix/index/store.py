@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.requests import LiveRequest
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree, is_guess
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy, SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -56,7 +56,7 @@ class CheckpointTable:
         self.eviction.added(node)
         if self._host is not None:
             self._host.state_also_on_device(node)
-        if not node.is_guess:
+        if not is_guess(node):
             self._store.gain_state(node)
 
     def unbind(self, node: Node) -> None:
@@ -138,15 +138,15 @@ class CheckpointTable:
         if node is None or node.slot == NO_SLOT or node.used:
             return
         if node.reason in (CheckpointReason.INTERVAL, CheckpointReason.DECODE):
-            was_guess = node.is_guess
+            was_guess = is_guess(node)
             node.reason = reason
             self.eviction.used(node)
-            if was_guess and not node.is_guess:
+            if was_guess and not is_guess(node):
                 self._store.gain_state(node)
 
     def use(self, node: Node) -> None:
         """A request resumes from this node's state on the device."""
-        was_guess = node.is_guess
+        was_guess = is_guess(node)
         node.used = True
         self.eviction.used(node)
         if self._host is not None:
@@ -205,7 +205,7 @@ class CheckpointTable:
 
     def _take_off(self, node: Node) -> int:
         """Takes the node's state off the device. Returns its slot, which no node has now."""
-        counted = not node.is_guess
+        counted = not is_guess(node)
         self.eviction.removed(node)
         slot = self._tree.drop_state(node)
         if counted:
@@ -470,7 +470,7 @@ class PrefixStore:
         """Whether KV gets bytes when the node's state goes: those of its page, or of KV that only this state makes useful."""
         if self.slots.is_loose(node.slot):
             return True
-        return node.users == 1 and not node.is_guess and not self.blocks.ref_count(node.block_id)
+        return node.users == 1 and not is_guess(node) and not self.blocks.ref_count(node.block_id)
 
     def _drop_kv(self, node: Node) -> None:
         if node.slot != NO_SLOT:
@@ -526,7 +526,7 @@ class PrefixStore:
         Raises:
             CacheCorruptionError: A count is wrong.
         """
-        users = {node: int(node.slot != NO_SLOT and not node.is_guess) for node in self.tree}
+        users = {node: int(node.slot != NO_SLOT and not is_guess(node)) for node in self.tree}
         for node in sorted(self.tree, key=lambda node: -node.depth_blocks):
             if node.users != users[node]:
                 raise CacheCorruptionError(f"{node} counts {node.users} users, has {users[node]}")

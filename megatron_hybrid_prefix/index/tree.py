@@ -76,13 +76,13 @@ class Node:
         self.older: Node | None = None
         self.newer: Node | None = None
 
-    @property
-    def is_guess(self) -> bool:
-        """Whether the state is an interval checkpoint that no request has resumed from."""
-        return self.reason == CheckpointReason.INTERVAL and not self.used
-
     def __repr__(self) -> str:
         return f"Node({self.key.hex()[:8]}, depth {self.depth_blocks}, block {self.block_id}, slot {self.slot})"
+
+
+def is_guess(node: Node) -> bool:
+    """Whether the node's state is an interval checkpoint that no request has resumed from."""
+    return node.reason == CheckpointReason.INTERVAL and not node.used
 
 
 class KeyedValues(Protocol):

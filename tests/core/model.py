@@ -20,7 +20,7 @@ from typing import Any
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, is_guess
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
 from megatron_hybrid_prefix.tiers.base import Entry
@@ -557,7 +557,7 @@ class ModelEngine:
         if not self.grow(request, end):
             return None
         self.forget_lost()
-        self.probationary = {node for node in [node for node in self.cache.nodes() if node.slot >= 0] if node.is_guess}
+        self.probationary = {node for node in [node for node in self.cache.nodes() if node.slot >= 0] if is_guess(node)}
         asked = {position: reason for position, reason in self.live(request).boundaries if start < position <= end}
         before, stats = self.on_slots(), self.cache.stats()
         room = self.free_places()
@@ -634,7 +634,7 @@ class ModelEngine:
     def evicting(self) -> Iterator[None]:
         """Checks what goes for KV: worthless KV first, and after it states."""
         worthless, states = list(self.cache._store.blocks.queue()), self.on_slots()
-        guesses = {node for node in states.values() if node.is_guess}
+        guesses = {node for node in states.values() if is_guess(node)}
         yield
         lost = {slot for slot, node in states.items() if node.slot != slot and node not in guesses}
         if not lost:
@@ -807,7 +807,7 @@ class ModelEngine:
         assert not self.requests and self.cache.blocks.available_count == self.kv_blocks
         self.check()
         self.cache.invalidate()
-        assert self.cache.blocks.free_count == self.kv_blocks and self.cache.stats().slots_used == 0
+        assert self.cache.memory_use().free_blocks == self.kv_blocks and self.cache.stats().slots_used == 0
         if self.cache._store.host is not None:
             assert self.cache._store.host.entries.free_pages == self.cache._store.host.entries.total_pages
 

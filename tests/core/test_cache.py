@@ -118,7 +118,7 @@ def test_disjoint_prompts_and_other_salts_share_nothing():
 def test_opting_out_of_reading_and_writing():
     model = engine()
     run(model, tokens(1, 2, rest=1), write=False)
-    assert len(list(model.cache.nodes())) == 0 and model.cache.blocks.free_count == 200
+    assert len(list(model.cache.nodes())) == 0 and model.cache.memory_use().free_blocks == 200
     run(model, tokens(1, 2, rest=1))
     unread = run(model, tokens(1, 2, 3, rest=1), read=False)
     assert unread.admission.resume_tokens == 0 and states(model) == {
@@ -514,7 +514,7 @@ def test_reset_forgets_all_but_the_counters():
     model.cache.blocks.allocate(2)
     model.reset()
     model.check()
-    assert model.cache.blocks.free_count == 9 and model.cache.stats().slots_used == 0
+    assert model.cache.memory_use().free_blocks == 9 and model.cache.stats().slots_used == 0
     model.cache.publish(plan)
     model.cache.abandon(plan)
     assert not model.cache.release(request.request_id)
@@ -542,12 +542,12 @@ def test_blocks_by_id():
     cache.blocks.free([4])
     cache.blocks.free([3])  # a rewind: the last block of request 1
     cache.check_integrity()
-    assert tuple(cache.live[1].block_ids) == (0, 1, 2) and cache.blocks.free_count == 2
+    assert tuple(cache.live[1].block_ids) == (0, 1, 2) and cache.memory_use().free_blocks == 2
     for wrong in (lambda: cache.blocks.free([0]), lambda: cache.blocks.free([4]), lambda: cache.blocks.attach(1, [4])):
         with pytest.raises(CacheCorruptionError):
             wrong()
     cache.release(1)
-    assert cache.blocks.free_count == 5
+    assert cache.memory_use().free_blocks == 5
     cache.check_integrity()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.requests import is_prefilling
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.tiers.units import EntryKind
@@ -115,14 +116,14 @@ def test_a_boundary_that_others_want():
     cache = one.cache
     chain = cache.chain(range(200, 200 + 6 * BLOCK + 2))
     cache.admit(5, cache.match(chain))
-    assert [i for i, live in cache.live.items() if live.is_prefilling] == [5]
+    assert [i for i, live in cache.live.items() if is_prefilling(live)] == [5]
     cache.publish(cache.plan(5, 0, 2 * BLOCK))
     kept = [cache.request_checkpoint(5, depth * BLOCK) for depth in (1, 2, 3, 6, 7)]
     assert kept == [False, False, True, True, False]
     plan = cache.plan(5, 2 * BLOCK, 6 * BLOCK + 2)
     kept = {checkpoint.position_tokens // BLOCK: checkpoint.reason for checkpoint in plan.checkpoints}
     assert kept == {3: CheckpointReason.JUNCTION, 6: CheckpointReason.JUNCTION}
-    assert [i for i, live in cache.live.items() if live.is_prefilling] == []
+    assert [i for i, live in cache.live.items() if is_prefilling(live)] == []
     cache.publish(plan)
     cache.check_integrity()
 

@@ -56,7 +56,7 @@ def test_7_a_full_pool_of_evictable_blocks_is_room():
     model = engine(kv_blocks=4)
     run(model, list(range(3 * B)))
     request = run(model, list(range(9000, 9000 + B)), release=False)
-    assert model.cache.blocks.free_count == 0 and model.cache.blocks.available_count == 3
+    assert model.cache.memory_use().free_blocks == 0 and model.cache.blocks.available_count == 3
     assert model.decode(request, [1, 2, 3], by_id=True)
     model.check()
 
@@ -124,7 +124,7 @@ def test_21_kv_matched_beyond_the_state_is_shared_and_not_written():
     model.settle(model.plan(request, 10_000), request, succeeds=True)  # the model fails on a write into shared blocks
     match = model.cache.match(model.cache.chain(prompt))
     assert match.block_ids == holder.admission.block_ids[:3], "what was there stays the one that is matched"
-    free = model.cache.blocks.free_count
+    free = model.cache.memory_use().free_blocks
     model.release(request)
     model.check()
-    assert model.cache.blocks.free_count == free + 1, "the rest of the prompt was never full"
+    assert model.cache.memory_use().free_blocks == free + 1, "the rest of the prompt was never full"

@@ -12,6 +12,7 @@ from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.store import CheckpointTable, PrefixStore
+from megatron_hybrid_prefix.index.tree import is_guess
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots, SlotPool
@@ -566,7 +567,7 @@ def test_a_guess_that_got_a_reason_is_no_guess_on_the_host():
     cache = with_host(kv_blocks=20, state_slots=8, host_pages=40, eviction_policy="lru")
     run(cache, "prompt", 6)
     host = cache._store.host
-    node = next(node for node in [node for node in cache.nodes() if node.slot >= 0] if node.is_guess)
+    node = next(node for node in [node for node in cache.nodes() if node.slot >= 0] if is_guess(node))
     assert host.store_state(node)
     cache._store.checkpoints.confirm(node.key, CheckpointReason.JUNCTION)
     cache._store.checkpoints.evict(node)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_hybrid_prefix.index.requests import is_prefilling
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 
@@ -52,7 +53,7 @@ class Junction:
         self.served = served = EngineHarness(model, **fields)
         prompt = random_tokens(5 * BLOCK + 20, seed=1)
         first = served.add(prompt, 30)
-        while first not in served.cache.live or [i for i, live in served.cache.live.items() if live.is_prefilling]:
+        while first not in served.cache.live or [i for i, live in served.cache.live.items() if is_prefilling(live)]:
             served.step()
         self.blocks = list(tuple(served.cache.live[first].block_ids)[:5])
         self.before = self.content()
@@ -71,7 +72,7 @@ class Junction:
         while served.engine.has_unfinished_requests():
             served.step()
             for number, shared in self.tables.items():
-                if number in requests and not requests[number].is_prefilling:
+                if number in requests and not is_prefilling(requests[number]):
                     assert requests[number].block_ids[: len(shared)] == shared
         assert torch.equal(self.content(), self.before)
         assert served.context.prefix_stats().lost_tokens_no_state >= 3 * BLOCK

@@ -40,7 +40,7 @@ class ScoredPrompts:
     ) -> None:
         self._context, self._cache, self._table, self._keeps_log_probs = context, cache, table, keeps_log_probs
         self._lost_tokens = 0
-        self._published: dict[int, ScoredPrompt] = {}  # prompts of the last forward, by request id
+        self.of_step: dict[int, ScoredPrompt] = {}  # prompts of the last forward, by request id
 
     def begin(self, known: PrefixRequest, tokens: torch.Tensor, match: Match, resume_tokens: int) -> None:
         """A request that wants the log-probs of its prompt is admitted with ``match``, and resumes at ``resume_tokens``."""
@@ -104,7 +104,7 @@ class ScoredPrompts:
         scored = known.scored
         if scored is None:
             return
-        self._published[plan.request_id] = scored
+        self.of_step[plan.request_id] = scored
         self._lost_tokens += scored.lost_tokens
         scored.lost_tokens = 0
         if cached:
@@ -126,7 +126,7 @@ class ScoredPrompts:
 
     def published(self, request_id: int) -> ScoredPrompt | None:
         """The prompt of a request in the last forward; None if its log-probs are not wanted or its load failed."""
-        return self._published.get(request_id)
+        return self.of_step.get(request_id)
 
     def collect(
         self,
@@ -141,7 +141,7 @@ class ScoredPrompts:
             log_probs: For each token of the forward the log-prob of the next one.
             tops: The same: values and ids of the likeliest tokens, on the host.
         """
-        scored = self._published.pop(request_id, None)
+        scored = self.of_step.pop(request_id, None)
         if scored is None:
             return
         if log_probs is None:
@@ -162,11 +162,11 @@ class ScoredPrompts:
 
     def forget_step(self) -> None:
         """The last forward's log-probs will not come."""
-        for scored in self._published.values():
+        for scored in self.of_step.values():
             scored.lose_step()
             self._table.withdraw(scored.promises)
             scored.promises, scored.next_logits = [], {}
-        self._published.clear()
+        self.of_step.clear()
 
     def count(self, stats: PrefixStats) -> None:
         """Set what the statistics say of log-probs of prompts."""

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.requests import is_prefilling
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
@@ -55,7 +56,7 @@ class Coalescing:
             keys = self._prefix_request(request)
             live = cache.live.get(request.request_id)
             if live is not None and not live.is_loading:  # between two chunks
-                if live.is_prefilling:
+                if is_prefilling(live):
                     owners.add(keys.chain.keys, live.planned_tokens, request.request_id, keys.top_n)
                 continue
             length = request.remaining_prompt_length

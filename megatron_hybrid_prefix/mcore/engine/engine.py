@@ -519,7 +519,7 @@ class HybridPrefixEngine(EngineSeam):
         if log_probs:
             requests = [self.get_request(request_id) for request_id in request_ids.tolist()]
             step = (log_probs, top_n_logprobs)
-            if self._cached.scored is not None:
+            if self._cached.scored is not None and self._cached.scored.of_step:
                 add_cached(requests, self._cached.scored, self.controller.tokenizer)
             given = StepLogProbs(requests, log_probs, top_n_logprobs, consumed_chunked_prefill_request_id)
             log_probs, top_n_logprobs = given.selected, given.top_n
@@ -538,7 +538,7 @@ class HybridPrefixEngine(EngineSeam):
         )
         if given is not None:
             given.name_all_tokens(self.controller.tokenizer)
-            if self._cached.scored is not None:
+            if self._cached.scored is not None and self._cached.scored.of_step:
                 keep_log_probs(requests, self._cached.scored, *step)
             for record in result[1]:
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
