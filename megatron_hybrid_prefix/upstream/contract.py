@@ -96,7 +96,7 @@ CONTEXT = rows_of(
         "initialize_attention_state",
         "(self, *, construct_graph_dimensions=None, is_expert_parallel_dummy_cuda_graph_step=False, "
         "transfer_bookkeeping_to_gpu=True, record_bookkeeping_done_event=False)",
-        "mcore/context/context mcore/context/slot_context mcore/context/slot_context",
+        "mcore/context/context mcore/context/slot_context",
         "a forward begins: ranks compare decisions; prefills of one token are allowed",
     ),
     overrides(
@@ -240,6 +240,7 @@ CONTEXT = rows_of(
     ),
     attributes("active_attn_metadata", "upstream/context", "attention metadata of a step"),
     attributes("lifetime_prefill_token_count", "mcore/runner", "tokens that a prefill computed"),
+    attributes("block_size_bytes", "mcore/context/context", "what megatron would allocate"),
     attributes("is_creating_cuda_graphs", "mcore/context/context", "a forward of a capture is of no request"),
     attributes(
         "moe_enable_routing_replay",
@@ -321,26 +322,26 @@ METADATA = rows_of(
     overrides(
         "__init__",
         "(self, max_requests, max_tokens, *, max_intermediate_count, mamba_chunk_size=128, d_conv=0)",
-        "upstream/metadata",
+        "upstream/context",
         "our constructor passes on its arguments",
     ),
     wraps(
         "compute_cpu_metadata",
         "(self, active_mamba_indices, token_to_request_idx, cpu_cu_query, batch_dimensions, padded_batch_dimensions, "
         "enable_chunked_prefill, intermediate_offsets_gpu=None, intermediate_counts_gpu=None)",
-        "upstream/metadata",
+        "upstream/context",
         "notifies the context of prefills, with their sizes",
     ),
-    overrides("load_from_cpu", "(self, d)", "upstream/metadata", "shows the prepared prefill"),
+    overrides("load_from_cpu", "(self, d)", "upstream/context", "shows the prepared prefill"),
     wraps(
         "_update_intermediate_metadata",
         "(self, intermediate_offsets_gpu, intermediate_counts_gpu, real_prefill_count, padded_prefill_count, "
         "cu_seqlens_gpu=None)",
-        "upstream/metadata",
+        "upstream/context",
         "switches off megatron's extraction of states",
     ),
     attributes("batch_indices_decode device_decode_prefill", "upstream/mixer", "decoded and prefilled rows of a step"),
-    attributes("intermediate_chunk_indices", "upstream/metadata", "replaced by a property that raises when read"),
+    attributes("intermediate_chunk_indices", "upstream/context", "replaced by a property that raises when read"),
     calls("bind_cpu_buffers", "(self, bufs)", "upstream/context", "as megatron's allocation does"),
     calls("bind_gpu_buffers", "(self, gpu_view)", "upstream/context", "as megatron's allocation does"),
     calls("free_slots", "(self, request_indices)", "mcore/context/context", "live states of requests that ended"),
@@ -356,7 +357,7 @@ METADATA = rows_of(
     ),
     keys(
         "padded_prefill_count",
-        "upstream/context upstream/metadata",
+        "upstream/context upstream/context",
         "in what `compute_cpu_metadata` returns",
     ),
 )
@@ -369,7 +370,7 @@ ATTENTION_METADATA = rows_of(
 
 BATCH = rows_of(
     f"{_INFERENCE}.batch_dimensions_utils:InferenceBatchDimensions",
-    attributes("prefill_req_count token_count", "upstream/metadata", "sizes of a step, with and without padding"),
+    attributes("prefill_req_count token_count", "upstream/context", "sizes of a step, with and without padding"),
 )
 
 # -- the engine, its requests, its controller ----------------------------------------------------------------------------

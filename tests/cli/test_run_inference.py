@@ -261,7 +261,7 @@ def test_bad_conversations(text: str, folder: Path, capsys: pytest.CaptureFixtur
         ),
         (
             ["x" * 2000, "--compare", "ours", "--cache-gb", "0.0017"],
-            "need 8 KV blocks of 256 tokens, there are 3: raise cache_gb",
+            "need 8 KV blocks of 256 tokens, there are 4: raise cache_gb",
         ),
         (["x", "--load", "."], "is not a complete checkpoint"),
         (["x", "--cuda-graphs", "2"], "needs a CUDA device"),

@@ -31,7 +31,7 @@ SHOWN = {
         *(f"first_token_{sighting}_ms" for sighting in (1, 2, 3, 4)),
         *("cold_first_token_ms", "hit_first_token_ms", "hit_over_cold", "computed_tokens_2", "computed_tokens_4"),
     ),
-    "host_tier": ("cold_ms", "back_ms", "again_ms", "back_over_cold", "reused_share", "loaded_mb", "load_share"),
+    "host_tier": ("cold_ms", "back_ms", "again_ms", "back_over_cold", "reused_share", "loaded_mb"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_hybrid_prefix.ops import conv_windows, convolution, delta_gates, wrong_entries
+from megatron_hybrid_prefix.ops import convolution, delta_gates, wrong_entries
 
 INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
@@ -13,7 +13,7 @@ KERNELS = {  # module, constants
     "_gates_kernel": (delta_gates, {"ROWS": 8, "BLOCK": 32}),
     "_gated_head_norm_kernel": (delta_gates, {"HEADS": 16, "BLOCK": 128}),
     "_convolve_kernel": (convolution, {"TAPS": 4, "BIAS": True, "TOKENS": 32, "CHANNELS": 256}),
-    "_write_conv_windows_kernel": (conv_windows, {"D_CONV": 4, "WIDTH": 4, "BLOCK": 256}),
+    "_write_conv_windows_kernel": (convolution, {"D_CONV": 4, "WIDTH": 4, "BLOCK": 256}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.bench.engines import Contestant, synchronize
+from megatron_hybrid_prefix.bench.engines import Contestant
 from megatron_hybrid_prefix.bench.scenario import MS, Machine, Scenario, size, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
 
@@ -78,13 +76,8 @@ class HostTier(Scenario):
             Metric(name="back_ms", label="when it comes back: first token, ms", digits=2),
             Metric(name="again_ms", label="at once again: first token, ms", digits=2),
             plain(name="back_over_cold", label="comes back / cold", digits=3, goal="<= 0.2"),
-            plain(name="excess", label="(back - again) / (bytes / plain copy)", digits=3, goal="<= 1.5"),
             plain(name="reused_share", label="reused of what was sent before", digits=3, goal=">= 0.95"),
             plain(name="loaded_mb", label="MB loaded for each", digits=1),
-            plain(name="load_gb_s", label="loads, GB/s", digits=1),
-            plain(name="store_gb_s", label="stores, GB/s", digits=1),
-            plain(name="plain_gb_s", label="plain pinned copy to the device, GB/s", digits=1),
-            plain(name="load_share", label="loads / plain copy", digits=3, goal=">= 0.8"),
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> Any:
@@ -118,60 +111,5 @@ class HostTier(Scenario):
             return sample
         at_first, at_last = (counters["tiers"]["host"]["bytes_loaded"] for counters in (before, after))
         loaded_bytes = (at_last - at_first) / self.prompts
-        speeds = _speeds(contestant.engine.context)
-        sample |= speeds | {"loaded_mb": loaded_bytes / 1e6}
-        if speeds:
-            sample["load_share"] = speeds["load_gb_s"] / speeds["plain_gb_s"]
-            copy_ms = loaded_bytes / speeds["plain_gb_s"] / 1e6
-            sample["excess"] = ratio(first_ms["back_ms"] - first_ms["again_ms"], copy_ms)
+        sample["loaded_mb"] = loaded_bytes / 1e6
         return sample
-
-
-def _speeds(context: Any) -> dict[str, float]:
-    """GB/s of loads and stores of blocks that are on both tiers (so nothing changes), and of a plain copy."""
-    import torch
-
-    from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind
-
-    tier, arena = context.prefix_cache._store.host, context.host_moves.arena  # a benchmark looks inside
-    nodes = [node for node in context.prefix_cache.nodes() if node.block_id >= 0 and node.host_block >= 0]
-    units = {
-        to_host: [
-            BlockTransfer(
-                source=DEVICE if to_host else HOST,
-                target=HOST if to_host else DEVICE,
-                device_id=node.block_id,
-                pages=tier.entries.pages(node.host_block),
-                tag=tier.entries.tag(node.host_block),
-                load_id=None if to_host else 0,
-            )
-            for node in nodes
-        ]
-        for to_host in (False, True)
-    }
-    if not nodes:
-        return {}
-    moved_bytes = len(nodes) * arena.bytes_of(EntryKind.KV)
-    source = torch.empty(moved_bytes, dtype=torch.uint8, pin_memory=context.memory_buffer.is_cuda)
-    target = torch.empty_like(source, device=context.memory_buffer.device)
-
-    def move(units: Sequence[BlockTransfer]) -> None:
-        arena.carry_out(units)
-        arena.finish()
-
-    return {
-        "load_gb_s": _gb_s(moved_bytes, lambda: move(units[False])),
-        "store_gb_s": _gb_s(moved_bytes, lambda: move(units[True])),
-        "plain_gb_s": _gb_s(moved_bytes, lambda: target.copy_(source, non_blocking=True)),
-    }
-
-
-def _gb_s(moved_bytes: int, move: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(_COPIES + 2):
-        synchronize()
-        started_s = time.perf_counter()
-        move()
-        synchronize()
-        times.append(time.perf_counter() - started_s)
-    return moved_bytes / statistics.median(times[2:]) / 1e9
