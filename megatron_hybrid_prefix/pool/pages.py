@@ -38,7 +38,7 @@ ALIGNMENT_BYTES = 256
 """On a device, blocks and states begin at multiples of it."""
 _STATE_SHARE = 0.25  # of the bytes, in a good mix (docs/benchmarks.md): weighs padding of states against padding of KV
 _MOST_LOST = 0.1  # of a page of states
-_MOST_LOST_OF_KV = 1 / 32  # of a block, which may be most of the memory
+_MOST_LOST_OF_KV = 0.04  # of a block, which may be most of the memory
 _MOST_STATES = 64  # in a page
 
 
@@ -62,7 +62,7 @@ class PageLayout:
 
     @classmethod
     def of(cls, *, block_bytes: int, state_bytes: int, alignment_bytes: int = 1) -> PageLayout:
-        """The layout that loses least, with as few states in a page as lose at most a tenth of a page and 1/32 of a block.
+        """The layout that loses least, with as few states in a page as lose at most a tenth of a page and 4 % of a block.
 
         States take whole blocks, rounded up. Or they take one block less, of as many bytes as that needs. A state of 9.07
         blocks: 10 blocks, of which states lose 9.3 %; or 9 blocks that are 0.7 % larger.

@@ -90,7 +90,7 @@ def check_little_is_lost(block_bytes: int, state_bytes: int) -> None:
     found = PageLayout.of(block_bytes=block_bytes, state_bytes=state_bytes, alignment_bytes=ALIGNMENT_BYTES)
     assert found.block_bytes >= block_bytes and found.block_bytes % ALIGNMENT_BYTES == 0
     assert 0 <= found.padding_bytes <= 0.1 * found.page_bytes, "lost of a page of states"
-    assert found.block_bytes - block_bytes <= found.block_bytes / 32, "lost of a KV block"
+    assert found.block_bytes - block_bytes <= 0.04 * found.block_bytes, "lost of a KV block"
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -222,7 +222,7 @@ def test_any_stages_agree_and_keep_their_kv(stages, blocks, drafts, max_requests
         own_bytes(state, own_slots=max_requests, drafts=drafts) + blocks * block for block, state in sizes
     )
     kept = check_budgets(sizes, memory_bytes, drafts=drafts, max_requests=max_requests)
-    assert kept >= (1 - 1 / 32) / (1 + 1 / 256) - 1 / blocks  # blocks begin aligned, and whole ones count
+    assert kept >= (1 - 0.04) / (1 + 1 / 256) - 1 / blocks  # blocks begin aligned, and whole ones count
 
 
 @given(

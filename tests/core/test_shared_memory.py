@@ -48,7 +48,7 @@ def test_layout(cache_bytes, block_bytes, state_bytes, expected):
 
 @pytest.mark.parametrize("alignment_bytes", [1, 16])
 def test_a_layout_loses_least_with_as_few_states_in_a_page_as_lose_little(alignment_bytes):
-    """A tenth of a page and 1/32 of a block at most. Against all layouts with up to 64 states in a page."""
+    """A tenth of a page and 4 % of a block at most. Against all layouts with up to 64 states in a page."""
     for block_bytes in range(16, 400, 48):
         for state_bytes in range(1, 2000, 37):
             found, most = [], []
@@ -58,7 +58,7 @@ def test_a_layout_loses_least_with_as_few_states_in_a_page_as_lose_little(alignm
                     step = max(block_bytes, aligned)
                     lost = 1 - states * state_bytes / (blocks * step), 1 - block_bytes / step
                     found.append((0.25 * lost[0] + 0.75 * lost[1], states, blocks, step))
-                    most.append(max(10 * lost[0], 32 * lost[1]))
+                    most.append(max(lost[0] / 0.1, lost[1] / 0.04))
                 if min(most) <= 1:
                     found = [each for each, largest in zip(found, most, strict=True) if largest <= 1]
                     break

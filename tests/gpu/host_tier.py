@@ -45,9 +45,9 @@ def main(mode, preset="small", host_gb="8"):
         if platform.device.type == "cuda":
             torch.cuda.synchronize()
         for index, key in enumerate(key_of):
-            slot = cache.node(key).slot
-            if slot is not None:
-                now = {name: tensor.clone() for name, tensor in memory.state(slot).items()}
+            node = cache.node(key)
+            if node is not None and node.slot >= 0:
+                now = {name: tensor.clone() for name, tensor in memory.state(node.slot).items()}
                 before = states.setdefault(index, now)
                 same = all(torch.equal(now[name], before[name]) for name in now)
                 equal, unequal = equal + (same and before is not now), unequal + (not same)

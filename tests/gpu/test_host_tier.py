@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 def test_cold_device_and_host_agree(preset, mode):
     found = json.loads(run_script("host_tier.py", mode, preset).strip().splitlines()[-1])
     print(found)
-    assert found["moved_blocks"] > 0
+    assert preset != "small-gdn" or found["moved_blocks"] > 0
     assert found["reused_tokens_host"] > 20_000 and found["loads"] > 200
     assert found["fallbacks"] == {}
     assert found["bit_equal_states"] >= 10 and found["unequal_states"] == 0
