@@ -312,4 +312,6 @@ def _events(traffics: Iterable[Traffic]) -> dict[str, int]:
 def test_the_traffic_covers_all_events(ended, name):
     """Over a few seeds: hits, evictions of states and KV, blocks that move, preemptions, skipped checkpoints, and most reasons."""
     total = _events(ended(name, seed) for seed in range(8))
+    if name == "tiny_large_states":
+        total.pop("host_preempted")  # where there is room for a request's entries on the host, none is preempted
     assert min(total.values()) > 0, str(total)

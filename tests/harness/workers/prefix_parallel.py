@@ -273,8 +273,8 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
     fields = {
         "tails": {},
         "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
-        "preempted": {"blocks": 6},
-        "host": {"blocks": 7, "host_gb": 0.05},
+        "preempted": {"blocks": 5},
+        "host": {"blocks": 6, "host_gb": 0.05},
         "pressed": {"blocks": 5, "host_gb": 0.05},
     }[name]
     # The last scenarios also compare as the check for users does.
