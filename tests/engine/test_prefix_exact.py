@@ -214,7 +214,7 @@ def test_qwen3_next(tiny_qwen3_next, mutant):
 
 
 def test_preempted_requests_of_gated_delta_net(gdn_and_reference):
-    _preempted(gdn_and_reference, "async", None, blocks=12)
+    _preempted(gdn_and_reference, "async", None, blocks=9)
 
 
 def _preempted(model_and_reference, mode, mutant, *, blocks) -> None:

@@ -297,7 +297,7 @@ def test_back_from_the_host(tiny, reference, case):
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_after_their_prompt(tiny, reference, mode, host_gb):
     """They have the log-probs of their prompt already, so they resume like any other request."""
-    traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64, blocks=6, cache={"host_gb": host_gb})
+    traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64, blocks=7, cache={"host_gb": host_gb})
     for number in range(3):
         traffic.add(ending(64, number, length=40), 60, top_n_logprobs=number)
     finish(traffic)

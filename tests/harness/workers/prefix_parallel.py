@@ -233,6 +233,7 @@ def host(session):
     prompts = [random_tokens(3 * BLOCK_TOKENS + 9 + number, seed=60 + number) for number in range(5)]
     session.send(*prompts)
     session.send(*prompts, new_tokens=6)
+    session.send(*prompts[2:], new_tokens=6)  # the device has these now
     context = session.engine.context
     if session.cached and dist.get_rank() == dist.get_world_size() - 1:
         tier, arena = context.prefix_cache._store.host, context.host_moves.arena
@@ -274,7 +275,7 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
         "tails": {},
         "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
         "preempted": {"blocks": 5},
-        "host": {"blocks": 6, "host_gb": 0.05},
+        "host": {"blocks": 7, "host_gb": 0.05},
         "pressed": {"blocks": 5, "host_gb": 0.05},
     }[name]
     # The last scenarios also compare as the check for users does.
