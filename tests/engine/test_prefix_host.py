@@ -276,7 +276,7 @@ def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
     chunked = {} if chunk is None else {"enable_chunked_prefill": True, "max_tokens": chunk}
     if fault == "store raises":  # by the copy engines, too
         monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
-    served = small(model, async_sched_mode=mode, blocks=16, **chunked)
+    served = small(model, async_sched_mode=mode, blocks=16, slots=3, **chunked)
     arena = served.context.host_moves.arena
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)

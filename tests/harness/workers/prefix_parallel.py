@@ -275,7 +275,7 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
         "tails": {},
         "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
         "preempted": {"blocks": 5},
-        "host": {"blocks": 7, "host_gb": 0.05},
+        "host": {"blocks": 12, "host_gb": 0.05},
         "pressed": {"blocks": 5, "host_gb": 0.05},
     }[name]
     # The last scenarios also compare as the check for users does.
