@@ -274,7 +274,7 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
     fields = {
         "tails": {},
         "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
-        "preempted": {"blocks": 5},
+        "preempted": {"blocks": 8},
         "host": {"blocks": 12, "host_gb": 0.05},
         "pressed": {"blocks": 5, "host_gb": 0.05},
     }[name]
