@@ -418,10 +418,7 @@ class PrefixStore:
     def make_place(self) -> bool:
         """Makes a slot free, by moves or by eviction. False: none can be made."""
         pages = self.pages
-        while not self.slots.free_slots:
-            if pages.can_be_emptied():
-                self._compact()
-                return True
+        while not self.make_free_place():
             # No KV page can be emptied: only a state's own page helps.
             blocked = pages.unheld_pages == 0
             self._blocked_slots += blocked and pages.free_blocks >= pages.page_blocks

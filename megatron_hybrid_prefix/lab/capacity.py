@@ -17,6 +17,7 @@ from megatron_hybrid_prefix.layers.components import gated_delta_net_components,
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.models.hf.dimensions import Given, kv_heads_and_channels
 from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES, SlotLayout, StateLayout
+from megatron_hybrid_prefix.pool.pages import own_bytes
 
 _DELTA_NET_CHUNK = 64  # tokens
 VALUE_BYTES = {name: DTYPE_BYTES[name] for name in ("float32", "bfloat16", "float16")}
@@ -151,7 +152,7 @@ class Sizes:
 
     def live_bytes(self, speculative_tokens: int) -> int:
         """Bytes of one running request's states: one, and one more per token that may be accepted in a step with drafts."""
-        return self.state_bytes * (2 + speculative_tokens if speculative_tokens else 1)
+        return own_bytes(self.state_bytes, own_slots=1, drafts=speculative_tokens)
 
 
 def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Sizes:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_hybrid_prefix.arithmetic import round_up
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 
@@ -111,7 +112,7 @@ class _Buffers:
         offsets, total = [], 0
         for _, length, dtype in self.sizes:
             offsets.append(total)
-            total += -(-(length * dtype().itemsize) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            total += round_up(length * dtype().itemsize, _ALIGNMENT_BYTES)
         pinned = torch.zeros(total, dtype=torch.uint8).pin_memory()
         on_device = torch.zeros(total, dtype=torch.uint8, device=device)
         arrays: dict[str, _Integers] = {}

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
 
+from megatron_hybrid_prefix.arithmetic import ceil_div, round_up
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 
 ALIGNMENT_BYTES = 256
@@ -40,6 +41,11 @@ _STATE_SHARE = 0.25  # of the bytes, in a good mix (docs/benchmarks.md): weighs 
 _MOST_LOST = 0.1  # of a page of states
 _MOST_LOST_OF_KV = 0.04  # of a block, which may be most of the memory
 _MOST_STATES = 64  # in a page
+
+
+def own_bytes(state_bytes: int, *, own_slots: int, drafts: int) -> int:
+    """Bytes before the pages: the engine's own slots, and the states after each drafted token."""
+    return own_slots * state_bytes * (drafts + 2 if drafts else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +85,9 @@ class PageLayout:
             raise ValueError(f"block_bytes={block_bytes}, state_bytes={state_bytes}: must be 1 or more")
         found: list[tuple[float, float, PageLayout]] = []
         for states in range(1, _MOST_STATES + 1):
-            fewer, more = states * state_bytes // block_bytes, -(-(states * state_bytes) // block_bytes)
+            fewer, more = states * state_bytes // block_bytes, ceil_div(states * state_bytes, block_bytes)
             for blocks in {fewer or more, more}:
-                step_bytes = max(
-                    block_bytes, -(-(states * state_bytes) // (blocks * alignment_bytes)) * alignment_bytes
-                )
+                step_bytes = max(block_bytes, round_up(ceil_div(states * state_bytes, blocks), alignment_bytes))
                 of_page, of_block = 1 - states * state_bytes / (blocks * step_bytes), 1 - block_bytes / step_bytes
                 lost = _STATE_SHARE * of_page + (1 - _STATE_SHARE) * of_block
                 layout = cls(block_bytes=step_bytes, state_bytes=state_bytes, page_blocks=blocks, page_states=states)
@@ -231,7 +235,7 @@ class Pages:
         self._whole = blocks // page_blocks if page_blocks else 0
         self.pages_to_states = self.pages_to_kv = 0
         self.with_old_state: list[int] = []
-        self._last_owner = bytearray(-(-blocks // self._size))
+        self._last_owner = bytearray(ceil_div(blocks, self._size))
         self.reset()
 
     def reset(self) -> None:

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.arithmetic import round_up
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots, ids_on_device
 from megatron_hybrid_prefix.pool.layout import SlotLayout
-from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class BlockShape:
     @property
     def bytes(self) -> int:
         """Bytes of a block, aligned."""
-        return _aligned(math.prod(self.before) * math.prod(self.after) * self.dtype.itemsize)
+        return round_up(math.prod(self.before) * math.prod(self.after) * self.dtype.itemsize, ALIGNMENT_BYTES)
 
 
 def slot_bytes(layout: SlotLayout) -> int:
@@ -201,11 +201,6 @@ class SharedMemory:
         return ids_on_device(ids, self.buffer.device)
 
 
-def own_bytes(state_bytes: int, *, own_slots: int, drafts: int) -> int:
-    """Bytes before the pages: the engine's own slots, and the states after each drafted token."""
-    return own_slots * state_bytes * (drafts + 2 if drafts else 1)
-
-
 def _independent(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Consecutive batches of moves, in which no block is written that another move of the batch reads or writes."""
     batches: list[list[tuple[int, int]]] = []
@@ -238,8 +233,4 @@ def _view(
 
 
 def _component_bytes(layout: SlotLayout) -> list[int]:
-    return [_aligned(of_kind.layers * component.bytes) for of_kind, component in layout]
-
-
-def _aligned(count_bytes: int) -> int:
-    return ceil_div(count_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return [round_up(of_kind.layers * component.bytes, ALIGNMENT_BYTES) for of_kind, component in layout]

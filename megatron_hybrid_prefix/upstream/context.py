@@ -8,21 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
 if TYPE_CHECKING:
-    from megatron.core.inference.inference_request import DynamicInferenceRequest
-
-from typing import TYPE_CHECKING, Protocol
-
-from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
-
-if TYPE_CHECKING:
     from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
+    from megatron.core.inference.inference_request import DynamicInferenceRequest
 
 
 class PrefillListener(Protocol):

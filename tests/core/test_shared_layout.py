@@ -19,8 +19,8 @@ from megatron_hybrid_prefix.lab.capacity import sizes_of_config
 from megatron_hybrid_prefix.mcore.state import budget
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig, split_into_stages
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
-from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
-from megatron_hybrid_prefix.pool.shared_memory import own_bytes, slot_bytes
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
+from megatron_hybrid_prefix.pool.shared_memory import slot_bytes
 
 CONV = StateComponent(name="conv", shape=(5, 4), dtype="bfloat16")
 SSM = StateComponent(name="ssm", shape=(2, 3, 4), dtype="float32")

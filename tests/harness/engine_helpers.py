@@ -63,8 +63,8 @@ def cache_gb_for(
 ) -> float:
     """``cache_gb`` for this many KV blocks beside this many states; with drafts those of all requests are set aside."""
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
-    from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
-    from megatron_hybrid_prefix.pool.shared_memory import BlockShape, own_bytes, slot_bytes
+    from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
+    from megatron_hybrid_prefix.pool.shared_memory import BlockShape, slot_bytes
 
     config = model.hybrid_config
     shape = (block_tokens, config.num_query_groups, config.kv_channels)

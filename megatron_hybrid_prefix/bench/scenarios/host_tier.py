@@ -13,8 +13,6 @@ from megatron_hybrid_prefix.bench.engines import Contestant
 from megatron_hybrid_prefix.bench.scenario import MS, Machine, Scenario, size, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
 
-_COPIES = 10  # timed copies; the median is reported
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTier(Scenario):

@@ -46,8 +46,8 @@ from megatron_hybrid_prefix.mcore.state.layout import DESCRIBE_ALL, states_of_co
 from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
-from megatron_hybrid_prefix.pool.pages import PageLayout
-from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, own_bytes, slot_bytes
+from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
+from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_hybrid_prefix.pool.pages import own_bytes
+
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.config import HybridPrefixConfig
 
@@ -34,7 +36,7 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
     ]
     if memory.first_page_slot > 1:
         drafts = context.num_speculative_tokens
-        states = memory.first_page_slot * (drafts + 2 if drafts else 1)
+        states = own_bytes(1, own_slots=memory.first_page_slot, drafts=drafts)
         of = "running requests, with their drafts" if drafts else "running requests"
         lines.append(f"  {of}: {_count(states, 'state')}, {_size(states * state_bytes)} set aside")
     if prefix.mamba_gb is not None:

@@ -6,11 +6,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.arithmetic import ceil_div, round_up
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks, of_all_stages
 from megatron_hybrid_prefix.mcore.state.layout import state_bytes
-from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
-from megatron_hybrid_prefix.pool.shared_memory import own_bytes
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -33,8 +32,7 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
     """
     state = config.mamba_inference_state_config
     assert state is not None
-    drafts = config.num_speculative_tokens
-    request_bytes = state_bytes(state) * (drafts + 2 if drafts else 1)
+    request_bytes = own_bytes(state_bytes(state), own_slots=1, drafts=config.num_speculative_tokens)
     requests = config.max_requests
     if requests is None:
         multiple = math.lcm(_REQUESTS_MULTIPLE, model_config.tensor_model_parallel_size)
@@ -91,7 +89,7 @@ def agree_on_budget(
     """
     largest = max(of_all_stages((state_bytes, block_bytes), groups), key=lambda sizes: sizes[0] / sizes[1])
     page = PageLayout.of(state_bytes=max(1, largest[0]), block_bytes=largest[1], alignment_bytes=ALIGNMENT_BYTES)
-    step_bytes = ceil_div(page.page_states * state_bytes, page.page_blocks * ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    step_bytes = round_up(ceil_div(page.page_states * state_bytes, page.page_blocks), ALIGNMENT_BYTES)
     step_bytes = max(block_bytes, step_bytes)
 
     def blocks_beside(own_slots: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,6 @@ from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.mcore.state.layout import ModelStates
-
-from collections.abc import Callable, Sequence
 
 
 class LiveSlots:
