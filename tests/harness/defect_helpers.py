@@ -111,7 +111,12 @@ class Side:
             fields |= kv_budget(self.model, blocks, **sizes)
         if self.ours:
             gb = slots * self.slot_bytes / 2**30 if gb is None else gb
-            prefix = HybridPrefixConfig(mamba_gb=gb, state_dtype=state_dtype, retention_interval_tokens=0)
+            prefix = HybridPrefixConfig(
+                mamba_gb=gb,
+                state_dtype=state_dtype,
+                eviction_policy=eviction_policy,
+                retention_interval_tokens=0,
+            )
             engine = build_engine(self.model, prefix, **fields)
         else:
             restore_mixers(self.model)

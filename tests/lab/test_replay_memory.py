@@ -56,7 +56,7 @@ def test_table_and_json(tmp_path, capsys):
     arguments = ["--preset", "nemotron-h-8b", "--cache-gb", "3,1.5", "--mamba-gb", "0.5", "--json", report]
     assert run(trace, *arguments) == 0
     said = capsys.readouterr().out
-    for text in ("8,388,608", "52,297,728", "2 states take 13 KV blocks", "no limits", "lru", "%"):
+    for text in ("8,716,288", "52,297,728", "a state takes 6 KV blocks", "no limits", "lru", "%"):
         assert text in said
     data = json.loads(report.read_text())
     assert list(data["by_cache_gb"]) == ["1.5", "3"]
@@ -64,7 +64,7 @@ def test_table_and_json(tmp_path, capsys):
     assert [found["memory"]["cache_bytes"] for found in data["runs"]] == [3 * GIB // 2, 3 * GIB] * 2
     assert {found["memory"]["mamba_bytes"] for found in data["runs"]} == {GIB // 2}
     assert {found["state_slots"] for found in data["runs"]} == {GIB // 2 // 52_297_728}
-    assert data["runs"][0]["counters"]["memory_use"]["total_blocks"] == 192
+    assert data["runs"][0]["counters"]["memory_use"]["total_blocks"] == 184
 
 
 @pytest.mark.parametrize(
