@@ -286,9 +286,8 @@ class HostMoves(Moves):
             return
         self.arena.send()
         units = [copy for copy in self._cache.take_copies(published=True) if isinstance(copy, BlockTransfer)]
-        self.arena.carry_out(
-            self._with_rows(units), send=False, beside=True
-        )  # of sampling, whose token somebody waits for
+        # Beside sampling, whose token somebody waits for.
+        self.arena.carry_out(self._with_rows(units), send=False, beside=True)
         self.arena.send()
 
     def _transfer(self, units: list[BlockTransfer], *, send: bool) -> None:
