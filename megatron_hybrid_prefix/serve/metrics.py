@@ -156,7 +156,8 @@ class ServerMetrics:
             for name, value in snapshot["gauges"].items():
                 families.add(GaugeMetricFamily, name, value, labels)
             add_prefix_metrics(families, snapshot["prefix_stats"], labels)
-            add_memory_metrics(families, snapshot["memory"], labels)
+            if memory := snapshot["memory"]:  # empty: the replica was lost before its first snapshot
+                add_memory_metrics(families, memory, labels)
         yield from families
 
 

@@ -183,7 +183,7 @@ class ReplicaLoop(Backend):
                         await self._snapshot_came.wait()
         found: dict[str, dict[str, Any]] = {}
         for replica in range(self._board.replicas):
-            _, snapshot = self._snapshots.get(replica, (0, {"prefix_stats": {}, "gauges": {}, "memory": None}))
+            _, snapshot = self._snapshots.get(replica, (0, {"prefix_stats": {}, "gauges": {}, "memory": {}}))
             is_lost = replica in self._lost
             if is_lost:
                 memory = snapshot["memory"]

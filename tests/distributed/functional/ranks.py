@@ -65,7 +65,6 @@ def layout(case: Case, platform: Any, models: Models) -> dict[str, Any]:
     scenarios = {"tails": prefix_parallel.tails, "host": prefix_parallel.host}
 
     def play(mode: str, name: str, *, cached: bool = True, damaged: bool = False) -> dict[str, Any]:
-        fields = {"blocks": 7, "host_gb": 0.05} if name == "host" else {}
         session = prefix_parallel.Session(
             model,
             pattern,
@@ -75,7 +74,7 @@ def layout(case: Case, platform: Any, models: Models) -> dict[str, Any]:
             slots=prefix_parallel.SLOTS[name],
             cached=cached,
             check_ranks=cached,
-            **fields,
+            **prefix_parallel.FIELDS[name],
         )
         if damaged:
             prefix_parallel.damage_sources(session.engine.context)

@@ -29,6 +29,13 @@ MODES = ("legacy", "async")
 ONE_MODE = {"M*-M*-": ("legacy",), "M*-|M*-": ("async",), "G*-|MG*-": ("async",), "M*-M-|*-": ("legacy",)}
 SCENARIOS = ("tails", "chunked", "preempted", "host", "pressed")
 SLOTS = {"tails": 40, "chunked": 3, "preempted": 6, "host": 3, "pressed": 3}
+FIELDS = {
+    "tails": {},
+    "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
+    "preempted": {"blocks": 8},
+    "host": {"blocks": 12, "host_gb": 0.05},
+    "pressed": {"blocks": 5, "host_gb": 0.05},
+}
 
 
 def one_rank(pattern):
@@ -271,16 +278,11 @@ def damage_sources(context):
 
 def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=False):
     """Findings of one scenario."""
-    fields = {
-        "tails": {},
-        "chunked": {"enable_chunked_prefill": True, "max_tokens": 256},
-        "preempted": {"blocks": 8},
-        "host": {"blocks": 12, "host_gb": 0.05},
-        "pressed": {"blocks": 5, "host_gb": 0.05},
-    }[name]
     # The last scenarios also compare as the check for users does.
-    fields["check_ranks"] = name in ("preempted", "host", "pressed")
-    session = Session(model, pattern, tp, pp, mode=mode, slots=SLOTS[name], cached=cached, **fields)
+    checked = name in ("preempted", "host", "pressed")
+    session = Session(
+        model, pattern, tp, pp, mode=mode, slots=SLOTS[name], cached=cached, check_ranks=checked, **FIELDS[name]
+    )
     if damaged:
         damage_sources(session.engine.context)
     scenarios = {"tails": tails, "chunked": chunked, "preempted": preempted, "host": host, "pressed": pressed}
