@@ -49,7 +49,7 @@ from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_po
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import PageSlots, SlotPool
 from megatron_hybrid_prefix.tiers.base import DepthTier
-from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy
+from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockTransfer, Copy, LoadState
 
 
 class HybridPrefixCache:
@@ -94,7 +94,7 @@ class HybridPrefixCache:
             )
             tiers.append(host)
             if settings.behind is not None:
-                self._stats.tiers[settings.behind.name] = TierStats()
+                self._stats.tiers[SHARED] = TierStats()
                 tiers.append(settings.behind)
         pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
         slots: SlotPool
@@ -107,9 +107,7 @@ class HybridPrefixCache:
         if host is not None:
             host.routing_of = settings.routing_of
         self._requests = RequestBook()
-        self._matcher = Matcher(
-            tree, tiers, self._requests.loads, block_tokens=settings.block_tokens, ghosts=self._store.ghosts
-        )
+        self._matcher = Matcher(tree, tiers, block_tokens=settings.block_tokens, ghosts=self._store.ghosts)
         self._planner = StepPlanner(
             self._store,
             self._stats,
@@ -246,11 +244,10 @@ class HybridPrefixCache:
         if waiting is not None:
             if not waiting.is_loading:
                 raise ValueError(f"request {request_id} is live already")
-            if match.load_id is not None:
+            if match.load is not None:
                 return self._admit_loaded(waiting, length_tokens, write, breakpoints, counted_tokens)
             self.release(request_id)
-        if request_id in self.loads.swapped_out:
-            self.loads.drop_swapped_out(request_id)
+        self.loads.drop_swapped_out(request_id)
         store = self._store
         expected, match = match, self._matcher.fresh(match)
         beyond = self._shared_beyond(match, length_tokens)
@@ -312,8 +309,11 @@ class HybridPrefixCache:
         """
         if published:
             store, host = self._store, self._store.host
-            of_forward = host is not None and host.behind is not None and host.behind.shared
-            alone = of_forward and all(isinstance(copy, BlockTransfer) for copy in store.copies)
+            alone = (
+                host is not None
+                and host.behind is not None
+                and all(isinstance(copy, BlockTransfer) for copy in store.copies)
+            )
             return store.take_copies() if alone else []
         copies = self._store.take_copies()
         self._store.checkpoints.end_protection()
@@ -387,7 +387,7 @@ class HybridPrefixCache:
         elif plan.checkpoints:
             self._stats.count_fallback("epoch_changed")
         if live.load is not None:
-            self.loads.end(live, kept=live.write)
+            self.loads.end(live, LoadState.ARRIVED, kept=live.write)
         kept = live.write
         self._settle(live, plan, kept=kept)
         return kept
@@ -499,8 +499,8 @@ class HybridPrefixCache:
         """Releases all live requests, drops all swapped-out ones, and frees the blocks of `blocks.allocate`."""
         for request_id in list(self._requests.live):
             self.release(request_id)
-        for request_id in list(self.loads.swapped_out):
-            self.loads.drop_swapped_out(request_id)
+        for load in list(self._requests.loads):
+            self.loads.drop_swapped_out(load.request_id)
         self.blocks.free(list(self.blocks.unattached))
 
     def invalidate(self, epoch: int | None = None) -> None:
@@ -517,8 +517,8 @@ class HybridPrefixCache:
             live.write = False
             live.path.clear()  # it keeps its blocks, which have no keys any more
             if live.load is not None:  # the host is about to be emptied
-                live.load.pinned, live.load.left = (), None
-        self.loads.swapped_out.clear()
+                live.load.pinned = live.load.private = live.load.coming = ()
+        self._requests.loads[:] = [load for load in self._requests.loads if load.state is not LoadState.SWAPPED_OUT]
         self._planner.writing.clear()
         self._keys.forget()
         self._store.forget(self.epoch + 1 if epoch is None else epoch)
@@ -579,7 +579,7 @@ class HybridPrefixCache:
 
     def _let_go(self, live: LiveRequest) -> None:
         if live.load is not None:
-            self.loads.end(live, kept=False)
+            self.loads.end(live)
         if live.decoded:
             self._store.checkpoints.end_decoded(*live.decoded[-1])
         self._store.let_go(live)
@@ -592,9 +592,8 @@ class HybridPrefixCache:
         breakpoints: Sequence[int],
         counted_tokens: int,
     ) -> Admission | None:
-        load = live.load
-        assert load is not None
-        match = load.match
+        load, match = live.load, live.uncounted
+        assert load is not None and match is not None
         beyond = self._shared_beyond(match, length_tokens)
         if beyond is None:
             return None
@@ -608,7 +607,7 @@ class HybridPrefixCache:
             wanted = dict(self._planner.boundaries(match, breakpoints))
             wanted |= dict(live.boundaries)  # requested by others since the load began
             live.boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
-        load.admitted, live.uncounted, live.counted_tokens = True, match, counted_tokens
+        load.admitted, live.counted_tokens = True, counted_tokens
         return Admission(
             request_id=live.request_id,
             block_ids=tuple(live.block_ids),
@@ -636,7 +635,7 @@ class HybridPrefixCache:
             return
         stats.prompt_tokens += match.chain.tokens
         stats.reused_tokens += match.resume_tokens
-        if match.load_id is None:
+        if match.load is None:
             stats.reused_tokens_device += match.resume_tokens
         else:
             stats.reused_tokens_host += match.resume_tokens
@@ -651,7 +650,7 @@ class HybridPrefixCache:
         Returns:
             The nodes, possibly none. None: there is no room for the request.
         """
-        live = None if match.load_id is None else self._requests.loads[match.load_id]
+        live = None if match.load is None else self._requests[match.load.request_id]
         held, needed = len(match.block_ids), self._blocks_for(match, length_tokens)
         path: Sequence[Node] = match.path if live is None else ()
         if live is not None:

@@ -14,8 +14,7 @@ from megatron_hybrid_prefix.policy.registry import (
     check_eviction_policy,
     eviction_policy_names,
 )
-from megatron_hybrid_prefix.tiers.registry import tier_name
-from megatron_hybrid_prefix.tiers.shared import SharedSettings
+from megatron_hybrid_prefix.tiers.registry import parse_url
 
 StateDtypeName = Literal["float32", "bfloat16"]
 ExactName = Literal["bits"]
@@ -156,20 +155,13 @@ class HybridPrefixConfig(_RefusesRemoved):
             "more). 0: no host tier."
         ),
     )
-    tier_behind_host: str | None = field(
-        default=None,
-        metadata=_help(
-            "Tier behind the host tier, NAME or NAME:ARGUMENT, registered by a plugin. It is offered what the host "
-            "evicts, and loads back through the host. Needs host_gb. None: no such tier."
-        ),
-    )
     shared: str | None = field(
         default=None,
         metadata=_help(
-            "Folder or Mooncake Store behind the host tier that outlives the process, and that others may use: "
-            "'file:///var/cache/prefix?gb=200', 'mooncake://10.0.0.1:50051'. A restarted process, or another replica "
-            "with the same weights, reuses what is there. Needs host_gb, and a secret: HYBRID_PREFIX_SECRET, or "
-            "secret_file in the URL. None: no such tier."
+            "Tier behind the host tier that outlives the process, and that others may use: a folder, a Mooncake Store, or "
+            "the scheme of a plugin: 'file:///var/cache/prefix?gb=200', 'mooncake://10.0.0.1:50051'. A restarted process, or "
+            "another replica with the same weights, reuses what is there. Needs host_gb, and a secret: "
+            "HYBRID_PREFIX_SECRET, or secret_file in the URL. None: no such tier."
         ),
     )
     check_ranks: bool = field(
@@ -197,25 +189,16 @@ class HybridPrefixConfig(_RefusesRemoved):
         if interval is not None and interval < 0:
             raise ValueError(f"retention_interval_tokens={interval}: must be 0 or more, or None")
         check_eviction_policy(self.eviction_policy)
-        if self.tier_behind_host is not None:
-            tier_name(self.tier_behind_host)
-            if not self.host_gb:
-                raise ValueError(f"tier_behind_host={self.tier_behind_host!r}: needs a host tier; set host_gb above 0")
         if self.shared is not None:
-            SharedSettings.parse(self.shared)
+            parse_url(self.shared)
             if not self.host_gb:
                 raise ValueError(f"shared={self.shared!r}: needs a host tier; set host_gb above 0")
-            if self.tier_behind_host is not None:
-                raise ValueError(
-                    f"shared={self.shared!r}: there is room for one tier behind the host; see tier_behind_host"
-                )
         if self.exact is not None and self.exact not in get_args(ExactName):
             raise ValueError(f"exact={self.exact!r}: must be {' or '.join(map(repr, get_args(ExactName)))}, or None")
         if self.exact is not None and self.state_dtype not in (None, "float32"):
             raise ValueError(f"exact={self.exact!r} needs state_dtype='float32', not {self.state_dtype!r}")
-        for name in ("shared", "tier_behind_host"):
-            if self.exact is not None and getattr(self, name) is not None:
-                raise ValueError(f"exact={self.exact!r} does not go with {name}: what is there may have other bits")
+        if self.exact is not None and self.shared is not None:
+            raise ValueError(f"exact={self.exact!r} does not go with shared: what is there may have other bits")
         dtypes = get_args(StateDtypeName)
         if self.state_dtype is not None and self.state_dtype not in dtypes:
             raise ValueError(f"state_dtype={self.state_dtype!r}: must be {' or '.join(map(repr, dtypes))}")

@@ -72,7 +72,6 @@ from megatron_hybrid_prefix.console.engine_options import (
     started_platform,
     state_dtype_field,
     stop_requested,
-    tier_fields,
     versions,
 )
 from megatron_hybrid_prefix.console.hf import (
@@ -353,7 +352,7 @@ def run_engines(
         "budgets": {name: budget_of(ENGINES[name](budgets)) for name in names},
         "mamba_gb": budgets.mamba_gb,
         "host_gb": args.host_gb,
-        **tier_fields(args),
+        "shared": args.shared,
         "state_dtype": args.state_dtype,
         **plain(shared),
     }

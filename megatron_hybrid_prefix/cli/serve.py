@@ -243,7 +243,7 @@ def check_options(args: argparse.Namespace) -> Any:
         raise InputError("--cache-gb replaces --buffer-gb: give one of them")
     check_cap(args.mamba_gb, args.cache_gb)
     if args.no_cache:
-        given = ("mamba_gb", "host_gb", "tier_behind_host", "shared", "verify_hits")
+        given = ("mamba_gb", "host_gb", "shared", "verify_hits")
         for name in (name for name in given if getattr(args, name)):
             raise InputError(f"--no-cache: leaves nothing for --{name.replace('_', '-')} to do")
     if args.port > 65535:

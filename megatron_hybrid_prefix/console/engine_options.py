@@ -11,9 +11,9 @@ import os
 import platform as host
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -32,7 +32,7 @@ from megatron_hybrid_prefix.console.terminal import (
 )
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.models.config import PRESETS
-from megatron_hybrid_prefix.tiers.shared import SharedSettings
+from megatron_hybrid_prefix.tiers.registry import parse_url
 
 GIB = 2**30
 DEFAULT_PRESET = "tiny"
@@ -57,7 +57,7 @@ class Budgets:
         cache_gb: GiB for all of these, in an engine with this package's cache. None: the sum of the two.
         by_parts: Whether one of the two was given as an option, so that an error names them.
         host_gb: GiB of host memory for evicted KV and states.
-        tier: Fields of `HybridPrefixConfig` that say what is behind the host tier (`tier_fields`).
+        shared: URL of the tier behind the host memory; None: none.
         exact: The field of `HybridPrefixConfig`, of the engines with this package's cache.
     """
 
@@ -66,7 +66,7 @@ class Budgets:
     cache_gb: float | None = None
     by_parts: bool = False
     host_gb: float = 0.0
-    tier: Mapping[str, Any] = field(default_factory=dict)
+    shared: str | None = None
     exact: ExactName | None = None
 
     @classmethod
@@ -76,13 +76,13 @@ class Budgets:
         given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         defaults = {"buffer_gb": DEFAULT_BUFFER_GB[device_type], "mamba_gb": DEFAULT_MAMBA_GB[device_type]}
         by_parts = "cache_gb" not in given and bool(given.keys() & defaults.keys())
-        return cls(**(defaults | wanted | given), by_parts=by_parts, tier=tier_fields(args), exact=args.exact)
+        return cls(**(defaults | wanted | given), by_parts=by_parts, shared=args.shared, exact=args.exact)
 
     @property
     def prefix(self) -> HybridPrefixConfig:
         """Settings of this package's cache."""
         cache_gb = self.buffer_gb + self.mamba_gb if self.cache_gb is None else self.cache_gb
-        return HybridPrefixConfig(cache_gb=cache_gb, host_gb=self.host_gb, exact=self.exact, **self.tier)
+        return HybridPrefixConfig(cache_gb=cache_gb, host_gb=self.host_gb, exact=self.exact, shared=self.shared)
 
 
 UPSTREAM = "upstream"  # megatron's own engine
@@ -208,15 +208,10 @@ def add_engine_options(
         help="GiB of pinned host memory for evicted KV and states, this cache only (default: none)",
     )
     add(
-        "--tier-behind-host",
-        metavar="NAME[:ARG]",
-        help="storage tier behind the host memory, registered by a plugin (default: none)",
-    )
-    add(
         "--shared",
         metavar="URL",
-        help="folder or Mooncake Store behind the host memory that outlives the process and may be shared, such as "
-        "file:///var/cache/prefix?gb=200 or mooncake://10.0.0.1:50051; needs --host-gb, and a secret: "
+        help="folder, Mooncake Store or a plugin's tier behind the host memory that outlives the process and may be shared, "
+        "such as file:///var/cache/prefix?gb=200 or mooncake://10.0.0.1:50051; needs --host-gb, and a secret: "
         "HYBRID_PREFIX_SECRET, or secret_file in the URL (default: none)",
     )
     add(
@@ -292,10 +287,10 @@ def check_engine_options(args: argparse.Namespace) -> Any:
         config.check_parallel(tp=args.tp, pp=args.pp)
     with as_input_errors(ValueError):
         HybridPrefixConfig(
-            cache_gb=1, host_gb=args.host_gb or 0.0, exact=args.exact, state_dtype=args.state_dtype, **tier_fields(args)
+            cache_gb=1, host_gb=args.host_gb or 0.0, exact=args.exact, state_dtype=args.state_dtype, shared=args.shared
         )
         if args.shared is not None:
-            SharedSettings.parse(args.shared).check()
+            parse_url(args.shared)[1].check()
     if args.max_requests is not None and args.max_requests % args.tp:
         raise InputError(f"--max-requests {args.max_requests} is not a multiple of --tp {args.tp}")
     if (args.max_tokens or 0) % STEP_TOKENS_MULTIPLE:
@@ -331,11 +326,6 @@ def engine_fields(
     if args.async_scheduling:
         fields["async_sched_mode"] = AsyncScheduleMode.ASYNC
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def tier_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `HybridPrefixConfig` that say what is behind the host tier."""
-    return {"tier_behind_host": args.tier_behind_host, "shared": args.shared}
 
 
 def step_tokens(tokens: int) -> int:

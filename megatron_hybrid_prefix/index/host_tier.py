@@ -11,8 +11,8 @@ The rule is that of one memory on the device (``store.py``). When pages are need
 4. the state that the eviction policy names: the least value per byte freed. The KV that only it needed is spare then.
 
 So a state stays on the host only while its KV is on the host or on the device. A state that is worth less than all that is
-stored is not stored. KV that no state on the host needs only gets free pages, or those of spare KV. With a tier behind the
-host that is offered what the host evicts, everything is stored, because it reaches that tier through the host.
+stored is not stored, unless there is a tier behind, to which it gets through the host. KV that no state on the host needs only gets
+free pages, or those of spare KV.
 
 This file is longer than 400 lines because what is stored, loaded and dropped changes the same counts.
 """
@@ -32,7 +32,7 @@ from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import TierBehind
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Copy, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Load, Tag
 
 
 def _kv_is_spare(node: Node) -> bool:
@@ -54,7 +54,7 @@ class HostTier:
         block_tokens: Tokens per block.
         eviction: Ranks the states on the host.
         stats: Counts the moves.
-        behind: The tier behind the host. It is offered what is evicted here, or (a `SharedTier`) what is stored here.
+        behind: The tier behind the host. It is offered what is stored here.
 
     Attributes:
         entries: Pages and pins of all entries.
@@ -82,9 +82,6 @@ class HostTier:
         self._stats = stats
         self._figures = stats.tiers[HOST]
         self.behind = behind
-        self._early = behind is not None and behind.shared
-        # The tier behind is offered what is evicted here.
-        self._stores_everything = behind is not None and not behind.shared
         # Entries that are being read from behind. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()
         self.transfers: list[Copy] = []
@@ -104,11 +101,9 @@ class HostTier:
         self._spare_states: OrderedDict[Node, None] = OrderedDict()
         self._fetching.clear()
         self._eviction.clear()
-        if self.behind is not None:
-            name = self.behind.name
-            self.transfers[:] = [
-                copy for copy in self.transfers if not isinstance(copy, BlockTransfer) or copy.target != name
-            ]
+        self.transfers[:] = [
+            copy for copy in self.transfers if not isinstance(copy, BlockTransfer) or copy.target != SHARED
+        ]
 
     # -- depth ---------------------------------------------------------------------------------------------------------
 
@@ -145,7 +140,7 @@ class HostTier:
             False if there is no room, or not for KV that no state needs.
         """
         if node.host_block == NO_BLOCK:
-            if not self._make_room_for_kv(node, forced=forced or self._stores_everything):
+            if not self._make_room_for_kv(node, forced=forced):
                 if not forced and node.host_slot != NO_SLOT and not self.entries.is_pinned(node.host_slot):
                     self.drop_state(node)  # a guess: it cannot be reached without its KV
                 return False
@@ -195,9 +190,9 @@ class HostTier:
     def store_answer(self, node: Node) -> None:
         """A request ended, and this is the last state of its answer. The next turn of the conversation resumes from it.
 
-        A shared tier gets it if it saves a load's worth of tokens beyond the state before it.
+        The tier behind gets it if it saves a load's worth of tokens beyond the state before it.
         """
-        if self.behind is None or not self._early or node.private or node.host_slot != NO_SLOT:
+        if self.behind is None or node.private or node.host_slot != NO_SLOT:
             return
         before = node.parent
         while before is not None and (before.host_slot == NO_SLOT or is_guess(before)):
@@ -208,11 +203,11 @@ class HostTier:
             self.state_also_on_device(node)
 
     def stores_published(self, reason: CheckpointReason) -> bool:
-        """Whether a state that was just computed is stored at once, for a shared tier, not only when the device evicts it.
+        """Whether a state that was just computed is stored at once, for the tier behind, not only when the device evicts it.
 
         A decode state is not: it is copied to its slot later, and soon replaced by the next one. See `store_answer`.
         """
-        return self._early and reason not in (CheckpointReason.DECODE, CheckpointReason.INTERVAL)
+        return self.behind is not None and reason not in (CheckpointReason.DECODE, CheckpointReason.INTERVAL)
 
     def store_private(self, kind: EntryKind, device_id: int, tag: Tag) -> int | None:
         """Stores an entry of one preempted request until it is removed. Returns the entry; None if there is no room."""
@@ -226,7 +221,7 @@ class HostTier:
 
     # -- from the tier behind ------------------------------------------------------------------------------------------
 
-    def gather(self, keys: Sequence[bytes], first: int) -> tuple[tuple[int, ...], tuple[Tag, ...]] | None:
+    def gather(self, keys: Sequence[bytes], first: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Pins the KV of ``keys[first:]`` and the state at their end on the host. Fetches what only the tier behind
         has.
 
@@ -235,7 +230,7 @@ class HostTier:
             first: Number of leading blocks that are on the device.
 
         Returns:
-            The pinned entries (KV front first, the state last), and the tags of those that were fetched, now or for a
+            The pinned entries (KV front first, the state last), and those of them that were fetched, now or for a
             load that still waits for them. None: there is not enough room. What was fetched until then stays on the host.
         """
         tree = self._tree
@@ -262,7 +257,7 @@ class HostTier:
             self.entries.unpin([*pinned, *fetched])
             tree.prune(end)
             return None
-        return (*(node.host_block for node in kv), end.host_slot), tuple(map(self.entries.tag, [*coming, *fetched]))
+        return (*(node.host_block for node in kv), end.host_slot), (*coming, *fetched)
 
     def settle(self, entries: Iterable[int]) -> None:
         """These entries have arrived, on all ranks."""
@@ -286,7 +281,7 @@ class HostTier:
 
     # -- back to the device --------------------------------------------------------------------------------------------
 
-    def load(self, entry: int, device_id: int, load_id: int) -> Any:
+    def load(self, entry: int, device_id: int, load: Load) -> Any:
         """Queues the copy of a pinned entry into a block or slot. Returns the entry's payload."""
         self.transfers.append(
             BlockTransfer(
@@ -295,7 +290,7 @@ class HostTier:
                 device_id=device_id,
                 pages=self.entries.pages(entry),
                 tag=self.entries.tag(entry),
-                load_id=load_id,
+                load=load,
             )
         )
         self._figures.loads += 1
@@ -303,7 +298,7 @@ class HostTier:
 
     def use_state(self, node: Node) -> None:
         """Marks the node's state as used, after a request resumed from it on any tier."""
-        if self._early and node.host_slot == NO_SLOT and node.slot != NO_SLOT:
+        if self.behind is not None and node.host_slot == NO_SLOT and node.slot != NO_SLOT:
             self.store_state(node)  # it was a guess
             self.state_also_on_device(node)
         if node.host_slot != NO_SLOT:
@@ -421,20 +416,17 @@ class HostTier:
             return None
         tag = self._tag(kind, node)
         entry = self.entries.add(tag)
-        self.transfers.append(
-            BlockTransfer(source=self.behind.name, target=HOST, pages=self.entries.pages(entry), tag=tag)
-        )
-        if self.behind.shared:
-            self._fetching.add(entry)
-        self._stats.tiers[self.behind.name].loads += 1
+        self.transfers.append(BlockTransfer(source=SHARED, target=HOST, pages=self.entries.pages(entry), tag=tag))
+        self._fetching.add(entry)
+        self._stats.tiers[SHARED].loads += 1
         return entry
 
     def _write_down(self, node: Node) -> None:
-        """Offers a state that was just stored, after the KV before it, to a shared tier.
+        """Offers a state that was just stored, after the KV before it, to the tier behind.
 
         What is on the host depends on nothing that differs between ranks. So KV is stored here even if it is behind.
         """
-        if self.behind is None or not self._early:
+        if self.behind is None:
             return
         if node.private or is_guess(node) or node.depth_blocks < self.behind.least_blocks:
             return
@@ -443,12 +435,14 @@ class HostTier:
         while above is not None:
             path.append(above)
             above = above.parent
+        state = [node.host_slot]
+        self.entries.pin(state)  # its KV must not take its place
         for block in reversed(path):
             if block.host_block != NO_BLOCK or (block.block_id != NO_BLOCK and self.store_kv(block)):
                 self._offer(block.host_block)
         self.also_on_device([block for block in reversed(path) if block.block_id != NO_BLOCK])
-        if node.host_slot != NO_SLOT:  # the KV may have taken its place
-            self._offer(node.host_slot)
+        self.entries.unpin(state)
+        self._offer(node.host_slot)
 
     def _no_guess(self, node: Node) -> None:
         """The node's state is no guess any more, if it was one when it was stored."""
@@ -467,8 +461,8 @@ class HostTier:
         if self.behind.contains(tag.kind, tag.key):
             return
         pages = self.entries.pages(entry)
-        self.transfers.append(BlockTransfer(source=HOST, target=self.behind.name, pages=pages, tag=tag))
-        self._stats.tiers[self.behind.name].stores += 1
+        self.transfers.append(BlockTransfer(source=HOST, target=SHARED, pages=pages, tag=tag))
+        self._stats.tiers[SHARED].stores += 1
 
     # -- which KV a state needs ----------------------------------------------------------------------------------------
 
@@ -513,7 +507,7 @@ class HostTier:
     def _make_room_for_state(self, node: Node) -> bool:
         """Evicts until the node's state fits. False: it is worth no more than what is stored."""
         guess = is_guess(node)
-        incoming = None if self._stores_everything else node
+        incoming = node if self.behind is None else None  # the way to the tier behind is through the host
         while not self.entries.has_room(EntryKind.STATE):
             if self._evict_spare_kv():
                 continue
@@ -536,10 +530,6 @@ class HostTier:
         if found is None:
             return False
         guess = found.host_slot  # goes with its KV
-        if self._stores_everything:
-            self._offer(found.host_block)
-            if guess != NO_SLOT and found.block_id == NO_BLOCK:
-                self._offer(guess)
         self.drop_kv(found)
         self._figures.evictions += 1 + (guess != NO_SLOT and guess not in self.entries)
         return True
@@ -565,8 +555,6 @@ class HostTier:
             ) or self._eviction.victim(evictable)
         if state is None or state is incoming:
             return False
-        if self._stores_everything:
-            self._offer(state.host_slot)
         self.drop_state(state)
         self._figures.evictions += 1
         return True

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_hybrid_prefix.index.matcher import Match, Matcher
-from megatron_hybrid_prefix.index.requests import LiveRequest, Load, RequestBook, SwappedOut
+from megatron_hybrid_prefix.index.requests import LiveRequest, RequestBook
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.units import HOST, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, Load, LoadState, Tag
 
 
 class Loads:
@@ -26,9 +26,6 @@ class Loads:
         stats: Counters.
         block_tokens: Tokens per KV block.
 
-    Attributes:
-        running: The request of each load that has not ended, by load id. Not to be changed.
-        swapped_out: What preempted requests keep on the host, by request id. Not to be changed.
     """
 
     def __init__(
@@ -37,24 +34,30 @@ class Loads:
         self._store, self._requests, self._matcher, self._stats = store, requests, matcher, stats
         self._host, self._blocks, self._slots = store.host, store.blocks, store.slots
         self._block_tokens = block_tokens
-        self.running, self.swapped_out = requests.loads, requests.swapped_out
         self._next_id = 0
+
+    def _swapped_out(self, request_id: int) -> Load | None:
+        """What a preempted request keeps on the host."""
+        of_request = (load for load in self._requests.loads if load.request_id == request_id)
+        return next((load for load in of_request if load.state is LoadState.SWAPPED_OUT), None)
 
     def loads_elsewhere(self, match: Match) -> bool:
         """Whether another request is already loading the state that this match would load."""
         if self._host is None or not match.loadable_blocks:
             return False
         node = self._store.tree.get(match.chain.keys[match.loadable_blocks - 1])
-        if node is None:
+        if node is None or node.host_slot == NO_SLOT:
             return False
-        return any(live.load is not None and node.host_slot in live.load.pinned for live in self.running.values())
+        return any(
+            node.host_slot in load.pinned for load in self._requests.loads if load.state is not LoadState.SWAPPED_OUT
+        )
 
     @property
     def waiting_blocks(self) -> int:
         """KV blocks that only waiting requests hold."""
-        if not self.running:
-            return 0
         waiting = self._waiting
+        if not waiting:
+            return 0
         holds = Counter(block_id for live in waiting for block_id in live.block_ids)
         held_alone = sum(self._blocks.ref_count(block_id) == held for block_id, held in holds.items())
         pages = self._slots.pages_of([live.load.slot for live in waiting if live.load is not None])
@@ -63,7 +66,8 @@ class Loads:
     @property
     def _waiting(self) -> list[LiveRequest]:
         """Requests that hold a load and are not admitted yet, oldest load first."""
-        return [live for live in self.running.values() if live.is_loading]
+        loads = self._requests.loads
+        return [self._requests.live[load.request_id] for load in loads if load.is_running and not load.admitted]
 
     # -- begin a load ------------------------------------------------------------------------------------------------
 
@@ -89,8 +93,9 @@ class Loads:
         """
         if request_id in self._requests.live:
             return None
-        if request_id in self.swapped_out:
-            return self._begin_resume(request_id, match, write=write, reserved_blocks=reserved_blocks)
+        left = self._swapped_out(request_id)
+        if left is not None:
+            return self._begin_resume(left, match, write=write, reserved_blocks=reserved_blocks)
         match = self._matcher.fresh(match)
         if self._host is None or not match.loadable_blocks:
             return None
@@ -101,212 +106,217 @@ class Loads:
         found = self._host.gather(keys, len(shared))
         if found is None:
             return None
-        entries, fetched = found
+        entries, coming = found
         loaded = self._begin(
-            request_id,
+            self._new_load(request_id, depth_tokens=len(keys) * self._block_tokens, pinned=entries, coming=coming),
             match,
+            entries,
             shared=shared,
-            kv_entries=entries[:-1],
-            state_entry=entries[-1],
-            pinned=entries,
-            fetched=fetched,
-            resume_tokens=len(keys) * self._block_tokens,
             write=write,
             reserved_blocks=reserved_blocks,
         )
-        self._host.entries.unpin(entries)  # the load pins them, too
+        if loaded is None:
+            self._host.entries.unpin(entries)
         return loaded
 
-    def _begin_resume(self, request_id: int, match: Match, *, write: bool, reserved_blocks: int) -> Match | None:
+    def _begin_resume(self, left: Load, match: Match, *, write: bool, reserved_blocks: int) -> Match | None:
         """`begin_load_back` for a request that was swapped out. Drops what it left if that does not fit the prompt of ``match``."""
-        left, host = self.swapped_out[request_id], self._host
+        host = self._host
         assert host is not None
         match = self._matcher.fresh(match)
-        keys = match.chain.keys[: len(left.path)]
-        fits = left.depth_tokens <= match.limit_tokens and keys == [node.key for node in left.path]
+        keys = match.chain.keys[: len(left.keys)]
+        fits = left.depth_tokens <= match.limit_tokens and tuple(keys) == left.keys
         fits = fits and match.resume_at is None
         if not fits or not match.read or not all(entry in host.entries for entry in left.pinned):
-            self.drop_swapped_out(request_id)
+            self.drop_swapped_out(left.request_id)
             return None
         shared = self._store.tree.path(keys)
         loaded = self._begin(
-            request_id,
+            self._left_again(left),
             match,
+            [*left.pinned[len(shared) :], *left.private],
             shared=shared,
-            kv_entries=[*left.pinned[len(shared) :], *left.kv_entries],
-            state_entry=left.state_entry,
-            pinned=left.pinned,
-            left=left,
-            resume_tokens=left.depth_tokens,
             write=write,
             reserved_blocks=reserved_blocks,
         )
         if loaded is not None:
-            host.entries.unpin(left.pinned)  # the load pins them, too
-            del self.swapped_out[request_id]
+            self._requests.loads.remove(left)
         return loaded
 
     def _begin(
         self,
-        request_id: int,
+        load: Load,
         match: Match,
+        entries: Sequence[int],
         *,
         shared: Sequence[Node],
-        kv_entries: Sequence[int],
-        state_entry: int,
-        pinned: tuple[int, ...],
-        left: SwappedOut | None = None,
-        fetched: tuple[Tag, ...] = (),
-        resume_tokens: int,
         write: bool,
         reserved_blocks: int,
     ) -> Match | None:
+        """Begins a load whose entries are pinned.
+
+        Args:
+            load: The load.
+            match: What its request found.
+            entries: Host entries to copy: KV after the ``shared`` blocks, then the state.
+            shared: Nodes of blocks on the device.
+            write, reserved_blocks: See `begin_load_back`.
+        """
         host = self._host
         assert host is not None
-        if not self._has_blocks(len(kv_entries) + reserved_blocks, shared):
+        if not self._has_blocks(len(entries) - 1 + reserved_blocks, shared):
             return None
-        # Share and pin before allocating: eviction must not take what this request needs.
+        # Share before allocating: eviction must not take what this request needs.
         block_ids = self._blocks.share(shared)
-        host.entries.pin(pinned)
         slot = self._store.checkpoints.take_slot()
         if slot is None:
-            host.entries.unpin(pinned)
             self._blocks.release(block_ids, shared)
             return None
-        block_ids += self._store.take_blocks(len(kv_entries))
-        load_id, self._next_id = self._next_id, self._next_id + 1
-        payloads: dict[int, Any] = {}
-        for entry, block_id in zip(kv_entries, block_ids[len(shared) :], strict=True):
-            payloads[block_id] = host.load(entry, block_id, load_id)
-        host.load(state_entry, slot, load_id)
+        block_ids += self._store.take_blocks(len(entries) - 1)
+        load.state = LoadState.FETCHING if load.coming else LoadState.ASKED
+        load.slot, load.pages = slot, sum(len(host.entries.pages(entry)) for entry in entries)
+        for entry, block_id in zip(entries[:-1], block_ids[len(shared) :], strict=True):
+            load.payloads[block_id] = host.load(entry, block_id, load)
+        host.load(entries[-1], slot, load)
         usable_blocks = min(match.kv_depth_blocks, match.limit_tokens // self._block_tokens)
         loaded = dataclasses.replace(
             match,
             path=tuple(shared),
-            resume_tokens=resume_tokens,
+            resume_tokens=load.depth_tokens,
             source_slot=slot,
-            lost_tokens_no_state=max(0, usable_blocks * self._block_tokens - resume_tokens),
+            lost_tokens_no_state=max(0, usable_blocks * self._block_tokens - load.depth_tokens),
             loadable_blocks=0,
-            load_id=load_id,
+            load=load,
             loaded_blocks=tuple(block_ids),
             lost_tokens_elsewhere=0,
         )
-        live = LiveRequest(
-            request_id=request_id,
+        self._requests.live[load.request_id] = LiveRequest(
+            request_id=load.request_id,
             chain=match.chain.copy(),
             prompt_tokens=match.chain.tokens,
             write=write and match.chain.epoch == self._store.tree.epoch,
             block_ids=block_ids,
             path=list(shared),
             boundaries=(),
-            computed_tokens=resume_tokens,
-            planned_tokens=resume_tokens,
+            computed_tokens=load.depth_tokens,
+            planned_tokens=load.depth_tokens,
             # A request that was preempted inside a block may share the whole block.
-            stored_tokens=max(resume_tokens, len(shared) * self._block_tokens),
+            stored_tokens=max(load.depth_tokens, len(shared) * self._block_tokens),
             read=match.read,
             pinned_slot=None,
+            load=load,
+            uncounted=loaded,
         )
-        live.load = Load(
-            load_id=load_id,
-            pinned=pinned,
-            slot=slot,
-            left=left,
-            pages=len(kv_entries) * host.entries.pages_of[EntryKind.KV] + host.entries.pages_of[EntryKind.STATE],
-            match=loaded,
-            payloads=payloads,
-            fetched=fetched,
-        )
-        self._requests.live[request_id] = self.running[load_id] = live
+        self._requests.loads.append(load)
         return loaded
+
+    def _new_load(self, request_id: int, **fields: Any) -> Load:
+        self._next_id += 1
+        return Load(load_id=self._next_id - 1, request_id=request_id, state=LoadState.ASKED, **fields)
+
+    def _left_again(self, left: Load) -> Load:
+        """A load of the same entries, which stay pinned."""
+        return self._new_load(
+            left.request_id,
+            depth_tokens=left.depth_tokens,
+            keys=left.keys,
+            pinned=left.pinned,
+            private=left.private,
+        )
 
     def _has_blocks(self, count: int, shared: Sequence[Node]) -> bool:
         return self._store.has_room(count, shared, slots=1)
 
     # -- end a load ----------------------------------------------------------------------------------------------------
 
-    def end(self, live: LiveRequest, *, kept: bool) -> None:
+    def end(self, live: LiveRequest, state: LoadState = LoadState.GIVEN_UP, *, kept: bool = False) -> None:
         """Ends the request's load, if it has one.
 
         A swapped-out request that was never admitted stays swapped out.
 
         Args:
             live: The request.
+            state: What has become of it, unless that is known already.
             kept: Whether the loaded state stays on the device.
         """
         load, host = live.load, self._host
         if load is None:
             return
         assert host is not None
+        if load.is_running:
+            load.state = state
         if not load.admitted:
-            self._stats.count_fallback("host_load_given_up")
+            self._stats.count_fallback(LoadState.GIVEN_UP)
         live.load = None
-        del self.running[load.load_id]
-        blocks = load.match.resume_tokens // self._block_tokens
-        node = live.path[blocks - 1] if kept and load.left is None and blocks <= len(live.path) else None
+        self._requests.loads.remove(load)
+        blocks = load.depth_tokens // self._block_tokens
+        node = live.path[blocks - 1] if kept and not load.private and blocks <= len(live.path) else None
         if node is not None and node.slot == NO_SLOT and node.host_slot != NO_SLOT:
             self._store.checkpoints.restore(node, load.slot)
         else:
             self._slots.abandon(load.slot)
-        if load.left is not None and not load.admitted:
-            self.swapped_out[live.request_id] = load.left
-            return
-        host.entries.unpin(load.pinned)
+        if load.private and not load.admitted:
+            left = self._left_again(load)
+            left.state = LoadState.SWAPPED_OUT
+            self._requests.loads.append(left)
+        else:
+            self._let_entries_go(load)
+
+    def _let_entries_go(self, load: Load) -> None:
+        assert self._host is not None
+        self._host.entries.unpin(load.pinned)
         for entry in load.private:
-            host.entries.remove(entry)
+            self._host.entries.remove(entry)
 
     def fail(self, live: LiveRequest) -> None:
-        """Ends a load whose data was wrong or did not arrive, and drops its entries."""
+        """Ends the load of an admitted request whose data was wrong or did not arrive, and drops its entries."""
         load, host = live.load, self._host
         assert load is not None and host is not None
-        if load.not_fetched is not None:
-            coming = self._coming(load)
-            self._count_not_fetched(load.not_fetched, len(coming))
-            self._stats.count_fallback("host_load_given_up")
-            self.end(live, kept=False)
-            for entry in coming:
-                host.drop(entry)
+        if load.state in (LoadState.MISSING, LoadState.LATE):
+            self._stats.count_fallback(LoadState.GIVEN_UP)
+            self._drop_coming(live)
             return
-        self._stats.count_fallback("host_load_failed")
-        self.end(live, kept=False)
+        load.state = LoadState.FAILED
+        self._stats.count_fallback(load.state)
+        fetched = [host.entries.tag(entry) for entry in load.coming if entry in host.entries]
+        self.end(live)
         self._stats.tiers[HOST].failed += len(load.pinned)
         for entry in load.pinned:
             host.drop(entry)
-        if load.fetched and host.behind is not None:
-            self._stats.tiers[host.behind.name].failed += len(load.fetched)
-            host.behind.remove(load.fetched)
+        if fetched and host.behind is not None:
+            self._stats.tiers[SHARED].failed += len(fetched)
+            host.behind.remove(fetched)
 
-    def end_fetch(self, request_id: int, failure: str | None) -> None:
-        """What the request's load waited for has arrived on the host, on all ranks. Or not: then the load is given up.
+    def end_fetch(self, load: Load, state: LoadState) -> None:
+        """What a load waited for has arrived on the host, on all ranks. Or not: then the load is given up.
 
-        If the request is admitted by then, its forward runs, and its load fails (`not_fetched`, `fail`).
+        If its request is admitted by then, its forward runs, and its load fails (`fail`).
 
         Args:
-            request_id: A request that holds a load.
-            failure: Why it did not; None if it did.
+            load: A load that fetches.
+            state: COPYING if all has arrived; else MISSING or LATE.
         """
-        live, host = self._requests[request_id], self._host
-        assert live.load is not None and host is not None
-        entries = self._coming(live.load)
-        if failure is None:
-            host.settle(entries)
-        elif live.load.admitted:
-            live.load.not_fetched = failure
+        live, host = self._requests.live[load.request_id], self._host
+        assert host is not None
+        load.state = state
+        if state is LoadState.COPYING:
+            host.settle(load.coming)
+        elif not load.admitted:
+            self._drop_coming(live)
+
+    def _drop_coming(self, live: LiveRequest) -> None:
+        """Ends a load whose entries did not arrive, and drops these."""
+        load, host = live.load, self._host
+        assert load is not None and host is not None
+        coming = [entry for entry in load.coming if entry in host.entries]
+        self._stats.count_fallback(load.state)
+        self._stats.tiers[SHARED].failed += len(coming)
+        if load.admitted:
+            self.end(live)
         else:
-            self._count_not_fetched(failure, len(entries))
             self._give_up(live)
-            for entry in entries:
-                host.drop(entry)
-
-    def _coming(self, load: Load) -> list[int]:
-        """The host entries of a load that come from the tier behind."""
-        assert self._host is not None
-        entries, tags = self._host.entries, set(load.fetched)
-        return [entry for entry in load.pinned if entry in entries and entries.tag(entry) in tags]
-
-    def _count_not_fetched(self, failure: str, entries: int) -> None:
-        assert self._host is not None and self._host.behind is not None
-        self._stats.count_fallback(failure)
-        self._stats.tiers[self._host.behind.name].failed += entries
+        for entry in coming:
+            host.drop(entry)
 
     def give_up(self) -> bool:
         """Releases all requests that hold a load and are not admitted. Returns False if there were none."""
@@ -333,7 +343,7 @@ class Loads:
 
     def _give_up(self, live: LiveRequest) -> None:
         del self._requests.live[live.request_id]
-        self.end(live, kept=False)
+        self.end(live)
         self._store.let_go(live)
 
     # -- swap out ------------------------------------------------------------------------------------------------------
@@ -385,21 +395,21 @@ class Loads:
                 host.entries.remove(entry)
             return False
         self.drop_swapped_out(request_id)
-        self.swapped_out[request_id] = SwappedOut(
+        left = self._new_load(
+            request_id,
             depth_tokens=depth_tokens,
-            path=tuple(live.path),
+            keys=tuple(node.key for node in live.path),
             pinned=tuple(reversed(pinned)),
-            kv_entries=tuple(private[1:]),
-            state_entry=private[0],
+            private=(*private[1:], private[0]),
         )
+        left.state = LoadState.SWAPPED_OUT
+        self._requests.loads.append(left)
         self._stats.tiers[HOST].preempted += 1
         return True
 
     def drop_swapped_out(self, request_id: int) -> None:
         """Drops what the request left with `swap_out`, if anything."""
-        left = self.swapped_out.pop(request_id, None)
+        left = self._swapped_out(request_id)
         if left is not None:
-            assert self._host is not None
-            self._host.entries.unpin(left.pinned)
-            for entry in left.private:
-                self._host.entries.remove(entry)
+            self._requests.loads.remove(left)
+            self._let_entries_go(left)

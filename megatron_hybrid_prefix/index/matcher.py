@@ -9,6 +9,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import DepthTier
+from megatron_hybrid_prefix.tiers.units import Load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Match:
         seen_blocks: Number of leading blocks that an earlier prompt had, even if their KV was evicted since (``ghosts.py``). 0:
             nothing was evicted.
         loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.
-        load_id: Id of the request's load; None: no load has begun.
+        load: The request's load; None: none has begun.
         loaded_blocks: With a load, the KV blocks up to ``resume_tokens``: shared ones, then loaded ones.
     """
 
@@ -51,13 +52,13 @@ class Match:
     lost_tokens_elsewhere: int = 0
     seen_blocks: int = 0
     loadable_blocks: int = 0
-    load_id: int | None = None
+    load: Load | None = None
     loaded_blocks: tuple[int, ...] = ()
 
     @property
     def block_ids(self) -> tuple[int, ...]:
         """KV blocks up to ``resume_tokens`` that the request will share or loads, front first."""
-        return tuple(node.block_id for node in self.path) if self.load_id is None else self.loaded_blocks
+        return tuple(node.block_id for node in self.path) if self.load is None else self.loaded_blocks
 
 
 def match_prefix(
@@ -150,7 +151,6 @@ class Matcher:
     Args:
         tree: What is on the device.
         tiers: Tiers below the device, nearest first.
-        loads: Ids of the loads that have not ended.
         block_tokens: Tokens per block.
         ghosts: Keys of evicted blocks that are remembered.
     """
@@ -159,12 +159,11 @@ class Matcher:
         self,
         tree: PrefixTree,
         tiers: Sequence[DepthTier],
-        loads: Container[int],
         *,
         block_tokens: int,
         ghosts: Container[bytes] = frozenset(),
     ) -> None:
-        self._tree, self._tiers, self._loads, self._block_tokens = tree, tiers, loads, block_tokens
+        self._tree, self._tiers, self._block_tokens = tree, tiers, block_tokens
         self._ghosts = ghosts
 
     def match(self, chain: KeyChain, limit_tokens: int, read: bool, resume_at: Collection[int] | None = None) -> Match:
@@ -184,8 +183,8 @@ class Matcher:
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
-        if match.load_id is not None:
-            return match.load_id in self._loads
+        if match.load is not None:
+            return match.load.is_running
         return match.version == self._tree.version and match.prompt_tokens == match.chain.tokens
 
     def fresh(self, match: Match) -> Match:

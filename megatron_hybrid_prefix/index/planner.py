@@ -99,7 +99,7 @@ class StepPlanner:
             end_tokens=end_tokens,
             source_slot=source if not live.plans else None,
             checkpoints=self._reserve(live, start_tokens, end_tokens) if live.write else (),
-            load_id=live.load.load_id if live.load is not None and not live.plans else None,
+            load=None if live.plans else live.load,
         )
         self._next_plan_id += 1
         live.planned_tokens = end_tokens

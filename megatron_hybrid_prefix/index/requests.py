@@ -10,7 +10,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
-from megatron_hybrid_prefix.tiers.units import Tag
+from megatron_hybrid_prefix.tiers.units import Load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,65 +61,6 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedOut:
-    """What a preempted request keeps on the host to continue from.
-
-    Attributes:
-        depth_tokens: Tokens that it had computed.
-        path: Nodes of its first blocks.
-        pinned: Host entries of those nodes.
-        kv_entries: Host entries of its other blocks. The last one may be partly filled.
-        state_entry: Host entry of its state.
-    """
-
-    depth_tokens: int
-    path: tuple[Node, ...]
-    pinned: tuple[int, ...]
-    kv_entries: tuple[int, ...]
-    state_entry: int
-
-    @property
-    def private(self) -> tuple[int, ...]:
-        """Entries that belong to this request alone."""
-        return (*self.kv_entries, self.state_entry)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Load:
-    """A load from the host that a request needs before it starts.
-
-    Attributes:
-        load_id: Unique id.
-        pinned: Host entries that stay pinned until the load ends.
-        slot: Reserved slot, the target of the state.
-        left: What a swapped-out request continues from. None: the load is of a state of the prefix tree, and is
-            published there.
-        pages: Host pages of all copies.
-        match: The match that the request is admitted with.
-        payloads: Payload (routing) of each loaded KV block, or None, by block id.
-        fetched: Tags of the entries that came from the tier behind the host.
-        admitted: Whether the request has been admitted.
-        not_fetched: Why the entries of ``fetched`` did not arrive, although the request is admitted; None: they did, or may.
-    """
-
-    load_id: int
-    pinned: tuple[int, ...]
-    slot: int
-    left: SwappedOut | None
-    pages: int
-    match: Match
-    payloads: dict[int, Any]
-    fetched: tuple[Tag, ...] = ()
-    admitted: bool = False
-    not_fetched: str | None = None
-
-    @property
-    def private(self) -> tuple[int, ...]:
-        """Host entries that are removed when the load ends."""
-        return () if self.left is None else self.left.private
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCheckpoint:
     """A planned write: the forward writes the state after ``position_tokens`` tokens to ``slot``."""
 
@@ -140,7 +81,7 @@ class StepPlan:
         source_slot: Checkpoint slot to read the state at ``start_tokens`` from. None: read the request's live slot, or
             start from zero if ``start_tokens`` is 0.
         checkpoints: States to write, ascending by position, each in (start, end].
-        load_id: Id of the load that the forward starts from; None if it needs none.
+        load: The load that the forward starts from; None if it needs none.
     """
 
     plan_id: int
@@ -149,7 +90,7 @@ class StepPlan:
     end_tokens: int
     source_slot: int | None
     checkpoints: tuple[PlannedCheckpoint, ...]
-    load_id: int | None = None
+    load: Load | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -174,7 +115,7 @@ class LiveRequest:
         released: Released by the engine with a plan in flight. Removed when the last plan is settled.
         load: Its load from the host, until the first forward is settled.
         live_slot: Slot of its own state once it is admitted; None if the engine has slots of its own.
-        uncounted: The match with which it was admitted, until its first forward is published and counted.
+        uncounted: The match with which it is admitted, until its first forward is published and counted.
         counted_tokens: Tokens that were counted before: it was preempted, or started over.
     """
 
@@ -222,15 +163,13 @@ class RequestBook:
     Attributes:
         live: Live requests by id, in the order of admission (or of their load's start).
         ending: Released requests with a plan in flight. Their ids may be reused already.
-        loads: The request of each load that has not ended, by load id.
-        swapped_out: What preempted requests keep on the host, by request id.
+        loads: Loads that have not ended, oldest first, and what preempted requests keep on the host.
     """
 
     def __init__(self) -> None:
         self.live: dict[int, LiveRequest] = {}
         self.ending: list[LiveRequest] = []
-        self.loads: dict[int, LiveRequest] = {}
-        self.swapped_out: dict[int, SwappedOut] = {}
+        self.loads: list[Load] = []
 
     def __getitem__(self, request_id: int) -> LiveRequest:
         """The live request.
@@ -261,4 +200,3 @@ class RequestBook:
         self.live.clear()
         self.ending.clear()
         self.loads.clear()
-        self.swapped_out.clear()

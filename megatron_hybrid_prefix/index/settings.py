@@ -39,7 +39,7 @@ class CacheSettings:
         host_pages: Pages of the host tier. 0: no host tier.
         host_kv_pages: Pages per KV block on the host.
         host_state_pages: Pages per state on the host.
-        behind: The tier behind the host. It is offered what the host evicts. Needs a host tier.
+        behind: The tier behind the host. Needs a host tier.
         boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
         beside: What the caller keeps beside the blocks, by their keys. The cache says what has to go.
         on_move: Called at once when a cached block moves: (from block, to block). For what the engine keeps by block id on the
@@ -81,6 +81,6 @@ class CacheSettings:
                 f"retention_interval_tokens={interval}: must be 0 or a multiple of block_tokens={self.block_tokens}"
             )
         if self.behind is not None and not self.host_pages:
-            raise ValueError(f"tier {self.behind.name!r} behind the host needs a host tier: host_pages is 0")
+            raise ValueError("a tier behind the host needs a host tier: host_pages is 0")
         if self.state_slots is None and not self.page_blocks:
             raise ValueError("state_slots=None: states that take no memory of KV need a number of slots")

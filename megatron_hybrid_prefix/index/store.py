@@ -405,8 +405,6 @@ class PrefixStore:
         """Frees all blocks, slots and host pages, even held ones."""
         if self.host is not None:
             self.host.reset()
-            if self.host.behind is not None:
-                self.host.behind.clear()
         self.tree.clear()
         self.blocks.reset()
         self.checkpoints.reset()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.ops.entry_geometry import EntryGeometry, geometry_of
+from megatron_hybrid_prefix.ops.page_copies import EntryGeometry, geometry_of
 
 _HOST_MEMORY, _DEVICE_MEMORY = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 _MOST_PITCH = 2**31 - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH

@@ -1,7 +1,8 @@
-"""Interfaces of a tier: how deep it holds a prefix, and how entries are stored behind the host and loaded back.
+"""`Tier`: the interface of what lies behind the host memory. `TierBehind`: such a tier as the cache uses it.
 
-An entry is named by its content (`Tag`), so a tier may outlive the process or be shared by several. The tier behind the host is
-offered what the host evicts. If it holds more of a prompt than the host, entries come back through the host's pages.
+An entry is named by its content (`Tag`) and by a namespace: the weights, the layout and the rank that it depends on. So a tier
+may outlive the process and be shared by several. A state that is no guess is offered as soon as it is on the host, after the KV
+before it. If the tier holds more of a prompt than the host, entries come back through the host's pages.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.metrics import TierStats
+from megatron_hybrid_prefix.tiers.settings import TierSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)
@@ -41,110 +45,84 @@ class Entry(NamedTuple):
 
 
 class Tier(ABC):
-    """A tier behind the host, on one rank. Only one thread calls it.
+    """A tier behind the host, on one rank.
+
+    Several threads call `put`, `wants` and `get`, each for one entry, and may wait there. The engine's thread calls the other
+    methods, which must not wait.
 
     A tier cannot produce wrong tokens: an entry that is lost, or comes back with other bytes, is dropped, counted and
     computed again. An exception is logged and counts as "not here".
 
-    Attributes:
-        same_on_all_ranks: True: the tiers of all ranks always hold the same entries. False: with several ranks each
-            depth query costs a collective, by which ranks agree.
-    """
+    Every method takes the namespace: 16 bytes that are another number for other weights and for each rank. An entry of one
+    namespace is not here in another.
 
-    same_on_all_ranks: bool = False
-
-    @abstractmethod
-    def contains(self, kind: EntryKind, key: bytes) -> bool:
-        """Whether the entry is here."""
-
-    @abstractmethod
-    def put(self, entries: Sequence[Entry]) -> Sequence[bool]:
-        """Store entries; a tier may refuse some. Copy the bytes before returning.
-
-        Returns:
-            For each entry: whether it was stored.
-        """
-
-    @abstractmethod
-    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> Sequence[int | None]:
-        """Read entries into buffers. Each buffer has the length of its entry.
-
-        Returns:
-            For each entry: the checksum stored with it, or None if it is not here (its buffer is then ignored).
-        """
-
-    @abstractmethod
-    def remove(self, tags: Iterable[Tag]) -> None:
-        """Remove entries that came back wrong or not at all. Unknown entries are ignored."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Remove everything that this process stored."""
-
-    def invalidate(self, epoch: int) -> None:
-        """The weights changed: older keys are never asked for again.
-
-        Args:
-            epoch: Epoch of the new weights.
-        """
-        self.clear()
-
-    def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
-        """See `DepthTier`. Override it if one query for many keys is faster."""
-        while first < len(keys) and self.contains(EntryKind.KV, keys[first]):
-            first += 1
-        return first
-
-    def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`. Override it if one query for many keys is faster."""
-        while limit > after and not self.contains(EntryKind.STATE, keys[limit - 1]):
-            limit -= 1
-        return max(after, limit)
-
-
-class Filling(Protocol):
-    """Entries that are being read into pages of the host."""
-
-    def wait(self) -> Sequence[int | None]:
-        """Wait until nothing writes to the pages any more. Returns what `Tier.get` does."""
-
-    def close(self) -> None:
-        """Tidy up, after `wait`; waits itself if need be. Called in any case."""
-
-
-class SharedTier(Tier):
-    """A tier that outlives the process. Threads call `put`, `get` and `fill`, while the engine's thread calls the other methods.
-
-    It is offered states that are no guesses as soon as they are computed, after the KV before them, and nothing when the
-    host evicts.
+    Args:
+        settings: What the URL says: an object of `settings_class`.
+        block_tokens: Tokens per block.
+        make_ranking: Makes an eviction policy of the configured kind, for a tier that ranks its states.
 
     Attributes:
+        settings_class: How the URL is read.
         wait_s: Requests wait for a load at most this long; one that is late on any rank is a miss on all.
         least_blocks: A load that saves fewer blocks than this is not begun, and a state less deep is not offered.
         threads: Threads that read.
-        fills: Entries are read by `fill`, not by `get`.
+
+    Raises:
+        ValueError, OSError: The tier cannot be used; one line says why.
     """
 
-    wait_s: float = 1.0
-    least_blocks: int = 0
-    threads: int = 8
-    fills: bool = False
+    settings_class: ClassVar[type[TierSettings]] = TierSettings
 
-    def wants(self, tag: Tag) -> bool:
+    def __init__(self, settings: TierSettings, *, block_tokens: int, make_ranking: Callable[[], Any]) -> None:
+        self.wait_s, self.threads = settings.wait_s, settings.threads
+        self.least_blocks = ceil_div(settings.min_tokens, block_tokens)
+
+    @abstractmethod
+    def contains(self, namespace: bytes, kind: EntryKind, key: bytes) -> bool:
+        """Whether the entry is here."""
+
+    @abstractmethod
+    def put(self, namespace: bytes, entry: Entry) -> bool:
+        """Store an entry. Copy the bytes before returning. Returns whether it was stored."""
+
+    @abstractmethod
+    def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
+        """Read an entry into buffers, one after the other, that have its length together.
+
+        They lie in the host's memory: nothing may be written there after the return.
+
+        Returns:
+            The checksum stored with the entry, or None if it is not here (what is in the buffers is then ignored).
+        """
+
+    @abstractmethod
+    def remove(self, namespace: bytes, tags: Iterable[Tag]) -> None:
+        """Remove entries that came back wrong or not at all. Unknown entries are ignored."""
+
+    def use_namespace(self, namespace: bytes) -> None:  # noqa: B027
+        """The weights have this namespace from now on. Called before the first question about it; the first may wait."""
+
+    def wants(self, namespace: bytes, tag: Tag) -> bool:
         """Whether the entry is to be put. A thread asks before it copies the bytes; False: it is here already."""
         return True
 
-    def use_memory(self, memory: memoryview) -> None:
-        """What this thread passes to `put` and `get` lies in this memory, which stays as long as the tier is used."""
+    def kv_depth(self, namespace: bytes, keys: Sequence[bytes], first: int) -> int:
+        """See `DepthTier`. Override it if one query for many keys is faster."""
+        while first < len(keys) and self.contains(namespace, EntryKind.KV, keys[first]):
+            first += 1
+        return first
 
-    def fill(self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]) -> Filling:
-        """Begin to read entries, as `get` does, but straight into pages of the host.
+    def state_depth(self, namespace: bytes, keys: Sequence[bytes], after: int, limit: int) -> int:
+        """See `DepthTier`. Override it if one query for many keys is faster."""
+        while limit > after and not self.contains(namespace, EntryKind.STATE, keys[limit - 1]):
+            limit -= 1
+        return max(after, limit)
 
-        Args:
-            tags: See `get`.
-            buffers: For each entry: receive its bytes, one after the other.
-        """
-        raise NotImplementedError
+    def describe(self, stats: TierStats) -> None:  # noqa: B027
+        """Add what is here, and what was given up, to the statistics."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of all that the tier holds. No other method is called after this one, but by threads that still run."""
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
@@ -157,21 +135,51 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
 class TierBehind:
     """The tier behind the host, as the cache uses it: all ranks get the same answers, and no method raises.
 
+    It has nothing and takes nothing until its namespace is known.
+
     Args:
-        name: Its name in transfers and statistics.
         tier: The tier of this rank.
         agree: Returns the minimum over all ranks; a collective. None: there is one rank.
-
-    Attributes:
-        shared, least_blocks: Whether it is a `SharedTier`, and its limit.
     """
 
-    def __init__(self, name: str, tier: Tier, agree: Callable[[int], int] | None = None) -> None:
-        self.name = name
+    def __init__(self, tier: Tier, agree: Callable[[int], int] | None = None) -> None:
         self.tier = tier
-        self.shared = isinstance(tier, SharedTier)
-        self.least_blocks = tier.least_blocks if isinstance(tier, SharedTier) else 0
-        self._agree: Callable[[int], int] = int if agree is None or tier.same_on_all_ranks else agree
+        self._agree: Callable[[int], int] = agree or int
+        self._make_namespace: Callable[[], bytes] | None = None
+        self._namespace = b""
+        self._epoch = 0
+
+    @property
+    def least_blocks(self) -> int:
+        """See `Tier`."""
+        return self.tier.least_blocks
+
+    def name_entries(self, make_namespace: Callable[[], bytes]) -> None:
+        """Use a namespace.
+
+        Args:
+            make_namespace: Returns 16 bytes made of all that entries depend on: weights, layout, rank, versions. Called now, and
+                again when it is needed after the weights have changed.
+        """
+        self._make_namespace, self._namespace = make_namespace, b""
+        self.namespace()
+
+    def invalidate(self, epoch: int) -> None:
+        """The weights changed: entries get another namespace. Nothing is removed."""
+        self._epoch, self._namespace = epoch, b""
+
+    def namespace(self, epoch: int | None = None) -> bytes:
+        """The namespace of the weights of this epoch (None: of now); empty if it is not known any more."""
+        if epoch is not None and epoch != self._epoch:
+            return b""
+        if not self._namespace and self._make_namespace is not None:
+            try:
+                namespace = self._make_namespace()
+                self.tier.use_namespace(namespace)
+                self._namespace = namespace
+            except Exception as error:  # a plugin's code may raise anything
+                logger.error("the tier behind the host: its namespace cannot be used: %r", error)
+        return self._namespace
 
     def contains(self, kind: EntryKind, key: bytes) -> bool:
         """Whether the entry is here, on this rank."""
@@ -192,17 +200,10 @@ class TierBehind:
         """See `Tier`."""
         self._ask(None, self.tier.remove, tags)
 
-    def clear(self) -> None:
-        """See `Tier`."""
-        self._ask(None, self.tier.clear)
-
-    def invalidate(self, epoch: int) -> None:
-        """See `Tier`."""
-        self._ask(None, self.tier.invalidate, epoch)
-
     def _ask[T](self, otherwise: T, question: Callable[..., T], *arguments: Any) -> T:
         try:
-            return question(*arguments)
+            namespace = self.namespace()
+            return question(namespace, *arguments) if namespace else otherwise
         except Exception as error:  # a plugin's code may raise anything
-            logger.error("the tier %r behind the host: %s failed: %r", self.name, question.__name__, error)
+            logger.error("the tier behind the host: %s failed: %r", question.__name__, error)
             return otherwise

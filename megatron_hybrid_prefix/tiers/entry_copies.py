@@ -76,6 +76,7 @@ class EntryCopies:
 
     Attributes:
         bytes: Bytes of an entry on this rank, by kind.
+        entry_bytes: The same, rounded up to whole checksum words.
         row_bytes: Bytes of the pages of an entry, by kind.
         by_engine: Whether pages are large enough for the copy engines.
     """
@@ -93,14 +94,12 @@ class EntryCopies:
         self.row_bytes = {kind: count * pages.page_bytes for kind, count in pages_of.items()}
         sizes = {kind: [each[:, 0].nbytes for each in own] for kind, own in tensors().items()}
         self.bytes = {kind: sum(own) for kind, own in sizes.items()}
+        self.entry_bytes = {kind: ceil_div(size, WORD_BYTES) * WORD_BYTES for kind, size in self.bytes.items()}
+        self._used_pages = {kind: ceil_div(size, pages.page_bytes) for kind, size in self.entry_bytes.items()}
         self._starts = {
             kind: list(accumulate(own[:-1], initial=0)) for kind, own in sizes.items()
         }  # of each tensor, in a row
         self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
-
-    def entry_bytes(self, kind: EntryKind) -> int:
-        """Bytes of an entry, rounded up to whole checksum words."""
-        return ceil_div(self.bytes[kind], WORD_BYTES) * WORD_BYTES
 
     def batches(self, units: Sequence[BlockTransfer], staging: Staging | None) -> Iterator[Batch]:
         """Batches, in the order of the transfers. Those that follow each other in one half of the buffer fit there together.
@@ -140,7 +139,7 @@ class EntryCopies:
         """Uploads the ids of these batches, in one copy with more of them. Returns the batches' sums as one tensor, and the others."""
         groups: list[Sequence[int]] = []
         for batch in batches:
-            count = max(1, ceil_div(self.bytes[batch.kind], self._pages.page_bytes))
+            count = max(1, self._used_pages[batch.kind])
             groups.append(device_ids(batch.units))
             groups.append([page for unit in batch.units for page in unit.pages[:count]])
         counts = [len(batch.units) for batch in batches]
@@ -174,7 +173,7 @@ class EntryCopies:
         copy_ranges(staging.memory, self._pages.memory, self._ranges(batch), to_host=True)
 
     def _to_pages_by_kernel(self, batch: Batch, staging: Staging) -> None:
-        rows = _rows(staging, batch, self.row_bytes[batch.kind])[None, :, : self.entry_bytes(batch.kind)]
+        rows = _rows(staging, batch, self.row_bytes[batch.kind])[None, :, : self.entry_bytes[batch.kind]]
         copy_pages(rows, self._pages.rows, staging.row_ids[: rows.shape[1]], batch.pages, to_pages=True)
 
     def straight_to_pages(self, batch: Batch) -> None:
@@ -196,7 +195,7 @@ class EntryCopies:
 
     def _ranges(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
         """The bytes of a batch: (first in the staging buffer, first in the pages, count)."""
-        for start, page, length in self.pieces(batch.units, self.entry_bytes(batch.kind)):
+        for start, page, length in self.pieces(batch.units):
             yield batch.start + start, page * self._pages.page_bytes, length
 
     def to_places(self, batch: Batch, staging: Staging | None) -> None:
@@ -233,17 +232,17 @@ class EntryCopies:
         """The tensors of a kind, and the byte of an entry's pages from which each lies there."""
         return zip(self._tensors()[kind], self._starts[kind], strict=True)
 
-    def pieces(self, units: Sequence[BlockTransfer], valid_bytes: int) -> Iterator[tuple[int, int, int]]:
+    def pieces(self, units: Sequence[BlockTransfer]) -> Iterator[tuple[int, int, int]]:
         """The copies for these rows: (start in the rows, first page, bytes). Adjacent pieces are one copy.
 
         Args:
             units: Transfers of one kind; their rows follow each other.
-            valid_bytes: Bytes of a row to copy.
         """
-        page_bytes, row_bytes = self._pages.page_bytes, self.row_bytes[units[0].tag.kind]
+        kind = units[0].tag.kind
+        page_bytes, row_bytes, valid_bytes = self._pages.page_bytes, self.row_bytes[kind], self.entry_bytes[kind]
         start = first = length = 0  # of the piece that may grow
         for row, unit in enumerate(units):
-            for index in range(ceil_div(valid_bytes, page_bytes)):
+            for index in range(self._used_pages[kind]):
                 at, page = row * row_bytes + index * page_bytes, unit.pages[index]
                 if start + length != at or first * page_bytes + length != page * page_bytes:
                     if length:

@@ -22,17 +22,18 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import SplitResult, unquote
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.listing import FileName
-from megatron_hybrid_prefix.tiers.reads import FileReads, start_threads
-from megatron_hybrid_prefix.tiers.shared import FolderSettings
+from megatron_hybrid_prefix.tiers.settings import TierSettings, gib
 from megatron_hybrid_prefix.tiers.space import Ranking, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
@@ -40,17 +41,50 @@ logger = logging.getLogger(__name__)
 
 # A file that cannot be read today cannot be read tomorrow. While it is in the index, it hides shorter prefixes, and is not replaced.
 _LASTING = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
-_READERS = 4  # hand reads to other threads (reads.py), and wait for them
 
 
-class FileTier(SharedTier):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderSettings(TierSettings):
+    """A folder.
+
+    Attributes:
+        folder: The folder.
+        budget_bytes: Most bytes in the folder, of all processes together (``gb``, GiB).
+    """
+
+    folder: Path
+    budget_bytes: int
+    threads: int = 16
+
+    example = "file:///var/cache/prefix?gb=200"
+    parameters: ClassVar = {"gb": ("budget_bytes", gib), **TierSettings.parameters}
+
+    @classmethod
+    def place(cls, url: str, parts: SplitResult, given: dict[str, str]) -> dict[str, Any]:
+        """See `TierSettings`."""
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.path == "/":
+            raise ValueError(f"shared={url!r}: needs three slashes and the absolute path of a folder: {cls.example}")
+        if "gb" not in given:
+            raise ValueError(f"shared={url!r}: needs the size of the folder in GiB: {cls.example}")
+        return {"folder": Path(unquote(parts.path))}
+
+    def check(self) -> None:
+        """See `TierSettings`."""
+        self.secret()
+        existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
+        if not existing.is_dir():
+            raise ValueError(f"shared: {existing} is not a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ValueError(f"shared: cannot write to the folder {existing}")
+
+
+class FileTier(Tier):
     """See the top of this file.
 
     Args:
         settings: Folder, budget and limits.
         block_tokens: Tokens per block.
         make_ranking: Makes the eviction policy of the states.
-        reason: The reason that the policy is told for each state.
 
     Attributes:
         folder: The files.
@@ -60,26 +94,16 @@ class FileTier(SharedTier):
         OSError: The folder cannot be used.
     """
 
-    fills = True
+    settings_class = FolderSettings
 
-    def __init__(
-        self,
-        settings: FolderSettings,
-        *,
-        block_tokens: int,
-        make_ranking: Callable[[], Ranking],
-        reason: Any = None,
-    ) -> None:
+    def __init__(self, settings: FolderSettings, *, block_tokens: int, make_ranking: Callable[[], Ranking]) -> None:
+        super().__init__(settings, block_tokens=block_tokens, make_ranking=make_ranking)
         self._block_tokens = block_tokens
-        self.wait_s = settings.wait_s
-        self.least_blocks = ceil_div(settings.min_tokens, block_tokens)
-        self.threads = _READERS
-        start_threads(settings.threads)
         self.folder = SharedFolder(
             settings.folder,
             budget_bytes=settings.budget_bytes,
             make_ranking=make_ranking,
-            reason=reason,
+            reason=CheckpointReason.TAIL,
             wait_s=settings.wait_s,
         )
         status = os.stat(settings.folder)
@@ -93,12 +117,10 @@ class FileTier(SharedTier):
             )
         self.counts: Counter[str] = Counter()
         self._counting = threading.Lock()
-        self._epoch = 0
-        self._make_name: Callable[[], bytes] | None = None
-        self._name = b""  # of the namespace, 16 bytes; empty if it is not open
-        self._wanted = b""  # the namespace that is open, or is being opened
+        self._name = b""  # of the namespace that is open; empty if there is none
+        self._wanted = b""  # of the one that was asked for last
         self._wrong: dict[FileName, None] = {}  # files to be deleted
-        self._reads: dict[FileFilling, float] = {}  # that run: when they began (monotonic)
+        self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
         self._wake = threading.Event()
         self._closed = False
         watch = threading.Thread(
@@ -108,24 +130,6 @@ class FileTier(SharedTier):
         watch.start()
 
     # -- namespace -----------------------------------------------------------------------------------------------------
-
-    def name_entries(self, make_name: Callable[[], bytes]) -> None:
-        """Use a namespace. Until then the tier has nothing and takes nothing.
-
-        Args:
-            make_name: Returns 16 bytes made of all that entries depend on: weights, layout, rank, versions. Called now, and
-                again after the weights have changed.
-        """
-        self._make_name = make_name
-        self._wanted = make_name()
-        self._try_to_look()
-
-    def invalidate(self, epoch: int) -> None:
-        """The weights changed: other entries are used from now on. Nothing is deleted."""
-        with self.folder.lock:
-            self._epoch, self._name, self._wanted = epoch, b"", b""
-            self._wrong.clear()
-            self.folder.leave_space()
 
     def look(self) -> None:
         """Look at what other processes have done. Opens the namespace of new weights, and deletes wrong files."""
@@ -149,41 +153,36 @@ class FileTier(SharedTier):
             self.count("look_error")
             logger.exception("shared folder: the look at it failed")
 
-    def _space(self) -> Space | None:
-        """The index of the namespace, for the engine's thread; None until it is open.
-
-        Names the namespace if the weights have changed. The thread that looks opens it, because that reads the disk.
-        """
-        if not self._wanted and self._make_name is not None:
-            self._wanted = self._make_name()
+    def use_namespace(self, namespace: bytes) -> None:
+        """See Tier. The thread that looks opens it, because that reads the disk; the first one is opened here."""
+        is_first, self._wanted = not self._wanted, namespace
+        with self.folder.lock:
+            self._name = b""
+            self._wrong.clear()
+            self.folder.leave_space()
+        if is_first:
+            self._try_to_look()
+        else:
             self._wake.set()
-        return self.folder.space if self._name else None
+
+    def _space(self, namespace: bytes) -> Space | None:
+        """The index of a namespace; None if it is not open."""
+        return self.folder.space if namespace and namespace == self._name else None
 
     # -- queries: the index only ---------------------------------------------------------------------------------------
 
-    def contains(self, kind: EntryKind, key: bytes) -> bool:
+    def contains(self, namespace: bytes, kind: EntryKind, key: bytes) -> bool:
         """See Tier."""
-        space = self._space()
+        space = self._space(namespace)
         return space is not None and space.get(kind, key) is not None
 
-    def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
-        """See `DepthTier`."""
-        space = self._space()
-        while space is not None and first < len(keys) and space.get(EntryKind.KV, keys[first]) is not None:
-            first += 1
-        return first
-
-    def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
+    def state_depth(self, namespace: bytes, keys: Sequence[bytes], after: int, limit: int) -> int:
         """See `DepthTier`. No state is here while a read does not come back: its disk hangs."""
-        space = self._space()
-        if space is None:
-            return after
-        while limit > after and space.get(EntryKind.STATE, keys[limit - 1]) is None:
-            limit -= 1
-        if limit > after and self._is_stuck():
+        depth = super().state_depth(namespace, keys, after, limit)
+        if depth > after and self._is_stuck():
             self.count("stuck")
             return after
-        return limit
+        return depth
 
     def _is_stuck(self) -> bool:
         """Whether a read has taken longer than a request waits."""
@@ -192,16 +191,13 @@ class FileTier(SharedTier):
 
     # -- put, read: on other threads -----------------------------------------------------------------------------------
 
-    def put(self, entries: Sequence[Entry]) -> list[bool]:
+    def put(self, namespace: bytes, entry: Entry) -> bool:
         """See Tier."""
-        return [self._put(entry) for entry in entries]
-
-    def _put(self, entry: Entry) -> bool:
         tag = entry.tag
         name = self._file_name(tag)
         with self.folder.lock:
-            space, namespace = self.folder.space, self._name
-            if space is None or not namespace or tag.epoch != self._epoch:
+            space = self._space(namespace)
+            if space is None:
                 self.count("old_weights")
                 return False
             if space.get(tag.kind, tag.key) is not None:
@@ -217,37 +213,33 @@ class FileTier(SharedTier):
             self.count("no_room")
         return written
 
-    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
+    def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
         """See Tier."""
-        with closing(self.fill(tags, [[buffer] for buffer in buffers])) as filling:
-            return filling.wait()
-
-    def fill(self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]) -> FileFilling:
-        """See `SharedTier`."""
-        return FileFilling(self, tags, buffers)
-
-    def _path(self, tag: Tag) -> str | None:
-        """The file of an entry; None: there is none. Call it with the folder's lock."""
-        space = self.folder.space
-        if space is None or not self._name or tag.epoch != self._epoch:
-            return None
-        file = space.get(tag.kind, tag.key)
-        return None if file is None else self.folder.place(tag.key, file)
-
-    def _judge(self, tag: Tag, namespace: bytes, entry_bytes: int, header: bytes | OSError | None) -> int | None:
-        """The checksum of an entry that was read; None if it is not right. See `FileReads.wait` for its header."""
-        name = self._file_name(tag)
-        checksum = checksum_in(header, namespace, tag, entry_bytes) if isinstance(header, bytes) and header else None
-        if isinstance(header, OSError) and header.errno != errno.ENOENT:
-            self.count("read_" + _reason(header), header)
-            if header.errno in _LASTING:
-                self._drop(name)
-        elif isinstance(header, OSError):
+        name, header = self._file_name(tag), memoryview(bytearray(HEADER_BYTES))
+        thread = threading.get_ident()
+        self._reads[thread] = time.monotonic()
+        try:
+            with self.folder.lock:
+                space = self._space(namespace)
+                file = None if space is None else space.get(tag.kind, tag.key)
+                path = None if file is None else self.folder.place(tag.key, file)
+            if path is None:
+                self.count("gone")
+                return None
+            is_whole = read_file(path, [header, *buffers])
+        except FileNotFoundError:
             self.count("gone")
             self.folder.forget(name)
-        elif header is None:
-            self.count("gone")
-        elif checksum is None:
+            return None
+        except OSError as error:
+            self.count("read_" + _reason(error), error)
+            if error.errno in _LASTING:
+                self._drop(name)
+            return None
+        finally:
+            del self._reads[thread]
+        checksum = checksum_in(bytes(header), namespace, tag, sum(map(len, buffers))) if is_whole else None
+        if checksum is None:
             self.count("not_valid")
             self._drop(name)
         elif tag.kind == EntryKind.STATE:
@@ -256,10 +248,10 @@ class FileTier(SharedTier):
 
     # -- remove --------------------------------------------------------------------------------------------------------
 
-    def remove(self, tags: Iterable[Tag]) -> None:
+    def remove(self, namespace: bytes, tags: Iterable[Tag]) -> None:
         """See Tier: the entries were wrong when they arrived on the device. The thread that looks deletes their files."""
         for tag in tags:
-            if self.contains(tag.kind, tag.key):
+            if self.contains(namespace, tag.kind, tag.key):
                 self.count("wrong")
                 name = self._file_name(tag)
                 self._wrong[name] = None
@@ -275,9 +267,6 @@ class FileTier(SharedTier):
         stats.bytes_used, stats.bytes_budget = self.folder.bytes_used, self.folder.budget_bytes
         with self._counting:
             stats.faults = dict(self.counts)
-
-    def clear(self) -> None:
-        """See Tier. The entries stay: they are still right, and others use them."""
 
     def close(self) -> None:
         """Stop the thread, and release the locks."""
@@ -304,40 +293,26 @@ class FileTier(SharedTier):
             self.count("delete_" + _reason(error), error)
 
 
-class FileFilling:
-    """Entries of a folder that are being read; see `Filling`.
+def read_file(path: str, buffers: Sequence[memoryview]) -> bool:
+    """Read a file into buffers, one after the other. Returns whether it has exactly their length.
 
-    Args:
-        tier: The folder's tier.
-        tags: See `Tier.get`.
-        buffers: See `SharedTier.fill`.
+    Few calls, because a thread waits for the interpreter's lock after each.
+
+    Raises:
+        OSError: It cannot be read.
     """
-
-    def __init__(self, tier: FileTier, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]) -> None:
-        self._tier, self._tags, self._sizes = tier, tags, [sum(map(len, views)) for views in buffers]
-        with tier.folder.lock:
-            self._namespace = tier._name
-            paths = [tier._path(tag) for tag in tags]
-        tier._reads[self] = time.monotonic()
-        try:
-            self._files = FileReads(paths, HEADER_BYTES, buffers)
-        except BaseException:
-            del tier._reads[self]
-            raise
-
-    def wait(self) -> list[int | None]:
-        """See `Filling`."""
-        headers = self._files.wait()
-        self._tier._reads.pop(self, None)
-        return [
-            self._tier._judge(tag, self._namespace, size, header)
-            for tag, size, header in zip(self._tags, self._sizes, headers, strict=True)
-        ]
-
-    def close(self) -> None:
-        """See `Filling`."""
-        self._files.close()
-        self._tier._reads.pop(self, None)
+    left, at = [*filter(len, buffers), memoryview(bytearray(1))], 0  # the last byte is not there if the length is right
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while left and (count := os.preadv(file, left, at)):
+            at += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+    finally:
+        os.close(file)
+    return at == sum(map(len, buffers))
 
 
 def _watch(tier_of: Callable[[], FileTier | None], wake: threading.Event, refresh_s: float) -> None:

@@ -52,12 +52,12 @@ class HostPages:
         """Bytes from the beginning of a page on, (length,); they may end in a later page."""
         return self.memory[page * self.page_bytes : page * self.page_bytes + length]
 
-    def views(self, pages: Sequence[int], size: int) -> list[tuple[int, memoryview]]:
-        """An entry's bytes in its pages: (offset in the entry, view).
+    def views(self, pages: Sequence[int], size: int) -> list[memoryview]:
+        """An entry's bytes in its pages, one view after the other.
 
         At least one view, which is empty on a pipeline stage without such layers: all ranks wait for the same entries.
         """
-        views: list[tuple[int, memoryview]] = []
+        views: list[memoryview] = []
         at = start = 0
         while at < len(pages) and (start < size or not views):
             first = at
@@ -66,7 +66,7 @@ class HostPages:
             at += 1
             length = min((at - first) * self.page_bytes, size - start)
             begin = pages[first] * self.page_bytes
-            views.append((start, self._view[begin : begin + length]))
+            views.append(self._view[begin : begin + length])
             start += length
         return views
 

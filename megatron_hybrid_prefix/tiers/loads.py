@@ -1,4 +1,4 @@
-"""`Loads`: runs transfers from host memory to the device, and compares checksums of what arrived with those of what was stored.
+"""`LoadCopies`: runs transfers from host memory to the device, and compares checksums of what arrived with those of what was stored.
 
 The copy engines copy entries to a staging buffer on the device, and a kernel copies them from there to their places. Pages that are
 too small for the engines are read by the kernel, straight into their places.
@@ -20,8 +20,8 @@ import torch
 from megatron_hybrid_prefix.tiers.entry_copies import Batch, EntryCopies, Staging, places, succeeds
 from megatron_hybrid_prefix.tiers.host_pages import PageContents
 from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
-from megatron_hybrid_prefix.tiers.stores import Stores
-from megatron_hybrid_prefix.tiers.units import BlockTransfer
+from megatron_hybrid_prefix.tiers.stores import StoreCopies
+from megatron_hybrid_prefix.tiers.units import BlockTransfer, Load
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class PreparedLoads:
     new_loads: torch.Tensor  # (loads,) those of loads that have not begun
 
 
-class Loads:
+class LoadCopies:
     """See the top of this file.
 
     Args:
@@ -55,6 +55,7 @@ class Loads:
         queue: Where the copies run.
         bytes: Bytes loaded.
         last: End of the last loads.
+        running: Loads of which something was launched, until `forget`.
         by_engine: Whether the copy engines fill the buffer.
     """
 
@@ -62,7 +63,7 @@ class Loads:
         self,
         copies: EntryCopies,
         contents: PageContents,
-        stores: Stores,
+        stores: StoreCopies,
         queue: DeviceQueue | HostQueue,
         staging: Staging,
         *,
@@ -74,9 +75,7 @@ class Loads:
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int64)
         if device.type == "cuda":
             self._bad_rows_seen = self._bad_rows_seen.pin_memory()
-        self._failed: set[int] = set()  # loads
-        self._ends: dict[int, Mark] = {}  # by load
-        self._in_flight: dict[int | None, set[int]] = {}  # pages and places on the device, by load
+        self.running: list[Load] = []
         self.last: Mark = None
         self.bytes = 0
 
@@ -94,7 +93,7 @@ class Loads:
         try:
             self._run(units, prepared)
         except BaseException:
-            self._failed.update(_load_ids(units))
+            _note_wrong(units)
             raise
 
     def _run(self, units: Sequence[BlockTransfer], prepared: PreparedLoads | None) -> None:
@@ -118,9 +117,11 @@ class Loads:
                 self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             finally:
                 self.last = self.queue.mark()
-                for unit in units:
-                    self._in_flight.setdefault(unit.load_id, set()).update(places(unit))
-                self._ends |= dict.fromkeys(_load_ids(units), self.last)
+                for unit, load in zip(units, _loads_of(units), strict=True):
+                    if not load.is_launched:
+                        self.running.append(load)
+                    load.is_launched, load.end = True, self.last
+                    load.places.update(places(unit))
 
     def prepare(self, units: Sequence[BlockTransfer], *, begun: bool) -> PreparedLoads:
         """Do all that can be done before the entries of these loads (at least one) are on the host.
@@ -132,35 +133,34 @@ class Loads:
         with self.queue.running():
             return self._prepare(units, bring=False, begun=begun)
 
-    def wait_for(self, load_id: int) -> None:
+    def wait_for(self, load: Load) -> None:
         """The model's later launches run after this load."""
-        if load_id in self._ends:
-            self.queue.wait(self._ends[load_id])
+        if load.is_launched:
+            self.queue.wait(load.end)
+        load.awaited = True
 
-    def forget(self, load_id: int) -> None:
-        """Forget a load that the model has waited for, and whose result is not needed."""
-        self._ends.pop(load_id, None)
-        self._in_flight.pop(load_id, None)
-        self._failed.discard(load_id)
+    def forget(self, load: Load) -> None:
+        """The load is over, and the model has waited for it."""
+        if load in self.running:
+            self.running.remove(load)
+        load.jobs.clear()
 
-    def has_failed(self, load_id: int) -> bool:
+    def is_wrong(self, load: Load) -> bool:
         """Whether an entry of the load differs from what was stored, or its launch raised, or it was never launched. Forgets it.
 
         Call it after the model has used the loaded entries: the load is over by then, and the call does not wait.
         """
-        if load_id in self._failed or load_id not in self._ends:
-            self.forget(load_id)
+        self.forget(load)
+        if load.is_wrong or not load.is_launched:
             return True
-        mark = self._ends[load_id]
-        self.forget(load_id)
-        self.queue.finish(mark)
-        return bool(self._bad_rows_seen[load_id % _LOADS])
+        self.queue.finish(load.end)
+        return bool(self._bad_rows_seen[load.load_id % _LOADS])
 
     def mark_before_stores(self, units: Sequence[BlockTransfer]) -> Mark:
         """The mark after which these stores may run; None if no unfinished load uses their places."""
-        if not self._in_flight:
+        if not self.running:
             return None
-        touched = set().union(*self._in_flight.values())  # places that unfinished loads read or write
+        touched = set().union(*(load.places for load in self.running))  # what unfinished loads read or write
         return self.last if any(not touched.isdisjoint(places(unit)) for unit in units) else None
 
     def _prepare(self, units: Sequence[BlockTransfer], *, bring: bool, begun: bool = False) -> PreparedLoads:
@@ -178,12 +178,12 @@ class Loads:
         rounds += [list(round_) for _, round_ in later]
         if bring:
             self._bring(*rounds[1:BUFFERS])
-        load_ids = _load_ids(units)
+        loads = _loads_of(units)
         uploaded = self._copies.upload(
             list(chain(*rounds)),
             [unit.pages[0] for unit in units],
-            [load_id % _LOADS for load_id in load_ids],
-            sorted({load_id % _LOADS for load_id in load_ids if load_id not in self._ends and not begun}),
+            [load.load_id % _LOADS for load in loads],
+            sorted({load.load_id % _LOADS for load in loads if not (load.is_launched or begun)}),
         )
         return PreparedLoads(rounds, *uploaded)
 
@@ -205,23 +205,29 @@ class Loads:
         for unit in missing:
             page = unit.pages[0]
             logger.error("host entry in page %d is %s, expected %s", page, self._contents.tags.get(page), unit.tag)
-        self._failed.update(_load_ids(missing))
+        _note_wrong(missing)
         if missing:
             self._copies.zero(missing)
-        self.bytes += self._copies.entry_bytes(batch.kind) * len(batch.units)
+        self.bytes += self._copies.entry_bytes[batch.kind] * len(batch.units)
 
     def _fail(self, batch: Batch) -> None:
         """The batch could not be copied."""
         self._contents.drop(batch.units)
-        self._failed.update(_load_ids(batch.units))
+        _note_wrong(batch.units)
         succeeds(self._zero, batch)
 
     def _zero(self, batch: Batch) -> None:
         self._copies.zero(batch.units)
 
 
-def _load_ids(units: Sequence[BlockTransfer]) -> list[int]:
+def _loads_of(units: Sequence[BlockTransfer]) -> list[Load]:
     """Each transfer's load; all end on the device."""
-    ids = [unit.load_id for unit in units if unit.load_id is not None]
-    assert len(ids) == len(units)
-    return ids
+    loads = [unit.load for unit in units if unit.load is not None]
+    assert len(loads) == len(units)
+    return loads
+
+
+def _note_wrong(units: Sequence[BlockTransfer]) -> None:
+    """The loads of these transfers cannot be right, on this rank."""
+    for load in _loads_of(units):
+        load.is_wrong = True

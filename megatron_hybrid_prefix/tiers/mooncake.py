@@ -26,12 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
+from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, VERSION, checksum_in, make_header
-from megatron_hybrid_prefix.tiers.mooncake_client import NO_MASTER, Asker, Client
-from megatron_hybrid_prefix.tiers.shared import MooncakeSettings
+from megatron_hybrid_prefix.tiers.mooncake_client import NO_MASTER, Asker, Client, MooncakeSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)
@@ -41,12 +39,11 @@ _REASONS = {-200: "no_room", -706: "leased", -707: "lease_expired", _TRANSFER_FA
 _MOST_ANSWERS = 2**18  # remembered
 
 
-class MooncakeTier(SharedTier):
+class MooncakeTier(Tier):
     """See the top of this file.
 
     Args:
         settings: Master, limits and lent memory.
-        block_tokens: Tokens per block.
 
     Attributes:
         counts: What was given up, by reason.
@@ -55,79 +52,41 @@ class MooncakeTier(SharedTier):
         ValueError: The package is missing, or the master does not answer; one line says what.
     """
 
-    def __init__(self, settings: MooncakeSettings, *, block_tokens: int) -> None:
+    settings_class = MooncakeSettings
+
+    def __init__(self, settings: MooncakeSettings, *, block_tokens: int, make_ranking: Callable[[], Any]) -> None:
+        super().__init__(settings, block_tokens=block_tokens, make_ranking=make_ranking)
         self._settings = settings
-        self.wait_s = settings.wait_s
-        self.least_blocks = ceil_div(settings.min_tokens, block_tokens)
-        self.threads = settings.threads
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._epoch = 0
-        self._make_name: Callable[[], bytes] | None = None
-        self._name = b""  # of the namespace, 16 bytes; empty if there is none yet
         self._answers: dict[str, tuple[bool, float]] = {}  # by object: whether it exists, and as of when (monotonic)
         self._wrong: set[str] = set()  # objects to be removed
         self._removing = threading.Lock()
         self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
-        self._mine = threading.local()  # ``header``: registered memory of a thread
+        self._mine = threading.local()  # ``memory``: registered memory of a thread
         self._client = Client(settings)
         self._asker = Asker(self._client, settings.ask_s, settings.refresh_s)
         self._close = weakref.finalize(self, self._asker.end)
         self._close.atexit = False  # the client ends with the process
 
-    # -- namespace -----------------------------------------------------------------------------------------------------
-
-    def name_entries(self, make_name: Callable[[], bytes]) -> None:
-        """Use a namespace. Until then the tier has nothing and takes nothing.
-
-        Args:
-            make_name: Returns 16 bytes made of all that entries depend on: weights, layout, rank, versions. Called now, and
-                again after the weights have changed.
-        """
-        self._make_name = make_name
-        self._namespace()
-
-    def invalidate(self, epoch: int) -> None:
-        """The weights changed: other entries are used from now on. Nothing is removed."""
-        with self._lock:
-            self._epoch, self._name = epoch, b""
-            self._answers.clear()
-
-    def _namespace(self) -> bytes:
-        """Name of the namespace, for the engine's thread. Made again if the weights have changed."""
-        if not self._name and self._make_name is not None:
-            name = self._make_name()
-            with self._lock:
-                self._name = name
-        return self._name
-
-    def _object(self, tag: Tag) -> tuple[str, bytes]:
-        """The entry's object, and its namespace; empty if the entry is of other weights."""
-        with self._lock:
-            namespace = self._name if tag.epoch == self._epoch else b""
-        return (_object(namespace, tag.kind, tag.key) if namespace else ""), namespace
-
     # -- queries: on the engine's thread -------------------------------------------------------------------------------
 
-    def contains(self, kind: EntryKind, key: bytes) -> bool:
+    def contains(self, namespace: bytes, kind: EntryKind, key: bytes) -> bool:
         """See Tier. Asks nobody: of what it does not remember, it says no."""
-        namespace = self._namespace()
         name = _object(namespace, kind, key)
-        return bool(namespace) and self._recall([name]).get(name, False)
+        return self._recall([name]).get(name, False)
 
-    def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
+    def kv_depth(self, namespace: bytes, keys: Sequence[bytes], first: int) -> int:
         """See `DepthTier`. One question for the KV and the states of all these blocks."""
-        namespace = self._namespace()
-        if not namespace or first >= len(keys) or len(keys) < self.least_blocks:
+        if first >= len(keys) or len(keys) < self.least_blocks:
             return first
         kv, states = ([_object(namespace, kind, key) for key in keys[first:]] for kind in EntryKind)
         here = self._which_exist(kv, states)
         return first + next((at for at, name in enumerate(kv) if name not in here), len(kv))
 
-    def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
+    def state_depth(self, namespace: bytes, keys: Sequence[bytes], after: int, limit: int) -> int:
         """See `DepthTier`. No state is here while a read does not come back: its holder hangs."""
-        namespace = self._namespace()
-        if not namespace or limit - after < max(1, self.least_blocks):
+        if limit - after < max(1, self.least_blocks):
             return after
         states = [_object(namespace, EntryKind.STATE, key) for key in keys[after:limit]]
         here = self._which_exist(states)
@@ -172,83 +131,81 @@ class MooncakeTier(SharedTier):
 
     # -- put, read: on other threads -----------------------------------------------------------------------------------
 
-    def use_memory(self, memory: memoryview) -> None:
-        """See `SharedTier`. Registers the memory, and as much for a header."""
-        self._mine.header = np.zeros(HEADER_BYTES, np.uint8)
-        for each in (np.frombuffer(memory, np.uint8), self._mine.header):
-            code = self._client.register(each)
+    def _memory(self, entry_bytes: int) -> np.ndarray[Any, Any]:
+        """Registered memory of this thread for a header and an entry, (bytes,) uint8. A transfer that ends late writes there."""
+        size = HEADER_BYTES + entry_bytes
+        memory: np.ndarray[Any, Any] | None = getattr(self._mine, "memory", None)
+        if memory is None or len(memory) < size:
+            memory = self._mine.memory = np.zeros(size, np.uint8)
+            code = self._client.register(memory)
             if code:
                 self.count(f"register_{_reason(code)}", f"memory is not registered, error {code}")
+        return memory[:size]
 
-    def wants(self, tag: Tag) -> bool:
-        """See `SharedTier`. The KV of a prompt is offered with each new state, as nobody says what the master evicts."""
-        name, _ = self._object(tag)
-        if not name or self._asker.is_down or not self._close.alive or name in self._wrong:
+    def wants(self, namespace: bytes, tag: Tag) -> bool:
+        """See Tier. The KV of a prompt is offered with each new state, as nobody says what the master evicts."""
+        name = _object(namespace, tag.kind, tag.key)
+        if self._asker.is_down or not self._close.alive or name in self._wrong:
             return True  # `put` knows what to do
         exists = bool(self._client.call("batch_is_exist", [name]) == [1])
         if exists:
             self._remember([(name, True)])
         return not exists
 
-    def put(self, entries: Sequence[Entry]) -> list[bool]:
+    def put(self, namespace: bytes, entry: Entry) -> bool:
         """See Tier."""
-        return [self._put(entry) for entry in entries]
-
-    def _put(self, entry: Entry) -> bool:
-        name, namespace = self._object(entry.tag)
-        if not self._can_be_used("old_weights" if not name else ""):
+        name = _object(namespace, entry.tag.kind, entry.tag.key)
+        if not self._can_be_used():
             return False
         if not self._take_out(name):
             self.count("write_wrong")
             return False
+        memory = self._memory(len(entry.data))
         header = make_header(namespace, entry.tag, len(entry.data), entry.checksum)
-        self._mine.header[:] = np.frombuffer(header, np.uint8)
-        (code,) = self._client.call("batch_put_from_multi_buffers", *self._buffers(name, entry.data))
+        memory[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
+        copy_bytes(entry.data, memoryview(memory)[HEADER_BYTES:])
+        (code,) = self._client.call("batch_put_from_multi_buffers", *_arguments(name, memory))
         if code:
             self._note_failure("write", code)
             return False
         self._remember([(name, True)])
         return True
 
-    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
-        """See Tier."""
-        return [self._get(tag, buffer) for tag, buffer in zip(tags, buffers, strict=True)]
-
-    def _get(self, tag: Tag, buffer: memoryview) -> int | None:
-        name, namespace = self._object(tag)
-        if not self._can_be_used("gone" if not name else ""):
+    def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
+        """See Tier. Through the memory of the thread: a transfer that the network delayed may write there after the call."""
+        if not self._can_be_used():
             return None
-        thread = threading.get_ident()
+        name, entry_bytes = _object(namespace, tag.kind, tag.key), sum(map(len, buffers))
+        memory, thread = self._memory(entry_bytes), threading.get_ident()
         self._reads[thread] = time.monotonic()
         try:
-            (code,) = self._client.call("batch_get_into_multi_buffers", *self._buffers(name, buffer))
+            (code,) = self._client.call("batch_get_into_multi_buffers", *_arguments(name, memory))
         finally:
             del self._reads[thread]
         checksum = None
-        if code == HEADER_BYTES + len(buffer):
-            checksum = checksum_in(self._mine.header.tobytes(), namespace, tag, len(buffer))
+        if code == len(memory):
+            checksum = checksum_in(memory[:HEADER_BYTES].tobytes(), namespace, tag, entry_bytes)
         if checksum is None:
-            if code >= 0 or self._has_other_size(name, code, len(buffer)):
+            if code >= 0 or self._has_other_size(name, code, entry_bytes):
                 self.count("not_valid")
                 self._discard(name)
             else:
                 self._note_failure("read", code)
             if code == _NOT_FOUND:
                 self._remember([(name, False)])
+            return None
+        data, at = memoryview(memory)[HEADER_BYTES:], 0
+        for buffer in buffers:
+            copy_bytes(data[at : at + len(buffer)], buffer)
+            at += len(buffer)
         return checksum
 
-    def _can_be_used(self, trouble: str) -> bool:
-        """Whether there is no such trouble, and the master is there. Else it is counted."""
-        trouble = trouble or ("no_master" if self._asker.is_down else "")
-        if trouble:
-            self.count(trouble)
-        return not trouble and self._close.alive
-
-    def _buffers(self, name: str, data: memoryview) -> tuple[list[str], list[list[int]], list[list[int]]]:
-        """The arguments of a put or get: the thread's header, then the data."""
-        header: np.ndarray[Any, Any] = self._mine.header
-        addresses = [header.ctypes.data, np.frombuffer(data, np.uint8).ctypes.data]
-        return [name], [addresses], [[HEADER_BYTES, len(data)]]
+    def _can_be_used(self) -> bool:
+        """Whether the master is there. Else it is counted."""
+        if self._asker.is_down:
+            self.count("no_master")
+            return False
+        return self._close.alive
 
     def _has_other_size(self, name: str, code: int, entry_bytes: int) -> bool:
         """Whether a read failed because the object is larger or smaller than the entry."""
@@ -268,11 +225,11 @@ class MooncakeTier(SharedTier):
 
     # -- remove --------------------------------------------------------------------------------------------------------
 
-    def remove(self, tags: Iterable[Tag]) -> None:
+    def remove(self, namespace: bytes, tags: Iterable[Tag]) -> None:
         """See Tier: the entries were wrong when they arrived on the device."""
         for tag in tags:
-            name, _ = self._object(tag)
-            if name and self._recall([name]).get(name, True):
+            name = _object(namespace, tag.kind, tag.key)
+            if self._recall([name]).get(name, True):
                 self.count("wrong")
                 self._discard(name)
 
@@ -302,9 +259,6 @@ class MooncakeTier(SharedTier):
         with self._lock:
             stats.faults = dict(self.counts)
 
-    def clear(self) -> None:
-        """See Tier. The entries stay: they are still right, and others use them."""
-
     def close(self) -> None:
         """End the thread, and the client. What is in this rank's lent memory is lost."""
         self._close()
@@ -321,6 +275,11 @@ class MooncakeTier(SharedTier):
 def _object(namespace: bytes, kind: EntryKind, key: bytes) -> str:
     """Name of an entry's object."""
     return f"mhp-v{VERSION}/{namespace.hex()}/{kind.name.lower()}/{key.hex()}"
+
+
+def _arguments(name: str, memory: np.ndarray[Any, Any]) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    """The arguments of a put or get of one object."""
+    return [name], [[memory.ctypes.data]], [[memory.nbytes]]
 
 
 def _reason(code: int) -> str:

@@ -1,24 +1,98 @@
-"""A client of Mooncake Store, and the thread that asks it what exists, so that the engine's thread never waits for long."""
+"""Settings and client of a Mooncake Store, and the thread that asks it what exists, so that the engine's thread never waits for long."""
 
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import logging
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+from urllib.parse import SplitResult
 
 import numpy as np
 
-from megatron_hybrid_prefix.tiers.shared import MooncakeSettings
+from megatron_hybrid_prefix.tiers.settings import TierSettings, above_zero, gib, name
 
 logger = logging.getLogger(__name__)
 
 _END_S = 1.0
 NO_MASTER = (-900, -901)  # error codes of a call that did not reach the master
+_MASTER_PORT = 50051
+_CONNECT_S = 5.0  # a master that takes longer to answer at the start is not there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeSettings(TierSettings):
+    """A Mooncake Store.
+
+    Attributes:
+        master_host, master_port: Address of its master.
+        ask_s: Longest time that the engine waits for an answer to what the store holds. A later one counts as "nothing".
+        lent_bytes: Memory that each rank lends to the store (``gb``, GiB). What is kept there is lost when the rank ends.
+        host: Address of this host, for the others; None: the one that it reaches the master from.
+        protocol: Of transfers: ``tcp`` or ``rdma``.
+        device: Names of RDMA devices; empty: chosen by Mooncake.
+    """
+
+    master_host: str
+    master_port: int = _MASTER_PORT
+    ask_s: float = 0.1
+    lent_bytes: int = 0
+    host: str | None = None
+    protocol: str = "tcp"
+    device: str = ""
+
+    example = "mooncake://127.0.0.1:50051?gb=50"
+    parameters: ClassVar = {
+        "gb": ("lent_bytes", gib),
+        "ask_s": ("ask_s", above_zero),
+        "host": ("host", name),
+        "protocol": ("protocol", name),
+        "device": ("device", name),
+        **TierSettings.parameters,
+    }
+
+    @classmethod
+    def place(cls, url: str, parts: SplitResult, given: dict[str, str]) -> dict[str, Any]:
+        """See `TierSettings`."""
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        if not host or parts.path not in ("", "/") or "@" in parts.netloc:
+            raise ValueError(f"shared={url!r}: needs the address of Mooncake's master: {cls.example}")
+        return {"master_host": host, "master_port": port or _MASTER_PORT}
+
+    def check(self) -> None:
+        """See `TierSettings`."""
+        self.secret()
+        if importlib.util.find_spec("mooncake") is None:
+            raise ValueError(
+                "shared: mooncake:// needs the package mooncake-transfer-engine: "
+                "pip install 'megatron-hybrid-prefix[mooncake]'"
+            )
+        self.own_address()
+
+    def own_address(self) -> str:
+        """Address that the master sees this host at, or ``host``.
+
+        Raises:
+            ValueError: The master cannot be reached.
+        """
+        try:
+            with socket.create_connection((self.master_host, self.master_port), timeout=_CONNECT_S) as connection:
+                return self.host or str(connection.getsockname()[0])
+        except OSError as error:
+            raise ValueError(
+                f"shared: cannot reach Mooncake's master at {self.master_host}:{self.master_port}: {error}; start "
+                "mooncake_master, or change the URL"
+            ) from None
 
 
 class Store(Protocol):

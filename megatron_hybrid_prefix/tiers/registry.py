@@ -1,48 +1,49 @@
-"""Tiers behind the host, by name. The package has none: plugins register them."""
+"""Tiers behind the host, by the scheme of the URL in the setting ``shared``. Plugins may add to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from megatron_hybrid_prefix.plugins import Registry
 from megatron_hybrid_prefix.tiers.base import Tier
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST
+from megatron_hybrid_prefix.tiers.file import FileTier
+from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
+from megatron_hybrid_prefix.tiers.settings import TierSettings
 
-_TIERS: Registry[Callable[[str], Tier]] = Registry("tier_behind_host")
+_TIERS: Registry[type[Tier]] = Registry("shared")
 
 
-def register_tier(name: str, factory: Callable[[str], Tier]) -> None:
-    """Register a tier. Settings and command lines name it as ``NAME`` or ``NAME:ARGUMENT``.
+def register_tier(scheme: str, tier: type[Tier]) -> None:
+    """Register a kind of tier. Settings and command lines name it by a URL, ``SCHEME://...``.
 
     Args:
-        name: A new name without a colon.
-        factory: Takes the argument ("" if there is none) and returns the tier of one rank. May raise ValueError.
+        scheme: A new scheme, in small letters.
+        tier: Its class; ``settings_class`` reads the URL.
 
     Raises:
-        ValueError: The name is empty or taken, or contains a colon.
+        ValueError: The scheme is taken, or no URL can have it.
     """
-    if ":" in name or name in (DEVICE, HOST):
-        raise ValueError(f"tier_behind_host={name!r}: not a valid name for a tier")
-    _TIERS.register(name, factory)
+    if urlsplit(f"{scheme}://").scheme != scheme:
+        raise ValueError(f"shared={scheme!r}: not a valid scheme for a tier")
+    _TIERS.register(scheme, tier)
 
 
-def tier_name(setting: str) -> str:
-    """The name in ``NAME`` or ``NAME:ARGUMENT``.
+def parse_url(url: str) -> tuple[type[Tier], TierSettings]:
+    """The kind of tier that a URL names, and its settings.
 
     Raises:
-        ValueError: No tier has this name; the message lists the names.
+        ValueError: The URL is not valid; one line says why.
         PluginError: A plugin cannot be imported.
     """
-    name = setting.partition(":")[0]
-    _TIERS.check(name)
-    return name
+    kinds = {scheme: _TIERS[scheme] for scheme in _TIERS.names()}
+    try:
+        parts = urlsplit(url)
+        kind = kinds[parts.scheme]
+    except (ValueError, KeyError):
+        examples = " or ".join(kind.settings_class.example or f"{scheme}://" for scheme, kind in kinds.items())
+        raise ValueError(f"shared={url!r}: must be a URL such as {examples}") from None
+    return kind, kind.settings_class.of(url, parts)
 
 
-def make_tier(setting: str) -> Tier:
-    """Make the tier of ``NAME`` or ``NAME:ARGUMENT``.
-
-    Raises:
-        ValueError: No tier has this name, or the tier refuses the argument.
-        PluginError: A plugin cannot be imported.
-    """
-    return _TIERS[tier_name(setting)](setting.partition(":")[2])
+register_tier("file", FileTier)
+register_tier("mooncake", MooncakeTier)

@@ -1,11 +1,11 @@
-"""`Stores`: runs transfers from the device to host memory.
+"""`StoreCopies`: runs transfers from the device to host memory.
 
 A store gathers entries into a staging buffer on the device, and copies that to the pages: by the copy engines, or by a kernel if pages
 are small. If no store is on its way, the engines copy the first entries straight to their pages: the host link is busy while the others
 are prepared and gathered. What overwrites a stored block (a forward, a load) waits until it is gathered, or was copied straight, but
 not for the other copies to the host.
 
-These copies can also be launched later (`Stores.send`): a forward that needs the room, and the GPU with it, would wait while the CPU
+These copies can also be launched later (`StoreCopies.send`): a forward that needs the room, and the GPU with it, would wait while the CPU
 launches them. Then only what the buffer has no room for goes straight to the host, because a forward waits for it.
 """
 
@@ -28,7 +28,7 @@ STAGING_BYTES = 640 * 2**20  # this much can be evicted at once without waiting 
 FIRST_BYTES = 24 * 2**20  # of a store: go straight to the host; the model waits 0.45 ms for them
 
 
-class Stores:
+class StoreCopies:
     """See the top of this file.
 
     Args:
@@ -189,7 +189,7 @@ class Stores:
     def _note(self, batch: Batch) -> None:
         """The entries are on the host, once the queue gets here."""
         self._contents.put_tags(batch.units)
-        self.bytes += self._copies.entry_bytes(batch.kind) * len(batch.units)
+        self.bytes += self._copies.entry_bytes[batch.kind] * len(batch.units)
 
     def wait(self) -> None:
         """The model's later launches run after all stores have read their entries."""

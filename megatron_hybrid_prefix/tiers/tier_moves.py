@@ -1,4 +1,8 @@
-"""`TierMoves`: moves entries between host memory and a `Tier` behind it, at once, in the engine's thread."""
+"""`TierMoves`: moves entries between the host's pages and the tier behind the host, by threads (``jobs.py``).
+
+Entries that a load needs go to the device in groups as they arrive, while others are read (`fetched`). The model uses them after all
+ranks have agreed that they are here (``mcore/state/moves.py``).
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,28 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import groupby
-
-import torch
+from functools import partial
 
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.tiers.base import Entry, Tier
-from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, kinds, without_shared_pages
+from megatron_hybrid_prefix.tiers.base import TierBehind
+from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, without_shared_pages
 from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
-from megatron_hybrid_prefix.tiers.loads import Loads
-from megatron_hybrid_prefix.tiers.stores import Stores
-from megatron_hybrid_prefix.tiers.units import BlockTransfer
+from megatron_hybrid_prefix.tiers.jobs import Job, JobGroup, TierThreads, marks
+from megatron_hybrid_prefix.tiers.loads import LoadCopies, PreparedLoads
+from megatron_hybrid_prefix.tiers.stores import StoreCopies
+from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind, Load
 
 logger = logging.getLogger(__name__)
 
+_GROUP_ENTRIES = 32
+GROUP_BYTES = 64 * 2**20  # entries from behind go to the device in groups of this size, while others are read
 
-class MovesBehind:
-    """What moves between host memory and any tier behind it share.
+
+class TierMoves:
+    """See the top of this file.
 
     Args:
+        behind: The tier.
         copies: How entries are copied.
         pages: The pages on the host.
         contents: What they hold.
@@ -33,15 +40,164 @@ class MovesBehind:
     """
 
     def __init__(
-        self, copies: EntryCopies, pages: HostPages, contents: PageContents, stores: Stores, loads: Loads
+        self,
+        behind: TierBehind,
+        copies: EntryCopies,
+        pages: HostPages,
+        contents: PageContents,
+        stores: StoreCopies,
+        loads: LoadCopies,
     ) -> None:
+        self._behind = behind
         self._copies, self._pages, self._contents, self._stores, self._loads = copies, pages, contents, stores, loads
+        self._threads = TierThreads(behind.tier, max(copies.entry_bytes.values()))
+        self._reads: dict[int, Job] = {}  # by first page: what was read there, until other bytes go there
         self._stats = TierStats()
+
+    def close(self) -> None:
+        """End the threads, once they have written all entries."""
+        self._threads.close()
 
     @property
     def stats(self) -> TierStats:
-        """Transfers to and from the tier."""
-        return dataclasses.replace(self._stats)
+        """Transfers to and from the tier, and what the tier says of itself."""
+        stats = dataclasses.replace(
+            self._stats,
+            full=self._stats.full + self._threads.refused,
+            bytes_stored=self._threads.stored_bytes,
+            seconds=self._threads.seconds,
+        )
+        self._behind.tier.describe(stats)
+        return stats
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until the tier has been given all entries, at most this long. Returns whether it has."""
+        return self._threads.drain(seconds)
+
+    def overwrite(self, units: Sequence[BlockTransfer]) -> list[BlockTransfer]:
+        """The pages of these transfers are about to get other bytes. Returns the transfers that can be done.
+
+        The others have a page that a thread is still reading into, for a load that was given up. An entry that is lost so has no
+        tag, so its load fails.
+        """
+        pages = [page for unit in units for page in unit.pages]
+        busy = self._threads.overwrite(pages)
+        for page in pages:
+            self._reads.pop(page, None)
+        if not busy:
+            return list(units)
+        refused = [unit for unit in units if not busy.isdisjoint(unit.pages)]
+        logger.warning("%d entries have no place: a load that was given up is still being read there", len(refused))
+        self._contents.drop(refused)
+        return [unit for unit in units if busy.isdisjoint(unit.pages)]
+
+    # -- to and from the tier ------------------------------------------------------------------------------------------
+
+    def store(self, units: Sequence[BlockTransfer]) -> None:
+        """Begin to write the entries in these pages to the tier."""
+        after = marks((self._stores.queue.finish, self._stores.stored))
+        jobs = []
+        for unit in units:
+            first = unit.pages[0]
+            job = self._job(unit, after)
+            if not job.namespace or not self._contents.holds(unit):
+                self._stats.full += 1
+            elif not self._threads.is_moving(unit.tag, first):  # else it was offered twice
+                read = self._reads.get(first)
+                given = None if read is None or read.tag != unit.tag else read.checksum
+                seen = partial(self._contents.seen_checksum, first, unit.tag)
+                job.sum_of = seen if given is None else partial(int, given)
+                jobs.append(job)
+        self._threads.store(jobs)
+
+    def read(self, units: Sequence[BlockTransfer]) -> None:
+        """Begin to read entries from the tier into these pages."""
+        for different in without_shared_pages(units):
+            self._read(different, {unit.pages for unit in self.overwrite(different)})
+
+    def _read(self, units: Sequence[BlockTransfer], free: set[tuple[int, ...]]) -> None:
+        after = marks((self._stores.queue.finish, self._stores.stored), (self._loads.queue.finish, self._loads.last))
+        self._contents.drop(units)  # until `fetched`
+        group: list[Job] = []
+        group_bytes = 0
+        # States first: they are the longest.
+        for unit in sorted(units, key=lambda unit: unit.tag.kind is EntryKind.KV):
+            job = self._job(unit, after)
+            if group and (group_bytes + job.entry_bytes > GROUP_BYTES or len(group) == _GROUP_ENTRIES):
+                self._threads.read(group)
+                group, group_bytes = [], 0
+            group_bytes += job.entry_bytes
+            job.cancelled = not job.namespace or unit.pages not in free
+            self._reads[unit.pages[0]] = job  # also then: it is missing
+            group.append(job)
+        self._threads.read(group)
+
+    def _job(self, unit: BlockTransfer, after: Sequence[Callable[[], None]]) -> Job:
+        size = self._copies.entry_bytes[unit.tag.kind]
+        return Job(
+            namespace=self._behind.namespace(unit.tag.epoch),
+            tag=unit.tag,
+            entry_bytes=size,
+            pages=unit.pages,
+            views=self._pages.views(unit.pages, size),
+            after=after,
+        )
+
+    # -- loads whose entries come from the tier ------------------------------------------------------------------------
+
+    def begin(self, load: Load) -> None:
+        """The load's transfers wait for reads that have begun."""
+        for unit in load.left:
+            job = self._reads.get(unit.pages[0])
+            if job is not None and job.tag == unit.tag:
+                load.jobs[unit.pages[0]] = job
+
+    def fetched(self, load: Load, wait_s: float = 0.0) -> bool | None:
+        """Whether all entries that the load waits for have arrived on the host; None: not all are known yet.
+
+        Entries that have arrived go to the device at once, the others group by group, while more are being read. All that
+        can be done for a group before it has arrived is done by then.
+
+        Args:
+            load: A load that fetches.
+            wait_s: Wait at most this long for them.
+        """
+        late = time.perf_counter() + wait_s
+        arrived: list[BlockTransfer] = []
+        groups: dict[JobGroup, list[BlockTransfer]] = {}
+        for unit in load.left:
+            job = None if self._contents.holds(unit) else load.jobs.get(unit.pages[0])
+            if job is None or job.group.wait(0):
+                arrived.append(unit)
+            else:
+                groups.setdefault(job.group, []).append(unit)
+        if arrived and not self._launch(load, arrived):
+            return False
+        prepared: dict[JobGroup, PreparedLoads] = {}
+        for group, units in groups.items() if wait_s else ():
+            prepared[group] = self._loads.prepare(units, begun=bool(prepared))
+        for group, units in groups.items():
+            start = time.perf_counter()
+            is_over = group.wait(late - start)
+            self._stats.seconds_waited += time.perf_counter() - start if wait_s else 0.0
+            if not is_over:
+                return None
+            if not self._launch(load, units, prepared.get(group)):
+                return False
+        return True
+
+    def _launch(self, load: Load, units: list[BlockTransfer], prepared: PreparedLoads | None = None) -> bool:
+        """Launches transfers whose entries nothing reads any more, and takes them out of ``left``. Returns whether all have arrived."""
+        coming = [(unit, load.jobs.get(unit.pages[0])) for unit in units if not self._contents.holds(unit)]
+        # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
+        arrived = [(unit, job.checksum) for unit, job in coming if job is not None and not job.cancelled]
+        self._note_arrived([(unit, checksum) for unit, checksum in arrived if checksum is not None])
+        if not all(self._contents.holds(unit) for unit in units):
+            return False
+        self._loads.run(units, prepared)
+        launched = set(map(id, units))
+        load.left = [unit for unit in load.left if id(unit) not in launched]
+        return True
 
     def _note_arrived(self, arrived: Sequence[tuple[BlockTransfer, int]]) -> None:
         """These entries have arrived in their pages; with the checksum that came with each."""
@@ -53,75 +209,4 @@ class MovesBehind:
         )
         self._contents.put_sums(first_pages, expected)
         self._contents.put_tags(units)
-        self._stats.bytes_loaded += sum(self._copies.entry_bytes(unit.tag.kind) for unit in units)
-
-
-class TierMoves(MovesBehind):
-    """See the top of this file.
-
-    Args:
-        tier: The tier.
-        *parts: See `MovesBehind`.
-    """
-
-    def __init__(self, tier: Tier, *parts: *tuple[EntryCopies, HostPages, PageContents, Stores, Loads]) -> None:
-        super().__init__(*parts)
-        self._tier = tier
-
-    def store(self, units: Sequence[BlockTransfer]) -> None:
-        """Offer the entries in these pages to the tier. An error is logged; the entries are not stored then."""
-        for batch in self._run(units, self._store):
-            self._stats.full += len(batch)
-
-    def load(self, units: Sequence[BlockTransfer]) -> None:
-        """Read entries from the tier into these pages. An error is logged. A missing entry fails its load, by its tag."""
-        for different in without_shared_pages(units):
-            self._run(different, self._load)
-
-    def _run(
-        self, units: Sequence[BlockTransfer], move: Callable[[list[BlockTransfer]], None]
-    ) -> list[list[BlockTransfer]]:
-        """Calls ``move`` with the transfers of one kind at a time. Returns those whose call failed."""
-        start = time.perf_counter()
-        # The CPU uses these pages next: wait for all transfers in flight.
-        for queue, mark in ((self._stores.queue, self._stores.stored), (self._loads.queue, self._loads.last)):
-            if mark is not None:
-                queue.finish(mark)
-        failed = []
-        for _, group in groupby(units, key=lambda unit: unit.tag.kind):
-            batch = list(group)
-            try:
-                move(batch)
-            except Exception as error:  # a plugin's code may raise anything
-                logger.error("the tier behind the host: %d %s failed: %s", len(batch), kinds(batch[0]), error)
-                failed.append(batch)
-        seconds = time.perf_counter() - start
-        self._stats.seconds += seconds
-        self._stats.seconds_waited += seconds
-        return failed
-
-    def _store(self, units: list[BlockTransfer]) -> None:
-        stored = [unit for unit in units if self._contents.holds(unit)]
-        (first_pages,) = self._copies.ids([unit.pages[0] for unit in stored])
-        sums = self._contents.sums[first_pages].tolist()
-        size = self._copies.entry_bytes(units[0].tag.kind)
-        entries = []
-        for unit, checksum in zip(stored, sums, strict=True):
-            row = torch.empty(size, dtype=torch.uint8)
-            for start, page, length in self._copies.pieces([unit], size):
-                row[start : start + length] = self._pages.part(page, length)
-            entries.append(Entry(unit.tag, memoryview(row.numpy()), checksum ^ unit.tag.digest))
-        kept = sum(self._tier.put(entries)) if entries else 0
-        self._stats.full += len(units) - kept
-        self._stats.bytes_stored += size * kept
-
-    def _load(self, units: list[BlockTransfer]) -> None:
-        self._contents.drop(units)  # until `put_tags`
-        size = self._copies.entry_bytes(units[0].tag.kind)
-        rows = [torch.empty(size, dtype=torch.uint8) for _ in units]
-        sums = self._tier.get([unit.tag for unit in units], [memoryview(row.numpy()) for row in rows])
-        given = [(unit, row, found) for unit, row, found in zip(units, rows, sums, strict=True) if found is not None]
-        for unit, row, _ in given:
-            for start, page, length in self._copies.pieces([unit], size):
-                self._pages.part(page, length).copy_(row[start : start + length])
-        self._note_arrived([(unit, found) for unit, _, found in given])
+        self._stats.bytes_loaded += sum(self._copies.entry_bytes[unit.tag.kind] for unit in units)

@@ -1,7 +1,7 @@
-"""`BlockTransfer`: one move between two tiers, of a KV block or of a state.
+"""`BlockTransfer`: one move between two tiers, of a KV block or of a state. `Load`: what comes back from the host for one request.
 
-``index/host_tier.py`` and ``index/loads.py`` decide on transfers, `arena.py` runs them; they share nothing else. Transfers run in
-the order of their queue, so a page or slot may be reused as soon as its transfer is queued. The tiers are the device, the
+``index/host_tier.py`` and ``index/loads.py`` decide on transfers and loads, `arena.py` runs them; they share nothing else. Transfers
+run in the order of their queue, so a page or slot may be reused as soon as its transfer is queued. The tiers are the device, the
 host, and at most one tier behind the host. Every transfer begins or ends on the host.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DEVICE = "device"
 HOST = "host"
+SHARED = "shared"  # the tier behind the host
 
 
 class EntryKind(IntEnum):
@@ -56,12 +57,12 @@ class BlockTransfer(NamedTuple):
     """One move of an entry. A tuple, because each eviction makes one.
 
     Attributes:
-        source: Name of a tier: `DEVICE`, `HOST`, or the name of the tier behind the host.
+        source: Name of a tier: `DEVICE`, `HOST` or `SHARED`.
         target: Likewise.
         pages: Pages on the host, in the order of the bytes.
         tag: What is moved.
         device_id: KV block or slot (by the tag's kind) if the device is one end; else None.
-        load_id: Id of the load it belongs to; None unless the target is the device.
+        load: The load it belongs to; None unless the target is the device.
     """
 
     source: str
@@ -69,7 +70,82 @@ class BlockTransfer(NamedTuple):
     pages: tuple[int, ...]
     tag: Tag
     device_id: int | None = None
-    load_id: int | None = None
+    load: Load | None = None
+
+
+class LoadState(StrEnum):
+    """What has become of a `Load`. The same on all ranks, which agree where time or bytes decide. Failures have the name they are counted by."""
+
+    SWAPPED_OUT = "swapped_out"  # a preempted request left it on the host
+    ASKED = "asked"  # it holds blocks and a slot on the device, and all its entries are on the host
+    FETCHING = "fetching"  # the same, but some entries are being read from the tier behind
+    COPYING = "copying"  # the last copies to the device are launched
+    ARRIVED = "arrived"  # a forward has used it, and it was right
+    FAILED = "host_load_failed"  # other bytes than what was stored
+    MISSING = "tier_load_missing"  # the tier behind did not have an entry that it promised
+    LATE = "tier_load_late"  # the tier behind took longer than a request waits
+    GIVEN_UP = "host_load_given_up"  # its request does not need it any more, or had to give up its blocks
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Load:
+    """KV and a state that come back from the host for one request; also what a preempted request left there to continue from.
+
+    Attributes:
+        load_id: Its number.
+        request_id: The request.
+        state: How far it is, or why it failed.
+        depth_tokens: Tokens up to the state.
+        keys: Of a preempted request: keys of its first blocks, which the prefix tree has.
+        pinned: Host entries of the prefix tree that stay until it ends. KV from the front; of a preempted request, of all its ``keys``.
+        private: Host entries that nobody else has, of a preempted request: KV (the last block may be partly filled), then the state.
+        coming: Those of ``pinned`` that are being read from the tier behind.
+        slot: Slot on the device that the state goes to.
+        pages: Host pages of all copies.
+        payloads: Payload (routing) of each loaded KV block, or None, by block id.
+        admitted: Whether the request has been admitted; its next forward reads what is loaded.
+        deadline_s: While it fetches: until when the request waits (`time.monotonic` of this rank).
+        rounds: While others run, the request waits so many more rounds.
+        transfers: Its copies to the device, on this rank.
+        left: Those of them that wait for an entry that is being read.
+        jobs: Reads of ``coming``, on this rank, by first page.
+        places: Pages, blocks and slots that launched transfers use, on this rank.
+        is_launched: Whether a transfer was launched, on this rank.
+        end: Mark after the last of them.
+        awaited: Whether the model's later launches run after it.
+        is_wrong: An entry was missing, or a copy could not be launched, on this rank.
+    """
+
+    load_id: int
+    request_id: int
+    state: LoadState
+    depth_tokens: int
+    pinned: tuple[int, ...]
+    keys: tuple[bytes, ...] = ()
+    private: tuple[int, ...] = ()
+    coming: tuple[int, ...] = ()
+    slot: int = -1
+    pages: int = 0
+    payloads: dict[int, Any] = field(default_factory=dict)
+    admitted: bool = False
+    deadline_s: float = 0.0
+    rounds: int = 0
+    transfers: list[BlockTransfer] = field(default_factory=list)
+    left: list[BlockTransfer] = field(default_factory=list)
+    jobs: dict[int, Any] = field(default_factory=dict)
+    places: set[int] = field(default_factory=set)
+    is_launched: bool = False
+    end: Any = None
+    awaited: bool = False
+    is_wrong: bool = False
+
+    def __repr__(self) -> str:
+        return f"Load({self.load_id} of request {self.request_id}: {self.state})"  # what is the same on all ranks
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it holds blocks and a slot on the device."""
+        return self.state in (LoadState.ASKED, LoadState.FETCHING, LoadState.COPYING)
 
 
 class BlockMove(NamedTuple):

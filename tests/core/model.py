@@ -23,15 +23,17 @@ from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPl
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, is_guess
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
-from megatron_hybrid_prefix.tiers.base import Entry
-from megatron_hybrid_prefix.tiers.units import DEVICE, BlockMove, EntryKind, PageClear
+from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
+from megatron_hybrid_prefix.tiers.settings import TierSettings
+from megatron_hybrid_prefix.tiers.units import DEVICE, SHARED, BlockMove, EntryKind, Load, LoadState, PageClear
 from tests.harness.cached import on_device
+from tests.harness.plugins.dictionary_tier import DictionaryTier
 
 Salt = tuple[str | None, str | None]  # cache_salt, adapter
 History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0
 Content = tuple[Salt, History]
 GARBAGE: Content = ((None, None), ((-1, -1),))
-BEHIND = "behind"  # name of the tier behind the host
+NAMESPACE = bytes(16)
 LIVE_SLOTS = 10_000  # ids of the pretend live slots of preempted requests begin here
 
 
@@ -39,6 +41,13 @@ COUNTED = (
     *("prompt_tokens", "computed_prompt_tokens", "recomputed_tokens", "resumed_tokens"),
     *("reused_tokens", "reused_tokens_device", "reused_tokens_host"),
 )
+
+
+def tier_behind(most: str = "") -> TierBehind:
+    """A dictionary behind the host that keeps so many entries at most; "": without a limit."""
+    behind = TierBehind(DictionaryTier(TierSettings(path=most, min_tokens=0)))
+    behind.name_entries(lambda: NAMESPACE)
+    return behind
 
 
 @dataclass(eq=False)
@@ -105,7 +114,7 @@ class ModelEngine:
         behind = None if cache._store.host is None else cache._store.host.behind
         self.behind: Any = None if behind is None else behind.tier
         self.written: list[Content] = []  # what went to the tier behind the host; its bytes are the number
-        self.bad_loads: set[int] = set()  # loads that brought garbage
+        self.bad_loads: set[Load] = set()  # loads that brought garbage
         self.requests: list[Request] = []  # live ones, and released ones with a plan in flight
         self.stale_plans: list[StepPlan] = []
         self.order: list[Kept] = []  # used or published longest ago first
@@ -144,23 +153,25 @@ class ModelEngine:
             if unit.source == DEVICE:
                 self.seen["stored"] += 1
                 self.host[unit.pages] = self.expected[unit.tag.key] = device[unit.device_id]
-            elif unit.target == BEHIND:
+            elif unit.target == SHARED:
                 self.seen["taken behind"] += 1
                 self.written.append(self.host[unit.pages])
                 number = len(self.written) - 1
-                self.behind.put([Entry(unit.tag, memoryview(number.to_bytes(8)), number)])
-            elif unit.source == BEHIND:
+                self.behind.put(NAMESPACE, Entry(unit.tag, memoryview(number.to_bytes(8)), number))
+            elif unit.source == SHARED:
                 buffer = bytearray(8)
-                (checksum,) = self.behind.get([unit.tag], [memoryview(buffer)])
+                checksum = self.behind.get(NAMESPACE, unit.tag, [memoryview(buffer)])
                 number = int.from_bytes(buffer)
                 self.host[unit.pages] = self.written[number] if number == checksum else GARBAGE
                 self.seen["given back" if number == checksum else "not given back"] += 1
             else:
                 self.seen["loaded"] += 1
+                if unit.load.state is LoadState.FETCHING:
+                    self.cache.loads.end_fetch(unit.load, LoadState.COPYING)
                 put = self.put_block if unit.tag.kind == EntryKind.KV else self.put_state
                 put(unit.device_id, self.host[unit.pages])
                 if self.host[unit.pages] == GARBAGE:
-                    self.bad_loads.add(unit.load_id)
+                    self.bad_loads.add(unit.load)
 
     def on_move(self, source: int, target: int) -> None:
         assert source not in self.held_blocks() and target not in self.held_blocks(), "a held block moves"
@@ -281,7 +292,7 @@ class ModelEngine:
     def is_behind(self, kind: EntryKind) -> set[Content]:
         """What the entries in the tier behind the host should hold."""
         entries = () if self.behind is None else self.behind.entries
-        return {self.expected[key] for of_kind, key in entries if of_kind == kind}
+        return {self.expected[key] for _, of_kind, key in entries if of_kind == kind}
 
     def deepest(
         self, salt: Salt, tokens: list[int], limit_tokens: int, cached: set[Content], states: set[Content]
@@ -491,7 +502,7 @@ class ModelEngine:
         match = cache.match(cache.chain(tokens, salt=salt[0], adapter=salt[1]))
         depth = self.oracle_loadable(salt, tokens, match.limit_tokens) * block
         assert match.loadable_blocks * block == (depth if depth > match.resume_tokens else 0)
-        swapped = request_id in cache.loads.swapped_out
+        swapped = cache.loads._swapped_out(request_id) is not None
         if swapped:
             assert preempted is not None
             depth = len(preempted.history)
@@ -521,7 +532,7 @@ class ModelEngine:
         if admission is None:
             self.seen["load given up"] += 1
             cache.release(request_id)
-            assert (request_id in cache.loads.swapped_out) == swapped
+            assert (cache.loads._swapped_out(request_id) is not None) == swapped
             cache.loads.drop_swapped_out(request_id)
             return None
         assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
@@ -649,7 +660,7 @@ class ModelEngine:
     def is_bad(self, request: Request) -> bool:
         """Whether garbage was loaded for the request."""
         live = self.live(request)
-        return live.load is not None and live.load.load_id in self.bad_loads
+        return live.load in self.bad_loads
 
     def settle(self, plan: StepPlan, request: Request, *, succeeds: bool) -> None:
         """Runs the plan's forward, checks its reads again, and publishes or abandons it."""
@@ -671,7 +682,7 @@ class ModelEngine:
             self.forget_plan(plan, request)
             self.note_computed(request)
             return
-        if succeeds and load is not None and load.load_id in self.bad_loads:
+        if succeeds and load in self.bad_loads:
             self.forget_lost()
             self.cache.fail_load(plan)
             self.seen["load failed"] += 1

@@ -10,6 +10,8 @@ from megatron_hybrid_prefix.tiers.units import (
     BlockMove,
     BlockTransfer,
     EntryKind,
+    Load,
+    LoadState,
     PageClear,
     Tag,
     stores_first,
@@ -19,13 +21,14 @@ PAGE_BLOCKS, PAGE_STATES, BLOCKS, HOST_PAGES = 3, 2, 12, 6
 SLOTS = BLOCKS // PAGE_BLOCKS * PAGE_STATES
 FIRST_SLOT = 2  # of the first page; those before it are the engine's
 LAYOUT = PAGE_BLOCKS, PAGE_STATES, FIRST_SLOT
+LOAD = Load(load_id=0, request_id=0, state=LoadState.ASKED, depth_tokens=0, pinned=())
 
 
 def transfer(kind, device_id, page, *, load=False):
     source, target = (HOST, DEVICE) if load else (DEVICE, HOST)
     tag = Tag(kind=kind, key=b"", depth_tokens=0, epoch=0)
     return BlockTransfer(
-        source=source, target=target, pages=(page,), tag=tag, device_id=device_id, load_id=0 if load else None
+        source=source, target=target, pages=(page,), tag=tag, device_id=device_id, load=LOAD if load else None
     )
 
 

@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_hybrid_prefix.tiers import background, entry_copies, loads, shared_tier_moves, stores
+from megatron_hybrid_prefix.mcore.state import moves
+from megatron_hybrid_prefix.tiers import entry_copies, jobs, loads, stores, tier_moves
 from megatron_hybrid_prefix.tiers.arena import HostArena
-from megatron_hybrid_prefix.tiers.base import Entry, Filling, SharedTier, Tier
+from megatron_hybrid_prefix.tiers.base import Entry, Tier, TierBehind
 from megatron_hybrid_prefix.tiers.pinned import allocate, choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.queue import HostQueue
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.settings import TierSettings
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, EntryKind, Load, LoadState, Tag
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.plugins.dictionary_tier import DictionaryTier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, SLOTS, PAGES = 12, 10, 60
+NAMESPACE = bytes(range(16))
+
+
+def a_load(load_id: int = 0, state: LoadState = LoadState.ASKED) -> Load:
+    return Load(load_id=load_id, request_id=load_id, state=state, depth_tokens=1, pinned=())
+
+
+def a_fetch(load_id: int = 0) -> Load:
+    """A load that waits for entries from the tier behind."""
+    return a_load(load_id, LoadState.FETCHING)
 
 
 class Pools:
@@ -36,7 +50,7 @@ class Pools:
         scale: int = 1,
         *,
         mamba_layers: int = 3,
-        behind: Tier | None = None,
+        tier: Tier | None = None,
     ) -> None:
         kv = torch.zeros(4, BLOCKS, 6 * scale, 2, dtype=torch.bfloat16, device=device)
         conv = torch.zeros(mamba_layers, SLOTS, 5 * scale, 3, dtype=torch.bfloat16, device=device)
@@ -45,13 +59,16 @@ class Pools:
         sizes = {k: sum(t[:, 0].numel() * t.element_size() for t in ts) for k, ts in self.tensors.items()}
         self.page_bytes = choose_page_bytes(sizes.values())
         self.pages_of = {kind: max(1, -(-size // self.page_bytes)) for kind, size in sizes.items()}
+        self.behind = None if tier is None else TierBehind(tier)
+        if self.behind is not None:
+            self.behind.name_entries(lambda: NAMESPACE)
         self.arena = HostArena(
             lambda: self.tensors,
             pages=PAGES * max(self.pages_of.values()),
             page_bytes=self.page_bytes,
             pages_of=self.pages_of,
             device=device,
-            behind=behind,
+            behind=self.behind,
         )
 
     def write(self, kind: EntryKind, index: int, value: float) -> None:
@@ -62,26 +79,37 @@ class Pools:
         return [tensor[:, index].cpu() for tensor in self.tensors[kind]]
 
     def unit(
-        self, kind: EntryKind, index: int, entry: int, load_id: int | None = None, key: bytes = b"k"
+        self, kind: EntryKind, index: int, entry: int, load: Load | None = None, key: bytes = b"k"
     ) -> BlockTransfer:
         count = max(self.pages_of.values())
         pages = range(entry * count, entry * count + self.pages_of[kind])
         # Several pages are not contiguous: an entry is stored wherever there is room.
         tag = Tag(kind=kind, key=key, depth_tokens=1, epoch=0)
         return BlockTransfer(
-            source=DEVICE if load_id is None else HOST,
-            target=HOST if load_id is None else DEVICE,
+            source=DEVICE if load is None else HOST,
+            target=HOST if load is None else DEVICE,
             device_id=index,
             pages=tuple(reversed(pages)),
             tag=tag,
-            load_id=load_id,
+            load=load,
         )
 
     def behind_unit(self, kind: EntryKind, entry: int, key: bytes, *, take: bool) -> BlockTransfer:
         """A transfer from the host to the tier behind it, or back."""
         unit = self.unit(kind, 0, entry, key=key)
-        source, target = (HOST, "behind") if take else ("behind", HOST)
+        source, target = (HOST, SHARED) if take else (SHARED, HOST)
         return unit._replace(source=source, target=target, device_id=None)
+
+    def bring(self, kind: EntryKind, index: int, entry: int, key: bytes, load_id: int = 0) -> Load:
+        """Begins to read an entry from the tier behind, and a load that waits for it."""
+        load = a_fetch(load_id)
+        self.arena.carry_out([self.behind_unit(kind, entry, key, take=False), self.unit(kind, index, entry, load, key)])
+        return load
+
+    def give_to_tier(self, kind: EntryKind, index: int, entry: int, key: bytes) -> None:
+        """Stores an entry, and writes it to the tier behind."""
+        self.arena.carry_out([self.unit(kind, index, entry, key=key), self.behind_unit(kind, entry, key, take=True)])
+        assert self.arena.behind is not None and self.arena.behind.drain(HANG_S)
 
 
 class OnItsWay:
@@ -97,14 +125,14 @@ class AnyOrder:
     Staging buffers are small, so that they are reused often.
     """
 
-    def __init__(self, device: str, seed: int, monkeypatch: pytest.MonkeyPatch, behind: Tier | None = None) -> None:
+    def __init__(self, device: str, seed: int, monkeypatch: pytest.MonkeyPatch, tier: Tier | None = None) -> None:
         scale = 1 if device == "cpu" else 20_000
         monkeypatch.setattr(stores, "FIRST_BYTES", 30 * scale * 8)
         if seed % 2:  # by the copy engines
             monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
         monkeypatch.setattr(stores, "STAGING_BYTES", 3 * 30 * scale * 8)
         monkeypatch.setattr(loads, "STAGING_BYTES", 2 * 30 * scale * 8)
-        self.pools = Pools(device, scale, behind=behind)
+        self.pools = Pools(device, scale, tier=tier)
         self.dice, self._delays = random.Random(seed), random.Random(seed)
         self.places = [(EntryKind.KV, i) for i in range(BLOCKS)] + [(EntryKind.STATE, i) for i in range(SLOTS)]
         self.on_device: dict[tuple[EntryKind, int], float] = {}
@@ -145,15 +173,17 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
     world = AnyOrder(device, seed, monkeypatch)
     pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
     on_host: dict[int, tuple[EntryKind, float]] = {}
-    load_id = 0
+    load_ids = itertools.count()
     for step in range(40):
-        units = []
+        units, own = [], []
         for _ in range(dice.randint(0, 12)):
             if on_host and dice.random() < 0.4:
+                if not units or units[-1].load is None or dice.random() < 0.3:
+                    own.append(a_load(next(load_ids)))
                 entry = dice.choice(sorted(on_host))
                 kind, value = on_host[entry]
                 index = dice.randrange(BLOCKS if kind == EntryKind.KV else SLOTS)
-                units.append(pools.unit(kind, index, entry, load_id))
+                units.append(pools.unit(kind, index, entry, own[-1]))
                 on_device[kind, index] = value
             else:
                 kind, index = dice.choice(places)
@@ -161,358 +191,35 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
                 units.append(pools.unit(kind, index, entry))
                 on_host[entry] = (kind, on_device[kind, index])
         world.carry_out(units)
-        if any(unit.load_id is not None for unit in units):
+        for load in own:
+            pools.arena.loads.wait_for(load)
             if dice.random() < 0.7:
-                pools.arena.wait_for_load(load_id)
-                assert not pools.arena.has_failed(load_id)
+                assert not pools.arena.loads.is_wrong(load)
             else:
-                pools.arena.wait_for_load(load_id)
-                pools.arena.forget(load_id)
-            load_id += 1
+                pools.arena.loads.forget(load)
         world.write_some(1000 + step)
     world.check()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
-    """The same, with entries that move from the host to a dictionary and come back into other pages."""
-    world = AnyOrder(device, seed, monkeypatch, behind=DictionaryTier())
-    pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
-    on_host: dict[int, tuple[EntryKind, float]] = {}
-    taken: set[tuple[EntryKind, float]] = set()
-    for step in range(40):
-        units = []
-        for _ in range(dice.randint(0, 12)):
-            what, entry = dice.choice(["store", "load", "take", "give"]), dice.randrange(PAGES)
-            kind, index = dice.choice(places)
-            if what == "store":
-                on_host[entry] = (kind, on_device[kind, index])
-                units.append(pools.unit(kind, index, entry, key=str(on_device[kind, index]).encode()))
-            elif what == "give" and taken:
-                on_host[entry] = kind, value = dice.choice(sorted(taken))
-                units.append(pools.behind_unit(kind, entry, str(value).encode(), take=False))
-            elif on_host:
-                entry = dice.choice(sorted(on_host))
-                kind, value = on_host[entry]
-                if what == "take":
-                    units.append(pools.behind_unit(kind, entry, str(value).encode(), take=True))
-                    taken.add((kind, value))
-                else:
-                    index = dice.randrange(BLOCKS if kind == EntryKind.KV else SLOTS)
-                    units.append(pools.unit(kind, index, entry, step, key=str(value).encode()))
-                    on_device[kind, index] = value
-        world.carry_out(units)
-        pools.arena.wait_for_load(step)
-        assert pools.arena.has_failed(step) == all(unit.load_id != step for unit in units)  # true of one that never was
-        world.write_some(1000 + step)
-    world.check()
-    assert pools.arena.behind_stats.bytes_stored > 0 < pools.arena.behind_stats.bytes_loaded
+class SlowTier(DictionaryTier):
+    """Its threads take their time, and it loses some entries."""
 
+    def __init__(self, seed: int) -> None:
+        super().__init__(TierSettings(min_tokens=0, threads=2))
+        self.dice = random.Random(seed)
 
-class SlowFilling:
-    """Entries that a `SlowTier` reads when it is waited for."""
+    def put(self, namespace: bytes, entry: Entry) -> bool:
+        time.sleep(self.dice.choice([0, 0.001]))
+        return super().put(namespace, entry)
 
-    def __init__(self, tier: SlowTier, *work: Any) -> None:
-        self._tier, self._work = tier, work
-
-    def wait(self) -> list[int | None]:
-        return [self._tier.read(tag, views) for tag, views in zip(*self._work, strict=True)]
-
-    def close(self) -> None: ...
-
-
-class SlowTier(SharedTier):
-    """A dictionary whose threads take their time, and lose some entries."""
-
-    threads = 2
-
-    def __init__(self, seed: int, *, fills: bool = False) -> None:
-        self.fills = fills
-        self.entries: dict[tuple[EntryKind, bytes], tuple[bytes, int]] = {}
-        self._dice = random.Random(seed)
-
-    def contains(self, kind: EntryKind, key: bytes) -> bool:
-        return (kind, key) in self.entries
-
-    def put(self, entries: Sequence[Entry]) -> list[bool]:
-        for tag, data, checksum in entries:
-            time.sleep(self._dice.choice([0, 0.001]))
-            self.entries[tag.kind, tag.key] = bytes(data), checksum
-        return [True] * len(entries)
-
-    def get(self, tags: Sequence[Tag], buffers: Sequence[memoryview]) -> list[int | None]:
-        return [self.read(tag, [buffer]) for tag, buffer in zip(tags, buffers, strict=True)]
-
-    def fill(self, tags: Sequence[Tag], buffers: Sequence[Sequence[memoryview]]) -> Filling:
-        assert self.fills
-        return SlowFilling(self, tags, buffers)
-
-    def read(self, tag: Tag, views: Sequence[memoryview]) -> int | None:
-        data, checksum = self.entries.get((tag.kind, tag.key), (b"", 0))
-        if len(data) != sum(map(len, views)) or self._dice.random() < 0.05:
+    def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
+        found, data, checksum = self.entries.get((namespace, tag.kind, tag.key), (None, b"", 0))
+        if found != tag or self.dice.random() < 0.05:
             return None
-        for view in views:
-            time.sleep(self._dice.choice([0, 0.001]))
-            view[:], data = data[: len(view)], data[len(view) :]
+        for buffer in buffers:
+            time.sleep(self.dice.choice([0, 0.001]))
+            buffer[:], data = data[: len(buffer)], data[len(buffer) :]
         return checksum
-
-    def remove(self, tags: Iterable[Tag]) -> None: ...
-
-    def clear(self) -> None: ...
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fills", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_moves_with_a_shared_tier(device, seed, fills, monkeypatch):
-    """Pages are given away while threads read and write them. What arrives is what was stored, or it does not arrive."""
-    tier = SlowTier(seed, fills=fills)
-    world = AnyOrder(device, seed, monkeypatch, behind=tier)
-    monkeypatch.setattr(
-        shared_tier_moves, "GROUP_BYTES", 1 if seed % 2 else 1000
-    )  # a group for each entry, or for some
-    pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
-    arena, on_host, taken, ends = pools.arena, {}, set(), Counter()
-    refused: set[int] = set()  # pages of stores that were not done, because they were being filled
-    overwrite = arena._shared.overwrite
-
-    def noted(run: Sequence[BlockTransfer]) -> list[BlockTransfer]:
-        done = overwrite(run)
-        for unit in run:
-            (refused.difference_update if unit in done else refused.update)(unit.pages)
-        return done
-
-    monkeypatch.setattr(arena._shared, "overwrite", noted)
-    for step in range(60):
-        units, loads = [], {}
-        for _ in range(dice.randint(0, 12)):
-            what, entry, place = dice.choice(["store", "take", "give"]), dice.randrange(8), dice.choice(places)
-            if what == "store":
-                on_host[entry] = (place[0], on_device[place])
-                units.append(pools.unit(*place, entry, key=str(on_device[place]).encode()))
-            elif what == "give" and taken:
-                on_host[entry] = kind, value = dice.choice(sorted(taken))
-                units.append(pools.behind_unit(kind, entry, str(value).encode(), take=False))
-            elif what == "take" and entry in on_host:
-                kind, value = on_host[entry]
-                units.append(pools.behind_unit(kind, entry, str(value).encode(), take=True))
-                taken.add((kind, value))
-        for entry in dice.sample(sorted(on_host), min(len(on_host), dice.randint(0, 2))):
-            kind, value = on_host[entry]
-            index = dice.randrange(BLOCKS if kind == EntryKind.KV else SLOTS)
-            if (kind, index) not in loads:
-                units.append(pools.unit(kind, index, entry, step, key=str(value).encode()))
-                loads[kind, index] = value, entry
-        world.carry_out(units)
-        arrived = arena.fetched(step, dice.choice([0.0, HANG_S])) if arena.is_put_off(step) else True
-        if arrived and arena.is_put_off(step):
-            arena.run_put_off(step)
-            ends["waited"] += 1
-        failed = False
-        if arrived:
-            arena.wait_for_load(step)
-            failed = bool(loads) and arena.has_failed(step)
-            assert not failed or any(not refused.isdisjoint(unit.pages) for unit in units if unit.load_id == step)
-        if arrived and not failed:
-            on_device |= {place: value for place, (value, _) in loads.items()}
-        else:
-            ends["refused" if failed else "late" if arrived is None else "missing"] += 1
-            arena.drop_put_off(step)
-            for place in loads:  # part of it may have been loaded; what the model writes now comes after that
-                world._write(place, 2000 + step)
-            for _, entry in loads.values():  # the cache drops what did not arrive
-                del on_host[entry]
-        world.write_some(1000 + step)
-    world.check()
-    assert fills or not ends["refused"]
-    # However long the threads took before: once they have done what they can, an entry comes back.
-    tier._dice = Never()
-    assert arena.drain(HANG_S)
-    first, second = (pools.unit(EntryKind.KV, 0, entry, key=b"end") for entry in (0, 1))
-    wait_until(lambda: not arena._shared._background.overwrite([*first.pages, *second.pages]), "no page is filled")
-    world.carry_out([first, pools.behind_unit(EntryKind.KV, 0, b"end", take=True)])
-    assert arena.drain(HANG_S) and arena.behind_stats.bytes_stored > 0
-    world.carry_out(
-        [
-            pools.behind_unit(EntryKind.KV, 1, b"end", take=False),
-            pools.unit(EntryKind.KV, 1, 1, load_id=1000, key=b"end"),
-        ]
-    )
-    assert arena.fetched(1000, HANG_S)
-    arena.run_put_off(1000)
-    arena.wait_for_load(1000)
-    assert not arena.has_failed(1000)
-    on_device[EntryKind.KV, 1] = on_device[EntryKind.KV, 0]
-    world.check()
-    arena.close()
-
-
-def test_a_load_whose_page_went_to_another_entry_is_a_miss(monkeypatch):
-    """Two requests waited for one entry. It was late for the first, so its page went to another entry."""
-    tier = SlowTier(0)
-    monkeypatch.setattr(tier, "_dice", Never())
-    pools = Pools("cpu", behind=tier)
-    for key in (b"a", b"b"):
-        pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0, key=key)])
-        pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 0, key, take=True)])
-        assert pools.arena.drain(HANG_S)
-    fetch = [pools.behind_unit(EntryKind.KV, 1, key, take=False) for key in (b"a", b"b")]
-    pools.arena.carry_out([fetch[0], pools.unit(EntryKind.KV, 3, 1, load_id=7, key=b"a"), fetch[1]])
-    assert pools.arena.is_put_off(7)
-    assert pools.arena.fetched(7, HANG_S) is False
-    pools.arena.drop_put_off(7)
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=8, key=b"b")])
-    assert pools.arena.fetched(8, HANG_S) is True
-    pools.arena.run_put_off(8)
-    assert not pools.arena.has_failed(8)
-
-
-def test_a_load_that_is_put_off_also_needs_what_was_just_stored(monkeypatch):
-    """Its copy to the host need not be launched yet."""
-    tier = SlowTier(0)
-    monkeypatch.setattr(tier, "_dice", Never())
-    pools = Pools("cpu", behind=tier)
-    for index in range(2):
-        pools.write(EntryKind.KV, index, 1.0 + index)
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0), pools.behind_unit(EntryKind.KV, 0, b"k", take=True)])
-    assert pools.arena.drain(HANG_S)
-    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=False)])
-    load = [pools.unit(EntryKind.KV, 3, 1, load_id=7), pools.unit(EntryKind.KV, 4, 2, load_id=7, key=b"new")]
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 2, key=b"new"), *load], send=False)
-    assert pools.arena.is_put_off(7) and pools.arena.fetched(7, HANG_S)
-    pools.arena.run_put_off(7)
-    assert not pools.arena.has_failed(7)
-    assert [pools.read(EntryKind.KV, index)[0].unique().tolist() for index in (3, 4)] == [[1.0], [2.0]]
-
-
-@pytest.mark.parametrize("end", ["arrives", "dropped", "dropped before"])
-def test_what_has_arrived_is_loaded_while_the_rest_is_read(end, monkeypatch):
-    """If the load is given up, the model waits for what was launched of it."""
-    monkeypatch.setattr(shared_tier_moves, "GROUP_BYTES", 1)
-    tier = SlowTier(0)
-    monkeypatch.setattr(tier, "_dice", Never())
-    pools = Pools("cpu", behind=tier)
-    for index, key in enumerate((b"a", b"b")):
-        pools.write(EntryKind.KV, index, 1.0 + index)
-        store = [
-            pools.unit(EntryKind.KV, index, index, key=key),
-            pools.behind_unit(EntryKind.KV, index, key, take=True),
-        ]
-        pools.arena.carry_out(store)
-    assert pools.arena.drain(HANG_S)
-    may_read, read, waits = threading.Event(), tier.read, []
-    slow = {b"b"} if end != "dropped before" else {b"a", b"b"}
-
-    def slow_read(tag: Tag, views: Sequence[memoryview]) -> int | None:
-        assert tag.key not in slow or may_read.wait(HANG_S)
-        return read(tag, views)
-
-    monkeypatch.setattr(tier, "read", slow_read)
-    monkeypatch.setattr(pools.arena.loads.queue, "wait", waits.append)
-    fetch = [pools.behind_unit(EntryKind.KV, 2 + index, key, take=False) for index, key in enumerate((b"a", b"b"))]
-    load = [pools.unit(EntryKind.KV, 5 + index, 2 + index, 7, key=key) for index, key in enumerate((b"a", b"b"))]
-    pools.arena.carry_out([*fetch, *load])
-    expected = [[0.0] if end == "dropped before" else [1.0], [0.0]]
-
-    def is_loaded() -> bool:
-        assert pools.arena.fetched(7, 0.1) is None
-        return [pools.read(EntryKind.KV, index)[0].unique().tolist() for index in (5, 6)] == expected
-
-    wait_until(is_loaded, "what has arrived is loaded, and nothing else")
-    if end == "arrives":
-        may_read.set()
-        assert pools.arena.fetched(7, HANG_S) is True
-        pools.arena.run_put_off(7)
-        assert not pools.arena.has_failed(7) and pools.read(EntryKind.KV, 6)[0].unique().tolist() == [2.0]
-    else:
-        pools.arena.drop_put_off(7)
-        assert len(waits) == (end == "dropped")
-        may_read.set()
-    pools.arena.close()
-
-
-def test_a_wrong_entry_of_any_group_fails_the_load(monkeypatch):
-    monkeypatch.setattr(shared_tier_moves, "GROUP_BYTES", 1)
-    tier = SlowTier(0)
-    monkeypatch.setattr(tier, "_dice", Never())
-    pools = Pools("cpu", behind=tier)
-    keys = (b"a", b"b", b"c")
-    for load_id, wrong in enumerate(keys):
-        tier.entries.clear()
-        for index, key in enumerate(keys):
-            pools.arena.carry_out([pools.unit(EntryKind.KV, index, index, key=key)])
-            pools.arena.carry_out([pools.behind_unit(EntryKind.KV, index, key, take=True)])
-            assert pools.arena.drain(HANG_S)
-        data, checksum = tier.entries[EntryKind.KV, wrong]
-        tier.entries[EntryKind.KV, wrong] = data, checksum ^ 1
-        units = [pools.behind_unit(EntryKind.KV, 3 + index, key, take=False) for index, key in enumerate(keys)]
-        units += [pools.unit(EntryKind.KV, 5 + index, 3 + index, load_id, key=key) for index, key in enumerate(keys)]
-        pools.arena.carry_out(units)
-        assert pools.arena.fetched(load_id, HANG_S)
-        pools.arena.run_put_off(load_id)
-        assert pools.arena.has_failed(load_id), wrong
-    pools.arena.close()
-
-
-def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(monkeypatch):
-    """Also if an earlier store brings older checksums to the host after the entry has arrived there."""
-    tier = SlowTier(0)
-    monkeypatch.setattr(tier, "_dice", Never())
-    pools = Pools("cpu", behind=tier)
-    pools.write(EntryKind.KV, 0, 3.0)
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0), pools.behind_unit(EntryKind.KV, 0, b"k", take=True)])
-    assert pools.arena.drain(HANG_S)
-    stored = dict(tier.entries)
-    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=False)])
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=7)])
-    assert pools.arena.fetched(7, HANG_S)
-    pools.arena.run_put_off(7)
-    monkeypatch.setattr(
-        pools.arena.contents, "sums_seen", torch.zeros_like(pools.arena.contents.sums)
-    )  # as of before it arrived
-    tier.entries.clear()
-    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=True)])
-    assert pools.arena.drain(HANG_S) and tier.entries == stored
-
-
-def test_a_page_that_is_being_filled_takes_nothing_else(monkeypatch, caplog):
-    """The disk hangs, and the page's load was given up. What goes there is lost, and nothing waits for the disk."""
-    tier = SlowTier(0, fills=True)
-    monkeypatch.setattr(tier, "_dice", Never())
-    pools = Pools("cpu", behind=tier)
-    arena, read, begun, answers = pools.arena, tier.read, threading.Event(), threading.Event()
-    pools.write(EntryKind.KV, 0, 3.0)
-    arena.carry_out([pools.unit(EntryKind.KV, 0, 0, key=b"a"), pools.behind_unit(EntryKind.KV, 0, b"a", take=True)])
-    assert arena.drain(HANG_S)
-
-    def hangs(tag: Tag, views: Sequence[memoryview]) -> int | None:
-        begun.set()
-        assert answers.wait(HANG_S)
-        return read(tag, views)
-
-    monkeypatch.setattr(tier, "read", hangs)
-    arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"a", take=False)])
-    arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=7, key=b"a")])
-    assert begun.wait(HANG_S) and arena.fetched(7, 0.01) is None
-    arena.drop_put_off(7)
-    store = pools.unit(EntryKind.KV, 0, 1, key=b"b")
-    for _ in range(2):  # the page stays taken
-        arena.carry_out([store, pools.unit(EntryKind.KV, 0, 2, key=b"c")])
-    assert "have no place" in caplog.text
-    for load_id, (entry, key) in enumerate([(1, b"b"), (2, b"c")], start=8):
-        arena.carry_out([pools.unit(EntryKind.KV, 4, entry, load_id=load_id, key=key)])
-        assert arena.has_failed(load_id) == (key == b"b")
-    arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"a", take=False)])  # put off as on ranks where nothing hangs
-    arena.carry_out([pools.unit(EntryKind.KV, 3, 1, load_id=10, key=b"a")])
-    assert arena.is_put_off(10)
-    answers.set()
-    assert arena.fetched(10, HANG_S) is False
-    arena.drop_put_off(10)
-    wait_until(lambda: not arena._shared._background.overwrite(store.pages), "the disk answers")
-    arena.carry_out([store, pools.unit(EntryKind.KV, 5, 1, load_id=11, key=b"b")])
-    assert not arena.has_failed(11) and pools.read(EntryKind.KV, 5)[0].unique().tolist() == [3.0]
-    arena.close()
 
 
 class Never(random.Random):
@@ -525,50 +232,545 @@ class Never(random.Random):
         return values[0]
 
 
-def test_a_process_that_ends_writes_what_is_left(monkeypatch):
-    tier = SlowTier(0)
-    pools, may_write, put = Pools("cpu", behind=tier), threading.Event(), tier.put
-    monkeypatch.setattr(tier, "put", lambda entries: may_write.wait(HANG_S) and put(entries))
+class SteadyTier(DictionaryTier):
+    """Reads and writes when it may.
+
+    Attributes:
+        may_read: The reads of these keys may run; None: all.
+        began: A read has begun.
+        slow: Keys whose reads wait for `may_read`; None: all.
+        may_write: Writes may run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(TierSettings(min_tokens=0, threads=2))
+        self.may_read, self.began, self.may_write = threading.Event(), threading.Event(), threading.Event()
+        self.slow: set[bytes] | None = None
+        self.may_read.set()
+        self.may_write.set()
+
+    def put(self, namespace: bytes, entry: Entry) -> bool:
+        return self.may_write.wait(HANG_S) and super().put(namespace, entry)
+
+    def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
+        self.began.set()
+        assert (self.slow is not None and tag.key not in self.slow) or self.may_read.wait(HANG_S)
+        return super().get(namespace, tag, buffers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
+    """Pages are given away while threads read and write them. What arrives is what was stored, or it does not arrive."""
+    tier = SlowTier(seed)
+    world = AnyOrder(device, seed, monkeypatch, tier=tier)
+    monkeypatch.setattr(tier_moves, "GROUP_BYTES", 1 if seed % 4 < 2 else 1000)  # a group for each entry, or for some
+    pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
+    arena, on_host, taken, ends = pools.arena, {}, set(), Counter()
+    here: set[int] = set()  # entries on the host that come from the device, or have arrived
+    refused: set[int] = set()  # pages of stores that were not done, because a thread read there
+    refused_now: set[int] = set()  # the same, and those of this step
+    load_ids, overwrite = itertools.count(), arena.behind.overwrite
+
+    def noted(run: Sequence[BlockTransfer]) -> list[BlockTransfer]:
+        done = overwrite(run)
+        for unit in run:
+            (refused.difference_update if unit in done else refused.update)(unit.pages)
+        refused_now.update(refused)
+        return done
+
+    def load_of(entry: int, load: Load) -> tuple[tuple[EntryKind, int], BlockTransfer]:
+        kind, value = on_host[entry]
+        place = kind, dice.randrange(BLOCKS if kind == EntryKind.KV else SLOTS)
+        return place, pools.unit(*place, entry, load, key=str(value).encode())
+
+    monkeypatch.setattr(arena.behind, "overwrite", noted)
+    for step in range(60):
+        units: list[BlockTransfer] = []
+        loaded: dict[tuple[EntryKind, int], float] = {}
+        own: dict[Load, dict[tuple[EntryKind, int], float]] = {}
+        refused_now.clear()
+        refused_now.update(refused)
+        for _ in range(dice.randint(0, 12)):
+            what, entry, place = dice.choice(["store", "take", "give", "load"]), dice.randrange(8), dice.choice(places)
+            if what == "store" and place not in loaded:
+                on_host[entry] = (place[0], on_device[place])
+                here.add(entry)
+                units.append(pools.unit(*place, entry, key=str(on_device[place]).encode()))
+            elif what == "give" and taken:
+                on_host[entry] = kind, value = dice.choice(sorted(taken))
+                here.discard(entry)
+                units.append(pools.behind_unit(kind, entry, str(value).encode(), take=False))
+            elif what == "take" and entry in on_host:
+                kind, value = on_host[entry]
+                units.append(pools.behind_unit(kind, entry, str(value).encode(), take=True))
+                taken.add((kind, value))
+            elif what == "load" and entry in here:
+                load = a_load(next(load_ids))
+                place, unit = load_of(entry, load)
+                if place not in loaded:
+                    units.append(unit)
+                    own[load] = {place: on_host[entry][1]}
+                    loaded |= own[load]
+        load, entries = a_load(next(load_ids)), set()
+        for entry in dice.sample(sorted(on_host), min(len(on_host), dice.randint(0, 2))):
+            place, unit = load_of(entry, load)
+            if place not in loaded:
+                units.append(unit)
+                entries.add(entry)
+                own.setdefault(load, {})[place] = loaded[place] = on_host[entry][1]
+        if not here.issuperset(entries):
+            load.state = LoadState.FETCHING
+        world.carry_out(units)
+        for load, values in own.items():
+            is_fetch, arrived = load.state is LoadState.FETCHING, True
+            if is_fetch:
+                arena.send()
+                arrived = arena.behind.fetched(load, dice.choice([0.0, HANG_S]))
+            failed = False
+            if arrived:
+                arena.loads.wait_for(load)
+                failed = arena.loads.is_wrong(load)
+                assert not failed or any(not refused_now.isdisjoint(unit.pages) for unit in load.transfers)
+                assert not (failed and is_fetch)
+            if arrived and not failed:
+                ends["waited" if is_fetch else "here"] += 1
+                here.update(entries if is_fetch else ())
+                on_device |= values
+                continue
+            ends["refused" if failed else "late" if arrived is None else "missing"] += 1
+            arena.drop(load)
+            for place in values:  # part of it may have been loaded; what the model writes now comes after that
+                world._write(place, 2000 + step)
+            for entry in entries if is_fetch else ():  # the cache drops what did not arrive
+                del on_host[entry]
+                here.discard(entry)
+        world.write_some(1000 + step)
+    world.check()
+    assert min(ends["here"], ends["waited"]) > 0
+    # However long the threads took before: once they have done what they can, an entry comes back.
+    tier.dice = Never()
+    assert arena.behind.drain(HANG_S)
+    first, second = (pools.unit(EntryKind.KV, 0, entry, key=b"end") for entry in (0, 1))
+    threads = arena.behind._threads
+    wait_until(lambda: not threads.overwrite([*first.pages, *second.pages]), "no page is being read into")
+    world.carry_out([first, pools.behind_unit(EntryKind.KV, 0, b"end", take=True)])
+    assert arena.behind.drain(HANG_S) and arena.behind.stats.bytes_stored > 0
+    load = pools.bring(EntryKind.KV, 1, 1, b"end", load_id=next(load_ids))
+    assert arena.behind.fetched(load, HANG_S)
+    arena.loads.wait_for(load)
+    assert not arena.loads.is_wrong(load)
+    on_device[EntryKind.KV, 1] = on_device[EntryKind.KV, 0]
+    world.check()
+    assert arena.behind.stats.bytes_loaded > 0
+    arena.close()
+
+
+def test_a_load_whose_page_went_to_another_entry_is_a_miss():
+    """Two requests waited for one entry. It was late for the first, so its page went to another entry."""
+    pools = Pools("cpu", tier=SteadyTier())
+    for key in (b"a", b"b"):
+        pools.give_to_tier(EntryKind.KV, 0, 0, key)
+    loads = a_fetch(7), a_fetch(8), a_fetch(9)
+    fetch = [pools.behind_unit(EntryKind.KV, 1, key, take=False) for key in (b"a", b"b")]
+    pools.arena.carry_out([fetch[0], pools.unit(EntryKind.KV, 3, 1, loads[0], key=b"a"), fetch[1]])
+    assert pools.arena.behind.fetched(loads[0], HANG_S) is False
+    pools.arena.drop(loads[0])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 1, loads[1], key=b"b")])
+    assert pools.arena.behind.fetched(loads[1], HANG_S) is True
+    assert not pools.arena.loads.is_wrong(loads[1])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 1, loads[2], key=b"a")])
+    assert pools.arena.behind.fetched(loads[2], HANG_S) is False
+    pools.arena.close()
+
+
+@pytest.mark.parametrize("written_again", [False, True])
+def test_an_entry_that_arrived_for_one_load_and_is_gone_is_a_miss_for_the_other(written_again):
+    """And the entry that its page went to is right. The first may have gone back to the tier, which had lost it."""
+    pools = Pools("cpu", tier=SteadyTier())
+    arena = pools.arena
+    for index in range(2):
+        pools.write(EntryKind.KV, index, 1.0 + index)
+    pools.give_to_tier(EntryKind.KV, 0, 0, b"a")
+    first, second, third = a_fetch(0), a_fetch(1), a_load(2)
+    units = [pools.unit(EntryKind.KV, 3 + load.load_id, 1, load, key=b"a") for load in (first, second)]
+    arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"a", take=False), *units])
+    assert arena.behind.fetched(first, HANG_S) is True and not arena.loads.is_wrong(first)
+    if written_again:
+        arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"a", take=True)])
+        assert arena.behind.drain(HANG_S)
+    arena.carry_out([pools.unit(EntryKind.KV, 1, 1, key=b"b")])
+    assert arena.behind.fetched(second, HANG_S) is False
+    arena.carry_out([pools.unit(EntryKind.KV, 5, 1, third, key=b"b")])
+    assert not arena.loads.is_wrong(third) and pools.read(EntryKind.KV, 5)[0].unique().tolist() == [2.0]
+    arena.close()
+
+
+def test_an_entry_that_is_read_again_in_its_place_is_not_here_until_it_has_arrived():
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    pools.give_to_tier(EntryKind.KV, 0, 0, b"k")
+    tier.may_read.clear()
+    load = pools.bring(EntryKind.KV, 3, 0, b"k")
+    assert pools.arena.behind.fetched(load) is None
+    tier.may_read.set()
+    assert pools.arena.behind.fetched(load, HANG_S) and not pools.arena.loads.is_wrong(load)
+    pools.arena.close()
+
+
+def test_a_load_that_fetches_also_needs_what_was_just_stored(monkeypatch):
+    """Its copy to the host need not be launched yet."""
+    pools = Pools("cpu", tier=SteadyTier())
+    for index in range(2):
+        pools.write(EntryKind.KV, index, 1.0 + index)
+    pools.give_to_tier(EntryKind.KV, 0, 0, b"k")
+    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=False)])
+    load = a_fetch()
+    units = [pools.unit(EntryKind.KV, 3, 1, load), pools.unit(EntryKind.KV, 4, 2, load, key=b"new")]
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 2, key=b"new"), *units], send=False)
+    monkeypatch.setattr(moves, "max_over_model_ranks", lambda values, groups: values)
+    load.deadline_s, ended = time.monotonic() + HANG_S, []
+    cache = SimpleNamespace(loads=SimpleNamespace(end_fetch=lambda *end: ended.append(end)))
+    host_moves = moves.HostMoves.__new__(moves.HostMoves)
+    vars(host_moves).update(arena=pools.arena, _cache=cache, _groups=None, _page_bytes=pools.page_bytes)
+    assert host_moves.fetch(load, wait=True) is LoadState.COPYING and ended == [(load, LoadState.COPYING)]
+    assert not pools.arena.loads.is_wrong(load)
+    assert [pools.read(EntryKind.KV, index)[0].unique().tolist() for index in (3, 4)] == [[1.0], [2.0]]
+    pools.arena.close()
+
+
+@pytest.mark.parametrize("end", ["arrives", "dropped", "dropped before", "zeros"])
+def test_what_has_arrived_is_loaded_while_the_rest_is_read(end, monkeypatch):
+    """If the load is given up, the model waits for what was launched of it."""
+    monkeypatch.setattr(tier_moves, "GROUP_BYTES", 1)
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    keys = (b"a", b"b")
+    for index, key in enumerate(keys):
+        pools.write(EntryKind.KV, index, 1.0 + index)
+        pools.give_to_tier(EntryKind.KV, index, index, key)
+        pools.write(EntryKind.KV, 5 + index, 9.0)
+    waits: list[Any] = []
+    tier.slow = {b"b"} if end != "dropped before" else {b"a", b"b"}
+    tier.may_read.clear()
+    monkeypatch.setattr(pools.arena.loads.queue, "wait", waits.append)
+    load = a_fetch()
+    fetch = [pools.behind_unit(EntryKind.KV, 2 + index, key, take=False) for index, key in enumerate(keys)]
+    units = [pools.unit(EntryKind.KV, 5 + index, 2 + index, load, key=key) for index, key in enumerate(keys)]
+    pools.arena.carry_out([*fetch, *units])
+
+    def values() -> list[list[float]]:
+        return [pools.read(EntryKind.KV, index)[0].unique().tolist() for index in (5, 6)]
+
+    def is_loaded() -> bool:
+        assert pools.arena.behind.fetched(load, 0.1) is None
+        return values() == ([[9.0], [9.0]] if end == "dropped before" else [[1.0], [9.0]])
+
+    wait_until(is_loaded, "what has arrived is loaded, and nothing else")
+    if end == "arrives":
+        tier.may_read.set()
+        assert pools.arena.behind.fetched(load, HANG_S) is True
+        assert not pools.arena.loads.is_wrong(load) and values() == [[1.0], [2.0]]
+    else:
+        pools.arena.drop(load, zero=end == "zeros")
+        assert len(waits) == (end != "dropped before")
+        assert not pools.arena.loads.running
+        assert values() == {"dropped": [[1.0], [9.0]], "zeros": [[0.0], [0.0]]}.get(end, [[9.0], [9.0]])
+        tier.may_read.set()
+    pools.arena.close()
+
+
+def test_a_load_that_is_over_before_it_is_launched_is_not_launched():
+    """Its block may be another's by then."""
+    pools = Pools("cpu", tier=SteadyTier())
+    pools.write(EntryKind.KV, 0, 3.0)
+    pools.give_to_tier(EntryKind.KV, 0, 0, b"k")
+    own = [a_load(number, state) for number, state in enumerate((LoadState.ASKED, LoadState.GIVEN_UP))]
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 3 + number, 0, load) for number, load in enumerate(own)])
+    assert [pools.read(EntryKind.KV, index)[0].unique().tolist() for index in (3, 4)] == [[3.0], [0.0]]
+    assert [pools.arena.loads.is_wrong(load) for load in own] == [False, True]
+    pools.arena.close()
+
+
+def test_a_wrong_entry_of_any_group_fails_the_load(monkeypatch):
+    monkeypatch.setattr(tier_moves, "GROUP_BYTES", 1)
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    keys = (b"a", b"b", b"c")
+    for load_id, wrong in enumerate(keys):
+        tier.entries.clear()
+        for index, key in enumerate(keys):
+            pools.give_to_tier(EntryKind.KV, index, index, key)
+        tag, data, checksum = tier.entries[NAMESPACE, EntryKind.KV, wrong]
+        tier.entries[NAMESPACE, EntryKind.KV, wrong] = tag, data, checksum ^ 1
+        load = a_fetch(load_id)
+        units = [pools.behind_unit(EntryKind.KV, 3 + index, key, take=False) for index, key in enumerate(keys)]
+        units += [pools.unit(EntryKind.KV, 5 + index, 3 + index, load, key=key) for index, key in enumerate(keys)]
+        pools.arena.carry_out(units)
+        assert pools.arena.behind.fetched(load, HANG_S)
+        assert pools.arena.loads.is_wrong(load), wrong
+    pools.arena.close()
+
+
+def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(monkeypatch):
+    """Also if an earlier store brings older checksums to the host after the entry has arrived there."""
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    pools.write(EntryKind.KV, 0, 3.0)
+    pools.give_to_tier(EntryKind.KV, 0, 0, b"k")
+    stored = dict(tier.entries)
+    load = pools.bring(EntryKind.KV, 3, 1, b"k")
+    assert pools.arena.behind.fetched(load, HANG_S)
+    sums = torch.zeros_like(pools.arena.contents.sums)
+    monkeypatch.setattr(pools.arena.contents, "sums_seen", sums)  # as of before it arrived
+    tier.entries.clear()
+    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=True)])
+    assert pools.arena.behind.drain(HANG_S) and tier.entries == stored
+    pools.arena.close()
+
+
+def test_the_checksum_of_an_entry_from_behind_does_not_go_back_with_another_of_its_name():
+    """One that was computed again, in the same page: it may have other bytes."""
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    pools.give_to_tier(EntryKind.KV, 0, 0, b"k")
+    load = pools.bring(EntryKind.KV, 3, 1, b"k")
+    assert pools.arena.behind.fetched(load, HANG_S)
+    tier.entries.clear()
+    pools.write(EntryKind.KV, 0, 5.0)
+    pools.give_to_tier(EntryKind.KV, 0, 1, b"k")
+    load = pools.bring(EntryKind.KV, 3, 2, b"k", load_id=1)
+    assert pools.arena.behind.fetched(load, HANG_S) and not pools.arena.loads.is_wrong(load)
+    assert pools.read(EntryKind.KV, 3)[0].unique().tolist() == [5.0]
+    pools.arena.close()
+
+
+def test_a_page_that_is_being_read_into_takes_nothing_else(caplog):
+    """The disk hangs, and the page's load was given up. What goes there is lost, and nothing waits for the disk."""
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    arena = pools.arena
+    pools.write(EntryKind.KV, 0, 3.0)
+    pools.give_to_tier(EntryKind.KV, 0, 0, b"a")
+    tier.may_read.clear()
+    load = pools.bring(EntryKind.KV, 3, 1, b"a")
+    assert tier.began.wait(HANG_S) and arena.behind.fetched(load, 0.01) is None
+    arena.drop(load)
+    store = pools.unit(EntryKind.KV, 0, 1, key=b"b")
+    for _ in range(2):  # the page stays taken
+        arena.carry_out([store, pools.unit(EntryKind.KV, 0, 2, key=b"c")])
+    assert "have no place" in caplog.text
+    for load_id, (entry, key) in enumerate([(1, b"b"), (2, b"c")], start=8):
+        load = a_load(load_id)
+        arena.carry_out([pools.unit(EntryKind.KV, 4, entry, load, key=key)])
+        assert arena.loads.is_wrong(load) == (key == b"b")
+    load = pools.bring(EntryKind.KV, 3, 1, b"a", load_id=10)
+    tier.may_read.set()
+    assert arena.behind.fetched(load, HANG_S) is False
+    arena.drop(load)
+    wait_until(lambda: not arena.behind._threads.overwrite(store.pages), "the disk answers")
+    load = a_load(11)
+    arena.carry_out([store, pools.unit(EntryKind.KV, 5, 1, load, key=b"b")])
+    assert not arena.loads.is_wrong(load) and pools.read(EntryKind.KV, 5)[0].unique().tolist() == [3.0]
+    arena.close()
+
+
+def test_what_is_not_on_the_host_is_not_written():
+    """Else other bytes would get this name, with a checksum that is right for them."""
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0, key=b"other")])
+    pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 0, b"k", take=True)])
+    assert pools.arena.behind.drain(HANG_S) and tier.entries == {} and pools.arena.behind.stats.full == 1
+    pools.arena.close()
+
+
+def test_an_entry_that_is_offered_twice_is_written_once():
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    tier.may_write.clear()
+    offer = pools.behind_unit(EntryKind.KV, 0, b"k", take=True)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0, key=b"k"), offer])
+    pools.arena.carry_out([offer])
+    tier.may_write.set()
+    assert pools.arena.behind.drain(HANG_S)
+    (stored,) = tier.entries.values()
+    assert pools.arena.behind.stats.bytes_stored == len(stored[1]) and pools.arena.behind.stats.full == 0
+    pools.arena.close()
+
+
+@pytest.mark.parametrize("way", ["write", "read"])
+def test_a_thread_waits_for_the_transfers_that_use_its_pages(way, monkeypatch):
+    """For those that are on their way when it is asked: stores write there, and loads read there."""
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    arena, done, marks = pools.arena, [], (OnItsWay(), OnItsWay())
+    pools.give_to_tier(EntryKind.KV, 0, 0, b"a")
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 1, key=b"b")])
+    arena.stores.stored, arena.loads.last = marks
+    for queue, name in ((arena.stores.queue, "stores"), (arena.loads.queue, "loads")):
+        monkeypatch.setattr(queue, "finish", lambda mark, name=name: done.append((name, mark)))
+    for name in ("put", "get"):
+        original = getattr(tier, name)
+        monkeypatch.setattr(tier, name, lambda *args, f=original, name=name: (done.append(name), f(*args))[1])
+    if way == "write":
+        arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"b", take=True)])
+        assert arena.behind.drain(HANG_S) and done == [("stores", marks[0]), "put"]
+    else:
+        load = pools.bring(EntryKind.KV, 3, 2, b"a")
+        assert arena.behind.fetched(load, HANG_S) and done == [("stores", marks[0]), ("loads", marks[1]), "get"]
+    arena.close()
+
+
+def test_what_is_overwritten_while_a_thread_copies_it_is_not_written(monkeypatch):
+    """The thread looks again after it has copied the bytes and the checksum."""
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    arena, seen_checksum = pools.arena, pools.arena.contents.seen_checksum
+
+    def overwritten(page: int, tag: Tag) -> int:
+        assert not arena.behind._threads.overwrite([page])
+        return seen_checksum(page, tag)
+
+    monkeypatch.setattr(arena.contents, "seen_checksum", overwritten)
+    pools.give_to_tier(EntryKind.KV, 0, 0, b"k")
+    assert tier.entries == {} and arena.behind.stats.full == 1 and arena.behind.stats.bytes_stored == 0
+    arena.close()
+
+
+@pytest.mark.parametrize("page", [0, -1])
+def test_what_is_written_late_is_what_was_stored_or_nothing(page):
+    """The disk takes its time. One of the entry's pages goes to another entry, before a thread gets to it."""
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    arena = pools.arena
+    tier.may_write.clear()
+    for index in range(4):  # more than there are threads
+        pools.write(EntryKind.STATE, index, 3.0)
+        key = str(index).encode()
+        units = [pools.unit(EntryKind.STATE, index, index, key=key)]
+        arena.carry_out([*units, pools.behind_unit(EntryKind.STATE, index, key, take=True)])
+    other = pools.unit(EntryKind.KV, 0, 9, key=b"other")
+    arena.carry_out([other._replace(pages=(pools.unit(EntryKind.STATE, 0, 3).pages[page], *other.pages[1:]))])
+    tier.may_write.set()
+    assert arena.behind.drain(HANG_S)
+    assert sorted(key for _, _, key in tier.entries) == [b"0", b"1", b"2"] and arena.behind.stats.full == 1
+    arena.close()
+
+
+@pytest.mark.parametrize("method", ["put", "wants", "get"])
+def test_a_tier_that_raises_loses_this_entry_only(method, monkeypatch, caplog):
+    """Its threads live on. What it cannot read is a miss, and what it cannot write is counted."""
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    arena, original = pools.arena, getattr(tier, method)
+
+    def fails(namespace: bytes, what: Any, *more: Any) -> Any:
+        if getattr(what, "tag", what).key.startswith(b"bad"):
+            raise LookupError("the disk is on fire")
+        return original(namespace, what, *more)
+
+    monkeypatch.setattr(tier, method, fails)
+    keys = [b"bad 0", b"bad 1", b"bad 2", b"bad 3", b"good"]  # more than there are threads
+    for entry, key in enumerate(keys):
+        pools.write(EntryKind.KV, entry, 1.0 + entry)
+        pools.give_to_tier(EntryKind.KV, entry, entry, key)
+    assert len(tier.entries) == (5 if method == "get" else 1)
+    assert arena.behind.stats.full == (0 if method == "get" else 4)
+    for number, key in enumerate(keys):
+        load = pools.bring(EntryKind.KV, 7, 9, key, load_id=number)
+        assert arena.behind.fetched(load, HANG_S) == (key == b"good")
+        if key == b"good":
+            assert not arena.loads.is_wrong(load) and pools.read(EntryKind.KV, 7)[0].unique().tolist() == [5.0]
+        else:
+            arena.drop(load)
+    assert caplog.text.count("the disk is on fire") == 4
+    arena.close()
+
+
+def test_entries_of_other_weights_are_not_moved():
+    """Nor is the tier asked for them."""
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    arena = pools.arena
+    pools.write(EntryKind.KV, 0, 3.0)
+    pools.give_to_tier(EntryKind.KV, 0, 0, b"k")
+    pools.behind.invalidate(1)
+    load = pools.bring(EntryKind.KV, 3, 1, b"k")
+    assert arena.behind.fetched(load, HANG_S) is False and not tier.began.is_set()
+    arena.drop(load)
+    pools.give_to_tier(EntryKind.KV, 0, 2, b"late")
+    assert len(tier.entries) == 1 and arena.behind.stats.full == 1
+    arena.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+def test_an_arena_that_ends_writes_what_is_left_and_ends_its_threads(how):
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    tier.may_write.clear()
     for index in range(4):
         key = str(index).encode()
-        pools.arena.carry_out(
-            [pools.unit(EntryKind.KV, index, index, key=key), pools.behind_unit(EntryKind.KV, index, key, take=True)]
-        )
-    threading.Timer(0.05, may_write.set).start()
-    monkeypatch.setattr(tier, "wait_s", HANG_S, raising=False)
-    monkeypatch.setattr(background, "_END_S", HANG_S)
-    pools.arena._shared._background.finish()
+        store = pools.unit(EntryKind.KV, index, index, key=key)
+        pools.arena.carry_out([store, pools.behind_unit(EntryKind.KV, index, key, take=True)])
+    threads = pools.arena.behind._threads._threads
+    assert len(threads) == 4 and all(thread.is_alive() for thread in threads)
+    if how == "closed":
+        pools.arena.close()
+    else:
+        del pools
+        gc.collect()
+    tier.may_write.set()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert not any(thread.is_alive() for thread in threads) and len(tier.entries) == 4
+
+
+def test_a_process_that_ends_writes_what_is_left(monkeypatch):
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    tier.may_write.clear()
+    for index in range(4):
+        key = str(index).encode()
+        store = pools.unit(EntryKind.KV, index, index, key=key)
+        pools.arena.carry_out([store, pools.behind_unit(EntryKind.KV, index, key, take=True)])
+    threading.Timer(0.05, tier.may_write.set).start()
+    monkeypatch.setattr(tier, "wait_s", HANG_S)
+    monkeypatch.setattr(jobs, "_END_S", HANG_S)
+    pools.arena.behind._threads.finish()
     assert len(tier.entries) == 4
-    assert not any(thread.is_alive() for thread in pools.arena._shared._background._threads)
+    assert not any(thread.is_alive() for thread in pools.arena.behind._threads._threads)
 
 
 def test_a_process_that_ends_does_not_wait_for_a_disk_that_hangs(monkeypatch):
-    tier = SlowTier(0)
-    pools, never = Pools("cpu", behind=tier), threading.Event()
-    monkeypatch.setattr(tier, "put", lambda entries: never.wait(HANG_S) or [False])
-    monkeypatch.setattr(tier, "wait_s", 0.01, raising=False)
-    monkeypatch.setattr(background, "_END_S", 0.01)
-    units = [pools.unit(EntryKind.KV, 1, 1, key=b"k"), pools.behind_unit(EntryKind.KV, 1, b"k", take=True)]
-    pools.arena.carry_out(units)
-    pools.arena._shared._background.finish()
+    tier = SteadyTier()
+    pools = Pools("cpu", tier=tier)
+    tier.may_write.clear()
+    monkeypatch.setattr(tier, "wait_s", 0.01)
+    monkeypatch.setattr(jobs, "_END_S", 0.01)
+    pools.arena.carry_out(
+        [pools.unit(EntryKind.KV, 1, 1, key=b"k"), pools.behind_unit(EntryKind.KV, 1, b"k", take=True)]
+    )
+    pools.arena.behind._threads.finish()
     assert tier.entries == {}
-    never.set()
+    tier.may_write.set()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", list(EntryKind))
 def test_a_wrong_bit_behind_the_host_is_noticed(device, kind):
-    behind = DictionaryTier()
-    pools = Pools(device, behind=behind)
+    tier = SteadyTier()
+    pools = Pools(device, tier=tier)
     for index, key in ((1, b"a"), (2, b"b")):
         pools.write(kind, index, 3.0 * index)
-        pools.arena.carry_out([pools.unit(kind, index, index, key=key), pools.behind_unit(kind, index, key, take=True)])
-    behind.entries[kind, b"a"][1][1] ^= 2
+        pools.give_to_tier(kind, index, index, key)
+    tier.entries[NAMESPACE, kind, b"a"][1][1] ^= 2
     for load_id, key in enumerate((b"a", b"b", b"c")):
-        back = pools.behind_unit(kind, 7, key, take=False)
-        pools.arena.carry_out([back, pools.unit(kind, 4, 7, load_id, key=key)])
-        pools.arena.wait_for_load(load_id)
-    assert [pools.arena.has_failed(load_id) for load_id in range(3)] == [True, False, True]
+        load = pools.bring(kind, 4, 7, key, load_id)
+        assert pools.arena.behind.fetched(load, HANG_S) == (key != b"c")
+        pools.arena.loads.wait_for(load)
+        assert pools.arena.loads.is_wrong(load) == (key != b"b")
+    pools.arena.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -580,10 +782,11 @@ def test_the_later_of_two_moves_to_one_place_wins(device):
     pools.arena.carry_out(
         [pools.unit(EntryKind.KV, index, 5) for index in (3, 4, 1)] + [pools.unit(EntryKind.KV, 6, 7)]
     )
-    units = [pools.unit(EntryKind.KV, 2, entry, load_id=0) for entry in (7, 5)]
-    pools.arena.carry_out([*units, pools.unit(EntryKind.KV, 8, 7, load_id=0)])
-    pools.arena.wait_for_load(0)
-    assert not pools.arena.has_failed(0)
+    load = a_load()
+    units = [pools.unit(EntryKind.KV, 2, entry, load) for entry in (7, 5)]
+    pools.arena.carry_out([*units, pools.unit(EntryKind.KV, 8, 7, load)])
+    pools.arena.loads.wait_for(load)
+    assert not pools.arena.loads.is_wrong(load)
     assert [float(pools.read(EntryKind.KV, index)[0].max()) for index in (2, 8)] == [1, 6]
     assert [float(pools.read(EntryKind.KV, index)[0].min()) for index in (2, 8)] == [1, 6]
 
@@ -597,11 +800,12 @@ def test_a_wrong_bit_is_noticed(device, kind):
     pools.arena.carry_out([unit])
     pools.arena.finish()
     pools.arena.memory[unit.pages[-1] * pools.page_bytes + 1] ^= 2
-    pools.arena.carry_out([pools.unit(kind, 2, 5, load_id=1), pools.unit(kind, 3, 5, load_id=2)])
-    pools.arena.wait_for_load(1)
-    assert pools.arena.has_failed(1) and pools.arena.has_failed(2)
-    pools.arena.carry_out([pools.unit(kind, 1, 5), pools.unit(kind, 2, 5, load_id=3)])
-    assert not pools.arena.has_failed(3)
+    own = [a_load(load_id) for load_id in range(3)]
+    pools.arena.carry_out([pools.unit(kind, 2 + number, 5, own[number]) for number in range(2)])
+    pools.arena.loads.wait_for(own[0])
+    assert pools.arena.loads.is_wrong(own[0]) and pools.arena.loads.is_wrong(own[1])
+    pools.arena.carry_out([pools.unit(kind, 1, 5), pools.unit(kind, 2, 5, own[2])])
+    assert not pools.arena.loads.is_wrong(own[2])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -618,7 +822,8 @@ def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
     pools.arena.finish()
     if fault == "bit":
         pools.arena.memory[pools.unit(kind, 1, 1).pages[-1] * pools.page_bytes] ^= 2
-    wrong = pools.unit(kind, 5, 1, load_id=1, key=b"other" if fault == "tag" else b"k")
+    own = a_load(1), a_load(2)
+    wrong = pools.unit(kind, 5, 1, own[0], key=b"other" if fault == "tag" else b"k")
     copies, name = pools.arena._copies, "to_staging" if fault == "copy engine" else "to_places"
     original = getattr(copies, name)
 
@@ -631,10 +836,10 @@ def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
         monkeypatch.setattr(copies, name, fails)
     # Before it another wrong entry goes to the place of a right one, which is loaded later.
     pools.arena.carry_out([wrong._replace(device_id=6), wrong])
-    pools.arena.carry_out([pools.unit(kind, 6, 2, load_id=2)])
-    for load_id in (1, 2):
-        pools.arena.wait_for_load(load_id)
-    assert [pools.arena.has_failed(load_id) for load_id in (1, 2)] == [True, False]
+    pools.arena.carry_out([pools.unit(kind, 6, 2, own[1])])
+    for load in own:
+        pools.arena.loads.wait_for(load)
+    assert [pools.arena.loads.is_wrong(load) for load in own] == [True, False]
     values = [{float(value) for value in tensor.unique()} for index in (5, 6) for tensor in pools.read(kind, index)]
     parts = len(pools.tensors[kind])
     assert values == [{0.0}] * parts + [{5.0 + number} for number in range(parts)]
@@ -643,20 +848,21 @@ def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["batches", "upload", "to_places", "zero_wrong"])
 def test_a_load_whose_launch_raises_is_wrong(device, name, monkeypatch):
-    """Also if another part of it was launched before; other loads are right."""
+    """Also if another part of it was launched before; other loads are right. One that was never launched is wrong, too."""
     pools = Pools(device)
+    own = [a_load(load_id) for load_id in range(4)]
     for index in (1, 2):
         pools.write(EntryKind.KV, index, index)
     pools.arena.carry_out([pools.unit(EntryKind.KV, index, index) for index in (1, 2)])
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 5, 1, load_id=1), pools.unit(EntryKind.KV, 6, 1, load_id=2)])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 5 + number, 1, own[number]) for number in range(2)])
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise SystemError("no memory for a launch")  # of no kind that counts as a failed copy
 
     with monkeypatch.context() as patch, pytest.raises(SystemError):
         patch.setattr(pools.arena._copies, name, fails)
-        pools.arena.carry_out([pools.unit(EntryKind.KV, 7, 2, load_id=load_id) for load_id in (1, 3)])
-    assert [pools.arena.has_failed(load_id) for load_id in (1, 2, 3, 4)] == [True, False, True, True]
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 7, 2, own[number]) for number in (0, 2)])
+    assert [pools.arena.loads.is_wrong(load) for load in own] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -668,10 +874,11 @@ def test_zeros_for_a_wrong_entry_do_not_hit_a_later_one_in_its_place(device):
     pools.arena.carry_out([pools.unit(EntryKind.KV, index, index) for index in (1, 2)])
     pools.arena.finish()
     pools.arena.memory[pools.unit(EntryKind.KV, 1, 1).pages[0] * pools.page_bytes] ^= 2
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 6, index, load_id=index) for index in (1, 2)])
-    for load_id in (1, 2):
-        pools.arena.wait_for_load(load_id)
-    assert [pools.arena.has_failed(load_id) for load_id in (1, 2)] == [True, False]
+    own = a_load(1), a_load(2)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 6, load.load_id, load) for load in own])
+    for load in own:
+        pools.arena.loads.wait_for(load)
+    assert [pools.arena.loads.is_wrong(load) for load in own] == [True, False]
     assert [float(tensor.unique()) for tensor in pools.read(EntryKind.KV, 6)] == [2.0]
 
 
@@ -682,14 +889,15 @@ def test_what_could_not_be_brought_is_not_loaded(monkeypatch):
     for index in range(2):
         pools.write(EntryKind.KV, index, 1.0 + index)
         pools.arena.carry_out([pools.unit(EntryKind.KV, index, index, key=bytes([index]))])
-    for load_id in range(2):  # both halves of the buffer hold an entry
-        pools.arena.carry_out([pools.unit(EntryKind.KV, 5, 0, load_id=load_id, key=b"\0")])
-        assert not pools.arena.has_failed(load_id)
+    *right, wrong = (a_load(load_id) for load_id in range(3))
+    for load in right:  # both halves of the buffer hold an entry
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 5, 0, load, key=b"\0")])
+        assert not pools.arena.loads.is_wrong(load)
     pools.write(EntryKind.KV, 6, 7.0)
     with monkeypatch.context() as broken:
         broken.setattr(entry_copies, "copy_ranges", raises)
-        pools.arena.carry_out([pools.unit(EntryKind.KV, 6, 1, load_id=2, key=b"\1")])
-    assert pools.arena.has_failed(2) and not pools.read(EntryKind.KV, 6)[0].any()
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 6, 1, wrong, key=b"\1")])
+    assert pools.arena.loads.is_wrong(wrong) and not pools.read(EntryKind.KV, 6)[0].any()
 
 
 def raises(*_: object, **__: object) -> None:
@@ -705,8 +913,9 @@ def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
         pools.arena.carry_out([pools.unit(EntryKind.KV, 1, entry)])
     pools.arena.memory[pools.unit(EntryKind.KV, 1, 5).pages[-1] * pools.page_bytes] ^= 2
     for load_id, entry in enumerate((5, 6, 6, 5)):
-        pools.arena.carry_out([pools.unit(EntryKind.KV, 2, entry, load_id=load_id)])
-        assert pools.arena.has_failed(load_id) == (entry == 5), load_id
+        load = a_load(load_id)
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 2, entry, load)])
+        assert pools.arena.loads.is_wrong(load) == (entry == 5), load_id
 
 
 @pytest.mark.parametrize("copy", ["_gather", "_store"])
@@ -722,8 +931,9 @@ def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
     monkeypatch.setattr(pools.arena.stores, copy, fails)
     pools.arena.carry_out([pools.unit(EntryKind.KV, 2, 5, key=b"new")])
     for load_id, key in enumerate((b"old", b"new")):
-        pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 5, load_id, key=key)])
-        assert pools.arena.has_failed(load_id), key
+        load = a_load(load_id)
+        pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 5, load, key=key)])
+        assert pools.arena.loads.is_wrong(load), key
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -765,9 +975,10 @@ def test_what_goes_straight_to_the_host_arrives_or_is_not_there(device, fails, m
     )
     for load_id, (kind, index) in enumerate(entries):
         is_there = fails != "sum" or kind != EntryKind.KV  # the first batch
-        pools.arena.carry_out([pools.unit(kind, index + 2, 2 * index + kind, load_id)])
-        pools.arena.wait_for_load(load_id)
-        assert pools.arena.has_failed(load_id) != is_there
+        load = a_load(load_id)
+        pools.arena.carry_out([pools.unit(kind, index + 2, 2 * index + kind, load)])
+        pools.arena.loads.wait_for(load)
+        assert pools.arena.loads.is_wrong(load) != is_there
         if is_there:
             values = [tensor.unique().tolist() for tensor in pools.read(kind, index + 2)]
             assert values == [[3.0 + index + number] for number in range(len(values))]
@@ -775,10 +986,11 @@ def test_what_goes_straight_to_the_host_arrives_or_is_not_there(device, fails, m
 
 def test_another_tag_is_noticed():
     pools = Pools("cpu")
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.KV, 2, 5, load_id=1, key=b"other")])
-    assert pools.arena.has_failed(1)
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 2, 7, load_id=2)])  # nothing was ever stored there
-    assert pools.arena.has_failed(2)
+    own = a_load(1), a_load(2)
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.KV, 2, 5, own[0], key=b"other")])
+    assert pools.arena.loads.is_wrong(own[0])
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 2, 7, own[1])])  # nothing was ever stored there
+    assert pools.arena.loads.is_wrong(own[1])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -793,11 +1005,12 @@ def test_many_entries_of_one_batch_arrive(device, monkeypatch):
     pools.arena.wait_for_stores()
     for index in range(count):
         pools.write(EntryKind.KV, index, 0)
-    (batch,) = pools.arena._copies.batches([pools.unit(EntryKind.KV, n, e, 1) for n, e in enumerate(entries)], None)
+    load = a_load()
+    (batch,) = pools.arena._copies.batches([pools.unit(EntryKind.KV, n, e, load) for n, e in enumerate(entries)], None)
     assert len(batch.units) == count > entry_copies.FIRST_RANGES
     pools.arena.carry_out(batch.units)
-    pools.arena.wait_for_load(1)
-    assert not pools.arena.has_failed(1)
+    pools.arena.loads.wait_for(load)
+    assert not pools.arena.loads.is_wrong(load)
     assert [float(pools.read(EntryKind.KV, index)[0].unique()) for index in range(count)] == [*range(5, 5 + count)]
 
 
@@ -808,31 +1021,32 @@ def test_neighbouring_pages_of_two_entries_are_no_neighbours_in_the_buffer(monke
     kv += torch.arange(4, dtype=torch.uint8)[None, :, None]
     arena = HostArena(lambda: {EntryKind.KV: [kv]}, pages=8, page_bytes=512, pages_of={EntryKind.KV: 2}, device="cpu")
     tag = Tag(kind=EntryKind.KV, key=b"k", depth_tokens=1, epoch=0)
-    for source, target, first, load_id in ((DEVICE, HOST, 0, None), (HOST, DEVICE, 2, 1)):
-        ends = {"source": source, "target": target, "tag": tag, "load_id": load_id}
+    load = a_load()
+    for source, target, first, of_load in ((DEVICE, HOST, 0, None), (HOST, DEVICE, 2, load)):
+        ends = {"source": source, "target": target, "tag": tag, "load": of_load}
         arena.carry_out([BlockTransfer(device_id=first + n, pages=(n, 4 + n), **ends) for n in range(2)])
-    assert not arena.has_failed(1)
+    assert not arena.loads.is_wrong(load)
     assert torch.equal(kv[:, :2], kv[:, 2:]) and not torch.equal(kv[:, 0], kv[:, 1])
 
 
 def test_a_stage_without_recurrent_layers_moves_nothing_of_states():
     pools = Pools("cpu", mamba_layers=0)
-    pools.arena.carry_out([pools.unit(EntryKind.STATE, 1, 5), pools.unit(EntryKind.STATE, 2, 5, load_id=1)])
-    assert not pools.arena.has_failed(1) and pools.arena.bytes_stored == pools.arena.bytes_loaded == 0
+    load = a_load()
+    pools.arena.carry_out([pools.unit(EntryKind.STATE, 1, 5), pools.unit(EntryKind.STATE, 2, 5, load)])
+    assert not pools.arena.loads.is_wrong(load) and pools.arena.bytes_stored == pools.arena.bytes_loaded == 0
 
 
-def test_a_stage_without_recurrent_layers_waits_for_states_as_the_others_do(monkeypatch):
+def test_a_stage_without_recurrent_layers_waits_for_states_as_the_others_do():
     """Else its ranks would not join the others when they agree on a load. The empty entry is right when it arrives."""
-    tier = SlowTier(0)
-    monkeypatch.setattr(tier, "_dice", Never())
-    pools = Pools("cpu", mamba_layers=0, behind=tier)
-    pools.arena.carry_out([pools.unit(EntryKind.STATE, 1, 5), pools.behind_unit(EntryKind.STATE, 5, b"k", take=True)])
-    assert pools.arena.drain(HANG_S) and len(tier.entries) == 1
-    fetch = pools.behind_unit(EntryKind.STATE, 6, b"k", take=False)
-    pools.arena.carry_out([fetch, pools.unit(EntryKind.STATE, 2, 6, load_id=1)])
-    assert pools.arena.is_put_off(1) and pools.arena.fetched(1, HANG_S)
-    pools.arena.run_put_off(1)
-    assert not pools.arena.has_failed(1)
+    tier = SteadyTier()
+    pools = Pools("cpu", mamba_layers=0, tier=tier)
+    pools.give_to_tier(EntryKind.STATE, 1, 5, b"k")
+    assert len(tier.entries) == 1
+    tier.may_read.clear()
+    load = pools.bring(EntryKind.STATE, 2, 6, b"k")
+    assert pools.arena.behind.fetched(load) is None
+    tier.may_read.set()
+    assert pools.arena.behind.fetched(load, HANG_S) and not pools.arena.loads.is_wrong(load)
     pools.arena.close()
 
 
@@ -892,9 +1106,10 @@ def test_a_write_right_after_a_store_does_not_spoil_it():
     pools.arena.wait_for_stores()
     for kind, index in ((EntryKind.KV, 1), (EntryKind.STATE, 2)):
         pools.write(kind, index, 7.0)
-    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 5, load_id=1), pools.unit(EntryKind.STATE, 4, 6, load_id=1)])
-    pools.arena.wait_for_load(1)
-    assert not pools.arena.has_failed(1)
+    load = a_load()
+    pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 5, load), pools.unit(EntryKind.STATE, 4, 6, load)])
+    pools.arena.loads.wait_for(load)
+    assert not pools.arena.loads.is_wrong(load)
     for kind, index, first in (
         (EntryKind.KV, 1, 7.0),
         (EntryKind.STATE, 2, 7.0),
@@ -963,16 +1178,16 @@ def test_pages_waste_little(kv_bytes, state_bytes):
 
 @pytest.mark.gpu
 def test_the_cpu_does_not_wait_for_transfers():
-    pools = Pools("cuda", 1000)
+    pools, load = Pools("cuda", 1000), a_load()
     ids = [(EntryKind.KV, 1, 5), (EntryKind.STATE, 2, 6)]
-    stores, loads = ([pools.unit(*entry, load_id=load_id) for entry in ids] for load_id in (None, 1))
+    stores, loads = ([pools.unit(*entry, of_load) for entry in ids] for of_load in (None, load))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         pools.arena.carry_out(stores)
         pools.arena.wait_for_stores()
         pools.arena.carry_out(loads)
-        pools.arena.wait_for_load(1)
+        pools.arena.loads.wait_for(load)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert not pools.arena.has_failed(1)
+    assert not pools.arena.loads.is_wrong(load)

@@ -14,9 +14,8 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
-from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.units import EntryKind
-from tests.harness.plugins.dictionary_tier import DictionaryTier
+from tests.core.model import tier_behind
 
 MAKER = KeyMaker(4, b"of the tests")
 
@@ -238,8 +237,8 @@ def test_check_finds_what_is_wrong():
 
 def test_a_path_that_is_fetched_stays_in_the_tree_while_room_is_made_for_it():
     """The host has room for two entries. All that is below the path is one block there, which goes first."""
-    tier = TierBehind("behind", DictionaryTier(""))
-    cache = HybridPrefixCache(CacheSettings(block_tokens=4, kv_blocks=9, state_slots=1, host_pages=2, behind=tier))
+    settings = CacheSettings(block_tokens=4, kv_blocks=9, state_slots=1, host_pages=2, behind=tier_behind())
+    cache = HybridPrefixCache(settings)
     store, host = cache._store, cache._store.host
     node = None
     for key in cache.chain(list(range(16))).keys:

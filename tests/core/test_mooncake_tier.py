@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.tiers import mooncake, mooncake_client
-from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
-from megatron_hybrid_prefix.tiers.shared import FolderSettings, MooncakeSettings, SharedSettings
+from megatron_hybrid_prefix.tiers.mooncake_client import MooncakeSettings
+from megatron_hybrid_prefix.tiers.registry import parse_url
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.fake_mooncake import FakeCluster, FakeStore, use_fake_mooncake
 from tests.harness.limits import HANG_S, wait_until
@@ -32,35 +33,48 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     return found
 
 
+def tier_of(settings: MooncakeSettings) -> MooncakeTier:
+    return MooncakeTier(settings, block_tokens=BLOCK, make_ranking=lambda: None)
+
+
 class Process:
-    """A tier as of one process, and a thread's memory."""
+    """A tier as of one process, in one namespace."""
 
     def __init__(self, name: bytes = NAME, **settings: Any) -> None:
         settings = {"master_host": "127.0.0.1", "min_tokens": 0, "ask_s": HANG_S, "refresh_s": 1e-9} | settings
-        self.tier = MooncakeTier(MooncakeSettings(**settings), block_tokens=BLOCK)
-        self.tier.name_entries(lambda: name)
-        self.memory = bytearray(max(SIZE.values()))
-        self.tier.use_memory(memoryview(self.memory))
+        self.tier, self.name = tier_of(MooncakeSettings(**settings)), name
 
     @property
     def counts(self) -> dict[str, int]:
         return dict(self.tier.counts)
 
     def put(self, *tags: Tag, writer: int = 0) -> list[bool]:
-        kept = []
-        for each in tags:
-            content = data(each, writer)
-            self.memory[: len(content)] = content
-            entry = Entry(each, memoryview(self.memory)[: len(content)], hash(content) % 2**60)
-            kept += self.tier.put([entry])
-        return kept
+        contents = [(each, data(each, writer)) for each in tags]
+        entries = [Entry(each, memoryview(content), hash(content) % 2**60) for each, content in contents]
+        return [self.tier.put(self.name, entry) for entry in entries]
 
     def holds(self, of: Tag, writer: int = 0) -> bool:
-        self.memory[:] = bytes(len(self.memory))
-        view = memoryview(self.memory)[: SIZE[of.kind]]
-        (checksum,) = self.tier.get([of], [view])
-        assert checksum is None or (checksum, view) == (hash(data(of, writer)) % 2**60, data(of, writer))
+        memory = bytearray(SIZE[of.kind])
+        views = [memoryview(memory)[:700], memoryview(memory)[700:700], memoryview(memory)[700:]]
+        checksum = self.tier.get(self.name, of, views)
+        assert threading.get_ident() not in self.tier._reads
+        assert checksum is None or (checksum, memory) == (hash(data(of, writer)) % 2**60, data(of, writer))
         return checksum is not None
+
+    def kv_depth(self, prompt: list[bytes], first: int) -> int:
+        return self.tier.kv_depth(self.name, prompt, first)
+
+    def state_depth(self, prompt: list[bytes], after: int, limit: int) -> int:
+        return self.tier.state_depth(self.name, prompt, after, limit)
+
+    def contains(self, kind: EntryKind, of: bytes) -> bool:
+        return self.tier.contains(self.name, kind, of)
+
+    def wants(self, of: Tag) -> bool:
+        return self.tier.wants(self.name, of)
+
+    def remove(self, of: Tag) -> None:
+        self.tier.remove(self.name, [of])
 
     def settle(self) -> None:
         """The thread has done what it was given."""
@@ -92,7 +106,7 @@ def prompt_tags(prompt: int, depth: int) -> list[Tag]:
 
 
 def object_of(process: Process, of: Tag) -> str:
-    return process.tier._object(of)[0]
+    return mooncake._object(process.name, of.kind, of.key)
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
@@ -103,51 +117,47 @@ def test_what_one_process_puts_another_gets(cluster):
     tags = prompt_tags(1, 3)
     assert one.put(*tags) == [True] * 4
     for process in (one, other):
-        tier, prompt = process.tier, keys(1, 5)
-        assert tier.kv_depth(prompt, 0) == 3 == tier.kv_depth(prompt, 2) and tier.kv_depth(prompt, 4) == 4
-        assert tier.state_depth(prompt, 0, 5) == 3 == tier.state_depth(prompt, 3, 5)
-        assert tier.state_depth(prompt, 0, 2) == 0
+        prompt = keys(1, 5)
+        assert process.kv_depth(prompt, 0) == 3 == process.kv_depth(prompt, 2) and process.kv_depth(prompt, 4) == 4
+        assert process.state_depth(prompt, 0, 5) == 3 == process.state_depth(prompt, 3, 5)
+        assert process.state_depth(prompt, 0, 2) == 0
         assert all(process.holds(each) for each in tags) and not process.holds(tag(KV, 2, 1))
         assert process.counts == {"gone": 1}
 
 
 def test_a_prompt_is_one_question(cluster):
     Process().put(*prompt_tags(1, 3))
-    tier = Process(refresh_s=HANG_S).tier
+    process = Process(refresh_s=HANG_S)
     cluster.questions.clear()
-    assert not tier.contains(KV, key(1, 1)) and cluster.questions == []  # it does not know yet, and asks nobody
+    assert not process.contains(KV, key(1, 1)) and cluster.questions == []  # it does not know yet, and asks nobody
     for _ in range(2):
-        assert tier.kv_depth(keys(1, 5), 0) == 3 and tier.state_depth(keys(1, 5), 0, 3) == 3
+        assert process.kv_depth(keys(1, 5), 0) == 3 and process.state_depth(keys(1, 5), 0, 3) == 3
     assert [len(names) for names in cluster.questions] == [10]
-    assert tier.contains(KV, key(1, 3)) and not tier.contains(KV, key(1, 4))
-    assert tier.kv_depth(keys(2, 2), 0) == 0 and len(cluster.questions) == 2
+    assert process.contains(KV, key(1, 3)) and not process.contains(KV, key(1, 4))
+    assert process.kv_depth(keys(2, 2), 0) == 0 and len(cluster.questions) == 2
 
 
 def test_what_was_never_asked_is_not_known_however_short_the_machine_runs(cluster, monkeypatch):
     Process().put(*prompt_tags(1, 3))
-    tier = Process(refresh_s=HANG_S).tier
+    process = Process(refresh_s=HANG_S)
     clock = SimpleNamespace(monotonic=lambda: 1.0)  # a second after the start of the machine
     monkeypatch.setattr(mooncake, "time", clock)
-    assert tier.kv_depth(keys(1, 5), 0) == 3
+    assert process.kv_depth(keys(1, 5), 0) == 3
 
 
 def test_a_prompt_that_is_worth_no_load_is_not_asked(cluster):
-    tier = Process(min_tokens=3 * BLOCK).tier
-    assert tier.kv_depth(keys(1, 2), 0) == 0 == tier.state_depth(keys(1, 5), 0, 2) and cluster.questions == []
+    process = Process(min_tokens=3 * BLOCK)
+    assert process.kv_depth(keys(1, 2), 0) == 0 == process.state_depth(keys(1, 5), 0, 2) and cluster.questions == []
 
 
-@pytest.mark.parametrize("other", ["namespace", "epoch", "key", "parent", "kind"])
+@pytest.mark.parametrize("other", ["namespace", "key", "parent", "kind"])
 def test_another_entry_never_matches(cluster, other):
     """Also where its object has the name of the one that is asked for."""
     one, wanted = Process(), tag(STATE, 1, 2)
     one.put(*prompt_tags(1, 2), *prompt_tags(2, 2))
-    if other == "epoch":
-        assert not one.holds(tag(STATE, 1, 2, epoch=1)) and one.put(tag(KV, 9, 1, epoch=1)) == [False]
-        assert one.counts == {"gone": 1, "old_weights": 1}
-        return
     if other == "namespace":
         another = Process(name=b"m" * 16)
-        assert another.tier.kv_depth(keys(1, 2), 0) == 0 and not another.holds(wanted)
+        assert another.kv_depth(keys(1, 2), 0) == 0 and not another.holds(wanted)
         another.put(*prompt_tags(1, 2), writer=1)
         its = object_of(another, wanted)
     else:
@@ -160,33 +170,56 @@ def test_another_entry_never_matches(cluster, other):
 
 def test_what_is_here_is_not_wanted_again(cluster):
     one, other, tags = Process(), Process(), prompt_tags(1, 1)
-    assert one.tier.wants(tags[0]) and one.put(*tags) == [True] * 2
-    assert not one.tier.wants(tags[0]) and not other.tier.wants(tags[0])
+    assert one.wants(tags[0]) and one.put(*tags) == [True] * 2
+    assert not one.wants(tags[0]) and not other.wants(tags[0])
     cluster.objects.clear()  # the master evicts
-    assert one.tier.wants(tags[0])
+    assert one.wants(tags[0])
 
 
 def test_new_weights_have_another_namespace(cluster):
-    weights = [b"a" * 16]
-    process = Process()
-    process.tier.name_entries(lambda: weights[0])
-    process.tier.invalidate(0)
-    assert process.put(*prompt_tags(1, 1)) == [False] * 2  # nobody asked for the name of the weights yet
-    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and process.put(*prompt_tags(1, 1)) == [True] * 2
-    weights[0] = b"b" * 16
-    process.tier.invalidate(1)
-    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and not process.holds(tag(KV, 1, 1, epoch=1))
-    weights[0] = b"a" * 16
-    process.tier.invalidate(0)
-    assert process.tier.kv_depth(keys(1, 1), 0) == 1 and process.holds(tag(KV, 1, 1))
+    old, new = b"a" * 16, b"b" * 16
+    weights, process = [old], Process(name=old)
+    behind = TierBehind(process.tier)
+    assert not behind.namespace() and behind.kv_depth(keys(1, 1), 0) == 0 and cluster.questions == []
+    behind.name_entries(lambda: weights[0])
+    assert process.put(*prompt_tags(1, 1)) == [True] * 2 and behind.kv_depth(keys(1, 1), 0) == 1
+    weights[0] = new
+    behind.invalidate(1)
+    assert behind.kv_depth(keys(1, 1), 0) == 0 and behind.namespace(0) == b"" and behind.namespace(1) == new
+    assert not Process(name=new).holds(tag(KV, 1, 1, epoch=1))
+    weights[0] = old
+    behind.invalidate(0)
+    assert behind.kv_depth(keys(1, 1), 0) == 1 and process.holds(tag(KV, 1, 1))
 
 
-def test_memory_is_registered_once(cluster):
-    process = Process()
-    store = process.tier._client._store
-    assert sorted(store.memory.values()) == [HEADER_BYTES, len(process.memory)]
-    process.put(*prompt_tags(1, 3))
-    assert len(store.memory) == 2 and process.counts == {}
+def test_memory_is_registered_once_per_thread(cluster):
+    """It grows to the largest entry. What is not used any more stays: a late transfer may write there."""
+    process, tags = Process(), prompt_tags(1, 3)
+    memory = process.tier._client._store.memory
+    assert process.put(*tags) == [True] * 4 and all(map(process.holds, tags))
+    sizes = sorted(HEADER_BYTES + size for size in SIZE.values())
+    assert sorted(memory.values()) == sizes
+    found: list[bool] = []
+    other = threading.Thread(target=lambda: found.extend(map(process.holds, reversed(tags))))
+    other.start()
+    other.join()
+    assert found == [True] * 4 and sorted(memory.values()) == [*sizes, sizes[-1]] and process.counts == {}
+    kept = {each.ctypes.data: each.nbytes for each in process.tier._client._registered}
+    assert kept == memory
+
+
+def test_no_transfer_writes_to_the_memory_of_others(cluster, monkeypatch):
+    """The network may delay one until the call is over, and the pages belong to another entry."""
+    process, of = Process(), tag(KV, 1, 1)
+    process.put(of)
+    into: list[int] = []
+    get = FakeStore.batch_get_into_multi_buffers
+    monkeypatch.setattr(
+        FakeStore,
+        "batch_get_into_multi_buffers",
+        lambda self, names, pointers, sizes: into.extend(pointers[0]) or get(self, names, pointers, sizes),
+    )
+    assert process.holds(of) and into == [process.tier._mine.memory.ctypes.data]
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -229,14 +262,14 @@ def test_wrong_bytes_are_removed_and_written_again(cluster):
     process.put(*tags)
     assert all(process.holds(each) for each in tags)
     cluster.gate.clear()  # it cannot be removed yet
-    process.tier.remove(tags[-1:])
-    assert process.tier.wants(tags[-1])
-    assert process.tier.state_depth(keys(1, 2), 1, 2) == 1 and not process.tier.contains(STATE, key(1, 2))
+    process.remove(tags[-1])
+    assert process.wants(tags[-1])
+    assert process.state_depth(keys(1, 2), 1, 2) == 1 and not process.contains(STATE, key(1, 2))
     cluster.gate.set()
     process.settle()
     assert object_of(process, tags[-1]) not in cluster.objects and process.counts == {"wrong": 1}
     assert process.put(tags[-1], writer=1) == [True] and process.holds(tags[-1], writer=1)
-    assert process.tier.state_depth(keys(1, 2), 0, 2) == 2
+    assert process.state_depth(keys(1, 2), 0, 2) == 2
 
 
 def test_a_wrong_object_that_cannot_be_removed_is_not_written_over(cluster, monkeypatch):
@@ -245,10 +278,10 @@ def test_a_wrong_object_that_cannot_be_removed_is_not_written_over(cluster, monk
     process.put(of)
     with monkeypatch.context() as broken:
         broken.setattr(FakeStore, "remove", lambda *arguments: -706)
-        process.tier.remove([of])
+        process.remove(of)
         process.settle()
         assert process.put(of) == [False] and process.counts == {"wrong": 1, "write_wrong": 1}
-    assert process.tier.kv_depth(keys(1, 1), 0) == 0
+    assert process.kv_depth(keys(1, 1), 0) == 0
     assert process.put(of, writer=1) == [True] and process.holds(of, writer=1)
 
 
@@ -285,17 +318,14 @@ def test_a_master_that_is_away_and_returns(cluster):
     cluster.is_away = True
     assert not process.holds(tags[0]) and process.tier._asker.is_down
     cluster.questions.clear()
-    process.memory[:] = bytes(len(process.memory))
-    assert (
-        process.tier.kv_depth(keys(1, 1), 0) == 0 and process.put(*tags) == [False] * 2 and not process.holds(tags[0])
-    )
+    assert process.kv_depth(keys(1, 1), 0) == 0 and process.put(*tags) == [False] * 2 and not process.holds(tags[0])
     assert process.counts == {"no_master": 5}
     wait_until(lambda: len(cluster.questions) > 1, "it is looked for", pause_s=0.001)
     assert all(len(names) == 1 for names in cluster.questions)  # by the thread alone
     cluster.restart()
     wait_until(lambda: not process.tier._asker.is_down, "it is found", pause_s=0.001)
-    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and not process.holds(tags[0])  # it has forgotten all
-    assert process.put(*tags) == [True] * 2 and process.tier.kv_depth(keys(1, 1), 0) == 1
+    assert process.kv_depth(keys(1, 1), 0) == 0 and not process.holds(tags[0])  # it has forgotten all
+    assert process.put(*tags) == [True] * 2 and process.kv_depth(keys(1, 1), 0) == 1
     assert process.counts == {"no_master": 5, "gone": 1}
 
 
@@ -319,21 +349,21 @@ def test_the_engine_waits_once_for_an_answer_that_is_late(cluster):
     process = Process(ask_s=0.001)
     process.put(*prompt_tags(1, 1))
     cluster.gate.clear()
-    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and process.counts == {"late_answer": 1}
+    assert process.kv_depth(keys(1, 1), 0) == 0 and process.counts == {"late_answer": 1}
     process.tier._asker._wait_s = HANG_S
-    assert process.tier.kv_depth(keys(1, 1), 0) == 0 and process.counts == {"late_answer": 2}  # did not wait
+    assert process.kv_depth(keys(1, 1), 0) == 0 and process.counts == {"late_answer": 2}  # did not wait
     cluster.gate.set()
     process.settle()
-    assert process.tier.kv_depth(keys(1, 1), 0) == 1
+    assert process.kv_depth(keys(1, 1), 0) == 1
 
 
 def test_a_read_that_hangs_hides_the_states(cluster):
     process = Process(wait_s=1e-9)
     process.put(*prompt_tags(1, 1))
     process.tier._reads[0] = 0.0  # a thread has read since the machine was started
-    assert process.tier.state_depth(keys(1, 1), 0, 1) == 0 and process.counts == {"stuck": 1}
+    assert process.state_depth(keys(1, 1), 0, 1) == 0 and process.counts == {"stuck": 1}
     process.tier._reads.clear()
-    assert process.tier.state_depth(keys(1, 1), 0, 1) == 1
+    assert process.state_depth(keys(1, 1), 0, 1) == 1
 
 
 @pytest.mark.parametrize("end", ["close", "collect"])
@@ -342,7 +372,7 @@ def test_the_client_is_closed_after_its_last_call(cluster, end):
     client = process.tier._client
     store = client._store
     process.put(of)
-    process.tier.remove([of])
+    process.remove(of)
     wait_until(lambda: cluster.removals, "the thread has removed it", pause_s=0.001)
     cluster.gate.clear()
     caller = threading.Thread(target=process.tier._has_other_size, args=("x", -800, 1))
@@ -364,10 +394,10 @@ def test_the_client_is_closed_after_its_last_call(cluster, end):
 
 
 def test_settings():
-    settings = SharedSettings.parse(
+    kind, settings = parse_url(
         "mooncake://10.0.0.1?gb=2&host=10.0.0.2&protocol=rdma&device=mlx5_0&wait_s=0.5&ask_s=0.2"
     )
-    assert settings == MooncakeSettings(
+    assert kind is MooncakeTier and settings == MooncakeSettings(
         master_host="10.0.0.1",
         master_port=50051,
         lent_bytes=2 * 2**30,
@@ -377,8 +407,8 @@ def test_settings():
         wait_s=0.5,
         ask_s=0.2,
     )
-    assert SharedSettings.parse("mooncake://localhost:7/") == MooncakeSettings(master_host="localhost", master_port=7)
-    assert isinstance(SharedSettings.parse("file:///x?gb=1"), FolderSettings)
+    assert parse_url("mooncake://localhost:7/")[1] == MooncakeSettings(master_host="localhost", master_port=7)
+    assert parse_url("file:///x?gb=1")[0] is not MooncakeTier
 
 
 @pytest.mark.parametrize(
@@ -396,7 +426,7 @@ def test_settings():
 )
 def test_settings_that_are_not_valid(url, message):
     with pytest.raises(ValueError, match=message) as error:
-        SharedSettings.parse(url)
+        parse_url(url)
     assert "\n" not in str(error.value)
 
 
@@ -406,16 +436,16 @@ def test_what_is_missing_is_one_line(monkeypatch):
         port = free.getsockname()[1]  # bound, but nobody listens
         settings = MooncakeSettings(master_host="127.0.0.1", master_port=port)
         with pytest.raises(ValueError, match=f"cannot reach Mooncake's master at 127.0.0.1:{port}"):
-            MooncakeTier(settings, block_tokens=BLOCK)
+            tier_of(settings)
         free.listen()
         monkeypatch.setattr(mooncake_client, "new_store", lambda: raises(ImportError("libibverbs.so.1: no such file")))
         with pytest.raises(ValueError, match="libraries: libibverbs"):
-            MooncakeTier(settings, block_tokens=BLOCK)
+            tier_of(settings)
         monkeypatch.setattr(mooncake_client, "new_store", lambda: FakeStore(away))
         away = FakeCluster()
         away.is_away = True
         with pytest.raises(ValueError, match="refuses this client: error -1"):
-            MooncakeTier(settings, block_tokens=BLOCK)
+            tier_of(settings)
 
 
 def raises(error: Exception) -> None:

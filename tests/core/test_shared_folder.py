@@ -9,11 +9,9 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,14 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
-from megatron_hybrid_prefix.tiers import folder_index, listing, locks, reads
+from megatron_hybrid_prefix.tiers import folder_index, listing, locks
 from megatron_hybrid_prefix.tiers import space as spaces
-from megatron_hybrid_prefix.tiers.base import Entry
-from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
+from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
+from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings, read_file
+from megatron_hybrid_prefix.tiers.jobs import Job, TierThreads
 from megatron_hybrid_prefix.tiers.listing import FileName
-from megatron_hybrid_prefix.tiers.shared import FolderSettings, SharedSettings
+from megatron_hybrid_prefix.tiers.registry import parse_url
+from megatron_hybrid_prefix.tiers.settings import TierSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
@@ -39,16 +39,16 @@ KV, STATE = EntryKind.KV, EntryKind.STATE
 NAME = b"n" * 16
 
 
-def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes = NAME, **settings: Any) -> FileTier:
+def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes | None = NAME, **settings: Any) -> FileTier:
     """A tier as of one process. It looks at the folder only when told to."""
     settings = {"min_tokens": 0, "refresh_s": 10.0**6} | settings
     tier = FileTier(
         FolderSettings(folder=folder, budget_bytes=budget_bytes, **settings),
         block_tokens=BLOCK,
         make_ranking=lambda: make_eviction_policy("recompute_cost"),
-        reason=CheckpointReason.TAIL,
     )
-    tier.name_entries(lambda: name)
+    if name is not None:
+        tier.use_namespace(name)
     return tier
 
 
@@ -65,8 +65,11 @@ def data(of: Tag, writer: int = 0) -> bytes:
     return random.Random(f"{of.kind} {of.key.hex()} {writer}").randbytes(SIZE[of.kind])
 
 
-def put(tier: FileTier, *tags: Tag, writer: int = 0) -> list[bool]:
-    return tier.put([Entry(each, memoryview(data(each, writer)), hash(data(each, writer)) % 2**60) for each in tags])
+def put(tier: FileTier, *tags: Tag, writer: int = 0, name: bytes | None = None) -> list[bool]:
+    """In this namespace, or in the one that the tier uses."""
+    contents = [(each, data(each, writer)) for each in tags]
+    entries = [Entry(each, memoryview(content), hash(content) % 2**60) for each, content in contents]
+    return [tier.put(name or tier._wanted, entry) for entry in entries]
 
 
 def prompt_tags(prompt: int, depth: int) -> list[Tag]:
@@ -74,10 +77,9 @@ def prompt_tags(prompt: int, depth: int) -> list[Tag]:
     return [*(tag(KV, prompt, at) for at in range(1, depth + 1)), tag(STATE, prompt, depth)]
 
 
-def get(tier: FileTier, of: Tag) -> tuple[int | None, bytes]:
+def get(tier: FileTier, of: Tag, name: bytes | None = None) -> tuple[int | None, bytes]:
     buffer = bytearray(SIZE[of.kind])
-    (checksum,) = tier.get([of], [memoryview(buffer)])
-    return checksum, bytes(buffer)
+    return tier.get(name or tier._wanted, of, [memoryview(buffer)]), bytes(buffer)
 
 
 def holds(tier: FileTier, of: Tag, writer: int = 0) -> bool:
@@ -118,32 +120,28 @@ def test_what_one_process_puts_the_next_one_gets(tmp_path):
     second = tier_on(tmp_path)
     keys = [key(1, depth) for depth in range(1, 6)]
     for tier in (first, second):
-        assert tier.kv_depth(keys, 0) == 3 == tier.kv_depth(keys, 2) and tier.kv_depth(keys, 4) == 4
-        assert tier.state_depth(keys, 0, 5) == 3 and tier.state_depth(keys, 3, 5) == 3
-        assert tier.state_depth(keys, 0, 2) == 0
+        assert tier.kv_depth(NAME, keys, 0) == 3 == tier.kv_depth(NAME, keys, 2) and tier.kv_depth(NAME, keys, 4) == 4
+        assert tier.state_depth(NAME, keys, 0, 5) == 3 and tier.state_depth(NAME, keys, 3, 5) == 3
+        assert tier.state_depth(NAME, keys, 0, 2) == 0
         assert all(holds(tier, each) for each in tags)
         assert not tier.counts
     check(tmp_path, first, second)
 
 
-@pytest.fixture(params=["native", "plain"])
-def reads_by(request, monkeypatch):
-    """Reads by threads of the C library, and as where it has none. Whole reads by the library are not repeated plainly."""
-    if request.param == "plain":
-        monkeypatch.setattr(reads, "_library", lambda: None)
-        yield
-        return
-    if reads._library() is None:
-        pytest.skip("this C library has no AIO that we know")
-    plainly, repeated = reads._read_plainly, []
+@pytest.fixture(params=[None, 700, 1], ids=["whole", "short", "bytes"])
+def reads(request, monkeypatch):
+    """Reads that return all that is asked for, or this many bytes at most."""
+    most, preadv = request.param, os.preadv
 
-    def read_plainly(read: reads.Read) -> int | OSError:
-        repeated.append(read.buffer.nbytes == plainly(read))
-        return plainly(read)
+    def short(file: int, buffers: list[memoryview], at: int) -> int:
+        few, left = [], most
+        for buffer in buffers:
+            few.append(buffer[:left])
+            left -= len(few[-1])
+        return preadv(file, few, at)
 
-    monkeypatch.setattr(reads, "_read_plainly", read_plainly)
-    yield
-    assert not any(repeated), "the C library did not read what is there"
+    if most is not None:
+        monkeypatch.setattr(os, "preadv", short)
 
 
 def pieces(memory: bytearray, *ends: int) -> list[memoryview]:
@@ -153,25 +151,31 @@ def pieces(memory: bytearray, *ends: int) -> list[memoryview]:
 
 
 @pytest.mark.parametrize("ends", [(), (500,), (500, 500, 2999)])
-def test_entries_are_read_together_into_pieces(tmp_path, monkeypatch, reads_by, ends):
-    """Of four entries one is not there; parts of one file are read side by side."""
-    monkeypatch.setattr(reads, "_PART_BYTES", 700)
-    monkeypatch.setattr(reads, "_SMALL_BYTES", 50)
+def test_entries_are_read_into_pieces(tmp_path, reads, ends):
+    """Of four entries one is not there."""
     tier = tier_on(tmp_path)
     tags = [*prompt_tags(1, 2), tag(KV, 9, 9)]
     put(tier, *tags[:-1])
     memory = [bytearray(SIZE[each.kind]) for each in tags]
     views = [pieces(one, *(end for end in ends if end < len(one))) for one in memory]
-    with closing(tier.fill(tags, views)) as filling:
-        assert filling.wait() == [*(hash(data(each)) % 2**60 for each in tags[:-1]), None]
+    found = [tier.get(NAME, each, of_one) for each, of_one in zip(tags, views, strict=True)]
+    assert found == [*(hash(data(each)) % 2**60 for each in tags[:-1]), None]
     assert memory == [*(data(each) for each in tags[:-1]), bytes(SIZE[KV])]
     assert tier.counts == {"gone": 1}
+
+
+def test_an_entry_without_bytes(tmp_path, reads):
+    """As on a pipeline stage that has no such layers."""
+    tier, of = tier_on(tmp_path), tag(KV, 1, 1)
+    assert tier.put(NAME, Entry(of, memoryview(b""), 7))
+    assert tier.get(NAME, of, [memoryview(bytearray())]) == 7
+    assert tier.get(NAME, of, [memoryview(bytearray(1))]) is None and tier.counts == {"not_valid": 1}
 
 
 @pytest.mark.parametrize(
     "wrong", ["shorter", "much shorter", "without a header", "empty", "longer", "a folder", "no file"]
 )
-def test_a_file_that_is_not_right_is_a_miss_and_others_are_not(tmp_path, reads_by, wrong):
+def test_a_file_that_is_not_right_is_a_miss_and_others_are_not(tmp_path, reads, wrong):
     tier, tags = tier_on(tmp_path), prompt_tags(1, 2)
     put(tier, *tags)
     path = tier.folder.path(tier._file_name(tags[1]))
@@ -184,7 +188,7 @@ def test_a_file_that_is_not_right_is_a_miss_and_others_are_not(tmp_path, reads_b
         path.write_bytes(content[: kept[wrong]] + b"x" * (wrong == "longer"))
     assert [holds(tier, each) for each in tags] == [True, False, True]
     why = {"a folder": "read_EISDIR", "no file": "gone"}.get(wrong, "not_valid")
-    assert tier.counts[why] == 1 and not tier.contains(KV, tags[1].key)
+    assert tier.counts[why] == 1 and not tier.contains(NAME, KV, tags[1].key)
 
 
 def open_files(folder: Path) -> list[str]:
@@ -196,76 +200,93 @@ def open_files(folder: Path) -> list[str]:
     return sorted(path for path in found if path.startswith(str(folder)))
 
 
-def test_no_file_stays_open(tmp_path, monkeypatch, reads_by):
+def test_no_file_stays_open(tmp_path, monkeypatch, reads):
     tier, tags = tier_on(tmp_path), prompt_tags(1, 3)
-    monkeypatch.setattr(reads, "_PART_BYTES", 100)
-    monkeypatch.setattr(reads, "_SMALL_BYTES", 50)
     put(tier, *tags)
     before = open_files(tmp_path)
     tier.folder.path(tier._file_name(tags[0])).unlink()
     assert [holds(tier, each) for each in tags] == [False, True, True, True]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, limits[1]))
+    os.close(free := os.open(tmp_path, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
     try:
-        memory = [bytearray(SIZE[each.kind]) for each in tags]
-        with closing(tier.fill(tags, [[memoryview(one)] for one in memory])) as filling:
-            found = filling.wait()
+        assert not any(holds(tier, each) for each in tags)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert found[0] is None and tier.counts == {"gone": 2, "read_EMFILE": found.count(None) - 1} and found[-1] is None
-    assert open_files(tmp_path) == before
-    assert holds(tier, tags[-1])
+    assert tier.counts == {"gone": 2, "read_EMFILE": 3}
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", lambda *arguments: raises(OSError(errno.EAGAIN, "later")))
+        assert not holds(tier, tags[-1])
+    assert open_files(tmp_path) == before and not tier._reads
+    assert all(holds(tier, each) for each in tags[1:])
 
 
-def test_a_read_that_hangs_is_known_while_any_runs(tmp_path):
-    """A thread begins several groups, and waits for them one after the other."""
-    tier, tags = tier_on(tmp_path, wait_s=1e-9), prompt_tags(1, 2)
-    put(tier, *tags)
-    memory = [bytearray(SIZE[each.kind]) for each in tags]
-    first, second = (tier.fill([each], [[memoryview(one)]]) for each, one in zip(tags[1:], memory[1:], strict=True))
-    assert tier._is_stuck() and first.wait() != [None]
-    assert tier._is_stuck() and second.wait() != [None]
-    assert not tier._is_stuck()
-    first.close()
-    second.close()
-    assert not tier._is_stuck() and not tier._reads
-
-
-def test_more_reads_than_the_library_takes_at_once(tmp_path):
-    content = random.Random(1).randbytes(3000)
-    path = tmp_path / "file"
+@pytest.mark.parametrize("size", [0, 1, 699, 700, 701, 2999])
+def test_a_file_that_has_not_the_length_of_the_buffers(tmp_path, reads, size):
+    path, content = tmp_path / "file", random.Random(1).randbytes(3000)
     path.write_bytes(content)
-    file = os.open(path, os.O_RDONLY)
-    memory = bytearray(3000)
-    found = reads.RunningReads([reads.Read(file, at, memoryview(memory)[at : at + 1]) for at in range(3000)]).wait()
-    beyond = memoryview(bytearray(10))
-    assert reads.RunningReads([reads.Read(file, 2995, beyond)]).wait() == [5] and beyond[:5] == content[2995:]
-    os.close(file)
-    assert found == [1] * 3000 and memory == content
-    (error,) = reads.RunningReads([reads.Read(file, 0, beyond)]).wait()
-    assert isinstance(error, OSError) and error.errno == errno.EBADF
-    assert reads.RunningReads([]).wait() == []
+    parts = [memoryview(bytearray(each)) for each in (size, 0, 3000 - size, 0)]
+    assert read_file(str(path), parts) and b"".join(parts) == content
+    for difference in (-1, 1, 700, -3000):
+        path.write_bytes(bytes(3000 + difference))
+        assert not read_file(str(path), parts)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        read_file(str(path), parts)
+    assert open_files(tmp_path) == []
 
 
-def test_the_child_of_a_fork_reads_without_the_threads(tmp_path):
-    """They are its parent's, but its C library does not know, and would wait for them forever."""
-    script = """
-import os, sys, tempfile
-from megatron_hybrid_prefix.tiers import reads
-held = tempfile.TemporaryFile()
-file = held.fileno()
-os.truncate(file, 40 * 4096)
-read = lambda: reads.RunningReads([reads.Read(os.dup(file), 4096 * at, memoryview(bytearray(4096))) for at in range(40)]).wait()
-assert read() == [4096] * 40
-child = os.fork()
-if not child:
-    os._exit(read() != [4096] * 40)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=HANG_S)
+def test_a_read_that_hangs_is_known_while_any_runs(tmp_path, monkeypatch):
+    tier, tags = tier_on(tmp_path, wait_s=1e-9), prompt_tags(1, 2)[1:]
+    put(tier, *prompt_tags(1, 2))
+    gates = {str(tier.folder.path(tier._file_name(each))): threading.Event() for each in tags}
+    begun: list[str] = []
+    found: list[bool] = []
+
+    def slow(path: str, buffers: list[memoryview]) -> bool:
+        begun.append(path)
+        assert gates[path].wait(HANG_S)
+        return read_file(path, buffers)
+
+    monkeypatch.setattr(file_tier, "read_file", slow)
+    readers = [threading.Thread(target=lambda each=each: found.append(holds(tier, each))) for each in tags]
+    for reader in readers:
+        reader.start()
+    wait_until(lambda: len(begun) == len(tags), "both read", pause_s=0.001)
+    for gate, reader in zip(gates.values(), readers, strict=True):
+        assert tier._is_stuck()
+        gate.set()
+        reader.join()
+    assert found == [True, True] and not tier._is_stuck() and not tier._reads
 
 
-@pytest.mark.parametrize("other", ["namespace", "epoch", "key", "depth", "kind"])
+def test_a_read_that_is_given_up_keeps_its_page_until_it_is_over(tmp_path, monkeypatch):
+    """One that has not begun writes nothing."""
+    tier, tags = tier_on(tmp_path, threads=1), prompt_tags(1, 1)
+    put(tier, *tags)
+    begun, gate, preadv = threading.Event(), threading.Event(), os.preadv
+
+    def slow(*arguments: Any) -> int:
+        begun.set()
+        assert gate.wait(HANG_S)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    threads = TierThreads(tier, max(SIZE.values()))
+    memory = [bytearray(SIZE[each.kind]) for each in tags]
+    jobs = [
+        Job(namespace=NAME, tag=of, entry_bytes=len(one), pages=(page,), views=[memoryview(one)], after=())
+        for page, (of, one) in enumerate(zip(tags, memory, strict=True))
+    ]
+    threads.read(jobs)
+    assert begun.wait(HANG_S) and threads.overwrite([0, 1]) == {0} == threads.overwrite([0, 1])
+    gate.set()
+    assert jobs[0].group.wait(HANG_S) and threads.overwrite([0, 1]) == set()
+    assert memory == [data(tags[0]), bytes(SIZE[STATE])] and jobs[1].checksum is None
+    threads.close()
+
+
+@pytest.mark.parametrize("other", ["namespace", "closed namespace", "key", "depth", "kind"])
 def test_another_entry_never_matches(tmp_path, other):
     """Also where its file is put in the place of the one that is asked for."""
     tier = tier_on(tmp_path)
@@ -273,40 +294,42 @@ def test_another_entry_never_matches(tmp_path, other):
     put(tier, *prompt_tags(1, 2))
     if other == "namespace":
         another = tier_on(tmp_path, name=b"m" * 16)
-        assert another.kv_depth([key(1, 1)], 0) == 0 and not holds(another, wanted)
+        assert another.kv_depth(b"m" * 16, [key(1, 1)], 0) == 0 and not holds(another, wanted)
         put(another, *prompt_tags(1, 2), writer=1)
         os.replace(another.folder.path(another._file_name(wanted)), tier.folder.path(tier._file_name(wanted)))
-    elif other == "epoch":
-        assert not holds(tier, tag(STATE, 1, 2, epoch=1)) and put(tier, tag(KV, 9, 1, epoch=1)) == [False]
-        assert tier.counts == {"gone": 1, "old_weights": 1}
+    elif other == "closed namespace":
+        closed = b"m" * 16
+        assert not tier.contains(closed, STATE, wanted.key) and tier.kv_depth(closed, [key(1, 1)], 0) == 0
+        assert get(tier, wanted, closed)[0] is None and put(tier, tag(KV, 9, 1), name=closed) == [False]
+        tier.remove(closed, [wanted])
+        assert tier.counts == {"gone": 1, "old_weights": 1} and holds(tier, wanted)
         return
     else:
         put(tier, *prompt_tags(2, 3))
         its = {"key": tag(STATE, 2, 3), "depth": tag(STATE, 2, 3), "kind": tag(KV, 1, 2)}[other]
         os.replace(tier.folder.path(tier._file_name(its)), tier.folder.path(tier._file_name(wanted)))
     assert get(tier, wanted)[0] is None
-    assert tier.counts["not_valid"] == 1 and not tier.contains(STATE, wanted.key)
+    assert tier.counts["not_valid"] == 1 and not tier.contains(NAME, STATE, wanted.key)
 
 
 def test_new_weights_have_another_namespace(tmp_path):
-    weights = [b"a" * 16]
-    tier = tier_on(tmp_path)
-    tier.name_entries(lambda: weights[0])
-    tier.invalidate(0)
-    put(tier, *prompt_tags(1, 1))  # nobody asked for the name of the weights yet
-    assert tier.counts == {"old_weights": 2}
-    assert tier.kv_depth([key(1, 1)], 0) == 0
+    old, new = b"a" * 16, b"b" * 16
+    weights, tier = [old], tier_on(tmp_path, name=None)
+    behind = TierBehind(tier)
+    assert not behind.namespace() and behind.kv_depth([key(1, 1)], 0) == 0 and not tier.counts
+    behind.name_entries(lambda: weights[0])
+    assert put(tier, *prompt_tags(1, 1)) == [True] * 2 and behind.kv_depth([key(1, 1)], 0) == 1
+    weights[0] = new
+    behind.invalidate(1)
+    assert behind.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
+    assert behind.namespace(0) == b"" and behind.namespace(1) == behind.namespace() == new
+    assert put(tier, tag(KV, 2, 1), name=old) == [False] and tier.counts["old_weights"] == 1  # a thread was late
     wait_until(lambda: tier._name, "the namespace is open")
-    put(tier, *prompt_tags(1, 1))
-    weights[0] = b"b" * 16
-    tier.invalidate(1)
-    assert tier.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
-    wait_until(lambda: tier._name, "the namespace is open")
-    assert tier.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
-    weights[0] = b"a" * 16
-    tier.invalidate(0)
-    wait_until(lambda: tier.kv_depth([key(1, 1)], 0) == 1, "the first namespace is open again")
-    assert holds(tier, tag(KV, 1, 1))
+    assert behind.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
+    weights[0] = old
+    behind.invalidate(0)
+    wait_until(lambda: behind.kv_depth([key(1, 1)], 0) == 1, "the first namespace is open again")
+    assert holds(tier, tag(KV, 1, 1)) and behind.namespace(0) == old and behind.namespace(1) == b""
 
 
 def test_a_namespace_that_is_being_opened_has_nothing_yet(tmp_path):
@@ -323,8 +346,8 @@ def test_new_weights_do_not_wait_for_a_disk_that_hangs(tmp_path):
     tier = tier_on(tmp_path)
     put(tier, *prompt_tags(1, 1))
     with tier.folder._looking:  # as a look that does not come back
-        tier.invalidate(1)
-        assert tier.kv_depth([key(1, 1)], 0) == 0
+        tier.use_namespace(b"m" * 16)
+        assert tier.kv_depth(b"m" * 16, [key(1, 1)], 0) == 0 == tier.kv_depth(NAME, [key(1, 1)], 0)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -344,7 +367,7 @@ def test_a_file_that_is_not_valid_is_a_counted_miss_and_is_deleted(tmp_path, fau
     )
     path.write_bytes(content)
     assert not holds(tier, of) and tier.counts == {"not_valid": 1}
-    assert not path.exists() and not tier.contains(KV, of.key)
+    assert not path.exists() and not tier.contains(NAME, KV, of.key)
     assert put(tier, of) == [True] and holds(tier, of)
     check(tmp_path, tier)
 
@@ -437,8 +460,6 @@ def test_a_disk_that_others_fill_is_not_tried_for_ever(tmp_path, monkeypatch, no
 
 def test_a_limit_of_the_file_system(tmp_path):
     """A real failure in the middle of a file: the process may not write more than this."""
-    import resource
-
     tier = tier_on(tmp_path)
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
@@ -462,7 +483,7 @@ def test_a_folder_that_is_deleted_is_made_again(tmp_path):
     assert put(tier, *prompt_tags(2, 2)) == [True] * 3
     check(top, tier)
     assert all(holds(tier, each) for each in prompt_tags(2, 2))
-    assert tier.kv_depth([key(1, 1)], 0) == 0
+    assert tier.kv_depth(NAME, [key(1, 1)], 0) == 0
     put(tier, *prompt_tags(1, 2))
     check(top, tier, tier_on(top))
 
@@ -482,17 +503,16 @@ def test_a_reader_keeps_the_file_that_it_opened(tmp_path, monkeypatch):
     one, other = tier_on(tmp_path), tier_on(tmp_path)
     of = tag(KV, 1, 1)
     put(one, of)
-    opened, changes = reads._reads_of, []
+    preadv, changes = os.preadv, []
 
-    def replaced_first(*arguments: Any) -> list[reads.Read]:
-        found = opened(*arguments)
+    def replaced_first(*arguments: Any) -> int:
         if not changes:
             changes.append(put(other, of, writer=1))
-            other.remove([of])
+            other.remove(NAME, [of])
             other.look()
-        return found
+        return preadv(*arguments)
 
-    monkeypatch.setattr(reads, "_reads_of", replaced_first)
+    monkeypatch.setattr(os, "preadv", replaced_first)
     assert holds(one, of) and changes == [[True]]
     wait_until(lambda: not holds(one, of), "the file is deleted")  # by `look` above, or by the thread that looks
     assert one.counts == {"gone": 1}
@@ -520,9 +540,9 @@ def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch, code
     tier, tags = tier_on(tmp_path), prompt_tags(1, 1)
     put(tier, *tags)
     with monkeypatch.context() as broken:
-        broken.setattr(file_tier.FileReads, "wait", lambda self: [OSError(code, "broken") for _ in self._of_file])
+        broken.setattr(os, "preadv", lambda *arguments: raises(OSError(code, "broken")))
         assert not holds(tier, tags[-1])
-    assert not tier.contains(STATE, tags[-1].key)
+    assert not tier.contains(NAME, STATE, tags[-1].key)
     assert tier.counts == {f"read_{errno.errorcode[code]}": 1}
     assert put(tier, tags[-1], writer=1) == [True] and holds(tier, tags[-1], writer=1)
     check(tmp_path, tier)
@@ -544,7 +564,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     tier = tier_on(tmp_path)
     for _ in range(2):
         tier.look()
-        assert all(holds(tier, each) for each in tags) and not tier.contains(KV, key(2, 1))
+        assert all(holds(tier, each) for each in tags) and not tier.contains(NAME, KV, key(2, 1))
     assert all((space / "3e" / stray).exists() for stray in strays)
 
 
@@ -585,7 +605,7 @@ def test_the_budget_holds_whatever_is_written(tmp_path, no_grace):
     assert {reason for tier in tiers for reason in tier.counts} <= {"gone"}
     for tier in tiers:
         for of in (tag(kind, prompt, depth) for kind in SIZE for prompt in range(12) for depth in range(1, 5)):
-            assert holds(tier, of) == tier.contains(of.kind, of.key)
+            assert holds(tier, of) == tier.contains(NAME, of.kind, of.key)
 
 
 def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
@@ -644,7 +664,7 @@ def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
     added = [0]
     add = spaces.Space.add
     monkeypatch.setattr(spaces.Space, "add", lambda *args: added.append(added.pop() + 1) or add(*args))
-    tier = tier_on(tmp_path, name=b"m" * 16)
+    tier = tier_on(tmp_path, name=None)
 
     class Lock:
         def __enter__(self) -> None:
@@ -654,12 +674,11 @@ def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
             pass
 
     monkeypatch.setattr(tier.folder, "lock", Lock())
-    tier.name_entries(lambda: NAME)
+    tier.use_namespace(NAME)
     assert sum(added) == count and max(added) == folder_index.AT_ONCE
     monkeypatch.setattr(tier.folder, "lock", None)
-    assert (
-        tier.contains(KV, key(1, 1)) and tier.kv_depth([key(1, 1)], 0) == 1 and not tier.state_depth([key(1, 1)], 0, 1)
-    )
+    assert tier.contains(NAME, KV, key(1, 1)) and tier.kv_depth(NAME, [key(1, 1)], 0) == 1
+    assert not tier.state_depth(NAME, [key(1, 1)], 0, 1)
 
 
 def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
@@ -707,11 +726,11 @@ def test_an_entry_whose_parent_was_deleted_has_no_place(tmp_path):
     tier.folder.delete(tier._file_name(tag(KV, 1, 2)))
     other = tier_on(tmp_path)
     keys = [key(1, depth) for depth in range(1, 4)]
-    assert tier.kv_depth(keys, 0) == 1 == other.kv_depth(keys, 0)
-    assert not other.contains(STATE, key(1, 3))  # an orphan
+    assert tier.kv_depth(NAME, keys, 0) == 1 == other.kv_depth(NAME, keys, 0)
+    assert not other.contains(NAME, STATE, key(1, 3))  # an orphan
     check(tmp_path, tier, other)
     put(other, tag(KV, 1, 2))
-    assert other.kv_depth(keys, 0) == 3 == other.state_depth(keys, 0, 3)
+    assert other.kv_depth(NAME, keys, 0) == 3 == other.state_depth(NAME, keys, 0, 3)
     check(tmp_path, other)
 
 
@@ -783,7 +802,7 @@ def test_two_changes_within_one_tick_are_both_seen(tmp_path):
     tier.folder.delete(tier._file_name(tag(KV, 1, 1)))
     os.utime(part, ns=(changed, changed))  # the same time
     other.folder.refresh()
-    assert not other.contains(KV, key(1, 1))
+    assert not other.contains(NAME, KV, key(1, 1))
 
 
 def test_a_file_that_one_deletes_and_another_writes_again(tmp_path):
@@ -828,8 +847,8 @@ def test_a_process_that_is_stopped_while_it_holds_a_lock(tmp_path):
         start.start()
         start.join(HANG_S)
         (tier,) = tiers
-        assert tier.counts == {"look_ETIMEDOUT": 1} and not tier.contains(KV, key(1, 1))
-        assert put(tier, tag(KV, 1, 1)) == [False] and tier.state_depth([key(1, 1)], 0, 1) == 0
+        assert tier.counts == {"look_ETIMEDOUT": 1} and not tier.contains(NAME, KV, key(1, 1))
+        assert put(tier, tag(KV, 1, 1)) == [False] and tier.state_depth(NAME, [key(1, 1)], 0, 1) == 0
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -856,6 +875,15 @@ def test_a_folder_that_others_can_write_to_is_warned_of(tmp_path, caplog):
     assert "others can write" in caplog.text
 
 
+def test_a_folder_of_another_user_is_warned_of(tmp_path, monkeypatch, caplog):
+    if not tmp_path.stat().st_uid:  # what is root's is trusted
+        os.chown(tmp_path, 1, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with caplog.at_level(logging.WARNING):
+        tier_on(tmp_path)
+    assert "another user owns" in caplog.text
+
+
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def fails(file: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
@@ -869,21 +897,25 @@ def test_a_disk_that_hangs_is_asked_once(tmp_path):
     """While a read does not come back, other prompts do not wait for the folder."""
     tier = tier_on(tmp_path, wait_s=0.01)
     put(tier, *prompt_tags(1, 1))
-    assert tier.state_depth([key(1, 1)], 0, 1) == 1
+    assert tier.state_depth(NAME, [key(1, 1)], 0, 1) == 1
     tier._reads[0] = time.monotonic() - 1
-    assert tier.state_depth([key(1, 1)], 0, 1) == 0 and tier.counts == {"stuck": 1}
+    assert tier.state_depth(NAME, [key(1, 1)], 0, 1) == 0 and tier.counts == {"stuck": 1}
     del tier._reads[0]
-    assert tier.state_depth([key(1, 1)], 0, 1) == 1
+    assert tier.state_depth(NAME, [key(1, 1)], 0, 1) == 1
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
+def settings_of(url: str) -> TierSettings:
+    return parse_url(url)[1]
+
+
 def test_a_url():
-    settings = SharedSettings.parse(
+    kind, settings = parse_url(
         "file:///var/cache/a%20b?gb=0.5&min_tokens=0&wait_s=2&refresh_s=3&threads=1&secret_file=/s&weights=v1"
     )
-    assert settings == FolderSettings(
+    assert kind is FileTier and settings == FolderSettings(
         folder=Path("/var/cache/a b"),
         budget_bytes=2**29,
         min_tokens=0,
@@ -914,7 +946,7 @@ def test_a_url():
 )
 def test_a_url_that_cannot_be(url, message):
     with pytest.raises(ValueError, match=message) as error:
-        SharedSettings.parse(url)
+        settings_of(url)
     assert "\n" not in str(error.value)
 
 
@@ -922,24 +954,24 @@ def test_the_secret(tmp_path, monkeypatch):
     url = f"file://{tmp_path}?gb=1"
     monkeypatch.delenv("HYBRID_PREFIX_SECRET", raising=False)
     with pytest.raises(ValueError, match="set HYBRID_PREFIX_SECRET"):
-        SharedSettings.parse(url).check()
+        settings_of(url).check()
     monkeypatch.setenv("HYBRID_PREFIX_SECRET", "short")
     with pytest.raises(ValueError, match="has 5 bytes; needs 16"):
-        SharedSettings.parse(url).check()
+        settings_of(url).check()
     with pytest.raises(ValueError, match=r"cannot read secret_file=.*No such file"):
-        SharedSettings.parse(f"{url}&secret_file={tmp_path}/none").check()
+        settings_of(f"{url}&secret_file={tmp_path}/none").check()
     (tmp_path / "secret").write_text("0123456789abcdef\n")
     monkeypatch.setenv("HYBRID_PREFIX_SECRET", "0123456789abcdef")
-    one, same = (SharedSettings.parse(url + more).secret() for more in ("", f"&secret_file={tmp_path}/secret"))
+    one, same = (settings_of(url + more).secret() for more in ("", f"&secret_file={tmp_path}/secret"))
     monkeypatch.setenv("HYBRID_PREFIX_SECRET", "0123456789abcdeF")
-    assert one == same != SharedSettings.parse(url).secret() and len(one) == 32
+    assert one == same != settings_of(url).secret() and len(one) == 32
 
 
 def test_a_place_that_is_no_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRID_PREFIX_SECRET", "x" * 16)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file is not a folder"):
-        SharedSettings.parse(f"file://{tmp_path}/file/below?gb=1").check()
+        settings_of(f"file://{tmp_path}/file/below?gb=1").check()
     monkeypatch.setattr(os, "access", lambda path, how: False)  # root may write anywhere
     with pytest.raises(ValueError, match="cannot write to the folder"):
-        SharedSettings.parse(f"file://{tmp_path}/below?gb=1").check()
+        settings_of(f"file://{tmp_path}/below?gb=1").check()

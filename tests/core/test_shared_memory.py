@@ -16,10 +16,9 @@ from megatron_hybrid_prefix.index.tree import is_guess
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots, SlotPool
-from megatron_hybrid_prefix.tiers.base import TierBehind
-from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, EntryKind, PageClear
+from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, BlockTransfer, EntryKind, PageClear
 from tests.core import test_stateful
-from tests.harness.plugins.dictionary_tier import DictionaryTier
+from tests.core.model import tier_behind
 
 BLOCK = 4  # tokens
 
@@ -549,18 +548,19 @@ def with_host(**options: Any) -> HybridPrefixCache:
     return HybridPrefixCache(CacheSettings(**sizes, host_kv_pages=1, host_state_pages=2, **options))
 
 
-def test_the_tier_behind_is_offered_each_state_that_the_host_evicts(monkeypatch):
-    cache = with_host(kv_blocks=8, state_slots=4, host_pages=12, behind=TierBehind("behind", DictionaryTier()))
+def test_the_tier_behind_is_offered_each_state_that_is_no_guess(monkeypatch):
+    cache = with_host(kv_blocks=8, state_slots=4, host_pages=12, behind=tier_behind())
     copies: list[BlockTransfer] = []
     take = cache.take_copies
     monkeypatch.setattr(cache, "take_copies", lambda: copies.extend(take()))
     for number in range(8):
         run(cache, f"prompt {number}", 6)
-    moves = [copy for copy in copies if copy.tag.kind == EntryKind.STATE]
-    stored = {copy.tag.key for copy in moves if copy.target == HOST}
-    here = {node.key for node in cache.nodes() if node.host_slot != NO_SLOT}
-    assert len(stored - here) > 8
-    assert stored - here == {copy.tag.key for copy in moves if copy.target == "behind"}
+    offered = {(copy.tag.kind, copy.tag.key) for copy in copies if copy.target == SHARED}
+    for number in range(8):
+        keys = [b"prompt %d %d" % (number, block) for block in range(6)]
+        assert (EntryKind.STATE, keys[-1]) in offered and all((EntryKind.KV, key) in offered for key in keys)
+    guesses = {node.key for node in cache.nodes() if is_guess(node)}
+    assert guesses and not [key for kind, key in offered if kind == EntryKind.STATE and key in guesses]
 
 
 def test_a_guess_that_got_a_reason_is_no_guess_on_the_host():

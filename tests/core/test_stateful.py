@@ -21,9 +21,7 @@ from hypothesis.stateful import (
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.tiers.base import TierBehind
-from tests.core.model import BEHIND, ModelEngine, Request
-from tests.harness.plugins.dictionary_tier import DictionaryTier
+from tests.core.model import ModelEngine, Request, tier_behind
 
 STEPS: Counter[str] = Counter()
 
@@ -280,7 +278,7 @@ def run_seed(seed: int, steps: int, behind: list[str] | None = None, memories: l
     interval_blocks = retention.choice([None, None, 0, 1, 3])
     host = tier.choice([HOSTS[0], *HOSTS])
     if behind is not None:
-        host = tier.choice(HOSTS[1:4]) | {"behind": TierBehind(BEHIND, DictionaryTier(tier.choice(behind)))}
+        host = tier.choice(HOSTS[1:4]) | {"behind": tier_behind(tier.choice(behind))}
     policy = memory.choice(["lru", "recompute_cost"])
     if memories:
         sizes = memory.choice(memories) | {"state_slots": memory.choice(CAPS), "live_states": memory.random() < 0.8}

@@ -12,8 +12,8 @@ import torch
 from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.tiers import entry_copies, loads, stores
 from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue
-from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind
-from tests.core.test_host_arena import Pools
+from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind, LoadState
+from tests.core.test_host_arena import Pools, a_load
 
 
 class Stream:
@@ -155,7 +155,7 @@ def test_the_first_entries_of_a_store_go_straight_to_the_host(world: Launches) -
     world.launch("forward")
     world.arena.stores.stored.is_over = True
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)])
-    world.arena.carry_out([pools.unit(EntryKind.KV, 9, 20, load_id=1)])
+    world.arena.carry_out([pools.unit(EntryKind.KV, 9, 20, a_load())])
     world.arena.wait_for_stores()
     world.launch("next forward")
     world.arena.carry_out([pools.unit(EntryKind.KV, 2, 2)])  # behind a store that is on its way
@@ -188,12 +188,13 @@ def test_checksums_are_noted_after_they_are_computed_and_before_they_are_compare
     """By the gather, or where an entry is, if it goes straight to the host."""
     world.arena.stores.stored.is_over = True
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(3)])
-    world.arena.carry_out([world.pools.unit(EntryKind.KV, 5 + n, n, load_id=1) for n in range(3)])
+    load = a_load()
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, 5 + n, n, load) for n in range(3)])
     for n, computed in enumerate(("sum 0", "_gather 1", "_gather 2")):
         noted = f"put_sums {world.first_page(n)}"
         assert computed in world.before[noted]
         assert noted in world.before["_load 5"]
-    assert not world.arena.has_failed(1)
+    assert not world.arena.loads.is_wrong(load)
     noted = {name for name in world.before if name.startswith("put_sums")}
     assert len(noted) == 3 and noted <= world.before["show_sums"], "threads see the checksums of this store"
 
@@ -210,8 +211,9 @@ def test_stores_to_the_same_pages_run_one_after_the_other(world: Launches) -> No
     assert noted == [[world.first_page(5)]] * 3
     assert "straight_to_pages 0" in world.before["_store 1"] and "_store 1" in world.before["_store 2"]
     assert {"_store 1", "_store 2"} <= world.before.keys()  # the model does not wait until they are on the host
-    world.arena.carry_out([world.pools.unit(EntryKind.KV, 7, 5, load_id=1)])
-    assert not world.arena.has_failed(1) and world.pools.read(EntryKind.KV, 7)[0].unique().tolist() == [3.0]
+    load = a_load()
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, 7, 5, load)])
+    assert not world.arena.loads.is_wrong(load) and world.pools.read(EntryKind.KV, 7)[0].unique().tolist() == [3.0]
 
 
 def test_what_was_launched_before_an_error_is_waited_for(world: Launches) -> None:
@@ -227,10 +229,11 @@ def test_what_was_launched_before_an_error_is_waited_for(world: Launches) -> Non
         with pytest.raises(RuntimeError, match="out of memory"):
             world.arena.carry_out(units)
     assert not any(world.arena.contents.holds(unit) for unit in units), "no checksum was computed"
-    world.arena.carry_out([world.pools.unit(EntryKind.KV, 5, 0, load_id=1)])
+    load = a_load()
+    world.arena.carry_out([world.pools.unit(EntryKind.KV, 5, 0, load)])
     world.arena.wait_for_stores()
     world.launch("next forward")
-    assert world.arena.has_failed(1)
+    assert world.arena.loads.is_wrong(load)
     for launch in ("_copy_from_pages 5", "next forward"):
         assert "straight_to_pages 0" in world.before[launch]
 
@@ -339,7 +342,7 @@ class Published:
 def moves_of(world: Launches, cache: Any) -> HostMoves:
     moves = HostMoves.__new__(HostMoves)
     memory = SimpleNamespace(layout=None, row=lambda slot: slot)
-    vars(moves).update(arena=world.arena, sends_later=True, _memory=lambda: memory, _launched={}, _fetching={})
+    vars(moves).update(arena=world.arena, sends_later=True, _memory=lambda: memory)
     moves.serve(cache)
     return moves
 
@@ -369,6 +372,22 @@ def test_what_publication_queued_waits_for_a_controller_that_does_not_say_when_a
     assert not world.before
 
 
+def test_what_comes_after_a_load_that_was_given_up_waits_for_it(world: Launches) -> None:
+    """Its blocks and its slot may be another's. A load that still runs holds its own, and is not waited for."""
+    before, own = world.before, [a_load(load_id) for load_id in range(2)]
+    moves = moves_of(world, Published())
+    for load in reversed(own):
+        world.arena.carry_out([world.pools.unit(EntryKind.KV, 8 + load.load_id, 20, load)])
+    moves.launch(send=False)
+    world.launch("forward")
+    assert not {"_load 8", "_load 9"} & before["forward"] and set(world.arena.loads.running) == set(own)
+    own[1].state = LoadState.GIVEN_UP
+    moves.launch(send=False)
+    world.launch("next forward")
+    assert "_load 9" in before["next forward"] and "_load 8" not in before["next forward"]
+    assert world.arena.loads.running == own[:1]
+
+
 def test_what_needs_the_copies_to_the_host_sends_them(world: Launches) -> None:
     before, pools = world.before, world.pools
 
@@ -377,12 +396,13 @@ def test_what_needs_the_copies_to_the_host_sends_them(world: Launches) -> None:
 
     world.arena.stores.stored.is_over = True
     carry_out(pools.unit(EntryKind.KV, 0, 0), pools.unit(EntryKind.KV, 1, 1))
-    carry_out(pools.unit(EntryKind.KV, 9, 20, load_id=1))
+    carry_out(pools.unit(EntryKind.KV, 9, 20, a_load(1)))
     assert {"_gather 0", "_gather 1"} <= before["_copy_from_pages 9"], "it may write there"
     assert "_store 0" not in before, "a load of another entry"
-    carry_out(pools.unit(EntryKind.KV, 10, 1, load_id=2))
+    load = a_load(2)
+    carry_out(pools.unit(EntryKind.KV, 10, 1, load))
     assert {"_store 0", "_store 1"} <= before["_copy_from_pages 10"]
-    assert not world.arena.has_failed(2)
+    assert not world.arena.loads.is_wrong(load)
     carry_out(pools.unit(EntryKind.KV, 2, 2), pools.unit(EntryKind.KV, 3, 3))
     world.launch("forward")
     carry_out(pools.unit(EntryKind.KV, 4, 2))
@@ -390,9 +410,9 @@ def test_what_needs_the_copies_to_the_host_sends_them(world: Launches) -> None:
     assert not any("forward" in before[name] for name in ("_store 2", "_store 3")) and "_store 4" not in before
     carry_out(pools.unit(EntryKind.KV, 5, 6))
     assert "_gather 5" in before and "_store 4" not in before, "there is room beside it"
-    carry_out(pools.unit(EntryKind.KV, 11, 3, load_id=3))
+    carry_out(pools.unit(EntryKind.KV, 11, 3, a_load(3)))
     assert "_store 3" in before["_copy_from_pages 11"] and "_store 4" not in before, "a load of what was sent"
-    carry_out(pools.unit(EntryKind.KV, 8, 2, load_id=4))
+    carry_out(pools.unit(EntryKind.KV, 8, 2, a_load(4)))
     assert {"_store 4", "_store 5"} <= before["_copy_from_pages 8"]
     carry_out(pools.unit(EntryKind.KV, 6, 7))
     world.arena.finish()
@@ -408,17 +428,19 @@ def test_copies_are_sent_where_the_buffer_or_a_page_is_needed_again(world: Launc
     assert "_store 0" in before["_gather 2"] and not {"_store 1", "_store 2"} & before.keys()
     world.arena.carry_out([pools.unit(EntryKind.KV, n, 5) for n in (3, 4, 5)], send=False)
     assert {"_store 2", "_store 3"} <= before["_store 4"] and "_store 5" not in before
-    world.arena.carry_out([pools.unit(EntryKind.KV, 7, 5, load_id=1)], send=False)
+    load = a_load()
+    world.arena.carry_out([pools.unit(EntryKind.KV, 7, 5, load)], send=False)
     assert "_store 5" in before["_copy_from_pages 7"]
-    assert not world.arena.has_failed(1) and pools.read(EntryKind.KV, 7)[0].unique().tolist() == [6.0]
+    assert not world.arena.loads.is_wrong(load) and pools.read(EntryKind.KV, 7)[0].unique().tolist() == [6.0]
 
 
 def test_loads_wait_for_what_they_need(world: Launches) -> None:
     before, pools = world.before, world.pools
     world.launch("forward")
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)])
-    world.arena.carry_out([pools.unit(EntryKind.KV, 5 + n, n % 2, load_id=1) for n in range(5)])
-    world.arena.carry_out([pools.unit(EntryKind.KV, 10, 1, load_id=2)])
+    load = a_load(1)
+    world.arena.carry_out([pools.unit(EntryKind.KV, 5 + n, n % 2, load) for n in range(5)])
+    world.arena.carry_out([pools.unit(EntryKind.KV, 10, 1, a_load(2))])
     for n in range(5, 11):
         assert {"forward", "_gather 1", "_store 1"} <= before[f"_copy_from_pages {n}"]
         assert f"_copy_from_pages {n}" in before[f"_load {n}"]
@@ -426,7 +448,7 @@ def test_loads_wait_for_what_they_need(world: Launches) -> None:
         loaded = {name for name in before[f"_copy_from_pages {n}"] if name.startswith("_load")}
         assert loaded == {f"_load {m}" for m in range(5, n - 1)}
         assert f"_copy_from_pages {n + 1}" not in before[f"_load {n}"]
-    world.arena.wait_for_load(1)
+    world.arena.loads.wait_for(load)
     world.launch("next forward")
     assert {f"_load {n}" for n in range(5, 10)} <= before["next forward"]
     # A store to a page, or from a block, that an unfinished load uses.

@@ -65,7 +65,6 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "state_dtype": (["float32"], "float32"),
     "exact": (["bits"], "bits"),
     "retention_interval_tokens": (["512"], 512),
-    "tier_behind_host": (["auto"], None),  # a name needs host memory, and a plugin: test_tier_behind_host.py
     "shared": (["auto"], None),  # needs host memory: test_shared_tier.py
 }
 

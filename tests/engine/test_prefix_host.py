@@ -82,9 +82,9 @@ def noted_launches(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> li
     order: list[str] = []
     model = served.engine.controller.inference_wrapped_model
     for owner, name in (
-        (stores.Stores, "_gather"),
-        (stores.Stores, "_store"),
-        (loads.Loads, "run"),
+        (stores.StoreCopies, "_gather"),
+        (stores.StoreCopies, "_store"),
+        (loads.LoadCopies, "run"),
         (model, "run_one_forward_step"),
     ):
         run = getattr(owner, name)
@@ -455,7 +455,7 @@ def test_swapped_out_data_is_private_to_its_request(model):
     while not served.context.prefix_stats().tiers["host"].preempted:
         served.step()
     assert served.cache._store.host.entries.private()
-    preempted = next(i for i in ids if (i in served.cache.loads.swapped_out))
+    preempted = next(i for i in ids if served.cache.loads._swapped_out(i) is not None)
     assert served.engine.abort_request(preempted)
     assert served.cache._store.host.entries.private() == []
     served.run()

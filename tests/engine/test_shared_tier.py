@@ -16,8 +16,8 @@ from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
-from megatron_hybrid_prefix.tiers import reads
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES
+from megatron_hybrid_prefix.tiers.units import Load, LoadState
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.limits import HANG_S, wait_until
@@ -241,10 +241,10 @@ def spoil(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.rmtree(folder)
     elif "unreadable" in fault:
 
-        def fails(running: reads.RunningReads) -> list[OSError]:
-            return [OSError(5, "Input/output error") for _ in running._reads]
+        def fails(*arguments: Any) -> int:
+            raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(reads.RunningReads, "wait", fails)
+        monkeypatch.setattr(file_tier.os, "preadv", fails)
 
 
 # Reasons of the folder, and of the cache.
@@ -309,26 +309,26 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.asked = threading.Event(), threading.Event()
-        file_reads = file_tier.FileReads
+        read_file = file_tier.read_file
 
         def slow(*arguments: Any) -> Any:
             self.asked.set()
             assert self.opened.wait(HANG_S)
-            return file_reads(*arguments)
+            return read_file(*arguments)
 
-        monkeypatch.setattr(file_tier, "FileReads", slow)
+        monkeypatch.setattr(file_tier, "read_file", slow)
 
 
 def asks_the_disk(served: Any, disk: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """However late the thread that reads runs: it has asked the disk before the request gives up."""
-    arena = served.context.host_moves.arena
-    fetched = arena.fetched
+    behind = served.context.host_moves.arena.behind
+    fetched = behind.fetched
 
-    def fetched_once_asked(load_id: int, wait_s: float = 0.0) -> bool | None:
+    def fetched_once_asked(load: Load, wait_s: float = 0.0) -> bool | None:
         assert disk.asked.wait(HANG_S)
-        return fetched(load_id, wait_s)
+        return fetched(load, wait_s)
 
-    monkeypatch.setattr(arena, "fetched", fetched_once_asked)
+    monkeypatch.setattr(behind, "fetched", fetched_once_asked)
 
 
 def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
@@ -432,13 +432,14 @@ def test_a_load_that_is_late_before_its_request_is_admitted_fails_no_forward(mod
     """It began while another request ran, which has ended."""
     computed(model, folder)
     served = start(model, folder)
-    disk, moves = Gate(monkeypatch), served.context.host_moves
+    disk = Gate(monkeypatch)
     served.add(random_tokens(30, seed=7), 2)
     served.step()
     missed = served.add(PROMPT)
     served.step()
-    assert any(live.is_loading for live in served.cache.live.values()) and len(moves._fetching) == 1
-    moves._fetching = dict.fromkeys(moves._fetching, 0.0)  # late by now
+    (load,) = [live.load for live in served.cache.live.values() if live.is_loading]
+    assert load.state is LoadState.FETCHING
+    load.deadline_s = 0.0  # late by now
     monkeypatch.setattr(served.cache, "fail_load", lambda plan: pytest.fail("a forward ran without its entries"))
     served.run()
     assert served.finished[missed].num_cached_tokens == 0
@@ -525,7 +526,7 @@ def test_an_entry_that_is_overwritten_while_it_is_stored_is_not_stored(model, fo
     """Host memory for one prompt; the disk takes the first one while the second one is computed."""
     served = start(model, folder, host_gb=0.0004)
     put, may_write = tier_of(served).put, threading.Event()
-    monkeypatch.setattr(tier_of(served), "put", lambda entries: may_write.wait(HANG_S) and put(entries))
+    monkeypatch.setattr(tier_of(served), "put", lambda *entry: may_write.wait(HANG_S) and put(*entry))
     for seed in range(4):
         served.send(tokens(4, 9, seed=seed))
     may_write.set()

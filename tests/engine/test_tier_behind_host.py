@@ -1,32 +1,37 @@
-"""One file outside the package adds a tier behind the host tier. It takes what the host evicts, and gives it back."""
+"""One file outside the package adds a tier behind the host tier, by a URL of its own. It takes what is computed, and gives it back."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
 from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
-from megatron_hybrid_prefix.tiers.registry import make_tier, register_tier
+from megatron_hybrid_prefix.tiers.registry import parse_url, register_tier
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
+from tests.core.model import NAMESPACE, tier_behind
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+from tests.harness.limits import HANG_S
+from tests.harness.plugins.dictionary_tier import DictionaryTier
 from tests.harness.selection import mostly_slow
+from tests.harness.shared_tiers import written
 from tests.harness.workers.launch import run_ranks
 
 PLUGIN = Path(__file__).resolve().parents[1] / "harness" / "plugins" / "dictionary_tier.py"
 HOST_GB = 0.0004  # a few states and blocks of `tiny`
 NAME = "outside"
+URL = f"{NAME}://?min_tokens=0&wait_s={HANG_S}"
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 
 
@@ -42,17 +47,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plugged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv(PLUGINS_VARIABLE, "outside_tier")
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "a secret for the tests")
 
 
 def small(model: Any, **fields: Any) -> EngineHarness:
     """Room for one request of seven blocks on the device, and for a little more on the host."""
-    defaults = {"slots": 2, "blocks": 9, "host_gb": HOST_GB, "max_requests": 2, "tier_behind_host": NAME}
+    defaults = {"slots": 2, "blocks": 9, "host_gb": HOST_GB, "max_requests": 2, "shared": URL}
     return EngineHarness(model, **(defaults | fields))
 
 
+def tier_of(served: EngineHarness) -> Any:
+    return served.cache._store.host.behind.tier
+
+
 def dictionary(served: EngineHarness) -> dict[tuple[EntryKind, bytes], tuple[Tag, bytearray, int]]:
-    """The content of the tier behind the host."""
-    return served.cache._store.host.behind.tier.entries
+    """The content of the tier behind the host, once all is written."""
+    written(served)
+    return {(kind, key): kept for (_, kind, key), kept in tier_of(served).entries.items()}
 
 
 def push_out(served: EngineHarness, prompt: list[int], seed: int = 900) -> None:
@@ -62,6 +73,7 @@ def push_out(served: EngineHarness, prompt: list[int], seed: int = 900) -> None:
         if all(served.cache.node(key) is None for key in keys):
             return
         served.send(tokens(6, 7, seed=seed + number), count=1)
+        written(served)  # before its pages are needed
     raise AssertionError("the host is not small enough")
 
 
@@ -77,10 +89,13 @@ def test_what_the_host_evicted_comes_back_bit_by_bit(model, mode):
     loaded = served.send(prompt)
     stats = served.context.prefix_stats()
     assert loaded.num_cached_tokens == 4 * BLOCK == stats.reused_tokens_host - before.reused_tokens_host
-    for tier in ("host", NAME):
+    for tier in ("host", "shared"):
         assert stats.tiers[tier].loads - before.tiers[tier].loads == 5
-    assert stats.tiers[NAME].stores >= 5 and stats.tiers[NAME].bytes_loaded > 0 < stats.tiers[NAME].bytes_stored
-    assert stats.tiers[NAME].failed == 0 == stats.tiers[NAME].full and stats.fallbacks == {}
+    assert (
+        stats.tiers["shared"].stores >= 5
+        and stats.tiers["shared"].bytes_loaded > 0 < stats.tiers["shared"].bytes_stored
+    )
+    assert stats.tiers["shared"].failed == 0 == stats.tiers["shared"].full and stats.fallbacks == {}
     assert without.generated_tokens == cold.generated_tokens == hit.generated_tokens == loaded.generated_tokens
     assert hit.generated_log_probs == loaded.generated_log_probs
     assert loaded.generated_log_probs == pytest.approx(without.generated_log_probs, abs=1e-5)
@@ -92,11 +107,12 @@ def test_some_from_the_device_some_from_the_host_some_from_behind(model):
     """Sessions take turns with too little memory on the device and the host. The tier behind has the rest."""
     reused = {}
     for name, fields in {"unlimited": {"slots": 99, "blocks": 99, "host_gb": 0.0}, "behind": {}, "alone": {}}.items():
-        served = small(model, **({"tier_behind_host": NAME if name == "behind" else None} | fields))
+        served = small(model, **({"shared": URL if name == "behind" else None} | fields))
         history = {session: tokens(2, 9, seed=50 + session) for session in range(5)}
         for turn in range(3):
             for session in history:
                 answer = served.send(history[session], count=6)
+                written(served)  # else its pages may be needed before, and the entry is lost
                 history[session] += [*answer.generated_tokens, *random_tokens(44, seed=1000 + 10 * session + turn)]
         served.check()
         served.check_drained()
@@ -112,33 +128,36 @@ def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypat
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
     push_out(served, prompt)
-    keys, entries = served.cache.chain(prompt).keys, dictionary(served)
-    place = (EntryKind.KV if fault == "kv bit" else EntryKind.STATE, keys[-1])
-    tier = served.cache._store.host.behind.tier
+    tier, keys, kind = (
+        tier_of(served),
+        served.cache.chain(prompt).keys,
+        EntryKind.KV if fault == "kv bit" else EntryKind.STATE,
+    )
+    place = next(place for place in tier.entries if place[1:] == (kind, keys[-1]))
+    tag, data, checksum = tier.entries[place]
     if fault == "gone":
-        monkeypatch.setattr(tier, "get", lambda tags, buffers: [None] * len(tags))
+        monkeypatch.setattr(tier, "get", lambda namespace, tag, buffers: None)
     elif fault == "get raises":
-        monkeypatch.setattr(tier, "get", lambda tags, buffers: 1 / 0)
+        monkeypatch.setattr(tier, "get", lambda namespace, tag, buffers: 1 / 0)
     elif fault == "checksum":
-        tag, data, checksum = entries[place]
-        entries[place] = (tag, data, checksum ^ 8)
+        tier.entries[place] = tag, data, checksum ^ 8
     elif fault == "another state":
-        _, data, checksum = next(
-            kept for (kind, key), kept in entries.items() if kind == EntryKind.STATE and key != keys[-1]
-        )
-        entries[place] = (entries[place][0], data, checksum)
+        _, other, its_checksum = next(kept for at, kept in tier.entries.items() if at[1] == kind and at != place)
+        tier.entries[place] = tag, other, its_checksum
     else:
-        entries[place][1][17] ^= 4
+        data[17] ^= 4
     with caplog.at_level(logging.ERROR):
         hit = served.send(prompt)
     monkeypatch.undo()
     stats = served.context.prefix_stats()
-    assert hit.num_cached_tokens == 0 and stats.fallbacks == {"host_load_failed": 1}
-    assert stats.tiers[NAME].failed == 5 == stats.tiers["host"].failed
-    assert not [key for _, key in entries if key in keys], "not used again"
-    assert sum("the request is recomputed" in record.message for record in caplog.records) == 1
+    missing = fault in ("gone", "get raises")
+    expected = {"tier_load_missing": 1, "host_load_given_up": 1} if missing else {"host_load_failed": 1}
+    assert hit.num_cached_tokens == 0 and stats.fallbacks == expected
+    assert stats.tiers["shared"].failed == 5
+    recomputed = [record for record in caplog.records if "the request is recomputed" in record.message]
+    assert len(recomputed) == (not missing)
     push_out(served, prompt, seed=1900)
-    assert served.send(prompt).num_cached_tokens == 4 * BLOCK  # stored anew
+    assert served.send(prompt).num_cached_tokens == 4 * BLOCK  # stored anew, or there still
     served.check()
     served.check_drained()
 
@@ -147,18 +166,18 @@ def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypat
 def test_a_tier_that_takes_nothing_equals_no_tier(model, fault, monkeypatch):
     served = small(model)
 
-    def put(entries: list[Entry]) -> list[bool]:
+    def put(namespace: bytes, entry: Entry) -> bool:
         if fault == "raises":
             raise OSError("no space left on device")
-        return [False] * len(entries)
+        return False
 
-    monkeypatch.setattr(served.cache._store.host.behind.tier, "put", put)
+    monkeypatch.setattr(tier_of(served), "put", put)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
     push_out(served, prompt)
     assert served.send(prompt).num_cached_tokens == 0
     stats = served.context.prefix_stats()
-    assert stats.tiers[NAME].full == stats.tiers[NAME].stores > 0 == stats.tiers[NAME].loads
+    assert stats.tiers["shared"].full == stats.tiers["shared"].stores > 0 == stats.tiers["shared"].loads
     assert stats.fallbacks == {}
     served.check()
     served.check_drained()
@@ -166,8 +185,11 @@ def test_a_tier_that_takes_nothing_equals_no_tier(model, fault, monkeypatch):
 
 def test_a_tier_that_always_raises_equals_no_tier(model, monkeypatch, caplog):
     served = small(model)
-    tier = served.cache._store.host.behind.tier
-    for name in ("contains", "kv_depth", "state_depth", "put", "get", "remove", "clear", "invalidate"):
+    tier, names = (
+        tier_of(served),
+        ("contains", "kv_depth", "state_depth", "put", "get", "remove", "wants", "use_namespace"),
+    )
+    for name in names:
 
         def fails(*arguments: Any, name: str = name) -> None:
             raise ConnectionError(f"no answer to {name}")
@@ -181,36 +203,41 @@ def test_a_tier_that_always_raises_equals_no_tier(model, monkeypatch, caplog):
         assert served.send(prompt).num_cached_tokens == 0
         served.engine.invalidate()
         assert served.send(prompt).num_cached_tokens == 0
-    for name in ("contains", "kv_depth", "put", "invalidate"):
-        assert any(f"no answer to {name}" in record.getMessage() for record in caplog.records)
+    for name in ("contains", "kv_depth", "wants", "use_namespace"):
+        assert any(f"no answer to {name}" in record.getMessage() for record in caplog.records), name
     assert served.context.prefix_stats().fallbacks == {}
     served.check_drained()
 
 
-def test_new_weights_invalidate_the_tier_behind_the_host(model):
+def test_new_weights_do_not_see_what_is_behind_the_host(model):
     served = small(model)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
     push_out(served, prompt)
-    assert dictionary(served)
-    served.engine.invalidate()
-    assert not dictionary(served)
-    assert served.send(prompt).num_cached_tokens == 0
+    before = dictionary(served)
+    with torch.no_grad():
+        served.model.embedding.word_embeddings.weight.neg_()
+    try:
+        served.engine.invalidate()
+        assert served.send(prompt).num_cached_tokens == 0
+        assert before.keys() < dictionary(served).keys()
+    finally:
+        with torch.no_grad():
+            served.model.embedding.word_embeddings.weight.neg_()
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 4])
 def test_a_host_without_room_for_entries_from_behind(pages):
     """Four blocks and a state need five pages. What was fetched stays on the host; everything else is undone."""
-    tier = make_tier(NAME)
+    behind = tier_behind()
     cache = HybridPrefixCache(
-        CacheSettings(
-            block_tokens=4, kv_blocks=9, state_slots=2, host_pages=pages, behind=TierBehind(NAME, tier), secret=b"test"
-        )
+        CacheSettings(block_tokens=4, kv_blocks=9, state_slots=2, host_pages=pages, behind=behind, secret=b"test")
     )
     chain = cache.chain(range(17))
     tags = [Tag(kind=EntryKind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
     tags.append(Tag(kind=EntryKind.STATE, key=chain.keys[-1], depth_tokens=16, epoch=0))
-    tier.put([Entry(tag, memoryview(b""), 0) for tag in tags])
+    for tag in tags:
+        behind.tier.put(NAMESPACE, Entry(tag, memoryview(b""), 0))
     match = cache.match(chain)
     assert (match.kv_depth_blocks, match.loadable_blocks, match.resume_tokens) == (4, 4, 0)
     assert cache.loads.begin_load_back(1, match) is None
@@ -223,28 +250,28 @@ def test_a_host_without_room_for_entries_from_behind(pages):
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def test_settings_and_flags_name_the_tier():
-    config = HybridPrefixConfig(mamba_gb=1, host_gb=2, tier_behind_host=f"{NAME}:7")
-    parser = arguments.add_hybrid_prefix_args(argparse.ArgumentParser(exit_on_error=False))
-    flags = ["--hybrid-prefix-host-gb", "2", "--hybrid-prefix-tier-behind-host", f"{NAME}:7"]
-    args = parser.parse_args([arguments.SWITCH, arguments.BUDGET, "1", *flags])
-    assert arguments.hybrid_prefix_config_from_args(args) == config
-    tier = make_tier(f"{NAME}:7")
-    assert type(tier) is importlib.import_module("outside_tier").DictionaryTier and tier.most == 7
+def test_a_url_names_the_tier():
+    kind, settings = parse_url(f"{NAME}:///7?wait_s=0.5&min_tokens=9")
+    assert kind is importlib.import_module("outside_tier").DictionaryTier
+    tier = kind(settings, block_tokens=4, make_ranking=None)
+    assert (tier.most, tier.wait_s, tier.least_blocks) == (7, 0.5, 3)
+    HybridPrefixConfig(mamba_gb=1, host_gb=2, shared=f"{NAME}:///7")
 
 
 def test_settings_that_cannot_be():
-    with pytest.raises(ValueError, match=r"tier_behind_host='disk': must be .*'outside'"):
-        HybridPrefixConfig(mamba_gb=1, host_gb=1, tier_behind_host="disk:/tmp")
+    with pytest.raises(ValueError, match=r"must be a URL such as file:.* or mooncake:.* or outside://"):
+        HybridPrefixConfig(mamba_gb=1, host_gb=1, shared="disk:///tmp")
     with pytest.raises(ValueError, match="set host_gb above 0"):
-        HybridPrefixConfig(mamba_gb=1, tier_behind_host=NAME)
+        HybridPrefixConfig(mamba_gb=1, shared=URL)
+    with pytest.raises(ValueError, match="unknown parameter 'gb'"):
+        HybridPrefixConfig(mamba_gb=1, host_gb=1, shared=f"{NAME}://?gb=1")
     with pytest.raises(ValueError, match="needs a host tier"):
-        HybridPrefixCache(
-            CacheSettings(block_tokens=4, kv_blocks=4, state_slots=1, behind=TierBehind("x", make_tier(NAME)))
-        )
-    for name in ("a:b", "host", "device", ""):
-        with pytest.raises(ValueError, match="tier_behind_host"):
-            register_tier(name, lambda argument: make_tier(NAME))
+        HybridPrefixCache(CacheSettings(block_tokens=4, kv_blocks=4, state_slots=1, behind=tier_behind()))
+    for scheme in ("a:b", "A", "a b"):
+        with pytest.raises(ValueError, match="not a valid scheme"):
+            register_tier(scheme, DictionaryTier)
+    with pytest.raises(ValueError, match="registered already"):
+        register_tier("file", DictionaryTier)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -255,23 +282,27 @@ def test_ranks_agree_on_the_depth_that_all_of_them_hold():
     states = [{0, 3, 6, 8}, {0, 4, 6, 7}]  # by rank: blocks whose end has a state
     tiers = []
     for of_rank in states:
-        tier = make_tier(NAME)
-        kept = [(EntryKind.STATE, number) for number in of_rank] + [
-            (EntryKind.KV, number) for number in range(8 - len(tiers))
-        ]
-        tier.put(
-            [Entry(Tag(kind=kind, key=keys[n], depth_tokens=n + 1, epoch=0), memoryview(b""), 0) for kind, n in kept]
-        )
-        tiers.append(tier)
+        behind = tier_behind()
+        kept = [(EntryKind.STATE, number) for number in of_rank]
+        kept += [(EntryKind.KV, number) for number in range(8 - len(tiers))]
+        for kind, n in kept:
+            tag = Tag(kind=kind, key=keys[n], depth_tokens=n + 1, epoch=0)
+            behind.tier.put(NAMESPACE, Entry(tag, memoryview(b""), 0))
+        tiers.append(behind)
     # Both ranks ask at the same time, so a collective sees what either would say next.
     other_limit = [9]
 
     def least(value: int) -> int:
-        other_limit[0] = min(value, tiers[1].state_depth(keys, 0, other_limit[0]))
+        other_limit[0] = min(value, tiers[1].tier.state_depth(NAMESPACE, keys, 0, other_limit[0]))
         return other_limit[0]
 
-    assert TierBehind(NAME, tiers[0], least).state_depth(keys, 0, 9) == 7
-    assert TierBehind(NAME, tiers[0], lambda value: min(value, tiers[1].kv_depth(keys, 0))).kv_depth(keys, 0) == 7
+    def agreed(agree: Callable[[int], int]) -> TierBehind:
+        behind = TierBehind(tiers[0].tier, agree)
+        behind.name_entries(lambda: NAMESPACE)
+        return behind
+
+    assert agreed(least).state_depth(keys, 0, 9) == 7
+    assert agreed(lambda value: min(value, tiers[1].kv_depth(keys, 0))).kv_depth(keys, 0) == 7
 
 
 @pytest.mark.multi
@@ -282,7 +313,7 @@ def test_ranks_whose_tiers_differ_decide_alike(tmp_path, monkeypatch):
     assert ranks[0]["kept"] > ranks[1]["kept"] > 0
     for found in (rank["behind"] for rank in ranks):
         assert found["decisions"] == ranks[0]["behind"]["decisions"]
-        assert found["stats"]["tiers"]["dictionary"]["loads"] > 10 and found["stats"]["reused_tokens_host"] > 0
+        assert found["stats"]["tiers"]["shared"]["loads"] > 10 and found["stats"]["reused_tokens_host"] > 0
         assert found["stats"]["fallbacks"] == {}
         for answer, right in zip(found["answers"], ranks[0]["off"]["answers"], strict=True):
             assert answer["tokens"] == right["tokens"]

@@ -154,7 +154,6 @@ def decodes(requests: int = 8, rounds: int = 12) -> None:
                     device_id=block,
                     pages=tuple(own[block * pages_of : (block + 1) * pages_of]),
                     tag=Tag(kind=EntryKind.KV, key=b"%d" % block, depth_tokens=1, epoch=0),
-                    load_id=None,
                 )
                 for block in range(count)
             ]

@@ -7,7 +7,7 @@ The first process sends cold prompts to an engine without caching, to one with t
 the host tier and the folder, in turns. The next one is the restart: each prompt goes on where the first process stopped. Its
 entries are in the page cache for half of the prompts (all files are read before), and were dropped from it (posix_fadvise) for the
 others; a folder in memory has no others. There is one restart for each of ``--threads``; ``--groups`` (MiB, `GROUP_BYTES` of
-``tiers/shared_tier_moves.py``) take turns.
+``tiers/tier_moves.py``) take turns.
 
 A first token's time is that of its step, on the host, with the device synchronised. The milestones say how far the engine was when:
 milliseconds since the request was sent, medians.
@@ -26,8 +26,8 @@ import threading
 import time
 from pathlib import Path
 
-from megatron_hybrid_prefix.tiers.shared import FolderSettings
-from megatron_hybrid_prefix.tiers.shared_tier_moves import GROUP_BYTES
+from megatron_hybrid_prefix.tiers.file import FolderSettings
+from megatron_hybrid_prefix.tiers.tier_moves import GROUP_BYTES
 
 BLOCK, OWN_TOKENS, SPARE = 256, 300, 3  # SPARE prompts of each kind warm up
 SECRET = "a secret of this measurement only"
@@ -61,9 +61,10 @@ class Milestones:
         from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
         from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
         from megatron_hybrid_prefix.mcore.state.moves import HostMoves
-        from megatron_hybrid_prefix.tiers import file, reads
-        from megatron_hybrid_prefix.tiers.loads import Loads
-        from megatron_hybrid_prefix.tiers.stores import Stores
+        from megatron_hybrid_prefix.tiers import file
+        from megatron_hybrid_prefix.tiers.jobs import TierThreads
+        from megatron_hybrid_prefix.tiers.loads import LoadCopies
+        from megatron_hybrid_prefix.tiers.stores import StoreCopies
         from megatron_hybrid_prefix.upstream.context import ContextSeam
 
         self._first, self._last, self._spent = {}, {}, {}
@@ -71,11 +72,11 @@ class Milestones:
         for owner, name, label in (
             (RequestLoads, "load_back", "lookup"),
             (HostMoves, "start_load", "start"),
-            (reads.RunningReads, "__init__", "begin to read"),
-            (reads.RunningReads, "wait", "read"),
-            (Loads, "run", "load launch"),
-            (Stores, "run", "store launch"),
-            (Stores, "send", "store launch: copies after the forward"),
+            (TierThreads, "read", "begin to read"),
+            (file, "read_file", "read"),
+            (LoadCopies, "run", "load launch"),
+            (StoreCopies, "run", "store launch"),
+            (StoreCopies, "send", "store launch: copies after the forward"),
             (HostMoves, "fetch", "wait"),
             (HybridPrefixContext, "prefix_request", "keys"),
             (HybridPrefixContext, "add_request", "admission"),
@@ -231,7 +232,7 @@ def first(args):
     times, milestones, stored = ({name: [] for name in engines} for _ in range(3))
     for number in range(SPARE + run.prompts):
         for name in sorted(engines, key=lambda name: (number + len(name)) % 4):
-            moves = engines[name].context.host_moves
+            moves = getattr(engines[name].context, "host_moves", None)
             before = 0 if moves is None else moves.arena.bytes_stored
             ms, found, _ = run.send(engines[name], run.prompt(number, goes_on=False))
             if moves is not None:
@@ -306,7 +307,7 @@ def rates(folder):
 
 def restart(args):
     """Hits on what the first process computed."""
-    from megatron_hybrid_prefix.tiers import shared_tier_moves
+    from megatron_hybrid_prefix.tiers import tier_moves
 
     run = Run(args)
     engine, off = run.engine(shared=True), run.engine(cached=False)
@@ -317,7 +318,7 @@ def restart(args):
         from_disk = number >= SPARE and number % 2 and not run.in_memory
         group_mib = args.groups[number // (2 - run.in_memory) % len(args.groups)]
         kind = f"from {'disk' if from_disk else 'memory'}, groups of {group_mib} MiB"
-        shared_tier_moves.GROUP_BYTES = group_mib * 2**20
+        tier_moves.GROUP_BYTES = group_mib * 2**20
         assert engine.context.host_moves.drain(60), "the entries were not written"  # no file comes or goes
         (drop_from_memory if from_disk else bring_to_memory)(args.folder)
         prompt = run.prompt(number, goes_on=True)

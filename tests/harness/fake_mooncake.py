@@ -1,6 +1,6 @@
 """A Mooncake Store in this process: the calls that ``tiers/mooncake.py`` uses, with the codes that the real one returned.
 
-``tests/mooncake/test_store.py`` runs the same calls on both.
+``tests/mooncake/test_mooncake_store.py`` runs the same calls on both.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class FakeStore:
 
 def use_fake_mooncake(monkeypatch: Any, cluster: FakeCluster) -> None:
     """All clients that are made from now on are of this cluster."""
-    from megatron_hybrid_prefix.tiers import mooncake_client, shared
+    from megatron_hybrid_prefix.tiers import mooncake_client
 
     monkeypatch.setattr(mooncake_client, "new_store", lambda: FakeStore(cluster))
-    monkeypatch.setattr(shared.MooncakeSettings, "own_address", lambda self: self.host or "127.0.0.1")
+    monkeypatch.setattr(mooncake_client.MooncakeSettings, "own_address", lambda self: self.host or "127.0.0.1")

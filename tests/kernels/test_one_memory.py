@@ -22,7 +22,7 @@ from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.state_passing import pass_states
 from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda, conv, decode, kv_append
 from megatron_hybrid_prefix.tiers.arena import HostArena
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Load, LoadState, Tag
 from tests.harness.one_memory import FAR_PAGE_BYTES, FAR_PAGES, PAGE_BLOCKS, OneMemory, bits, check_same
 from tests.kernels.steps import SLOTS, Step
 
@@ -453,11 +453,11 @@ def test_to_the_host_and_back(place, kind):
     tag = Tag(kind=kind, key=b"k", depth_tokens=1, epoch=0)
     arena.carry_out([BlockTransfer(source=DEVICE, target=HOST, pages=(3, 5), tag=tag, device_id=entry)])
     arena.wait_for_stores()
-    load = BlockTransfer(source=HOST, target=DEVICE, pages=(3, 5), tag=tag, device_id=other, load_id=0)
-    arena.carry_out([load])
-    arena.wait_for_load(0)
+    load = Load(load_id=0, request_id=0, state=LoadState.ASKED, depth_tokens=1, pinned=())
+    arena.carry_out([BlockTransfer(source=HOST, target=DEVICE, pages=(3, 5), tag=tag, device_id=other, load=load)])
+    arena.loads.wait_for(load)
     arena.finish()
-    assert not arena.has_failed(0)
+    assert not arena.loads.is_wrong(load)
     for view in own:
         assert torch.equal(bits(view[:, entry]), bits(view[:, other]))
     arena.close()

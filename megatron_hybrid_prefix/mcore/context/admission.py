@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
+from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
 from megatron_hybrid_prefix.upstream.names import (
@@ -68,7 +68,7 @@ class Admissions:
         self,
         context: Any,
         cache: HybridPrefixCache,
-        requests: RequestBook,
+        requests: KnownRequests,
         scored: ScoredPrompts,
         note: Callable[[Callable[[], str]], None],
     ) -> None:

@@ -36,7 +36,7 @@ from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocat
 from megatron_hybrid_prefix.mcore.context.decode import DecodedStates
 from megatron_hybrid_prefix.mcore.context.exact import check_exact_config, end_on_grid
 from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
-from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
+from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan
@@ -143,7 +143,7 @@ class HybridPrefixContext(SlotContext):
         shared = inference_config.logprobs_mode == "raw_logprobs"
         scores_bytes = int(prefix.prompt_log_probs_gb * 2**30) if shared else 0
         self._scores = ScoreTable(scores_bytes, inference_config.block_size_tokens)
-        self._requests = RequestBook(self._scores, prefix.verify_hits)
+        self._requests = KnownRequests(self._scores, prefix.verify_hits)
         # Keep megatron from allocating its own cache, and from warning about it.
         inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False)
         if prefix.cache_gb is not None:
@@ -445,7 +445,7 @@ class HybridPrefixContext(SlotContext):
     @property
     def loads_wait(self) -> bool:
         """Whether waiting requests hold loaded entries."""
-        return any(live.is_loading for live in self.prefix_cache.loads.running.values())
+        return any(live.is_loading for live in self.prefix_cache.live.values())
 
     def failed_loads(self) -> set[int]:
         """Requests of the last forward that must be recomputed; see `RequestLoads.failed`.
@@ -465,10 +465,10 @@ class HybridPrefixContext(SlotContext):
         if self.prefix_config.verify_hits or self.moe_enable_routing_replay or self.is_creating_cuda_graphs:
             return False
         scored = any(known.scored is not None for known in self._requests.in_step())
-        return not scored and all(plan.load_id is None for plan in plans)
+        return not scored and all(plan.load is None for plan in plans)
 
     def _publish_rest(self) -> None:
-        self._publish(failed=set() if self.loads is None else self.loads.take_failed())
+        self._publish(failed=set() if self.loads is None else self.loads.failed())
 
     def _publish(self, *, failed: set[int]) -> None:
         for known, plan in self._requests.take_plans():
@@ -491,8 +491,6 @@ class HybridPrefixContext(SlotContext):
         self._abandon_plans("forward_failed")
 
     def _abandon_plans(self, reason: str) -> None:
-        if self.loads is not None:
-            self.loads.forget_step()
         self.scored.forget_step()
         for _, plan in self._requests.take_plans():
             self.prefix_cache.abandon(plan, reason)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.mcore.context.request import RequestBook
-from megatron_hybrid_prefix.mcore.state.moves import Fetch, HostMoves
+from megatron_hybrid_prefix.mcore.context.request import KnownRequests
+from megatron_hybrid_prefix.mcore.state.moves import HostMoves
+from megatron_hybrid_prefix.tiers.units import LoadState
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.upstream.context import ContextSeam
@@ -30,11 +31,10 @@ class RequestLoads:
         context: ContextSeam,
         cache: HybridPrefixCache,
         moves: HostMoves,
-        requests: RequestBook,
+        requests: KnownRequests,
         note: Callable[[Callable[[], str]], None],
     ) -> None:
         self._context, self._cache, self._moves, self._requests, self._note = context, cache, moves, requests, note
-        self._failed: set[int] | None = None  # requests of the last forward; None until `failed` is called
 
     def load_back(self, req: DynamicInferenceRequest, others_run: bool, *, others_start: bool = False) -> bool:
         """Begin to load the KV and state that a waiting request can resume from, if the host has more than the device.
@@ -50,7 +50,7 @@ class RequestLoads:
         """
         cache, known = self._cache, self._requests.of(req, self._cache)
         match = known.match(cache, req.remaining_prompt_length)
-        begins = match.load_id is None
+        begins = match.load is None
         if begins:
             if known.gave_up_fetch:
                 return False
@@ -63,25 +63,31 @@ class RequestLoads:
                 return False
             match = known.last = loading
             known.take_scores(match.resume_tokens)
-            self._moves.start_load(req.request_id, match)
+            assert match.load is not None
+            self._moves.start_load(match.load)
             self._note(
                 lambda: (
                     f"request {req.request_id} loads up to {loading.resume_tokens} into KV blocks "
                     f"{loading.block_ids}, slot {loading.source_slot}"
                 )
             )
-        assert match.load_id is not None
+        load = match.load
+        assert load is not None
         alone = not (others_run or others_start)
         if alone and begins:
             return False
-        fetched = self._moves.fetch(req.request_id, match.load_id, wait=False)
-        if fetched == Fetch.COMING:
-            return not alone
-        if fetched != Fetch.ARRIVED:
-            self._note(lambda: f"request {req.request_id} does not wait for its load: {fetched.name}")
-            known.last, known.gave_up_fetch = None, True
+        if load.state is LoadState.FETCHING:
+            state = self._moves.fetch(load, wait=False)
+            if state is LoadState.FETCHING:
+                return not alone
+            if state is not LoadState.COPYING:
+                self._note(lambda: f"request {req.request_id} does not wait for its load: {state}")
+                known.last, known.gave_up_fetch = None, True
+                return False
+        if not others_run or not load.rounds:
             return False
-        return others_run and self._moves.waits(match.load_id)
+        load.rounds -= 1
+        return True
 
     def forget(self, request_id: int) -> None:
         """Drop what a request without a row holds on the device and on the host: it ended."""
@@ -95,22 +101,12 @@ class RequestLoads:
 
         All ranks call it after each forward, before one with loads is published. The requests must be recomputed.
         """
-        if self._failed is None:
-            self._failed = self._moves.failed(self._requests.plans())
-            for known in self._requests.in_step() if self._failed else ():
-                load_id = None if known.plan is None else known.plan.load_id
-                if load_id is not None and self._moves.not_fetched(load_id):
-                    known.last, known.gave_up_fetch = None, True
-        return self._failed
-
-    def take_failed(self) -> set[int]:
-        """Return `failed` and reset it: the forward is about to be published."""
-        failed, self._failed = self.failed(), None
+        failed = self._moves.failed(self._requests.plans())
+        for known in self._requests.in_step() if failed else ():
+            load = None if known.plan is None else known.plan.load
+            if load is not None and load.state in (LoadState.MISSING, LoadState.LATE):
+                known.last, known.gave_up_fetch = None, True
         return failed
-
-    def forget_step(self) -> None:
-        """Forget `failed`: the forward is not published."""
-        self._failed = None
 
     def swap_out(self, request_id: int, computed_tokens: int, live_slot: int) -> None:
         """Swap a preempted request out to the host if there is room. Call `HostMoves.launch` afterwards."""

@@ -91,7 +91,7 @@ class PrefixRequest:
         return last
 
     def _is_current(self, last: Match, cache: HybridPrefixCache) -> bool:
-        if last.load_id is None and self.scores is not None and self.scores.version != self.scores_version:
+        if last.load is None and self.scores is not None and self.scores.version != self.scores_version:
             return False
         return cache.is_current(last)
 
@@ -101,7 +101,7 @@ class PrefixRequest:
             self.kept = self.scores.take(self.chain, resume_tokens, self.top_n)
 
 
-class RequestBook:
+class KnownRequests:
     """One `PrefixRequest` per request. Not stored on the request: its attributes would travel with the reply.
 
     Args:

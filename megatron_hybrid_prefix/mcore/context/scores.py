@@ -45,7 +45,7 @@ class ScoredPrompts:
     def begin(self, known: PrefixRequest, tokens: torch.Tensor, match: Match, resume_tokens: int) -> None:
         """A request that wants the log-probs of its prompt is admitted with ``match``, and resumes at ``resume_tokens``."""
         assert known.top_n is not None
-        if match.load_id is None:  # else taken when the load began
+        if match.load is None:  # else taken when the load began
             known.take_scores(resume_tokens)
         known.scored = ScoredPrompt(
             known.chain,

@@ -112,7 +112,6 @@ class Session:
         blocks=200,
         cached=True,
         host_gb=0.0,
-        tier_behind_host=None,
         shared=None,
         check_ranks=False,
         **fields,
@@ -125,7 +124,6 @@ class Session:
                 cache_gb=cache_gb(sizes, blocks=blocks, states=slots + ROWS),
                 mamba_gb=(slots + 0.5) * most / 2**30,
                 host_gb=host_gb,
-                tier_behind_host=tier_behind_host,
                 shared=shared,
                 check_ranks=check_ranks,
             )

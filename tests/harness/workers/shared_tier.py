@@ -13,7 +13,7 @@ import pytest
 
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.tiers import file as file_tier
-from megatron_hybrid_prefix.tiers.shared_tier_moves import SharedTierMoves
+from megatron_hybrid_prefix.tiers.tier_moves import TierMoves
 from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S, wait_until
 from tests.harness.workers.launch import write_findings
 from tests.harness.workers.prefix_parallel import build
@@ -23,20 +23,20 @@ from tests.harness.workers.shared_sessions import run_sessions
 @contextmanager
 def slow(tier):
     """No read of this rank's disk comes back in time. A request that waits gives up once that is known."""
-    over, file_reads, fetched = threading.Event(), file_tier.FileReads, SharedTierMoves.fetched
+    over, read_file, fetched = threading.Event(), file_tier.read_file, TierMoves.fetched
 
-    def late_reads(*arguments):
+    def read_late(*arguments):
         assert over.wait(HANG_S)
-        return file_reads(*arguments)
+        return read_file(*arguments)
 
-    def fetched_late(moves, load_id, wait_s=0.0):
+    def fetched_late(moves, load, wait_s=0.0):
         if wait_s:
             wait_until(tier._is_stuck, "the read takes longer than a request waits")
-        return fetched(moves, load_id, wait_s)
+        return fetched(moves, load, wait_s)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(file_tier, "FileReads", late_reads)
-        patched.setattr(SharedTierMoves, "fetched", fetched_late)
+        patched.setattr(file_tier, "read_file", read_late)
+        patched.setattr(TierMoves, "fetched", fetched_late)
         yield
     over.set()
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.limits import COLLECTIVE_HANG_S
+from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
 from tests.harness.workers.launch import write_findings
 from tests.harness.workers.prefix_parallel import BLOCK_TOKENS, Session, build
 
@@ -21,13 +21,7 @@ PROMPTS = [random_tokens((2 + number % 3) * BLOCK_TOKENS + 9, seed=70 + number) 
 def forgetful(behind):
     """The last rank's tier refuses every third entry."""
     put, offered = behind.put, iter(range(10**9))
-
-    def puts(entries):
-        kept = [next(offered) % 3 > 0 for _ in entries]
-        put([entry for entry, keeps in zip(entries, kept, strict=True) if keeps])
-        return kept
-
-    behind.put = puts
+    behind.put = lambda namespace, entry: next(offered) % 3 > 0 and put(namespace, entry)
 
 
 def main(out):
@@ -36,7 +30,7 @@ def main(out):
     found = {}
     for name, fields in {
         "off": {"cached": False},
-        "behind": {"host_gb": HOST_GB, "tier_behind_host": "dictionary", "check_ranks": True},
+        "behind": {"host_gb": HOST_GB, "shared": f"dictionary://?min_tokens=0&wait_s={HANG_S}", "check_ranks": True},
     }.items():
         session = Session(model, PATTERN, platform.world_size, 1, mode="legacy", slots=2, blocks=9, **fields)
         if session.cached and dist.get_rank() == dist.get_world_size() - 1:
@@ -44,6 +38,8 @@ def main(out):
         for _ in range(3):
             for prompt in PROMPTS:
                 session.send(prompt)
+                if session.cached:
+                    session.engine.context.host_moves.drain(HANG_S)  # what one rank writes later, the other may lose
         found[name] = session.found()
         if session.cached:
             found["kept"] = len(session.engine.context.prefix_cache._store.host.behind.tier.entries)

@@ -1,0 +1,291 @@
+"""`TierThreads`: threads that write entries to the tier behind the host, and read entries from it into the host's pages.
+
+A page may be given to another entry while a thread still uses it, because no decision of the cache may depend on how long a thread
+takes. `overwrite` says so, before the page changes. A store that was not done by then is dropped: a thread copies the bytes first,
+and looks afterwards. So is a read that has not begun. One that runs cannot be stopped: `overwrite` returns the page, and nothing may
+be put there until it is over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes
+from megatron_hybrid_prefix.tiers.queue import Mark
+from megatron_hybrid_prefix.tiers.units import Tag
+
+logger = logging.getLogger(__name__)
+
+_WRITERS = 2
+_END_S = 1.0  # a thread that hangs in a read must not keep the process from ending
+
+
+class JobGroup:
+    """Jobs that were started together. The engine is woken once: threads that wake each other often are slow."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._left, self._lock = len(jobs), threading.Lock()
+        self._over = threading.Event()
+        if not jobs:
+            self._over.set()
+
+    def end_one(self) -> None:
+        """A job is over."""
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._over.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all are over, at most this long. Returns whether they are."""
+        return self._over.wait(max(0.0, seconds))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """An entry that is being stored or read.
+
+    Attributes:
+        namespace: Its namespace; empty if the weights have changed since.
+        tag: Its name.
+        entry_bytes: Bytes of the entry.
+        pages: Its pages.
+        views: Its bytes there, one after the other.
+        after: The thread waits for these before it touches the pages.
+        sum_of: Of a store: returns the entry's checksum, once ``after`` is reached.
+        checksum: Of a read that is over: what came with the entry; None if the entry is not in the pages.
+        cancelled: The pages belong to another entry.
+        is_running: A thread writes to the pages.
+        is_over: The thread is done with it.
+        group: The jobs that were started with it.
+    """
+
+    namespace: bytes
+    tag: Tag
+    entry_bytes: int
+    pages: tuple[int, ...]
+    views: Sequence[memoryview]
+    after: Sequence[Callable[[], None]]
+    sum_of: Callable[[], int] | None = None
+    checksum: int | None = None
+    cancelled: bool = False
+    is_running: bool = False
+    is_over: bool = False
+    group: JobGroup = field(default_factory=partial(JobGroup, ()))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> bool:
+        """Whether a read may write to the pages, until `end`."""
+        with self.lock:
+            self.is_running = not self.cancelled
+            return self.is_running
+
+    def give_up(self) -> bool:
+        """The pages get other bytes. Returns whether they can: nothing writes to them any more."""
+        with self.lock:
+            self.cancelled = True
+            return not self.is_running
+
+    def end(self) -> None:
+        """The thread is done with it."""
+        with self.lock:
+            self.is_running, self.is_over = False, True
+            self.views, self.after = (), ()  # and with them the host's memory
+        self.group.end_one()
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the threads use. They keep it alive, but not the `TierThreads`, which ends them."""
+
+    tier: Tier
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stores: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)  # None: the thread ends
+    reads: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
+    ended: bool = False
+    stored_bytes: int = 0
+    refused: int = 0
+    seconds: float = 0.0
+
+
+class TierThreads:
+    """See the top of this file.
+
+    Args:
+        tier: The tier.
+        largest_bytes: Bytes of the largest entry.
+    """
+
+    def __init__(self, tier: Tier, largest_bytes: int) -> None:
+        shared = self._shared = _Shared(tier)
+        self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
+        self._stores: list[JobGroup] = []
+        work: list[tuple[str, Callable[[], None]]] = [("tier-read", partial(_read_all, shared))] * tier.threads
+        work += [("tier-write", partial(_write_all, shared, largest_bytes))] * _WRITERS
+        self._threads = [threading.Thread(target=serve, name=name, daemon=True) for name, serve in work]
+        self._close = weakref.finalize(self, _end_of_work, shared, len(work))
+        self._close.atexit = False  # see `_at_exit`
+        _LIVING.add(self)
+        for thread in self._threads:
+            thread.start()
+
+    def store(self, jobs: Sequence[Job]) -> None:
+        """Write entries to the tier, in this order."""
+        self._stores = [group for group in self._stores if not group.wait(0)]
+        self._stores.append(self._start(jobs, self._shared.stores))
+
+    def read(self, jobs: Sequence[Job]) -> None:
+        """Read entries from the tier into their pages, after those of earlier calls."""
+        self._start(jobs, self._shared.reads)
+
+    def _start(self, jobs: Sequence[Job], queue: SimpleQueue[Job | None]) -> JobGroup:
+        group = JobGroup(jobs)
+        for job in jobs:
+            job.group = group
+            for page in job.pages:
+                of_page = self._of_page.setdefault(page, [])
+                # A read stays until other bytes go there: loads wait for what it brought.
+                of_page[:] = [other for other in of_page if not other.is_over or other.sum_of is None]
+                of_page.append(job)
+        for job in jobs:
+            queue.put(job)
+        return group
+
+    def overwrite(self, pages: Iterable[int]) -> set[int]:
+        """These pages are about to get other bytes. Returns those that cannot, because they are being read into."""
+        busy = set()
+        for page in pages:
+            left = [job for job in self._of_page.pop(page, ()) if not job.give_up()]
+            if left:
+                self._of_page[page] = left
+                busy.add(page)
+        return busy
+
+    def is_moving(self, tag: Tag, page: int) -> bool:
+        """Whether a job with this tag uses the page and is not over."""
+        return any(job.tag == tag and not job.is_over for job in self._of_page.get(page, ()))
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until all entries are written, at most this long. Returns whether they are."""
+        late = time.monotonic() + seconds
+        return all([group.wait(late - time.monotonic()) for group in self._stores])
+
+    def close(self) -> None:
+        """End the threads, once they have written all entries."""
+        self._close()
+
+    def finish(self) -> None:
+        """The process ends: write what can be written in the time that a request may wait, and end the threads.
+
+        A thread that is in the middle of a copy when the interpreter is gone would abort the process.
+        """
+        self.drain(self._shared.tier.wait_s)
+        self._shared.ended = True
+        self._close()
+        late = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(0.0, late - time.monotonic()))
+
+    @property
+    def refused(self) -> int:
+        """Entries that were not written: the tier refused them, or their pages were needed before."""
+        return self._shared.refused
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the threads moved entries, added up."""
+        return self._shared.seconds
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes written."""
+        return self._shared.stored_bytes
+
+
+_LIVING: weakref.WeakSet[TierThreads] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for threads in list(_LIVING):
+        threads.finish()
+
+
+def _end_of_work(shared: _Shared, threads: int) -> None:
+    for _ in range(threads):
+        shared.stores.put(None)
+        shared.reads.put(None)
+
+
+def marks(*queues: tuple[Callable[[Mark], None], Mark]) -> list[Callable[[], None]]:
+    """For `Job.after`: waits for marks of queues, without those that are reached by now. Each wait costs a thread its turn.
+
+    Args:
+        queues: For each queue: what waits for a mark, and the mark.
+    """
+    return [partial(wait, mark) for wait, mark in queues if mark is not None and not mark.query()]
+
+
+def _read_all(shared: _Shared) -> None:
+    """A thread that reads."""
+    while (job := shared.reads.get()) is not None and not shared.ended:
+        _run(shared, job, partial(_read, shared.tier, job))
+        del job
+
+
+def _write_all(shared: _Shared, largest_bytes: int) -> None:
+    """A thread that writes. Its memory is made once: new memory costs as much time as the copy."""
+    memory = memoryview(bytearray(largest_bytes))
+    while (job := shared.stores.get()) is not None and not shared.ended:
+        is_over = _run(shared, job, partial(_write, shared, job, memory[: job.entry_bytes]))
+        with shared.lock:
+            shared.refused += not is_over
+        del job
+
+
+def _run(shared: _Shared, job: Job, work: Callable[[], None]) -> bool:
+    """Waits until the pages may be used, and works. At the end the job is over, whatever happened. Returns whether nothing raised."""
+    start = time.perf_counter()
+    try:
+        for wait in job.after:
+            wait()
+        work()
+        return True
+    except Exception as error:  # a tier's code may raise anything
+        logger.error("the tier behind the host: a move of %s failed: %r", job.tag.kind.name, error)
+        return False
+    finally:
+        with shared.lock:
+            shared.seconds += time.perf_counter() - start
+        job.end()
+
+
+def _read(tier: Tier, job: Job) -> None:
+    if job.begin():
+        job.checksum = tier.get(job.namespace, job.tag, job.views)
+
+
+def _write(shared: _Shared, job: Job, row: memoryview) -> None:
+    if not shared.tier.wants(job.namespace, job.tag):
+        return
+    kept = False
+    if not job.cancelled:
+        at = 0
+        for view in job.views:
+            copy_bytes(view, row[at : at + len(view)])
+            at += len(view)
+        assert job.sum_of is not None
+        checksum = job.sum_of()
+        if not job.cancelled:  # from here on the copy is used
+            kept = shared.tier.put(job.namespace, Entry(job.tag, row, checksum))
+    with shared.lock:
+        shared.stored_bytes += job.entry_bytes * kept
+        shared.refused += not kept
