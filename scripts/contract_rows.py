@@ -13,6 +13,8 @@ from typing import Any
 
 from megatron_hybrid_prefix.platform import patches
 from megatron_hybrid_prefix.upstream.check import Entry, Kind, accepts, attributes_of, parameters_of, problem_of
+from scripts import contract_classes as classes
+from scripts import contract_names as names
 from scripts import contract_scan as scan
 from scripts.contract_scan import Use
 
@@ -24,14 +26,14 @@ _END_OF_SENTENCE = re.compile(r"\.\s+(?=[A-Z`])")
 
 def all_uses() -> list[Use]:
     """What our sources use of megatron, overrides included."""
-    of_our_class = scan.megatrons_class_of_each()
+    of_our_class = classes.megatrons_class_of_each()
     return [*(use for source in scan.sources() for use in scan.uses(source, of_our_class)), *_overrides()]
 
 
 def rows_of(found: Sequence[Use]) -> tuple[list[Entry], list[str]]:
     """Rows for the installed megatron-core, sorted; and what is wrong with our sources, a line each."""
     paths = _paths(found)
-    problems = [_unknown(use) for use in found if use.how == "unknown" and use.name not in scan.NOT_MEGATRONS]
+    problems = [_unknown(use) for use in found if use.how == "unknown" and use.name not in names.NOT_MEGATRONS]
     where: dict[tuple[str, str, Kind], set[str]] = defaultdict(set)
     owners: dict[str, Any] = {path: owner for owner, path in paths.items()}
     for use in found:
@@ -81,20 +83,20 @@ def _unknown(use: Use) -> str:
 def _overrides() -> list[Use]:
     """What our classes define over megatron's."""
     found = []
-    for cls in scan.our_classes():
-        for part in scan.our_parts(cls):
-            module = part.__module__.removeprefix(f"{scan.PACKAGE}.").replace(".", "/")
-            names = (name for name in scan.overridden(cls) if name in vars(part))
-            found += [Use(scan.bases_of(cls)[0], name, module, "name") for name in names]
+    for cls in classes.our_classes():
+        for part in classes.our_parts(cls):
+            module = part.__module__.removeprefix(f"{classes.PACKAGE}.").replace(".", "/")
+            defined = (name for name in classes.overridden(cls) if name in vars(part))
+            found += [Use(classes.bases_of(cls)[0], name, module, "name") for name in defined]
     return found
 
 
 def overriders(owner: type, name: str) -> list[type]:
     """Our classes that define a name of megatron's class, nearest to megatron first."""
     found: dict[type, None] = {}
-    for cls in scan.our_classes():
-        if owner is scan.bases_of(cls)[0]:
-            found |= dict.fromkeys(part for part in reversed(scan.our_parts(cls)) if name in vars(part))
+    for cls in classes.our_classes():
+        if owner is classes.bases_of(cls)[0]:
+            found |= dict.fromkeys(part for part in reversed(classes.our_parts(cls)) if name in vars(part))
     return list(found)
 
 
@@ -155,7 +157,7 @@ def _is_known(module: str, name: str) -> bool:
     """Whether a name of a module is documented, or replaced and checked then."""
     tables = (patches.HOST_MEGATRON, patches.HOST_ATTENTION, patches.FA4)
     is_replaced = any((r.owner, r.name) == (module, name) for table in tables for r in table)
-    return is_replaced or (scan.is_documented(module) and not scan.is_private(name))
+    return is_replaced or (names.is_documented(module) and not names.is_private(name))
 
 
 def reason_of(owner: type, name: str) -> str:

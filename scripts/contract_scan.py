@@ -3,9 +3,9 @@
 Found are: names that a class of ours defines over megatron's; imports; names that are read, written or called on an object
 of megatron, also by ``getattr`` and by keyword; items of its dictionaries. The class of an object is known
 
-- of ``self`` and ``super()``, where our class derives from megatron's, or stands for one (`STANDS_FOR`);
+- of ``self`` and ``super()``, where our class derives from megatron's, or stands for one (``STANDS_FOR`` of ``contract_names.py``);
 - of a parameter or variable with an annotation, or after ``isinstance``, or made by a call of the class;
-- of any other variable or attribute by its name (`RECEIVERS`).
+- of any other variable or attribute by its name (``RECEIVERS`` there).
 
 A private name on an object of unknown class is reported, and so is one that megatron's class does not have.
 """
@@ -18,7 +18,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import pkgutil
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,114 +25,15 @@ from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import megatron_hybrid_prefix
 from megatron_hybrid_prefix.upstream.check import attributes_of, marks_of
 from megatron_hybrid_prefix.upstream.rebinding import resolve
+from scripts.contract_classes import OF_EVERY_CLASS, PACKAGE, bases_of, has, is_upstream
+from scripts.contract_names import DICTIONARIES, RECEIVERS, is_private
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "megatron_hybrid_prefix"
 # Folders that do not import megatron (CONTRIBUTING.md): no variable there holds an object of it.
 _WITHOUT_MEGATRON = ("index/", "policy/", "pool/", "tiers/", "ops/", "lab/")
-
-_INFERENCE = "megatron.core.inference"
-_CONTEXTS = f"{_INFERENCE}.contexts"
-_CONTEXT = f"{_CONTEXTS}.dynamic_context:DynamicInferenceContext"
-_ENGINES = f"{_INFERENCE}.engines.dynamic_engine"
-_ENGINE = f"{_ENGINES}:DynamicInferenceEngine"
-_REQUEST = f"{_INFERENCE}.inference_request:DynamicInferenceRequest"
-_SAMPLING = f"{_INFERENCE}.sampling_params:SamplingParams"
-_ALLOCATOR = f"{_CONTEXTS}.kv_block_allocator:KVBlockAllocator"
-_METADATA = f"{_CONTEXTS}.attention_context.mamba_metadata:MambaMetadata"
-_BATCH = f"{_INFERENCE}.batch_dimensions_utils:InferenceBatchDimensions"
-_CONTROLLERS = f"{_INFERENCE}.text_generation_controllers.text_generation_controller"
-
-# How variables and attributes with megatron's objects are called in our sources, where nothing else tells their class.
-RECEIVERS = {
-    "context": _CONTEXT,
-    "_context": _CONTEXT,
-    "inference_context": _CONTEXT,
-    "engine": _ENGINE,
-    "_engine": _ENGINE,
-    "controller": f"{_CONTROLLERS}:TextGenerationController",
-    "_async_sched_logits": f"{_CONTROLLERS}:AsyncScheduleLogitsState",
-    "asked": _SAMPLING,
-    "params": _SAMPLING,
-    "sampling_params": _SAMPLING,
-    "req": _REQUEST,
-    "request": _REQUEST,
-    "head": _REQUEST,
-    "old": _REQUEST,
-    "new": _REQUEST,
-    "part": _REQUEST,
-    "merged": _REQUEST,
-    "record": f"{_INFERENCE}.inference_request:DynamicInferenceRequestRecord",
-    "entry": f"{_ENGINES}:RequestEntry",
-    "kv_block_allocator": _ALLOCATOR,
-    "allocator": _ALLOCATOR,
-    "blocks": _ALLOCATOR,
-    "gpu_view": f"{_CONTEXTS}.gpu_view:ContextGPUView",
-    "mamba_metadata": _METADATA,
-    "metadata": _METADATA,
-    "inference_config": f"{_INFERENCE}.config:InferenceConfig",
-    "inference_wrapped_model": f"{_INFERENCE}.model_inference_wrappers.gpt.gpt_inference_wrapper:GPTInferenceWrapper",
-    "cp": "megatron.core.ssm.mamba_context_parallel:MambaContextParallel",
-    "communicator": f"{_INFERENCE}.engines.async_zmq_communicator:AsyncZMQCommunicator",
-    "batch_dimensions": _BATCH,
-    "padded_batch_dimensions": _BATCH,
-    "_client": f"{_INFERENCE}.inference_client:InferenceClient",
-}
-# Dictionaries of megatron, and the class or module whose code fills them. A method stands for what it returns.
-DICTIONARIES = {
-    "active_attn_metadata": f"{_CONTEXTS}.dynamic_context",
-    "state_data": f"{_CONTEXTS}.attention_context.mha_metadata:MHAMetadata",
-    "d": _METADATA,
-    "pending": _METADATA,
-    "active_request_metadata": _REQUEST,
-    "wanted": _REQUEST,
-    "step": _ENGINES,
-    "step_modern": _ENGINES,
-}
-# Our classes that are put before a class of megatron at run time.
-STANDS_FOR = {"GatedDeltaNetBySlots": "megatron.core.ssm.gated_delta_net:GatedDeltaNet"}
-# Private names of others than megatron, and whose they are.
-NOT_MEGATRONS = {
-    "_exit": "os: a process that must end at once",
-    "_replace": "NamedTuple",
-    "_option_string_actions": "argparse has no other way to ask for a parser's flags",
-    "_torchdynamo_orig_callable": "torch: what a compiled function was made of",
-}
-# Modules of megatron whose names are its way to build, shard and save models; a missing one is an ImportError.
-DOCUMENTED = (
-    "megatron.core.activations",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.dist_checkpointing.validation",
-    "megatron.core.fusions.fused_bias_dropout",
-    "megatron.core.models.",
-    "megatron.core.parallel_state",
-    "megatron.core.process_groups_config",
-    "megatron.core.ssm.mamba_layer",
-    "megatron.core.ssm.mlp_layer",
-    "megatron.core.tensor_parallel",
-    "megatron.core.transformer",
-    "megatron.core.transformer.attention",
-    "megatron.core.transformer.dot_product_attention",
-    "megatron.core.transformer.enums",
-    "megatron.core.transformer.mlp",
-    "megatron.core.transformer.module",
-    "megatron.core.transformer.multi_token_prediction",
-    "megatron.core.transformer.spec_utils",
-    "megatron.core.transformer.torch_norm",
-    "megatron.core.transformer.transformer_config",
-    "megatron.core.transformer.transformer_layer",
-    "megatron.training.",
-)
 _BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
-# Made by Python for every class.
-_OF_EVERY_CLASS = {
-    *("__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__firstlineno__", "__class__"),
-    *("__static_attributes__", "__abstractmethods__", "_abc_impl", "__slots__"),
-    *("__dataclass_fields__", "__dataclass_params__", "__eq__", "__hash__", "__match_args__", "__repr__"),
-}
 
 
 class Use(NamedTuple):
@@ -172,68 +72,6 @@ def sources() -> list[Source]:
         namespace = vars(importlib.import_module(dotted)) if is_ours else {}
         found.append(Source(inner.as_posix().removeprefix(f"{PACKAGE}/"), path.read_text("utf-8"), namespace))
     return found
-
-
-# -- classes -----------------------------------------------------------------------------------------------------------
-
-
-def is_upstream(cls: type) -> bool:
-    """Whether megatron defines the class."""
-    return cls.__module__.startswith("megatron.")
-
-
-def is_ours(cls: type) -> bool:
-    """Whether this package defines the class."""
-    return cls.__module__.partition(".")[0] == PACKAGE
-
-
-def bases_of(cls: type) -> list[type]:
-    """Megatron's classes that the class derives from."""
-    return [base for base in inspect.getmro(cls) if is_upstream(base)]
-
-
-def our_parts(cls: type) -> list[type]:
-    """Our classes before the first of megatron's in the method resolution order."""
-    return list(itertools.takewhile(lambda base: not is_upstream(base), inspect.getmro(cls)))
-
-
-@functools.cache
-def our_classes() -> list[type]:
-    """Classes of the package that derive from one of megatron's."""
-    found: set[type] = set()
-    for module_info in pkgutil.walk_packages(megatron_hybrid_prefix.__path__, f"{PACKAGE}."):
-        for value in vars(importlib.import_module(module_info.name)).values():
-            if isinstance(value, type) and not is_upstream(value) and bases_of(value):
-                found.add(value)
-    return sorted(found, key=lambda cls: cls.__qualname__)
-
-
-@functools.cache
-def has(base: type, name: str) -> bool:
-    """Whether megatron's class, or its objects, have this name."""
-    return any(name in vars(cls) for cls in bases_of(base)) or name in attributes_of(base)
-
-
-def overridden(cls: type) -> list[str]:
-    """Names of megatron's class that our class defines again."""
-    names = set().union(*(vars(part) for part in our_parts(cls))) - _OF_EVERY_CLASS
-    return sorted(name for name in names if has(bases_of(cls)[0], name))
-
-
-def megatrons_class_of_each() -> dict[str, type]:
-    """By name of our class: the class of megatron that its objects are of."""
-    found = {part.__name__: bases_of(cls)[0] for cls in our_classes() for part in our_parts(cls) if is_ours(part)}
-    return found | {name: resolve(owner) for name, owner in STANDS_FOR.items()}
-
-
-def is_documented(module: str) -> bool:
-    """Whether the module's public names need no row."""
-    return any(module == name or (name.endswith(".") and f"{module}.".startswith(name)) for name in DOCUMENTED)
-
-
-def is_private(name: str) -> bool:
-    """Whether a name is private; names of Python, such as ``__init__``, are not."""
-    return name.startswith("_") and not name.endswith("__")
 
 
 def nested_classes(source: Source) -> list[str]:
@@ -339,7 +177,7 @@ class _Reader:
             return
         is_class = isinstance(bound, type)
         owners = self._megatrons(bound) if is_class else self._classes_of(value, scope)
-        owner = next((cls for cls in owners if has(cls, name) and name not in _OF_EVERY_CLASS), None)
+        owner = next((cls for cls in owners if has(cls, name) and name not in OF_EVERY_CLASS), None)
         if owner is not None:
             yield self._use(owner, name, node, "class" if is_class else "name")
         elif _is_self(value):

@@ -12,11 +12,13 @@ from megatron_hybrid_prefix.upstream.contract import installed_contract, path_of
 from megatron_hybrid_prefix.upstream.rebinding import resolve
 from megatron_hybrid_prefix.upstream.version import check_version
 from scripts import contract as command
+from scripts import contract_classes as classes
+from scripts import contract_names as names
 from scripts import contract_rows as maker
 from scripts import contract_scan as scan
 from scripts.contract_scan import Source, Use
 
-ENGINE = scan.RECEIVERS["engine"]
+ENGINE = names.RECEIVERS["engine"]
 FAKE = """
 from dataclasses import replace
 from typing import Any
@@ -106,7 +108,7 @@ def test_the_file_is_up_to_date(made):
 
 
 def test_no_class_in_a_function_derives_from_megatrons():
-    assert [(source.name, names) for source in scan.sources() if (names := scan.nested_classes(source))] == [], (
+    assert [(source.name, nested) for source in scan.sources() if (nested := scan.nested_classes(source))] == [], (
         "put it into a module: overrides of a class in a function are not looked at"
     )
     text = "from megatron_hybrid_prefix.upstream.engine import EngineSeam\ndef f():\n    class Ours(EngineSeam): ..."
@@ -213,19 +215,19 @@ def test_the_kind_of_a_row(made):
 def test_every_override_of_our_classes_has_a_row(made):
     """Found here on the classes alone."""
     rows = {(resolve(row.owner), row.name) for row in made[0]}
-    classes = scan.our_classes()
-    assert len(classes) >= 25
+    ours = classes.our_classes()
+    assert len(ours) >= 25
     lacking = [
         f"{cls.__name__}.{name}"
-        for cls in classes
-        for name in scan.overridden(cls)
-        if (scan.bases_of(cls)[0], name) not in rows
+        for cls in ours
+        for name in classes.overridden(cls)
+        if (classes.bases_of(cls)[0], name) not in rows
     ]
     assert lacking == []
 
 
 def test_names_that_a_class_has_from_megatron_are_overrides():
-    base = resolve(scan.RECEIVERS["context"])
+    base = resolve(names.RECEIVERS["context"])
 
     class Ours(base):
         def _update_for_nothing(self): ...
@@ -235,7 +237,7 @@ def test_names_that_a_class_has_from_megatron_are_overrides():
         total_request_count = None
         new_here = None
 
-    assert scan.overridden(Ours) == ["append_key_value_cache", "total_request_count"]
+    assert classes.overridden(Ours) == ["append_key_value_cache", "total_request_count"]
 
 
 def test_a_signature_is_written_so_that_it_can_be_read():
@@ -253,7 +255,7 @@ def test_every_way_to_use_a_name_is_found():
     lines = FAKE.splitlines()
     by_line: dict[int, dict[str, str]] = {}
     for use in scan.uses(
-        Source("fake", FAKE, {"NAMES": ("paused_tokens", "request_ids")}), scan.megatrons_class_of_each()
+        Source("fake", FAKE, {"NAMES": ("paused_tokens", "request_ids")}), classes.megatrons_class_of_each()
     ):
         line = int(use.where.partition(":")[2])
         if "#" in lines[line - 1]:
@@ -269,8 +271,8 @@ def test_every_way_to_use_a_name_is_found():
 
 def test_folders_without_megatron_have_no_objects_of_it():
     text = "def f(engine):\n    return engine.context"
-    for name, names in (("mcore/fake", ["context"]), ("index/fake", [])):
-        assert [use.name for use in scan.uses(Source(name, text), {})] == names
+    for name, expected in (("mcore/fake", ["context"]), ("index/fake", [])):
+        assert [use.name for use in scan.uses(Source(name, text), {})] == expected
 
 
 def test_documented_names_need_no_row(platform):

@@ -17,9 +17,12 @@ from megatron_hybrid_prefix.platform import patches as platform_patches
 from megatron_hybrid_prefix.upstream.check import Entry, accepts, parameters_of
 from megatron_hybrid_prefix.upstream.contract import installed_contract
 from megatron_hybrid_prefix.upstream.rebinding import resolve
+from scripts import contract_classes as classes
+from scripts import contract_names as names
 from scripts import contract_scan as scan
+from scripts.contract_names import is_private
 from scripts.contract_rows import overriders
-from scripts.contract_scan import Source, Use, is_private
+from scripts.contract_scan import Source, Use
 from tests.upstream.megatron_main import RENAMED
 
 
@@ -38,7 +41,7 @@ def sources_outside() -> list[Source]:
 
 
 def uses(sources: list[Source]) -> list[Use]:
-    of_our_class = scan.megatrons_class_of_each()
+    of_our_class = classes.megatrons_class_of_each()
     return [use for source in sources for use in scan.uses(source, of_our_class)]
 
 
@@ -55,7 +58,7 @@ def private_uses(found: list[Use]) -> list[str]:
     return [
         f"{use.where}: {use.name}"
         for use in found
-        if is_private(use.name) and use.name not in scan.NOT_MEGATRONS and use.how != "through"
+        if is_private(use.name) and use.name not in names.NOT_MEGATRONS and use.how != "through"
     ]
 
 
@@ -65,18 +68,18 @@ def test_only_upstream_uses_private_names():
 
 
 def private_overrides(cls: type) -> list[str]:
-    return [name for name in scan.overridden(cls) if is_private(name) and name in vars(cls)]
+    return [name for name in classes.overridden(cls) if is_private(name) and name in vars(cls)]
 
 
 def test_only_upstream_overrides_private_names():
     from megatron_hybrid_prefix.upstream.engine import EngineSeam
 
     modules = {f"megatron_hybrid_prefix.{source.name.replace('/', '.')}" for source in sources_outside()}
-    classes = [cls for cls in scan.our_classes() if cls.__module__ in modules]
+    ours = [cls for cls in classes.our_classes() if cls.__module__ in modules]
     assert {"HybridPrefixContext", "HybridPrefixEngine", "HybridPrefixController", "PrefixCoordinator"} <= {
-        cls.__name__ for cls in classes
+        cls.__name__ for cls in ours
     }
-    assert {cls.__name__: names for cls in classes if (names := private_overrides(cls))} == {}
+    assert {cls.__name__: names for cls in ours if (names := private_overrides(cls))} == {}
     assert "_add_request" in private_overrides(EngineSeam)
 
 
@@ -84,7 +87,7 @@ def test_only_upstream_imports_internals():
     found = [
         f"{use.where}: {use.owner.__name__}.{use.name}"
         for use in uses_outside()
-        if use.how == "module" and (is_private(use.name) or not scan.is_documented(use.owner.__name__))
+        if use.how == "module" and (is_private(use.name) or not names.is_documented(use.owner.__name__))
     ]
     assert found == [], "import it in upstream/: " + "; ".join(found)
 
