@@ -173,7 +173,7 @@ class GatedDeltaNetKind(LayerKind):
             ValueError: The layer cannot be run: its activation is not SiLU, its convolution has another number of taps
                 than 2 to 4, or it is on a GPU and the kernels do not support heads of its sizes.
         """
-        layer: Any = module
+        layer: GatedDeltaNet = module
         if layer.act_fn is not F.silu:
             name = getattr(layer.act_fn, "__name__", str(layer.act_fn))
             raise ValueError(f"Gated DeltaNet layers with activation {name!r}: use SiLU (activation='swiglu')")

@@ -36,7 +36,7 @@ class InvariantModel:
     """Mixin before a ``HybridModel``: turns the scope on for steps of an exact context."""
 
     def forward(self, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
-        """See upstream."""
+        """See upstream. Says which context a step is of."""
         with scope.invariant(bool(getattr(inference_context, "is_exact", False))):
             # The class after this mixin has it.
             return super().forward(*args, inference_context=inference_context, **kwargs)  # type: ignore[misc]
@@ -59,7 +59,7 @@ class InvariantRows:
     tp_group: Any
 
     def forward(self, input_: torch.Tensor) -> Any:
-        """See upstream."""
+        """See upstream. Neither the product nor the sum over ranks depends on other rows."""
         if not scope.is_on():
             return super().forward(input_)  # type: ignore[misc]  # the class after this mixin has it
         output = sum_over_ranks(linear(input_, self.weight), self.tp_group)
@@ -122,7 +122,7 @@ class InvariantMLP:
     linear_fc2: Any
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See upstream."""
+        """See upstream. An activation that rounds alike everywhere."""
         if hidden_states.is_cuda or not self.config.gated_linear_unit or not scope.is_on():
             # The class after this mixin has it.
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]

@@ -1,1 +1,1 @@
-"""What this package relies on in megatron-core: `contract` lists it, `check` compares it with the installed version."""
+"""What this package relies on in megatron-core: `contracts/` lists it, `check` compares it with the installed version."""

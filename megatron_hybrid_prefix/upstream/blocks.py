@@ -42,9 +42,9 @@ def available_blocks(allocator: KVBlockAllocator) -> int:
 
 
 class BlockAllocatorSeam(KVBlockAllocator):
-    """Blocks ``0 .. total_count - 2``; the last one is megatron's dummy block.
+    """Megatron's allocator without its free list, counts, hashes and clocks, which a subclass replaces.
 
-    Does not call ``super().__init__``, which makes the free list, counts, hashes and clocks that a subclass replaces.
+    Does not call ``super().__init__``, which makes them. Blocks are ``0 .. total_count - 2``; the last one is megatron's dummy block.
 
     Args:
         context: The inference context.
@@ -113,7 +113,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
         return counts
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
-        """See upstream."""
+        """See upstream. Counts evictable blocks, too."""
         return num_blocks <= self.available_blocks - potential_matched_count
 
     def get_active_avail(self) -> int:
@@ -124,7 +124,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
         return min(int(super().get_active_avail()), self.available_blocks + int(self.get_paused_used()))
 
     def get_evictable_block_count(self) -> int:
-        """See `evictable_blocks`."""
+        """Cached blocks that no request holds: see `evictable_blocks`."""
         return self.evictable_blocks
 
     def update_timestamps(self, block_ids: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Rows of the contract table, and how a row is compared with the installed megatron-core.
+"""Rows of a contract, and how a row is compared with the installed megatron-core.
 
 Classes, methods, functions and constants are looked up. Attributes of objects are searched in the source of their class:
 ``self.NAME = ...`` in any method, or an annotation. No object is constructed.
@@ -13,7 +13,7 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -43,82 +43,21 @@ class Entry:
             "mark": an attribute that the owner's code sets on other objects;
             "key": a key of a dictionary that the module's code fills.
         where: Modules of this package that use it, as ``folder/module``.
-        why: What we use it for.
         signature: Parameters of a callable, with their defaults (``...``: any default); "async" before it for a coroutine.
+        why: Why we override it; else empty.
     """
 
     owner: str
     name: str
     kind: Kind
-    where: str
-    why: str
+    where: tuple[str, ...]
     signature: str | None = None
+    why: str = ""
 
     @property
     def symbol(self) -> str:
         """The name, dotted."""
         return f"{self.owner.replace(':', '.')}.{self.name}"
-
-
-Row = Callable[[str], list[Entry]]
-
-
-def rows_of(owner: str, *rows: Row) -> tuple[Entry, ...]:
-    """Rows of one class or module."""
-    return tuple(entry for row in rows for entry in row(owner))
-
-
-def overrides(name: str, signature: str, where: str, why: str) -> Row:
-    """A method that we override."""
-    return _callable("overrides", name, signature, where, why)
-
-
-def wraps(name: str, signature: str, where: str, why: str) -> Row:
-    """A method that we override, and that passes on other arguments."""
-    return _callable("wraps", name, signature, where, why)
-
-
-def calls(name: str, signature: str, where: str, why: str) -> Row:
-    """A function, method or class that we call."""
-    return _callable("calls", name, signature, where, why)
-
-
-def attributes(names: str, where: str, why: str) -> Row:
-    """Attributes of the owner's objects."""
-    return _several("attribute", names, where, why)
-
-
-def properties(names: str, where: str, why: str) -> Row:
-    """Properties of the owner's objects."""
-    return _several("property", names, where, why)
-
-
-def marks(names: str, where: str, why: str) -> Row:
-    """Attributes that the owner's code sets on other objects."""
-    return _several("mark", names, where, why)
-
-
-def keys(names: str, where: str, why: str) -> Row:
-    """Keys of dictionaries that the module's code fills."""
-    return _several("key", names, where, why)
-
-
-def classes(names: str, where: str, why: str) -> Row:
-    """Classes in a module."""
-    return _several("class", names, where, why)
-
-
-def constants(names: str, where: str, why: str) -> Row:
-    """Constants of a module, class attributes, members of an enum."""
-    return _several("constant", names, where, why)
-
-
-def _callable(kind: Kind, name: str, signature: str, where: str, why: str) -> Row:
-    return lambda owner: [Entry(owner=owner, name=name, kind=kind, where=where, why=why, signature=signature)]
-
-
-def _several(kind: Kind, names: str, where: str, why: str) -> Row:
-    return lambda owner: [Entry(owner=owner, name=name, kind=kind, where=where, why=why) for name in names.split()]
 
 
 def problem_of(entry: Entry) -> str | None:
@@ -134,7 +73,7 @@ def problem_of(entry: Entry) -> str | None:
         if is_there and (found is _MISSING or not (inspect.isroutine(found) or isinstance(found, property))):
             return None
     elif entry.kind == "mark":
-        return None if entry.name in _assigned(owner).marks else "expected to be set by its methods, found nothing"
+        return None if entry.name in marks_of(owner) else "expected to be set by its methods, found nothing"
     elif entry.kind == "key":
         source = read_source(entry.owner.partition(":")[0])
         is_there = re.search(rf"""(['"]){entry.name}\1""", source) is not None
@@ -250,6 +189,11 @@ def attributes_of(cls: Any) -> frozenset[str]:
     return frozenset().union(*(_assigned(base).own for base in bases))
 
 
+def marks_of(cls: type) -> frozenset[str]:
+    """Names that the methods of the class assign to other objects."""
+    return _assigned(cls).marks
+
+
 def _assigned(cls: type) -> _Assigned:
     return _assigned_in(cls.__module__).get(cls.__name__, _Assigned(frozenset(), frozenset()))
 
@@ -306,7 +250,8 @@ def _statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
     for node in body:
         yield node
         for field in ("body", "orelse", "finalbody", "handlers", "cases"):
-            yield from _statements(getattr(node, field, ()))
+            if inner := getattr(node, field, None):
+                yield from _statements(inner)
 
 
 def _flat(targets: Sequence[ast.expr]) -> Iterator[ast.expr]:

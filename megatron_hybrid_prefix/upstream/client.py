@@ -18,6 +18,7 @@ class ClientSeam(InferenceClient):
     next_request_id: int
 
     async def _recv_task(self) -> None:
+        """Messages of this package, without polling."""
         await self.receive_all()
 
     async def receive_all(self) -> None:

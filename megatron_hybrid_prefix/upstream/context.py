@@ -17,6 +17,7 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 
 if TYPE_CHECKING:
     from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
+    from megatron.core.inference.contexts.attention_context.mha_metadata import MHAMetadata
     from megatron.core.inference.inference_request import DynamicInferenceRequest
 
 
@@ -34,7 +35,7 @@ class PrefillListener(Protocol):
 
 
 class StateMetadata(MambaMetadata):
-    """Megatron's metadata. Its live indices per row and its decode are used; decodes address states by row.
+    """Megatron's metadata, which tells a context of steps. Its live indices and its decode are used; decodes address states by row.
 
     Its chunks, and its extraction of states inside a prefill, are not used: `PrefillStep` replaces them.
 
@@ -55,7 +56,7 @@ class StateMetadata(MambaMetadata):
         padded_batch_dimensions: InferenceBatchDimensions,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """See upstream."""
+        """See upstream. Tells the context of a prefill, with its sizes."""
         result: dict[str, Any] = super().compute_cpu_metadata(
             self._context.live_rows(active_mamba_indices),
             *args,
@@ -72,7 +73,7 @@ class StateMetadata(MambaMetadata):
         return result
 
     def load_from_cpu(self, d: dict[str, Any]) -> None:
-        """See upstream."""
+        """See upstream. Shows the prepared prefill to the layers."""
         super().load_from_cpu(d)
         if d["padded_prefill_count"]:
             self._context.show_prefill()
@@ -208,12 +209,13 @@ class ContextSeam(DynamicInferenceContext):
     # -- megatron's hooks ----------------------------------------------------------------------------------------------
 
     def _allocate_memory_buffer(self) -> None:
+        """KV is in the memory that it shares with states."""
         if not self.allocate_kv():
             super()._allocate_memory_buffer()
             self.memory_buffer.zero_()  # training may have left NaN there: see `PageClear` in tiers/units.py
 
     def reset_tensors(self) -> None:
-        """See megatron; see `has_tensors`."""
+        """See megatron. A suspended context may have no tensors: see `has_tensors`."""
         if self.has_tensors:
             super().reset_tensors()
 
@@ -251,25 +253,28 @@ class ContextSeam(DynamicInferenceContext):
             self.memory_buffer.zero_()
 
     def _allocate_mamba_states(self) -> None:
+        """Live states and checkpoints are in one tensor per component."""
         if self.is_hybrid_model:
             self.allocate_states()
         else:
             super()._allocate_mamba_states()
 
     def _execute_pending_mamba_ops(self) -> None:
+        """New requests start from zero states, in layers of all kinds."""
         if self._pending_mamba_zeros and self.is_hybrid_model:
             live_indices = [int(index) for index in self._pending_mamba_zeros]
             self._pending_mamba_zeros.clear()
             self.zero_live_states(live_indices)
 
     def _get_async_sched_rows_requiring_new_block(self) -> torch.Tensor:
+        """Drafts past the end of an answer need no block."""
         needed: torch.Tensor = super()._get_async_sched_rows_requiring_new_block()
         if self.num_speculative_tokens:
             needed[self.rows_past_the_end()] = False  # no row is paused here
         return needed
 
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """See upstream."""
+        """See upstream. States of a layer of any kind, by slot."""
         if not self.is_hybrid_model:
             conv, ssm = super().mamba_states_cache(layer_number, intermediate)
             return conv, ssm
@@ -278,7 +283,7 @@ class ContextSeam(DynamicInferenceContext):
     def _compute_prefix_match(
         self, req: DynamicInferenceRequest, prefill_chunk_length: int, record_mamba_match: bool = False
     ) -> tuple[list[int], int, int, int, int, int]:
-        """Shared block ids, new blocks, blocks held, blocks required, tokens to skip, tokens to compute."""
+        """Our cache matches the prompt: shared block ids; blocks new, held, required; tokens to skip, to compute."""
         if self.admitted_chunk is not None:
             found: ChunkBlocks | None = ChunkBlocks([], self.admitted_chunk.skip_tokens)  # see `block_ids`
         else:
@@ -297,6 +302,7 @@ class ContextSeam(DynamicInferenceContext):
         return shared, required - held - len(shared), held, required, skip, prefill_chunk_length - skip
 
     def _processed_log_probs(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Log-probs of rows that do not depend on each other."""
         found = self.log_probs_of(logits)
         if found is None:
             log_probs: torch.Tensor = super()._processed_log_probs(logits, *args, **kwargs)
@@ -391,7 +397,7 @@ class ContextSeam(DynamicInferenceContext):
 
     def allow_one_token_prefills(self) -> None:
         """Let the prepared step prefill single tokens."""
-        metadata = self.active_attn_metadata["mha_metadata"]
+        metadata: MHAMetadata = self.active_attn_metadata["mha_metadata"]
         if not self.is_decode_only() and metadata.state_data["max_seqlen_q"] < _MIN_PREFILL_SEQLEN_Q:
             metadata._max_seqlen_q = metadata.state_data["max_seqlen_q"] = _MIN_PREFILL_SEQLEN_Q
 

@@ -34,7 +34,7 @@ class SamplingSeam(Sampling):
         eager: bool = False,
         cache_key: Any = None,
     ) -> torch.Tensor:
-        """See upstream."""
+        """See upstream. Sampling options that megatron does not have."""
         tokens: torch.Tensor = self._backend.sample_kernel(
             logits,
             n,
@@ -60,7 +60,7 @@ class SamplingSeam(Sampling):
     def log_probs_kernel(
         self, logits: torch.Tensor, context: Any, *, token_to_request_index: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See upstream."""
+        """See upstream. Passed on to megatron's backend."""
         result: torch.Tensor = self._backend.log_probs_kernel(
             logits, context, token_to_request_index=token_to_request_index
         )
@@ -99,20 +99,24 @@ class ControllerSeam(TextGenerationController):
     _sampling: Sampling
 
     def _init_dynamic_sampling_tensors(self) -> None:
+        """Our sampling is put around megatron's."""
         super()._init_dynamic_sampling_tensors()
         self._sampling = self.sampling_around(self._sampling)
 
     def _dynamic_step_forward_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """A forward is published once it is launched, and copies to the host are launched after it."""
         super()._dynamic_step_forward_logits(input_ids, position_ids)
         self.forward_launched()
 
     def _dynamic_step_sample_logits(self) -> None:
+        """The prompt's next token follows a chunk; benchmarks wrap it to force answers."""
         super()._dynamic_step_sample_logits()
         self.tokens_sampled()
 
     def _dynamic_step_sample_logits_and_verify_tokens(
         self, input_ids: torch.Tensor, token_row_indices: torch.Tensor | None = None
     ) -> None:
+        """The prompt's next token follows a chunk, with drafts, too."""
         super()._dynamic_step_sample_logits_and_verify_tokens(input_ids, token_row_indices)
         self.tokens_sampled()
 
@@ -124,6 +128,7 @@ class ControllerSeam(TextGenerationController):
         num_prefill_requests: int,
         active_request_count: int,
     ) -> Any:
+        """A draft that is an end token is not accepted: it is sampled, and ends the answer."""
         if num_decode_requests:
             shape = num_decode_requests, self.num_speculative_tokens + 1
             self.before_verification(input_tokens_required[: shape[0] * shape[1]].view(shape)[:, 1:])
@@ -132,28 +137,33 @@ class ControllerSeam(TextGenerationController):
         )
 
     def _transfer_samples_to_cpu(self, active_request_count: int) -> Any:
+        """A request may have several end tokens."""
         result = super()._transfer_samples_to_cpu(active_request_count)
         ends = self.inference_wrapped_model.inference_context.active_request_metadata["termination_id"]
         self.tokens_on_host(result[0], ends[:active_request_count])
         return result
 
     def _compact_async_sched_logits(self, survivor_idxs: torch.Tensor) -> None:
+        """The log-prob options move with the rows."""
         super()._compact_async_sched_logits(survivor_idxs)
         self.pending_logits_moved(survivor_idxs)
 
     def _build_async_sched_request_state(
         self, sampled_tokens_cpu: torch.Tensor, resolved_sequence_lengths: torch.Tensor
     ) -> Any:
+        """A prompt between two chunks may have no row in a step; several end tokens."""
         context = self.inference_wrapped_model.inference_context
         rows = slice(context.paused_request_count, context.total_request_count)
         self.tokens_on_host(sampled_tokens_cpu, context.request_metadata["termination_id"][rows])
         return self.build_request_state(sampled_tokens_cpu, resolved_sequence_lengths)
 
     def _run_async_sched_sample_mtp(self) -> Any:
+        """Prefills accepted no drafts."""
         self.before_draft_sampling()
         return super()._run_async_sched_sample_mtp()
 
     def _rewind_kv_cache(self, accepted_counts_cpu: torch.Tensor | None = None) -> Any:
+        """States of all layer kinds go back to the last accepted token."""
         context: Any = self.inference_wrapped_model.inference_context
         rolls_back = self.rolls_back_states
         # Megatron would copy two tensors, of Mamba2 layers; the rest of what it rewinds is the same for all models.

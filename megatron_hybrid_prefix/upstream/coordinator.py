@@ -85,7 +85,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
     _unregistered: frozenset[bytes] = frozenset()
 
     def start(self) -> None:
-        """See upstream."""
+        """See upstream. First takes messages of this package off the socket."""
         self.router_socket = _FilteredSocket(self.router_socket, self._take, self.is_registered, self.most_queued)
         submit = self._handlers[Headers.SUBMIT_REQUEST]
         self._handlers = self._handlers | {Headers.SUBMIT_REQUEST: partial(self._submit, submit)}
@@ -123,9 +123,11 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         return self.receive(sender, *frames) if frames[0].startswith(OWN) else frames[0]
 
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: list[int]) -> None:
+        """Limits the number of blocks that are remembered."""
         self.note_blocks(rank_identity, request_hashes)
 
     def _remove_engine(self, identity: bytes) -> None:
+        """Clients learn which requests are lost."""
         requests = [request for request, replica in self.request_id_to_rank.items() if replica == identity]
         super()._remove_engine(identity)
         self._unregistered |= {identity}

@@ -75,7 +75,7 @@ class EngineSeam(DynamicInferenceEngine):
             await super().run_engine_with_coordinator(loop=loop)
 
     async def shutdown(self) -> None:
-        """See upstream, and `ended`."""
+        """See upstream, and `ended`. Futures get an error that says so."""
         self.ended("the engine was shut down")
         await super().shutdown()
 
@@ -90,7 +90,7 @@ class EngineSeam(DynamicInferenceEngine):
         return messages
 
     def schedule_chunked_prefill(self) -> None:
-        """See upstream, and `tokens_of_chunk`."""
+        """See upstream, and `tokens_of_chunk`. The budget of a chunk holds for one round."""
         self._most_tokens = self.context.max_tokens
         try:
             super().schedule_chunked_prefill()
@@ -98,6 +98,7 @@ class EngineSeam(DynamicInferenceEngine):
             self.context.max_tokens, self._most_tokens = self._most_tokens, None
 
     def _can_schedule_chunked_prefill(self, req: DynamicInferenceRequest) -> bool:
+        """Whether this round admits a request; sets how long a chunk may be."""
         context = self.context
         if self._most_tokens is not None:
             context.max_tokens = self._most_tokens
@@ -110,24 +111,30 @@ class EngineSeam(DynamicInferenceEngine):
         return tokens is None or tokens > 0
 
     def _find_cg_chunk_size(self, max_chunk_tokens: int) -> int | None:
+        """Chunks end on the grid of the scans."""
         if self.cuts_chunks:
             return None
         found: int | None = super()._find_cg_chunk_size(max_chunk_tokens)
         return found
 
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
+        """The prompt is hashed on arrival."""
         return self.accept_request(request)
 
     def _handle_failed_request(self, request_id: int) -> None:
+        """Refused requests get our record, too."""
         self.refuse_request(request_id)
 
     def _should_run_async_sched_overlap(self) -> bool:
+        """False if something must happen between two forwards."""
         return self.may_overlap_steps()
 
     def _check_stop_words_for_request_post_append(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
+        """A stop word may begin before a preemption."""
         return self.check_stop_words(request)
 
     def _get_and_clear_stop_word_finished_ids(self, active_request_ids: list[int]) -> set[int]:
+        """Drops log-probs of a stop word; ends requests whose load failed."""
         return self.take_stopped_ids(active_request_ids)
 
     @property

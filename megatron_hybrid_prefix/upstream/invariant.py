@@ -27,6 +27,7 @@ class ProductSeam:
     """Mixin before a ``ColumnParallelLinear``: `product` replaces its matrix product."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A product whose rows do not depend on each other."""
         bias = args[0] if args else kwargs.get("bias")
         found = self.product(input, weight)
         if found is None:
@@ -57,7 +58,7 @@ class SelfAttentionSeam:
         is_decode_only: bool,
         softmax_offset: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See upstream."""
+        """See upstream. Attention over pages whose rows do not depend on each other."""
         found = None
         if softmax_offset is None:
             starts = torch.arange(len(seqlens_k) + 1) if is_decode_only else cu_seqlens_q
@@ -81,6 +82,7 @@ class SelfAttentionSeam:
         return output
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """A sigmoid that rounds alike everywhere."""
         found = self.gate(x, gate)
         if found is None:
             # The class after this mixin has it.

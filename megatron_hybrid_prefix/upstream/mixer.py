@@ -32,6 +32,7 @@ class PrefillSeam:
         ssm_state: torch.Tensor,
         mamba_layer_idx: int | None = None,
     ) -> torch.Tensor:
+        """Prefill from and to any slot."""
         if getattr(context, "prefill_step", None) is not None:
             return self.prefill(zxBCdt, context.prefill_step, conv_state, ssm_state)
         # The class after this mixin has it.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, make_dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.inference.config import MambaInferenceStateConfig
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.utils import get_attr_wrapped_model
+
+if TYPE_CHECKING:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 RECURRENT = Symbols.MAMBA
 """Symbol of the layers that megatron's context gives live states."""
@@ -51,12 +54,13 @@ def decoder(model: Any) -> torch.nn.Module:
 
 def process_groups(model: Any) -> Any:
     """Megatron's process groups of a model; None for a model without."""
-    return getattr(get_attr_wrapped_model(model, "decoder", return_model_obj=True), "pg_collection", None)
+    owner: HybridModel = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    return getattr(owner, "pg_collection", None)
 
 
 def pattern_of_all_stages(model: Any) -> str | None:
     """Symbols of the layers of all pipeline stages; None for a model that does not have them."""
-    owner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    owner: HybridModel = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
     return getattr(owner, "hybrid_layer_pattern", None)
 
 

@@ -123,10 +123,13 @@ def test_the_wheel_brings_the_command(installed, tmp_path):
 
 def test_the_wheel_has_every_file_of_the_package(installed):
     package = ROOT / "megatron_hybrid_prefix"
-    sources = {path.relative_to(package) for path in package.rglob("*.py")} | {Path("py.typed")}
     found = installed / "megatron_hybrid_prefix"
-    files = [path for path in found.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert {path.relative_to(found) for path in files} == sources
+    sources, files = (
+        {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+        for folder in (package, found)
+    )
+    assert Path("upstream/contracts/0.19.json") in sources
+    assert files == sources
 
 
 def test_setup_py_answers_old_tools(tmp_path):

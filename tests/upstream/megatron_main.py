@@ -1,7 +1,7 @@
 """What the newest main of Megatron-LM has renamed, moved, dropped or re-signed of the names that this package relies on.
 
 Main is commit d98e8a64ddf34856e74b24714e3bedb2f5a39553 of 2026-08-22 (its package_info says 0.20.0); compared with
-megatron-core 0.19.2. Every row of `upstream.contract.CONTRACT` and every name of megatron in ``platform/patches.py`` and
+megatron-core 0.19.2. Every row of the contract and every name of megatron in ``platform/patches.py`` and
 ``mcore/entrypoints/patches.py`` was looked up in the source of both with `ast`; nothing was imported. Names that are not
 here are in main as in 0.19.2: same place, same kind, same parameters and defaults. That says nothing of what they do.
 

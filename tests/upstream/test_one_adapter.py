@@ -7,18 +7,23 @@ differently is used in `upstream/` alone.
 from __future__ import annotations
 
 import ast
-from pathlib import Path
+import functools
+import inspect
+from collections.abc import Callable
 
 import pytest
 
 from megatron_hybrid_prefix.platform import patches as platform_patches
 from megatron_hybrid_prefix.upstream.check import Entry, accepts, parameters_of
-from megatron_hybrid_prefix.upstream.contract import CONTRACT
-from tests.upstream import contract_scan as scan
+from megatron_hybrid_prefix.upstream.contract import installed_contract
+from megatron_hybrid_prefix.upstream.rebinding import resolve
+from scripts import contract_classes as classes
+from scripts import contract_names as names
+from scripts import contract_scan as scan
+from scripts.contract_names import is_private
+from scripts.contract_rows import overriders
+from scripts.contract_scan import Source, Use
 from tests.upstream.megatron_main import RENAMED
-from tests.upstream.test_contract import NOT_MEGATRONS, is_documented, ours_in
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -26,59 +31,63 @@ def started(platform):
     """Megatron's modules are imported, and missing ones replaced."""
 
 
-def sources_outside() -> dict[str, str]:
-    """Our sources without `upstream/`: texts by module name."""
-    texts = {
-        path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("megatron_hybrid_prefix/"): path.read_text(
-            "utf-8"
-        )
-        for path in scan.sources()
+def sources_outside() -> list[Source]:
+    """Our sources without `upstream/`."""
+    found = [source for source in scan.sources() if not source.name.startswith("upstream/")]
+    assert {"mcore/engine/engine", "mcore/context/context", "layers/mamba2", "platform/patches"} <= {
+        source.name for source in found
     }
-    found = {name: text for name, text in texts.items() if not name.startswith("upstream/")}
-    assert {"mcore/engine/engine", "mcore/context/context", "layers/mamba2", "platform/patches"} <= set(found)
     return found
 
 
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
+def uses(sources: list[Source]) -> list[Use]:
+    of_our_class = classes.megatrons_class_of_each()
+    return [use for source in sources for use in scan.uses(source, of_our_class)]
 
 
-def private_uses(text: str, where: str) -> list[str]:
-    base_of = {base.__name__: scan.bases_of(cls)[0] for cls in scan.our_classes() for base in ours_in(cls)}
+@functools.cache
+def uses_outside() -> list[Use]:
+    """Names of megatron in our sources without `upstream/`."""
+    found = uses(sources_outside())
+    assert {use.how for use in found} >= {"name", "class", "module", "through"}
+    return found
+
+
+def private_uses(found: list[Use]) -> list[str]:
+    """Private names. Those that a module in `upstream/` gives another module under a name of ours are not meant."""
     return [
         f"{use.where}: {use.name}"
-        for use in scan.uses(text, where, base_of)
-        if is_private(use.name) and use.name not in NOT_MEGATRONS
+        for use in found
+        if is_private(use.name) and use.name not in names.NOT_MEGATRONS and use.how != "through"
     ]
 
 
 def test_only_upstream_uses_private_names():
-    found = [use for name, text in sources_outside().items() for use in private_uses(text, name)]
+    found = private_uses(uses_outside())
     assert found == [], "give it a neutral name in upstream/: " + "; ".join(found)
 
 
 def private_overrides(cls: type) -> list[str]:
-    return [name for name in scan.overridden(cls) if is_private(name) and name in vars(cls)]
+    return [name for name in classes.overridden(cls) if is_private(name) and name in vars(cls)]
 
 
 def test_only_upstream_overrides_private_names():
     from megatron_hybrid_prefix.upstream.engine import EngineSeam
 
-    modules = {f"megatron_hybrid_prefix.{name.replace('/', '.')}" for name in sources_outside()}
-    classes = [cls for cls in scan.our_classes() if cls.__module__ in modules]
+    modules = {f"megatron_hybrid_prefix.{source.name.replace('/', '.')}" for source in sources_outside()}
+    ours = [cls for cls in classes.our_classes() if cls.__module__ in modules]
     assert {"HybridPrefixContext", "HybridPrefixEngine", "HybridPrefixController", "PrefixCoordinator"} <= {
-        cls.__name__ for cls in classes
+        cls.__name__ for cls in ours
     }
-    assert {cls.__name__: names for cls in classes if (names := private_overrides(cls))} == {}
+    assert {cls.__name__: names for cls in ours if (names := private_overrides(cls))} == {}
     assert "_add_request" in private_overrides(EngineSeam)
 
 
 def test_only_upstream_imports_internals():
     found = [
-        f"{name}: {module}.{imported}"
-        for name, text in sources_outside().items()
-        for module, imported in scan.imports(text)
-        if is_private(imported) or not is_documented(module)
+        f"{use.where}: {use.owner.__name__}.{use.name}"
+        for use in uses_outside()
+        if use.how == "module" and (is_private(use.name) or not names.is_documented(use.owner.__name__))
     ]
     assert found == [], "import it in upstream/: " + "; ".join(found)
 
@@ -86,9 +95,9 @@ def test_only_upstream_imports_internals():
 def test_only_upstream_names_modules_of_megatron():
     """Also in strings, which name the objects to replace."""
     found = [
-        f"{name}:{node.lineno}: {node.value}"
-        for name, text in sources_outside().items()
-        for node in ast.walk(ast.parse(text))
+        f"{source.name}:{node.lineno}: {node.value}"
+        for source in sources_outside()
+        for node in ast.walk(ast.parse(source.text))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and node.value.startswith("megatron.core.")
@@ -107,7 +116,11 @@ class HybridPrefixEngine:
     def __init__(self):
         self._own = 1
 """
-    assert private_uses(text, "fake") == ["fake:4: _add_request", "fake:5: _prefix_coordination_waits", "fake:6: _loop"]
+    assert private_uses(uses([Source("fake", text)])) == [
+        "fake:4: _add_request",
+        "fake:5: _prefix_coordination_waits",
+        "fake:6: _loop",
+    ]
 
 
 # -- what main has changed ---------------------------------------------------------------------------------------------
@@ -115,21 +128,35 @@ class HybridPrefixEngine:
 
 def row_of(symbol: str) -> Entry | None:
     dotted = symbol.replace(":", ".")
-    return next((entry for entry in CONTRACT if entry.symbol == dotted), None)
+    return next((entry for entry in installed_contract() if entry.symbol == dotted), None)
 
 
 def has_to_change(entry: Entry, what: str, now: str) -> list[str]:
-    """Our modules whose code must change with the name. (A call need not change if only optional parameters were
-    added.)
+    """Our modules whose code must change with the name.
+
+    Not those that have it through a module of ours, which may give them what it was; nor a call, if only optional parameters
+    were added; nor an override that passes on what it does not name.
     """
-    users = entry.where.split()
+    ours = overriders(resolve(entry.owner), entry.name) if entry.kind in ("overrides", "wraps") else []
+    passing_on = {cls.__module__ for cls in ours if takes_any(getattr(cls, entry.name))}
+    how: dict[str, set[str]] = {}
+    for use in uses_outside():
+        if use.name == entry.name:
+            how.setdefault(use.where.partition(":")[0], set()).add(use.how)
+    users = [user for user in entry.where if how.get(user) != {"through"}]
     if what != "signature":
         return users
     assert entry.signature is not None
+    users = [user for user in users if f"megatron_hybrid_prefix.{user.replace('/', '.')}" not in passing_on]
     if not accepts(parameters_of(entry.signature), parameters_of(now), strict=False):
         return users
-    texts = {user: (ROOT / "megatron_hybrid_prefix" / f"{user}.py").read_text(encoding="utf-8") for user in users}
-    return [user for user, text in texts.items() if entry.kind == "overrides" and f"def {entry.name}(" in text]
+    texts = {source.name: source.text for source in scan.sources()}
+    return [user for user in users if entry.kind == "overrides" and f"def {entry.name}(" in texts[user]]
+
+
+def takes_any(method: Callable[..., object]) -> bool:
+    kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
+    return bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
 @pytest.mark.parametrize(("symbol", "what", "now"), RENAMED, ids=lambda value: value.rpartition(".")[2][:40])
@@ -148,18 +175,17 @@ def test_what_main_has_changed_is_used_in_upstream_alone(symbol, what, now):
 def test_what_main_has_renamed_is_read_in_upstream_alone():
     """Checked in the sources themselves, whatever the rows say."""
     gone = {symbol for symbol, what, _ in RENAMED if what != "signature"}
-    base_of = {base.__name__: scan.bases_of(cls)[0] for cls in scan.our_classes() for base in ours_in(cls)}
 
-    def uses(texts: dict[str, str]) -> list[str]:
+    def gone_uses(found: list[Use]) -> list[str]:
         return [
             f"{use.where}: {use.name}"
-            for name, text in texts.items()
-            for use in scan.uses(text, name, base_of)
-            if use.owner is not None and f"{use.owner.__module__}:{use.owner.__name__}.{use.name}" in gone
+            for use in found
+            if isinstance(use.owner, type) and f"{use.owner.__module__}:{use.owner.__name__}.{use.name}" in gone
         ]
 
-    assert uses(sources_outside()) == []
-    assert uses({"fake": "def counts(allocator):\n    return allocator.total_count"}) == ["fake:2: total_count"]
+    assert gone_uses(uses_outside()) == []
+    fake = Source("fake", "def counts(allocator):\n    return allocator.total_count")
+    assert gone_uses(uses([fake])) == ["fake:2: total_count"]
 
 
 def test_the_list_has_names_that_would_break_us():

@@ -356,7 +356,7 @@ class HybridPrefixContext(SlotContext):
     # -- run -----------------------------------------------------------------------------------------------------------
 
     def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream."""
+        """See upstream. Ranks compare their decisions before a forward."""
         if self._decisions is not None:
             self._note(lambda: reports.describe_forward(self))
             self._decisions.compare()
@@ -428,7 +428,7 @@ class HybridPrefixContext(SlotContext):
             rows.attach_blocks(self, self.prefix_cache)
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See upstream and `update_requests`."""
+        """See upstream and `update_requests`. Called after a forward succeeded, with asynchronous scheduling."""
         self._publish_rest()
         finished, continuing = super().resolve_requests(active_requests_mask)
         self._forward_is_over()

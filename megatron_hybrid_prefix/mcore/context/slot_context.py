@@ -154,7 +154,7 @@ class SlotContext(ContextSeam):
         return None
 
     def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
-        """See upstream."""
+        """See upstream. Admits a request and plans its step."""
         length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
         self.add_chunk(req, length, given=prefill_chunk_length)
         if length < req.remaining_prompt_length:
@@ -167,7 +167,7 @@ class SlotContext(ContextSeam):
     # -- run -----------------------------------------------------------------------------------------------------------
 
     def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream."""
+        """See upstream. A forward begins: prefills of one token are allowed."""
         with one_thread():
             result = super().initialize_attention_state(*args, **kwargs)
         if self.num_prefill_requests:
@@ -258,7 +258,7 @@ class SlotContext(ContextSeam):
     # -- release -------------------------------------------------------------------------------------------------------
 
     def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream."""
+        """See upstream. Preempted requests swap out to the host."""
         if not self.paused_request_count:
             return None
         with self.preempting():
