@@ -97,8 +97,13 @@ class StateMemory:
             device=memory.buffer.device,
         )
         # Views are made once: every layer needs them in every step.
+        places = [states.place(number) for number in range(len(states.kind_of_layer))]
         self._of_layer, self._drafted_of_layer = (
-            [] if not tensors else [self._views(states, tensors, number) for number in range(len(states.kind_of_layer))]
+            [
+                {each.name: tensors[each.name][layer] for each in layout.components}
+                for layout, layer in places
+                if tensors
+            ]
             for tensors in (memory.states, memory.drafted)
         )
 
@@ -110,11 +115,6 @@ class StateMemory:
             drafted: Return the states after each drafted token instead, (rows, drafts + 1, *shape).
         """
         return (self._drafted_of_layer if drafted else self._of_layer)[recurrent_layer]
-
-    @staticmethod
-    def _views(states: ModelStates, tensors: dict[str, torch.Tensor], recurrent_layer: int) -> dict[str, torch.Tensor]:
-        layout, layer = states.place(recurrent_layer)
-        return {component.name: tensors[component.name][layer] for component in layout.components}
 
     def roll_back(self, rows: torch.Tensor, forward_tokens: torch.Tensor) -> None:
         """Live states become those after a token of the last forward.
