@@ -145,7 +145,7 @@ CONTEXT = rows_of(
     wraps(
         "evict_overflow_paused_requests",
         "(self, active_request_count, next_tokens, new_speculative_tokens=None)",
-        "mcore/context/slot_context",
+        "mcore/context/context",
         "preempted requests swap out to the host",
     ),
     overrides(

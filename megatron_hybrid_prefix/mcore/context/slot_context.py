@@ -5,15 +5,14 @@ It has no prefix cache. `HybridPrefixContext` (``context.py``) adds one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore.context import rows
-from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
+from megatron_hybrid_prefix.mcore.state.layout import states_of_config
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.platform.sizes import check_sizes
@@ -80,11 +79,6 @@ class SlotContext(ContextSeam):
         assert self.model_states is not None
         return self.model_states.slots
 
-    @property
-    def has_own_layers(self) -> bool:
-        """Whether the model has layers that only this package's engine runs."""
-        return needs_this_package(self.config.mamba_inference_state_config)
-
     def make_shared_memory(self) -> tuple[SharedMemory, bool]:
         """The memory of the states, and whether a cache gives slots of it to running requests."""
         memory = SharedMemory(
@@ -117,17 +111,14 @@ class SlotContext(ContextSeam):
         self.offload_with_engine(["shared_memory_buffer"])
 
     def zero_live_states(self, live_indices: list[int]) -> None:
-        """See ContextSeam."""
         assert self.states is not None
         self.states.memory.zero(sorted({self.states.live.slot(index) for index in live_indices}))
 
     def live_rows(self, live_indices: torch.Tensor) -> torch.Tensor:
-        """See ContextSeam."""
         assert self.states is not None
         return self.states.live.rows(live_indices)
 
     def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ContextSeam."""
         states = self.states_of_layer(layer_number, drafted=intermediate)
         return states["conv"], states["ssm"]
 
@@ -150,24 +141,21 @@ class SlotContext(ContextSeam):
     # -- admit ---------------------------------------------------------------------------------------------------------
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
-        """See ContextSeam."""
         return None
 
     def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
-        """See upstream."""
         length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
-        self.add_chunk(req, length, given=prefill_chunk_length)
+        self.add_chunk(req, length)
         if length < req.remaining_prompt_length:
             self.next_prompt_token = int(req.remaining_prompt_tokens[length])
 
-    def add_chunk(self, req: DynamicInferenceRequest, length: int, *, given: int | None) -> None:
-        """Add the next ``length`` tokens of a prompt. ``given``: megatron's argument."""
-        super().add_request(req, given)
+    def add_chunk(self, req: DynamicInferenceRequest, length: int) -> None:
+        """Add the next ``length`` tokens of a prompt."""
+        super().add_request(req, length)
 
     # -- run -----------------------------------------------------------------------------------------------------------
 
     def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream."""
         with one_thread():
             result = super().initialize_attention_state(*args, **kwargs)
         if self.num_prefill_requests:
@@ -175,12 +163,10 @@ class SlotContext(ContextSeam):
         return result
 
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
-        """See ContextSeam."""
         assert self.prefill_step is not None
         self.prefill_step.prepare(self._prefill_spans(sequences), tokens=padded_tokens, sequences=padded_sequences)
 
     def show_prefill(self) -> None:
-        """See ContextSeam."""
         assert self.prefill_step is not None
         self.prefill_step.show()
 
@@ -231,7 +217,6 @@ class SlotContext(ContextSeam):
     def update_requests(
         self, active_requests_mask: torch.Tensor, new_tokens: torch.Tensor, new_speculative_tokens: Any = None
     ) -> Any:
-        """See upstream."""
         with rows.drafts_past_the_end(self) if self.num_speculative_tokens else nullcontext():
             result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
         self.attach_blocks()
@@ -247,7 +232,6 @@ class SlotContext(ContextSeam):
         return self.chunked_prefill_request_id == -1 and bool(super().can_prepare_requests())
 
     def prepare_requests(self) -> None:
-        """See upstream."""
         past_the_end = self.rows_past_the_end()
         super().prepare_requests()
         self.attach_blocks()
@@ -257,20 +241,7 @@ class SlotContext(ContextSeam):
 
     # -- release -------------------------------------------------------------------------------------------------------
 
-    def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream."""
-        if not self.paused_request_count:
-            return None
-        with self.preempting():
-            return super().evict_overflow_paused_requests(*args, **kwargs)
-
-    @contextmanager
-    def preempting(self) -> Iterator[None]:
-        """Megatron preempts requests meanwhile."""
-        yield
-
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
-        """See upstream."""
         table = self.request_to_kv_block_ids[request_indexes]
         table[table == self.kv_block_allocator.dummy_block_idx] = -1  # see `rows.add_dummy_blocks`
         self.request_to_kv_block_ids[request_indexes] = table

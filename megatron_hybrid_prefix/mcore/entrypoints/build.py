@@ -52,10 +52,14 @@ def build_engine(
     if inference_config.enable_prefix_caching:
         return _upstream_engine(model, inference_config, tokenizer)
     from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+    from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
     from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
     from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 
-    context = HybridPrefixContext(model.config, inference_config, prefix)
+    if prefix is None:
+        context = SlotContext(model.config, inference_config)
+    else:
+        context = HybridPrefixContext(model.config, inference_config, prefix)
     if model.config.cuda_graph_impl == "local":
         replace_names(CONTEXT_IN_CUDA_GRAPHS)
     return HybridPrefixEngine(_controller(HybridPrefixController, model, context, tokenizer), context)
@@ -100,15 +104,6 @@ def _controller(
 
 
 def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:
-    check_contract()
-    platform = running_platform()
-    if platform is not None:
-        platform.check_cuda_graphs(model.config.cuda_graph_impl)
-    check_sizes(model.config, "the model's config", fields.get("pg_collection"))
-    return _inference_config(model, prefix, fields)
-
-
-def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, with_state_dtype
     from megatron_hybrid_prefix.upstream.config import (
         InferenceConfig,
@@ -117,6 +112,11 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
     )
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext
 
+    check_contract()
+    platform = running_platform()
+    if platform is not None:
+        platform.check_cuda_graphs(model.config.cuda_graph_impl)
+    check_sizes(model.config, "the model's config", fields.get("pg_collection"))
     unknown = set(fields) - set(InferenceConfig.__dataclass_fields__)
     if unknown:
         raise ValueError(f"unknown InferenceConfig field(s): {', '.join(sorted(unknown))}")

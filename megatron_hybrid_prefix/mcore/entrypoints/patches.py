@@ -75,8 +75,10 @@ def _our_context(
 
 
 def _needs_ours(context: Any) -> bool:
-    """Whether a context needs this package's controller and engine: it has a cache, or layers that megatron cannot run."""
-    return hasattr(context, "prefix_cache") or getattr(context, "has_own_layers", False)
+    """Whether a context needs this package's controller and engine."""
+    from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
+
+    return isinstance(context, SlotContext)
 
 
 def _our_controller(original: Callable[..., None]) -> Callable[..., None]:
