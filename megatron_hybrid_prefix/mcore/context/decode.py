@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -148,9 +147,8 @@ class DecodeProgress:
             return before
         noted, processed = zip(*self._notes, strict=True)
         self._notes.clear()
-        ends = (
-            np.stack(processed) if self._width > 1 else before + np.arange(1, len(noted) + 1)[:, None]
-        )  # (steps, rows)
+        # (steps, rows)
+        ends = np.stack(processed) if self._width > 1 else before + np.arange(1, len(noted) + 1)[:, None]
         starts = np.concatenate([before[None], ends[:-1]])
         positions = starts[:, :, None] + np.arange(self._width)
         rows = np.broadcast_to(own[None, :, None], positions.shape)
@@ -168,23 +166,19 @@ class DecodedStates:
     """When a decode fills a block, the block gets its key, and the state at its end is checkpointed.
 
     Args:
-        context: A `HybridPrefixContext` with a cache.
+        context: A `HybridPrefixContext`.
         cache: Its cache.
-        note: Logs a decision that must be the same on all ranks; gets a function that returns it in words.
         keep: False: track the tokens only, and keep no blocks or states.
+
+    Attributes:
+        progress: Tokens of the running requests.
     """
 
-    def __init__(
-        self, context: Any, cache: HybridPrefixCache, note: Callable[[Callable[[], str]], None], *, keep: bool
-    ) -> None:
-        self._context, self._cache, self._note, self._keep = context, cache, note, keep
-        self._progress = DecodeProgress(
+    def __init__(self, context: Any, cache: HybridPrefixCache, *, keep: bool) -> None:
+        self._context, self._cache, self._keep = context, cache, keep
+        self.progress = DecodeProgress(
             rows=context.max_requests, block_tokens=context.block_size_tokens, drafts=context.num_speculative_tokens
         )
-
-    def computed_tokens(self, live_index: int) -> int:
-        """Computed tokens of the request with this live index, as of the last forward."""
-        return self._progress.processed(live_index)
 
     def follow(self) -> None:
         """Track the last forward. Call it after drafts are rewound and before the next forward launches.
@@ -192,26 +186,22 @@ class DecodedStates:
         At that point of the stream, live states are those after the tokens counted here, and speculative states are still
         those after each token of the last forward.
         """
-        blocks = self._progress.advance(self._context)
+        blocks = self.progress.advance(self._context)
         if not blocks or not self._keep:
             return
-        copies: dict[
-            int, tuple[int, int]
-        ] = {}  # by target slot: with few slots, a request may take the slot that another just got
+        # By target slot: with few slots, a request may take the slot that another just got.
+        copies: dict[int, tuple[int, int]] = {}
         for block in blocks:
             known = self._cache.live[block.request_id].chain.tokens
-            tokens = self._progress.tokens(block.live_index, known, block.end_tokens)
+            tokens = self.progress.tokens(block.live_index, known, block.end_tokens)
             self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
             slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)
             if slot is not None:
                 copies[slot] = self._context.states.live.slot(block.live_index), block.forward_token
-            self._note(partial(_in_words, block, slot))
+            words = "request {} filled a block at {}, slot {}"
+            self._context.note(partial(words.format, block.request_id, block.end_tokens, slot))
         if not copies:
             return
         self._context.moves.launch(send=False)  # what was in these slots goes elsewhere first
         live_slots, forward_tokens = zip(*copies.values(), strict=True)
         self._context.states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))
-
-
-def _in_words(block: FilledBlock, slot: int | None) -> str:
-    return f"request {block.request_id} filled a block at {block.end_tokens}, slot {slot}"

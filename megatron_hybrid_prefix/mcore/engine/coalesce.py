@@ -27,19 +27,13 @@ _MAX_IDLE_ROUNDS = 8
 
 
 class Coalescing:
-    """Which waiting requests wait for a prefix.
-
-    Args:
-        cache: The cache.
-        prefix_request: Returns the keys and cache options of a request.
-    """
+    """Which waiting requests wait for a prefix."""
 
     def __init__(self, cache: HybridPrefixCache, prefix_request: Callable[[Any], PrefixRequest]) -> None:
         self._cache = cache
         self._prefix_request = prefix_request
-        self._idle: dict[
-            int, tuple[int, int, int]
-        ] = {}  # by waiting request: owner, the owner's progress, rounds without progress
+        # By waiting request: owner, the owner's progress, rounds without progress.
+        self._idle: dict[int, tuple[int, int, int]] = {}
 
     def held_back(self, waiting: Iterable[Any], most: int) -> list[int]:
         """Ids of the requests to hold back in this round.
@@ -95,11 +89,7 @@ class Coalescing:
 
 
 class _Owners:
-    """Who computes which blocks.
-
-    Args:
-        block_tokens: Tokens per KV block.
-    """
+    """Who computes which blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens

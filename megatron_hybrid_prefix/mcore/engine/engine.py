@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.mcore.engine.exact import Replays, make_exact
-from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens, keep_log_probs
+from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
 from megatron_hybrid_prefix.mcore.engine.removals import Removals
@@ -82,15 +82,14 @@ class HybridPrefixEngine(EngineSeam):
         self._scheduling = PrefixScheduling(self, context) if self._has_cache else None
         self.removals = Removals(self, self._cached)
         self._row_options: dict[int, SamplingOptions] = {}  # of unfinished requests that have some
-        self._end_tokens: dict[int, tuple[int, ...]] = {}  # with drafts
-        self._other_ends: dict[int, tuple[int, ...]] = {}  # where `termination_id` does not say all
+        self._end_tokens: dict[int, tuple[int, ...]] = {}  # with drafts, or where `termination_id` does not say all
         self._replays = Replays(self)
-        if self._is_exact:
+        if self._cached.is_exact:
             make_exact(controller)
             context.may_start = self._replays.may_start
         if isinstance(controller, HybridPrefixController):
             controller.row_options, controller.replays = self._row_options, self._replays.answers
-            controller.end_tokens, controller.other_ends = self._end_tokens, self._other_ends
+            controller.end_tokens = self._end_tokens
             controller.record_of = lambda request_id: self.requests[request_id].record
         super().__init__(controller, context)
         self._most_blocks = block_counts(context.kv_block_allocator).active  # that a request can have
@@ -132,7 +131,6 @@ class HybridPrefixEngine(EngineSeam):
 
     @property
     def needs_reset(self) -> bool:
-        """See the seam."""
         return self._step_failed
 
     def ended(self, why: str) -> None:
@@ -173,7 +171,7 @@ class HybridPrefixEngine(EngineSeam):
 
         With tensor or pipeline parallelism call this on every rank.
         """
-        if self._is_suspended and not self._cached.keeps_on_resume:
+        if self._is_suspended and not (self._has_cache and self.context.prefix_config.keep_on_resume):
             self._cached.log_dropped()
             self.invalidate()
         super().resume()
@@ -268,20 +266,19 @@ class HybridPrefixEngine(EngineSeam):
     def _new_request(
         self, request_id: int, prompt: Prompt, sampling_params: SamplingParams | None
     ) -> DynamicInferenceRequest:
-        accepted = self._rules.accept(request_id, prompt, sampling_params)
+        text, tokens, params = self._rules.accept(request_id, prompt, sampling_params)
         if request_id in self.requests:
             raise ValueError(
                 f"request {request_id}: this id is in use until a step returns its request: choose another"
             )
         megatrons_cache = self.context.enable_prefix_caching and not self._has_cache
-        tokens = accepted.tokens
         if megatrons_cache or not isinstance(self.context, SlotContext):
             tokens = tokens.to(torch.cuda.current_device())  # megatron's context copies them there
         request = DynamicInferenceRequest(
             request_id=request_id,
-            prompt=accepted.text,
+            prompt=text,
             prompt_tokens=tokens,
-            sampling_params=accepted.params,
+            sampling_params=params,
             block_size_tokens=self.context.block_size_tokens,
             enable_prefix_caching=megatrons_cache,
         )
@@ -354,10 +351,8 @@ class HybridPrefixEngine(EngineSeam):
         self._cached.prefix_request(request)
         super().accept_request(request)
         ends = end_tokens_of(request.sampling_params)  # megatron has set the default of its own
-        if ends and self.num_speculative_tokens:
+        if ends and (self.num_speculative_tokens or ends != (request.sampling_params.termination_id,)):
             self._end_tokens[request.request_id] = ends
-        if ends and ends != (request.sampling_params.termination_id,):
-            self._other_ends[request.request_id] = ends
         self._refuse_if_never_active(request)
         self._use_own_record(request.request_id)
         options = SamplingOptions.of(request.sampling_params)
@@ -369,10 +364,9 @@ class HybridPrefixEngine(EngineSeam):
     @property
     def _by_request(self) -> tuple[dict[int, Any], ...]:
         """What is known of unfinished requests, by id."""
-        return self._row_options, self._end_tokens, self._other_ends, self._replays.answers
+        return self._row_options, self._end_tokens, self._replays.answers
 
     def refuse_request(self, request_id: int) -> None:
-        """See the seam."""
         self._use_own_record(request_id)
         super().refuse_request(request_id)
 
@@ -380,7 +374,7 @@ class HybridPrefixEngine(EngineSeam):
         entry = self.requests[request_id]
         if not isinstance(entry.record, RequestRecord):
             entry.record = RequestRecord(requests=entry.record.requests, latency=entry.record.latency)
-            entry.record.replays = self._replays.answers if self._is_exact else None
+            entry.record.replays = self._replays.answers if self._cached.is_exact else None
             entry.record.continued = self._cached.continue_request
         if not isinstance(entry.future, Answer) and not entry.future.done():
             entry.future = Answer(loop=entry.future.get_loop())
@@ -509,18 +503,18 @@ class HybridPrefixEngine(EngineSeam):
 
         Only requests that asked for log-probs get them, exactly one per token.
         """
-        restarting = self.removals.take_restarting() if self.removals.restarting else set()
+        restarting, self.removals.restarting = self.removals.restarting, set()
         # A request between two chunks is not finished either, even if its next prompt token is the end-of-text token.
         running = restarting | {consumed_chunked_prefill_request_id}
         left = [request_id not in running for request_id in finished_request_ids.tolist()]
         if not all(left):
             finished_request_ids = finished_request_ids[torch.tensor(left, dtype=torch.bool)]
-        given = None
+        given, scored = None, self._cached.scored
         if log_probs:
             requests = [self.get_request(request_id) for request_id in request_ids.tolist()]
-            step = (log_probs, top_n_logprobs)
-            if self._cached.scored is not None and self._cached.scored.of_step:
-                add_cached(requests, self._cached.scored, self.controller.tokenizer)
+            of_rows, tops_of_rows = log_probs, top_n_logprobs or {}
+            if scored is not None:
+                add_cached(requests, scored, self.controller.tokenizer)
             given = StepLogProbs(requests, log_probs, top_n_logprobs, consumed_chunked_prefill_request_id)
             log_probs, top_n_logprobs = given.selected, given.top_n
         result = super().post_process_requests(
@@ -538,14 +532,14 @@ class HybridPrefixEngine(EngineSeam):
         )
         if given is not None:
             given.name_all_tokens(self.controller.tokenizer)
-            if self._cached.scored is not None and self._cached.scored.of_step:
-                keep_log_probs(requests, self._cached.scored, *step)
+            if scored is not None:
+                for row, request in enumerate(requests):
+                    scored.collect(request.request_id, of_rows[row], tops_of_rows.get(row))
             for record in result[1]:
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
         if restarting:
             self.removals.requeue(restarting)
-        if self.removals.aborting:
-            self.removals.forget_finished()
+        self.removals.aborting.intersection_update(self.requests)  # ids of those that finished may be reused
         for by_id in self._by_request:
             for request_id in [each for each in by_id if each not in self.requests]:
                 del by_id[request_id]
@@ -555,16 +549,11 @@ class HybridPrefixEngine(EngineSeam):
 
     @property
     def cuts_chunks(self) -> bool:
-        """See the seam."""
-        return self._is_exact
+        return self._cached.is_exact
 
     def tokens_of_chunk(self, request: DynamicInferenceRequest) -> int | None:
         """See the seam: where bits have to be equal, chunks end on the grid of the scans."""
-        return self.context.chunk_on_grid(request) if self._is_exact else None
-
-    @property
-    def _is_exact(self) -> bool:
-        return self._has_cache and bool(self._cached.is_exact)
+        return self.context.chunk_on_grid(request) if self._cached.is_exact else None
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,10 @@ class StepLogProbs:
                 if self.top_n is not None:
                     self.top_n.pop(row, None)
         # Megatron appends a row's entries to the request's lists, first those of the prompt. It may omit the last entries.
-        self._rows = [(requests[row], _counts(requests[row]), tokens) for row, tokens in (self.top_n or {}).items()]
+        self._rows = []
+        for row, tokens in (self.top_n or {}).items():
+            of_prompt, of_answer = requests[row].prompt_top_n_logprobs, requests[row].generated_top_n_logprobs
+            self._rows.append((requests[row], len(of_prompt or ()), len(of_answer or ()), tokens))
 
     def name_all_tokens(self, tokenizer: Tokenizer) -> None:
         """Repair entries in which several tokens have the same text: megatron keeps the least likely of them.
@@ -61,7 +64,7 @@ class StepLogProbs:
         Args:
             tokenizer: The tokenizer that megatron used for the names.
         """
-        for request, (prompt_count, generated_count), tokens in self._rows:
+        for request, prompt_count, generated_count, tokens in self._rows:
             entries = (request.prompt_top_n_logprobs or [])[prompt_count:]
             entries += (request.generated_top_n_logprobs or [])[generated_count:]
             by_id = getattr(request.sampling_params, "top_n_by_id", False)
@@ -81,7 +84,7 @@ def add_cached(requests: Sequence[DynamicInferenceRequest], scored: ScoredPrompt
         tokenizer: Names tokens, as megatron does.
     """
     for request in requests:
-        prompt = scored.published(request.request_id)
+        prompt = scored.of_step.get(request.request_id)
         if prompt is None or prompt.waits_for_promises:  # these start over
             continue
         log_probs, tops = prompt.take()
@@ -90,25 +93,6 @@ def add_cached(requests: Sequence[DynamicInferenceRequest], scored: ScoredPrompt
             by_id = getattr(request.sampling_params, "top_n_by_id", False)
             if tops:
                 request.prompt_top_n_logprobs = [_named(*top, tokenizer, by_id=by_id) for top in tops]
-
-
-def keep_log_probs(
-    requests: Sequence[DynamicInferenceRequest],
-    scored: ScoredPrompts,
-    selected: Sequence[list[float] | None],
-    top_n: TopN | None,
-) -> None:
-    """Keep a step's log-probs of prompts for later prompts.
-
-    Args:
-        requests: Requests of the step, in the order of its rows.
-        scored: Has the prompts of the step.
-        selected: As of `StepLogProbs`.
-        top_n: As of `StepLogProbs`.
-    """
-    for row, request in enumerate(requests):
-        if scored.published(request.request_id) is not None:
-            scored.collect(request.request_id, selected[row], (top_n or {}).get(row))
 
 
 def _named(values: Sequence[float], ids: Sequence[int], tokenizer: Tokenizer, *, by_id: bool) -> dict[str, float]:
@@ -126,7 +110,3 @@ def cut_to_tokens(record: DynamicInferenceRequestRecord) -> None:
         for log_probs in (part.generated_log_probs, part.generated_top_n_logprobs):
             if log_probs:
                 del log_probs[len(part.generated_tokens) :]
-
-
-def _counts(request: DynamicInferenceRequest) -> tuple[int, int]:
-    return len(request.prompt_top_n_logprobs or ()), len(request.generated_top_n_logprobs or ())

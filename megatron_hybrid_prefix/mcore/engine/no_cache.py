@@ -11,7 +11,6 @@ class NoCache:
     loads_wait = False
     scored = None
     is_exact = False
-    keeps_on_resume = False  # layers keep what they derived from their weights
 
     def prefix_request(self, req: Any) -> None:
         """Make no keys."""

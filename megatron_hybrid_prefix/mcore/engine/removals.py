@@ -20,11 +20,7 @@ from megatron_hybrid_prefix.upstream.names import Status
 
 
 class Removals:
-    """The requests of an engine that leave early.
-
-    Args:
-        engine: The engine; its tables of requests are changed here.
-        cached: Its context, or a `NoCache`.
+    """The requests of an engine that leave early. Changes its tables of requests.
 
     Attributes:
         aborting: Ids of aborted requests that are still in the context.
@@ -67,10 +63,6 @@ class Removals:
             self._engine.resume_request_ids.remove(request_id)
             self._finish(request_id)
 
-    def forget_finished(self) -> None:
-        """Forget aborted requests that finished; their ids may be reused."""
-        self.aborting.intersection_update(self._engine.requests)
-
     def _finish(self, request_id: int) -> None:
         # The next step returns it with the finished requests, like a refused request.
         engine = self._engine
@@ -92,11 +84,6 @@ class Removals:
         between_chunks = request_ids & {self._engine.context.chunked_prefill_request_id}
         self.restarting_between_chunks |= between_chunks
         self.restarting |= request_ids - between_chunks
-
-    def take_restarting(self) -> set[int]:
-        """Return and forget the ids of requests that left with this step's bookkeeping."""
-        restarting, self.restarting = self.restarting, set()
-        return restarting
 
     def requeue(self, request_ids: set[int]) -> None:
         """Put requests that start over at the front of the queue, but after a prompt between two chunks."""

@@ -35,21 +35,6 @@ class Answer(asyncio.Future[Any]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    """A prompt and parameters that an engine can run.
-
-    Attributes:
-        text: The prompt, if it came as text.
-        tokens: (tokens,) int64 on the host.
-        params: A copy of the request's, with values that megatron can sample.
-    """
-
-    text: str | None
-    tokens: torch.Tensor
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRules:
     """The rules of one engine.
 
@@ -69,13 +54,16 @@ class RequestRules:
     drafts: bool
     scores_prompts: bool
 
-    def accept(self, request_id: int, prompt: Any, params: Any) -> Accepted:
+    def accept(self, request_id: int, prompt: Any, params: Any) -> tuple[str | None, torch.Tensor, SamplingParams]:
         """Check a request.
 
         Args:
             request_id: Its id.
             prompt: Text, or token ids: (tokens,) integers.
             params: Megatron's ``SamplingParams``; None: its defaults.
+
+        Returns:
+            The prompt, if it came as text; its tokens, (tokens,) int64 on the host; a copy of the parameters.
 
         Raises:
             ValueError: The request is wrong; names what is.
@@ -97,7 +85,7 @@ class RequestRules:
                 )
         except FieldError as error:
             raise ValueError(f"request {request_id}: {error}") from error.__cause__
-        return Accepted(text=text, tokens=tokens, params=params)
+        return text, tokens, params
 
     def _params(self, given: Any) -> SamplingParams:
         if not isinstance(given, SamplingParams | None):

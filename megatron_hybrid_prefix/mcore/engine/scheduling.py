@@ -20,15 +20,9 @@ _CANDIDATES_PER_ROW = 4
 
 
 class PrefixScheduling:
-    """Megatron's scheduling, without requests that wait for a prefix.
-
-    Args:
-        engine: The engine.
-        context: Its context, with a cache.
-    """
+    """Megatron's scheduling, without requests that wait for a prefix."""
 
     def __init__(self, engine: EngineSeam, context: HybridPrefixContext) -> None:
-        assert context.prefix_cache is not None
         self._engine = engine
         self._context = context
         self._cache = context.prefix_cache
