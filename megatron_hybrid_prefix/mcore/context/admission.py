@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.matcher import Match
+from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest, RequestBook
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
     ContextOverflowError,
+    DynamicInferenceRequest,
     RequestOverflowError,
     TokenOverflowError,
 )
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
-
 
 logger = logging.getLogger(__name__)
 

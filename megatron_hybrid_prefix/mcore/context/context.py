@@ -7,8 +7,9 @@ The cache (`cache.py`) decides; this class calls it where megatron does the same
 - publish: when the forward is launched; when it is over, if it has a load, or something of it is checked or kept;
 - release: when megatron releases a request's blocks.
 
-The class holds the overridden methods of megatron, in the order in which a prompt passes them. The other files of this folder
-do the work; ``layers/`` and ``mcore/state/`` read and write states.
+The class holds the overridden methods of megatron, in the order in which a prompt passes them; one without a docstring does
+what the docstring above it says. The other files of this folder do the work; ``layers/`` and ``mcore/state/`` read and write
+states.
 
 Longer than 400 lines because all calls from megatron arrive in this class; half of it is signatures and docstrings.
 """
@@ -19,9 +20,10 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
@@ -49,15 +51,10 @@ from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
+from megatron_hybrid_prefix.upstream.config import InferenceConfig
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks
 from megatron_hybrid_prefix.upstream.contract import check_contract
-from megatron_hybrid_prefix.upstream.names import RequestOverflowError
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_hybrid_prefix.upstream.config import InferenceConfig
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, RequestOverflowError
 
 logger = logging.getLogger(__name__)
 
@@ -275,10 +272,6 @@ class HybridPrefixContext(SlotContext):
     def continue_request(self, old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> None:
         """A preempted request, or one that starts over, goes on as ``new``: its prompt is counted once."""
         self._requests.carry_over(old, new, self.prefix_cache)
-
-    def is_counted(self, req: DynamicInferenceRequest) -> bool:
-        """Whether a forward of the request's prompt was published, so that the prompt and what it reused are counted."""
-        return self.prefix_request(req).counted_tokens > 0
 
     def lost_tokens(self, req: DynamicInferenceRequest) -> int:
         """Prompt tokens with cached KV at admission that were computed because there was no state."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.upstream.context import ContextSeam
+from megatron_hybrid_prefix.upstream.context import ContextSeam
 
 
 class FilledBlock(NamedTuple):

@@ -1,4 +1,4 @@
-"""Reports of a context: memory, policy, warning about short prompts, and the text that ranks compare."""
+"""Reports of a `HybridPrefixContext`: memory, policy, warnings at the start, and the text that ranks compare."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def memory_report(context: Any) -> str:
-    """Slots and bytes of the recurrent states on this rank: running requests, speculation, checkpoints.
-
-    Args:
-        context: A `HybridPrefixContext`.
-    """
+    """Slots and bytes of the recurrent states on this rank: running requests, speculation, checkpoints."""
     mamba_gb, state_bytes = context.prefix_config.mamba_gb, context.state_layout.slot_bytes
     memory, layout = context.shared_memory, context.layout
     types = ", ".join(

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.cache import HybridPrefixCache
-    from megatron_hybrid_prefix.upstream.context import ContextSeam
+from megatron_hybrid_prefix.upstream.context import ContextSeam
 
 
 def find_waiting_row(context: ContextSeam, request_id: int) -> int | None:

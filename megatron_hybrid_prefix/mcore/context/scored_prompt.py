@@ -63,8 +63,6 @@ class ScoredPrompt:
         lost_tokens: Tokens that it computes only because their log-probs are not kept.
 
     Attributes:
-        chain: See above.
-        top_n: See above.
         lost_tokens: Those that are not counted yet.
         next_logits: Captured ones, or log-probs, by position, (vocabulary,) on the host. Valid once the step's log-probs are.
         promises: What the last step promised.

@@ -23,13 +23,7 @@ from megatron_hybrid_prefix.metrics import PrefixStats
 
 
 class ScoredPrompts:
-    """See the module.
-
-    Args:
-        context: A `HybridPrefixContext`.
-        cache: Its cache.
-        table: What is kept.
-    """
+    """The prompts of a `HybridPrefixContext` whose log-probs are wanted, and the table of those that are kept."""
 
     def __init__(self, context: Any, cache: HybridPrefixCache, table: ScoreTable) -> None:
         self._context, self._cache, self._table = context, cache, table

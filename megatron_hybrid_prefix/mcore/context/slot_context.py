@@ -6,9 +6,10 @@ It has no prefix cache. `HybridPrefixContext` (``context.py``) adds one.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore.context import rows
@@ -18,14 +19,10 @@ from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
+from megatron_hybrid_prefix.upstream.config import InferenceConfig
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam, one_thread
 from megatron_hybrid_prefix.upstream.contract import check_contract
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_hybrid_prefix.upstream.config import InferenceConfig
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
 
 
 class SlotContext(ContextSeam):

@@ -12,13 +12,11 @@ from bisect import bisect_left
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.requests import is_prefilling
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
+from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 
 # A round costs a step, so a request waits only for more than this. (A GPU step takes as long as a few hundred tokens.)
 _MIN_SAVED_TOKENS = 256
@@ -36,12 +34,7 @@ class Coalescing:
         self._idle: dict[int, tuple[int, int, int]] = {}
 
     def held_back(self, waiting: Iterable[Any], most: int) -> list[int]:
-        """Ids of the requests to hold back in this round.
-
-        Args:
-            waiting: The queue, in order.
-            most: Maximum number of requests to look at.
-        """
+        """Ids of the requests to hold back in this round. Looks at the first ``most`` of the queue."""
         cache, block_tokens = self._cache, self._cache.block_tokens
         owners = _Owners(block_tokens)
         held: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,7 @@ from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.sampling import EndsOfDrafts, RowSampling
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
 
 # Options of each request's log-probs: rows of the context's tables.
 _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -159,7 +159,7 @@ class HybridPrefixEngine(EngineSeam):
         # The next step returns these; megatron would treat them as running.
         over = {request_id: self.requests.pop(request_id) for request_id in self.failed_request_ids}
         if recompute:
-            self._forget_chunks(self.waiting_request_ids)
+            forget_chunks(map(self.get_request, self.waiting_request_ids))
         super().suspend()
         self.requests |= over
         if recompute:
@@ -199,16 +199,12 @@ class HybridPrefixEngine(EngineSeam):
                 stats.slots_used,
                 len(running),
             )
-        self._forget_chunks([*running, *self.resume_request_ids])
+        forget_chunks(map(self.get_request, [*running, *self.resume_request_ids]))
         for request_id in running:
             self.requests[request_id].record.checkpoint()
         self.resume_request_ids: list[int] = [*running, *self.resume_request_ids]
         self.drop_pending_logits()
         self.removals.finish_resumed()
-
-    def _forget_chunks(self, request_ids: Iterable[int]) -> None:
-        for request_id in request_ids:
-            forget_chunks(self.get_request(request_id))
 
     @property
     def _is_suspended(self) -> bool:
@@ -316,15 +312,13 @@ class HybridPrefixEngine(EngineSeam):
             for request in requests:
                 self.abort_request(request.request_id)
             raise
-        left = {request.request_id for request in requests}
+        ids = [request.request_id for request in requests]
         records: dict[int, DynamicInferenceRequestRecord] = {}
-        while left:
+        while left := set(ids) - records.keys():
             if gone := left - self.requests.keys():
                 raise RequestDroppedError(f"request {min(gone)}: the engine was reset")
-            for record in self.step_modern()["finished_request_records"]:
-                records[record.request_id] = record
-                left.discard(record.request_id)
-        return [records[request.request_id] for request in requests]
+            records |= {record.request_id: record for record in self.step_modern()["finished_request_records"]}
+        return [records[request_id] for request_id in ids]
 
     def _free_id(self) -> int:
         """An id that no request has. The caller of `add_request` chooses its own."""

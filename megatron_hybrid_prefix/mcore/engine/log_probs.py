@@ -6,16 +6,14 @@ If one request of a step asks for log-probs, megatron computes them for all requ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
-    from megatron_hybrid_prefix.tokenizer import Tokenizer
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
+from megatron_hybrid_prefix.tokenizer import Tokenizer
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
-    TopN = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
+TopN = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
 
 
 class StepLogProbs:
@@ -60,9 +58,6 @@ class StepLogProbs:
 
         The likeliest token is named by its text, the others ``token_id:5``. If the request's sampling parameters have
         ``top_n_by_id``, all tokens are named so. Call it after megatron has distributed the rows.
-
-        Args:
-            tokenizer: The tokenizer that megatron used for the names.
         """
         for request, prompt_count, generated_count, tokens in self._rows:
             entries = (request.prompt_top_n_logprobs or [])[prompt_count:]
@@ -76,13 +71,7 @@ class StepLogProbs:
 
 
 def add_cached(requests: Sequence[DynamicInferenceRequest], scored: ScoredPrompts, tokenizer: Tokenizer) -> None:
-    """Give requests of a step the log-probs of prompt tokens that they skipped. Call it before megatron adds the step's.
-
-    Args:
-        requests: Requests of the step.
-        scored: Has the prompts of the step.
-        tokenizer: Names tokens, as megatron does.
-    """
+    """Give requests of a step the log-probs of prompt tokens that they skipped. Call it before megatron adds the step's."""
     for request in requests:
         prompt = scored.of_step.get(request.request_id)
         if prompt is None or prompt.waits_for_promises:  # these start over

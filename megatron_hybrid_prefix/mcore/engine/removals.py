@@ -43,12 +43,7 @@ class Removals:
     # -- aborts --------------------------------------------------------------------------------------------------------
 
     def abort(self, request_id: int, queue: MutableSequence[int]) -> None:
-        """Abort an unfinished request.
-
-        Args:
-            request_id: Its id.
-            queue: The queue of requests outside the context.
-        """
+        """Abort an unfinished request. ``queue``: the requests outside the context."""
         engine = self._engine
         if request_id in queue and engine.get_request(request_id).finished_chunk_token_count == 0:
             queue.remove(request_id)
@@ -97,7 +92,8 @@ class Removals:
     def _start_over(self, request_id: int) -> None:
         request = self._engine.get_request(request_id)
         compute_again(request)
-        if not self._cached.is_counted(request):
+        known = self._cached.prefix_request(request)
+        if known is not None and not known.counted_tokens:
             request.num_cached_tokens = 0  # what it loaded was wrong
 
     # -- between two forwards --------------------------------------------------------------------------------------------

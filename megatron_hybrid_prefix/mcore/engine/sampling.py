@@ -179,7 +179,7 @@ class EndsOfDrafts:
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
-        self._on_device: torch.Tensor | None = None
+        self._tokens = torch.empty(0)  # (rows, most end tokens of a row) on the device, filled with -1
 
     def reject(self, drafts: torch.Tensor, ends: list[tuple[int, ...]]) -> None:
         """Set drafts that are an end token to -1. Does not wait for the device.
@@ -190,15 +190,10 @@ class EndsOfDrafts:
         """
         if not any(ends):
             return
-        tokens = self._ends(ends, drafts.device)
-        is_end = drafts == tokens if tokens.shape[1] == 1 else (drafts[:, :, None] == tokens[:, None, :]).any(dim=-1)
-        drafts.masked_fill_(is_end, -1)
-
-    def _ends(self, ends: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-        """(rows, most end tokens of a row), filled with -1."""
-        if self._on_device is None or self._rows != ends:  # as a rule rows stay the same for many steps
+        if self._rows != ends:  # as a rule rows stay the same for many steps
             most = max(map(len, ends))
             padded = torch.tensor([[*row, *[-1] * (most - len(row))] for row in ends], dtype=torch.int64)
-            self._on_device = padded.pin_memory().to(device, non_blocking=True)
-            self._rows = ends
-        return self._on_device
+            self._rows, self._tokens = ends, padded.pin_memory().to(drafts.device, non_blocking=True)
+        tokens = self._tokens
+        is_end = drafts == tokens if tokens.shape[1] == 1 else (drafts[:, :, None] == tokens[:, None, :]).any(dim=-1)
+        drafts.masked_fill_(is_end, -1)

@@ -201,11 +201,6 @@ def check_described(model: Any, config: MambaInferenceStateConfig | None) -> Non
         )
 
 
-def has_own_layers(model: Any) -> bool:
-    """Whether a model has layers that megatron's own engine cannot run."""
-    return any(kind != MAMBA2.name for kind in kinds_in(model))
-
-
 def kinds_in(model: Any) -> tuple[str, ...]:
     """Kind of each recurrent layer of a model on this stage, in their order; without the layers that draft."""
     return tuple(kind.name for kind, _ in recurrent_modules(decoder(model)))
