@@ -474,7 +474,7 @@ ENGINE = rows_of(
     calls("wait_until", "async (self, state)", "serve/ranks", "waits for the engine to stop"),
     attributes("_loop", "upstream/engine", "its asyncio loop, to notify in"),
     attributes("_prefix_coordination_waits", "upstream/engine", "its count of requests held back"),
-    attributes("num_speculative_tokens", "mcore/engine/engine", "sampling options do not work with drafts"),
+    attributes("num_speculative_tokens", "mcore/engine/requests", "sampling options do not work with drafts"),
     attributes(
         "requests waiting_request_ids resume_request_ids failed_request_ids",
         "mcore/engine/engine mcore/engine/removals mcore/engine/scheduling",
@@ -488,7 +488,7 @@ ENGINE = rows_of(
     ),
     attributes(
         "state context controller cuda_graph_impl enable_chunked_prefill materialize_only_last_token_logits",
-        "mcore/engine/engine upstream/engine",
+        "mcore/engine/engine mcore/engine/requests upstream/engine",
         "its parts and settings",
     ),
     attributes(
@@ -668,14 +668,14 @@ CONTROLLER = (
         calls(
             "tokenize_prompt",
             "(tokenizer, prompt, add_BOS=False)",
-            "mcore/engine/engine",
+            "mcore/engine/requests",
             "tokenizes a prompt given as text",
         ),
         attributes(
             "inference_wrapped_model tokenizer", "mcore/engine/engine mcore/ranks/coordinator", "what it is made of"
         ),
         attributes("num_speculative_tokens", "bench/forced", "drafts are not forced"),
-        attributes("vocab_size", "mcore/engine/engine", "which tokens a request may have"),
+        attributes("vocab_size", "mcore/engine/requests", "which tokens a request may have"),
         attributes(
             "_sampled_tokens_cuda",
             "upstream/controller",

@@ -31,7 +31,7 @@ from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.ranks.messages import TELL_ABORT, TELL_SNAPSHOT
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.sampling import SamplingOptions
-from megatron_hybrid_prefix.tokenizer import other_ends, prompt_tokens
+from megatron_hybrid_prefix.tokenizer import other_ends
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
@@ -95,14 +95,7 @@ class HybridPrefixEngine(EngineSeam):
         self._most_blocks = block_counts(context.kv_block_allocator).active  # that a request can have
         if self._has_cache:
             self._most_blocks = min(self._most_blocks, context.prefix_cache.blocks.room_for(1))
-        self._rules = RequestRules(
-            vocab_size=controller.vocab_size,
-            tokenize=lambda text: controller.tokenize_prompt(controller.tokenizer, text, add_BOS=False),
-            tokenize_prompt=self._tokens_of,
-            samples_rows=isinstance(controller, HybridPrefixController),
-            drafts=self.num_speculative_tokens > 0,
-            scores_prompts=not self.materialize_only_last_token_logits,
-        )
+        self._rules = RequestRules(self, samples_rows=isinstance(controller, HybridPrefixController))
         if self._has_cache and context.host_moves is not None:
             context.host_moves.sends_later = isinstance(controller, HybridPrefixController)
             context.host_moves.name_entries(controller.inference_wrapped_model.model)
@@ -325,13 +318,6 @@ class HybridPrefixEngine(EngineSeam):
         while (number := int(next(self.request_counter))) in self.requests:
             pass
         return number
-
-    def _tokens_of(self, text: str, add_bos: bool) -> list[int]:
-        tokenizer = self.controller.tokenizer
-        if hasattr(tokenizer, "encode_prompt"):
-            return prompt_tokens(tokenizer, text, add_bos=add_bos)
-        tokens: list[int] = self.controller.tokenize_prompt(tokenizer, text, add_bos)
-        return tokens
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """See the seam. Makes the keys of the prompt on arrival. A request without an end token gets all of the tokenizer's."""
