@@ -7,9 +7,9 @@ The cache (`cache.py`) decides; this class calls it where megatron does the same
 - publish: when the forward is launched; when it is over, if it has a load, or something of it is checked or kept;
 - release: when megatron releases a request's blocks.
 
-The class holds the overridden methods of megatron, in the order in which a prompt passes them; one without a docstring does
-what the docstring above it says. The other files of this folder do the work; ``layers/`` and ``mcore/state/`` read and write
-states.
+The class holds the overridden methods of megatron, in the order in which a prompt passes them. (An override without a
+docstring does what that of the overridden method says.) The other files of this folder do the work; ``layers/`` and
+``mcore/state/`` read and write states.
 
 Longer than 400 lines because all calls from megatron arrive in this class; half of it is signatures and docstrings.
 """
@@ -491,7 +491,7 @@ class HybridPrefixContext(SlotContext):
             assert self.states is not None
             for request_id, live_index in zip(request_ids, self.live_indices[request_indexes].tolist(), strict=True):
                 slot = self.states.live.slot(live_index)
-                self.loads.swap_out(request_id, self._decodes.progress.processed(live_index), slot)
+                self.loads.swap_out(request_id, self._decodes.processed(live_index), slot)
             self.host_moves.launch(send=False)
         for request_id in request_ids:
             plan = self._requests.take_plan(request_id)

@@ -9,6 +9,7 @@ without such requests copy nothing. Where bits have to be equal, their log-probs
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -155,8 +156,4 @@ class ScoredPrompts:
         context = self._context
         rows = slice(context.paused_request_count, context.total_request_count)
         ids, lengths = context.request_ids[rows].tolist(), context.request_query_lengths[rows].tolist()
-        found, at = {}, 0
-        for request_id, length in zip(ids, lengths, strict=True):
-            found[request_id] = at
-            at += length
-        return found
+        return dict(zip(ids, accumulate(lengths, initial=0), strict=False))

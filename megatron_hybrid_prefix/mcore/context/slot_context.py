@@ -161,14 +161,6 @@ class SlotContext(ContextSeam):
 
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
         assert self.prefill_step is not None
-        self.prefill_step.prepare(self._prefill_spans(sequences), tokens=padded_tokens, sequences=padded_sequences)
-
-    def show_prefill(self) -> None:
-        assert self.prefill_step is not None
-        self.prefill_step.show()
-
-    def _prefill_spans(self, sequences: int) -> list[PrefillSpan]:
-        """Spans of the last ``sequences`` active rows: what each computes in this step."""
         of_rows = slice(self.total_request_count - sequences, self.total_request_count)
         columns = (
             self.request_ids[of_rows],
@@ -176,7 +168,12 @@ class SlotContext(ContextSeam):
             self.request_query_lengths[of_rows],
             self.live_rows(self.live_indices[of_rows]),
         )
-        return [self.prefill_span(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+        spans = [self.prefill_span(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+        self.prefill_step.prepare(spans, tokens=padded_tokens, sequences=padded_sequences)
+
+    def show_prefill(self) -> None:
+        assert self.prefill_step is not None
+        self.prefill_step.show()
 
     def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int) -> PrefillSpan:
         """What a request computes in this step."""
