@@ -55,6 +55,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
             blocks = block_counts(self).total - 1
             cache = HybridPrefixCache(CacheSettings(block_tokens=1, kv_blocks=blocks, state_slots=0))
         self.cache = cache
+        self._cached_keys = _CachedKeys(cache)  # the scheduler asks for it once per key
 
     @property
     def available_blocks(self) -> int:
@@ -66,7 +67,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
 
     @property
     def cached_keys(self) -> Mapping[str, int]:
-        return _CachedKeys(self.cache)
+        return self._cached_keys
 
     def ref_counts(self) -> bytes:
         return self.cache.blocks.ref_counts()

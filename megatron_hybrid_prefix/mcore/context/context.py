@@ -156,7 +156,7 @@ class HybridPrefixContext(SlotContext):
                 **self.layout.cache_sizes(),
                 state_slots=None if prefix.mamba_gb is None else self.checkpoint_slots,
                 first_state_slot=self._budget.own_slots,
-                live_states=self._budget.live_states,
+                live_states=self.live_states,
                 eviction_policy=prefix.eviction_policy,
                 retention_interval_tokens=prefix.retention_interval_tokens,
                 beside=self._scores,
@@ -206,7 +206,8 @@ class HybridPrefixContext(SlotContext):
         block = BlockShape(before=before, after=after, dtype=self.params_dtype)
         if self._budget is None:
             self._budget = self._agree_on_budget(block)
-        memory = self.shared_memory = SharedMemory(
+        self.live_states = self._budget.live_states
+        self.shared_memory = SharedMemory(
             self.state_layout,
             own_slots=self._budget.own_slots,
             drafts=self.num_speculative_tokens,
@@ -214,7 +215,7 @@ class HybridPrefixContext(SlotContext):
             block=block,
             device=torch.cuda.current_device(),
         )
-        self.memory_buffer = memory.kv
+        self.memory_buffer = self.shared_memory.kv
         return True
 
     def _agree_on_budget(self, block: BlockShape) -> Budget:
@@ -245,10 +246,6 @@ class HybridPrefixContext(SlotContext):
             slots = self.state_layout.slots_within(int(prefix.mamba_gb * 2**30))
             self.checkpoint_slots = min_over_model_ranks(slots, config.pg_collection) or 0
         return budget
-
-    def make_shared_memory(self) -> tuple[SharedMemory, bool]:
-        assert self.shared_memory is not None and self._budget is not None
-        return self.shared_memory, self._budget.live_states
 
     def _tier_tensors(self) -> dict[EntryKind, list[torch.Tensor]]:
         assert self.shared_memory is not None

@@ -41,6 +41,7 @@ class SlotContext(ContextSeam):
         states: The recurrent states, or None.
         prefill_step: What the next step prefills, for the recurrent layers; None if the model has none.
         shared_memory: The memory of the states, or None.
+        live_states: Whether a cache gives slots of it to running requests.
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
     Raises:
@@ -53,6 +54,7 @@ class SlotContext(ContextSeam):
     states: StateMemory | None = None
     prefill_step: PrefillStep | None = None
     shared_memory: SharedMemory | None = None
+    live_states = False
     next_prompt_token = 0
 
     def __init__(self, model_config: TransformerConfig, inference_config: InferenceConfig) -> None:
@@ -76,25 +78,21 @@ class SlotContext(ContextSeam):
         assert self.model_states is not None
         return self.model_states.slots
 
-    def make_shared_memory(self) -> tuple[SharedMemory, bool]:
-        """The memory of the states, and whether a cache gives slots of it to running requests."""
-        memory = SharedMemory(
-            self.state_layout,
-            own_slots=self.max_requests,
-            drafts=self.num_speculative_tokens,
-            device=torch.cuda.current_device(),
-        )
-        return memory, False
-
     def allocate_states(self) -> None:
-        """See ContextSeam: all states are in one buffer."""
+        """See ContextSeam: all states are in one buffer, which a cache has allocated with its KV."""
         assert self.model_states is not None
-        self.shared_memory, live_states = self.make_shared_memory()
+        if self.shared_memory is None:
+            self.shared_memory = SharedMemory(
+                self.state_layout,
+                own_slots=self.max_requests,
+                drafts=self.num_speculative_tokens,
+                device=torch.cuda.current_device(),
+            )
         states = self.states = StateMemory(
             self.model_states,
             self.shared_memory,
             max_requests=self.max_requests,
-            live_states=live_states,
+            live_states=self.live_states,
             block_tokens=self.block_size_tokens,
             max_tokens=self.max_tokens,
         )
@@ -127,7 +125,8 @@ class SlotContext(ContextSeam):
             drafted: Return the states after each drafted token instead, (rows, drafts + 1, *shape).
         """
         assert self.states is not None
-        return self.states.of_layer(self.layer_map[layer_number - 1], drafted=drafted)
+        layers = self.states.drafted_layers if drafted else self.states.layers
+        return layers[self.layer_map[layer_number - 1]]
 
     def deallocate_inference_state_buffers(self) -> None:
         """See upstream; drops the tensors of states if megatron deletes them."""
