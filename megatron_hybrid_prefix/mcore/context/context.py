@@ -326,6 +326,7 @@ class HybridPrefixContext(SlotContext):
     # -- run -----------------------------------------------------------------------------------------------------------
 
     def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
+        """See upstream. Ranks compare their decisions before a forward."""
         if self._decisions is not None:
             self.note(lambda: reports.describe_forward(self))
             self._decisions.compare()
@@ -394,7 +395,7 @@ class HybridPrefixContext(SlotContext):
             rows.attach_blocks(self, self.prefix_cache)
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See upstream and `update_requests`."""
+        """See upstream and `update_requests`. Called after a forward succeeded, with asynchronous scheduling."""
         self._publish_rest()
         finished, continuing = super().resolve_requests(active_requests_mask)
         self._published_plans = 0
@@ -472,7 +473,7 @@ class HybridPrefixContext(SlotContext):
     # -- release -------------------------------------------------------------------------------------------------------
 
     def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream; with a host tier, preempted requests swap out to the host."""
+        """See upstream. Preempted requests swap out to the host."""
         # Exact ones start over: a prefill of their answer would differ from what their decode computed.
         self._swapping_out = self.loads is not None and not self.is_exact
         try:

@@ -140,6 +140,7 @@ class SlotContext(ContextSeam):
         return None
 
     def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
+        """See upstream. Admits a request and plans its step."""
         length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
         self.add_chunk(req, length)
         if length < req.remaining_prompt_length:
@@ -152,6 +153,7 @@ class SlotContext(ContextSeam):
     # -- run -----------------------------------------------------------------------------------------------------------
 
     def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
+        """See upstream. A forward begins: prefills of one token are allowed."""
         with one_thread():
             result = super().initialize_attention_state(*args, **kwargs)
         if self.num_prefill_requests:

@@ -416,7 +416,7 @@ class HybridPrefixEngine(EngineSeam):
         return super().may_overlap_steps()
 
     async def async_step(self) -> Any:
-        """See upstream; see `on_step` and `step_began_s`.
+        """See upstream. A replica sends new tokens after a step: see `on_step` and `step_began_s`.
 
         Raises:
             EngineSuspendedError: The engine is suspended.
