@@ -76,6 +76,7 @@ class HybridPrefixContext(SlotContext):
         scored: Prompts whose log-probs are wanted.
         checkpoint_slots: Most cached states; the same number on all ranks.
         may_start: Whether the engine lets a request start now; gets the request.
+        verified_hits: Hits that were computed again (``verify_hits``); ``verify_mismatches``: those that differed.
 
     Raises:
         ValueError: As `SlotContext`; or the config describes no recurrent layers; or the model's experts drop tokens; or the memory
@@ -96,7 +97,7 @@ class HybridPrefixContext(SlotContext):
     _step_failed = False
     _published_plans = 0  # of the running forward
     _failed_plans = 0  # published when their forward was launched, and its step failed afterwards
-    _verified = (0, 0)  # hits that were computed again (`verify_hits`), and those that differed
+    verified_hits = verify_mismatches = 0
     _swapping_out = False  # True while megatron preempts requests
 
     def __init__(
@@ -537,16 +538,12 @@ class HybridPrefixContext(SlotContext):
         stats = self.prefix_cache.stats()
         if self._failed_plans:
             stats.count_fallback("forward_failed", self._failed_plans)
-        stats.verified_hits, stats.verify_mismatches = self._verified
+        stats.verified_hits, stats.verify_mismatches = self.verified_hits, self.verify_mismatches
         stats.bytes_budget = self.layout.total_blocks * self.layout.block_bytes
         if self.host_moves is not None:
             self.host_moves.count(stats)
         self.scored.count(stats)
         return stats
-
-    def count_verification(self, *, mismatch: bool) -> None:
-        """Count a hit that was computed again and compared with the cache (``verify_hits``)."""
-        self._verified = self._verified[0] + 1, self._verified[1] + mismatch
 
     def memory_report(self) -> str:
         """Slots and bytes of the recurrent states on this rank; see `reports.memory_report`."""

@@ -51,7 +51,8 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
                 context.memory_buffer.index_select(block_dim, kept),
             )
         wrong = {name: value for name, (value, tolerance) in differences.items() if not value <= tolerance}
-        context.count_verification(mismatch=bool(wrong))
+        context.verified_hits += 1
+        context.verify_mismatches += bool(wrong)
         if wrong:
             logger.warning(
                 "request %d: the cache for its first %d tokens differs from recomputing them; %s %s",
