@@ -22,10 +22,12 @@ _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs
 class HybridPrefixController(ControllerSeam):
     """Megatron's controller, for this package's engine."""
 
-    # The engine sets these: answers that are decoded again, options, end tokens and the record of a request, by its id.
+    # The engine sets these, by request: answers that are decoded again, options, end tokens (with drafts, and where there
+    # are others than ``termination_id``: most steps need neither), and the record.
     replays: Mapping[int, Sequence[int]] = MappingProxyType({})
     row_options: Mapping[int, SamplingOptions] = MappingProxyType({})
     end_tokens: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    other_ends: Mapping[int, tuple[int, ...]] = MappingProxyType({})
     record_of: Callable[[int], DynamicInferenceRequestRecord]
 
     @cached_property
@@ -63,11 +65,11 @@ class HybridPrefixController(ControllerSeam):
 
     def tokens_on_host(self, tokens: torch.Tensor, ends: torch.Tensor) -> None:
         """See the seam. Megatron knows one end token: of several the sampled one, if it is among them."""
-        if not self.end_tokens:
+        if not self.other_ends:
             return
         known = ends.tolist()
         for row, (request_id, token) in enumerate(zip(self._request_ids(), tokens.tolist(), strict=True)):
-            own = self.end_tokens.get(request_id)
+            own = self.other_ends.get(request_id)
             if own is not None:
                 known[row] = token if token in own else own[0]
         ends.copy_(torch.tensor(known))

@@ -82,14 +82,15 @@ class HybridPrefixEngine(EngineSeam):
         self._scheduling = PrefixScheduling(self, context) if self._has_cache else None
         self.removals = Removals(self, self._cached)
         self._row_options: dict[int, SamplingOptions] = {}  # of unfinished requests that have some
-        self._end_tokens: dict[int, tuple[int, ...]] = {}  # with drafts, or where `termination_id` does not say all
+        self._end_tokens: dict[int, tuple[int, ...]] = {}  # with drafts
+        self._other_ends: dict[int, tuple[int, ...]] = {}  # where `termination_id` does not say all
         self._replays = Replays(self)
         if self._cached.is_exact:
             make_exact(controller)
             context.may_start = self._replays.may_start
         if isinstance(controller, HybridPrefixController):
             controller.row_options, controller.replays = self._row_options, self._replays.answers
-            controller.end_tokens = self._end_tokens
+            controller.end_tokens, controller.other_ends = self._end_tokens, self._other_ends
             controller.record_of = lambda request_id: self.requests[request_id].record
         super().__init__(controller, context)
         self._most_blocks = block_counts(context.kv_block_allocator).active  # that a request can have
@@ -331,8 +332,10 @@ class HybridPrefixEngine(EngineSeam):
         self._cached.prefix_request(request)
         super().accept_request(request)
         ends = end_tokens_of(request.sampling_params)  # megatron has set the default of its own
-        if ends and (self.num_speculative_tokens or ends != (request.sampling_params.termination_id,)):
+        if ends and self.num_speculative_tokens:
             self._end_tokens[request.request_id] = ends
+        if ends and ends != (request.sampling_params.termination_id,):
+            self._other_ends[request.request_id] = ends
         self._refuse_if_never_active(request)
         self._use_own_record(request.request_id)
         options = SamplingOptions.of(request.sampling_params)
@@ -344,7 +347,7 @@ class HybridPrefixEngine(EngineSeam):
     @property
     def _by_request(self) -> tuple[dict[int, Any], ...]:
         """What is known of unfinished requests, by id."""
-        return self._row_options, self._end_tokens, self._replays.answers
+        return self._row_options, self._end_tokens, self._other_ends, self._replays.answers
 
     def refuse_request(self, request_id: int) -> None:
         self._use_own_record(request_id)
