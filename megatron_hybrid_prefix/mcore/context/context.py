@@ -388,12 +388,10 @@ class HybridPrefixContext(SlotContext):
         if self._decodes is not None:
             self._decodes.follow()
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
-        self._published_plans = 0
-        return result
-
-    def attach_blocks(self) -> None:
         if self.prefix_cache.blocks.unattached:
             rows.attach_blocks(self, self.prefix_cache)
+        self._published_plans = 0
+        return result
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`. Called after a forward succeeded, with asynchronous scheduling."""
@@ -470,6 +468,8 @@ class HybridPrefixContext(SlotContext):
         if self._decodes is not None:
             self._decodes.follow()
         super().prepare_requests()
+        if self.prefix_cache.blocks.unattached:
+            rows.attach_blocks(self, self.prefix_cache)
 
     # -- release -------------------------------------------------------------------------------------------------------
 

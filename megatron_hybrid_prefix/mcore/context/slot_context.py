@@ -214,13 +214,9 @@ class SlotContext(ContextSeam):
     ) -> Any:
         with rows.drafts_past_the_end(self) if self.num_speculative_tokens else nullcontext():
             result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
-        self.attach_blocks()
         if self.num_speculative_tokens:
             rows.find_blocks_of_tokens(self)
         return result
-
-    def attach_blocks(self) -> None:
-        """Megatron has allocated blocks for running requests, or none."""
 
     def can_prepare_requests(self) -> bool:
         """See upstream. False between two chunks of a prompt: upstream ignores its hidden row and its blocks."""
@@ -229,7 +225,6 @@ class SlotContext(ContextSeam):
     def prepare_requests(self) -> None:
         past_the_end = self.rows_past_the_end()
         super().prepare_requests()
-        self.attach_blocks()
         if len(past_the_end):
             rows.add_dummy_blocks(self, past_the_end)
             rows.find_blocks_of_tokens(self)
