@@ -126,7 +126,7 @@ class SlotContext(ContextSeam):
         """
         assert self.states is not None
         layers = self.states.drafted_layers if drafted else self.states.layers
-        return layers[self.layer_map[layer_number - 1]]
+        return layers[int(self.layer_map[layer_number - 1])]
 
     def deallocate_inference_state_buffers(self) -> None:
         """See upstream; drops the tensors of states if megatron deletes them."""
