@@ -129,7 +129,9 @@ def run_batch(
         # A refused request is never "unfinished"; the next step returns it.
         while engine.has_unfinished_requests() or engine.failed_request_ids:
             if should_stop is not None and should_stop():
-                _collect_stopped(engine, batch)
+                for request_id in batch.added_s.keys() - batch.results.keys():
+                    batch.results[request_id] = _result(engine.requests[request_id].record, batch, stopped=True)
+                engine.reset()
                 break
             step = engine.step_modern()
             _collect(engine, batch, step["finished_request_records"])
@@ -224,12 +226,6 @@ def _collect(engine: DynamicInferenceEngine, batch: _Batch, finished: Sequence[D
             batch.first_token_s[request_id] = _now_s()
     for request_id, record in records.items():
         batch.results[request_id] = _result(record, batch)
-
-
-def _collect_stopped(engine: DynamicInferenceEngine, batch: _Batch) -> None:
-    for request_id in batch.added_s.keys() - batch.results.keys():
-        batch.results[request_id] = _result(engine.requests[request_id].record, batch, stopped=True)
-    engine.reset()
 
 
 def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool = False) -> RequestResult:

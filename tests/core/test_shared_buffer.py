@@ -272,10 +272,8 @@ def test_states_of_drafts_have_slots_of_their_own(platform, drafts):
     for slot in range(requests):
         for number, tensors in enumerate([shared.state(slot), *(after(shared, slot, at) for at in range(drafts + 1))]):
             tensors["ssm"].fill_(10 * slot + number)
-            assert torch.equal(states.of_layer(1)["ssm"][shared.row(slot)], shared.state(slot)["ssm"][1])
-    assert torch.equal(
-        states.of_layer(2, drafted=True)["ssm"][shared.row(1), drafts], after(shared, 1, drafts)["ssm"][2]
-    )
+            assert torch.equal(states.layers[1]["ssm"][shared.row(slot)], shared.state(slot)["ssm"][1])
+    assert torch.equal(states.drafted_layers[2]["ssm"][shared.row(1), drafts], after(shared, 1, drafts)["ssm"][2])
     live = states.live.rows(torch.tensor([0, 1, -1]))
     states.roll_back(live, torch.tensor([0, 1, 1]))
     assert [shared.state(slot)["ssm"].unique().tolist() for slot in range(requests)] == [[1], [12], [20]]

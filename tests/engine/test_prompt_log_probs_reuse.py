@@ -15,7 +15,6 @@ from megatron_hybrid_prefix.index.keys import KeyMaker
 from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.mcore.context import context, scored_prompt, scores
 from megatron_hybrid_prefix.mcore.context.scored_prompt import Scores
-from megatron_hybrid_prefix.mcore.engine import engine
 from tests.engine.test_prompt_log_probs import BLOCK, MODES, Reference, Traffic, WrongLogProb, prompt
 from tests.harness.bits import Alone, differing, exact_harness
 from tests.harness.drafts import forced_drafts
@@ -220,7 +219,7 @@ def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, mode, mo
 
     traffic = Traffic(tiny, "on", async_sched_mode=mode)
     traffic.add(ending(128, 0), 1)
-    monkeypatch.setattr(engine, "keep_log_probs", fail)
+    monkeypatch.setattr(scores.ScoredPrompts, "collect", fail)
     with pytest.raises(RuntimeError, match="tokenizer"):
         traffic.run()
     monkeypatch.undo()

@@ -188,9 +188,9 @@ def test_these_are_the_views_of_an_engine(platform):
     pairs = [(shared.kv, memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)[:, :, 2 * first :])]
     pairs += [(shared.kv_rows, memory.blocks()[:, 2 * first :])]
     for layer in range(LAYERS):
-        pairs += [(engine.of_layer(layer)[name], ours[name][layer]) for name in ours]
+        pairs += [(engine.layers[layer][name], ours[name][layer]) for name in ours]
         drafted = {name: memory.drafted(ours[name], own, DRAFTS)[layer] for name in ours}
-        pairs += [(engine.of_layer(layer, drafted=True)[name], drafted[name]) for name in ours]
+        pairs += [(engine.drafted_layers[layer][name], drafted[name]) for name in ours]
     for one, other in pairs:
         assert one.storage_offset() == other.storage_offset()
         strides = zip(one.shape, one.stride(), other.stride(), strict=True)

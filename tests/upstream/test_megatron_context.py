@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix import build_engine
-from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from megatron_hybrid_prefix.mcore.entrypoints import build
@@ -45,7 +45,7 @@ def test_megatrons_own_cache_of_a_model_without_recurrent_layers(platform):
 
     model = build_hybrid_model(get_preset("tiny", layer_pattern="*-*-"), seed=0, platform=platform)
     computed = {}
-    for kind in (DynamicInferenceContext, HybridPrefixContext):
+    for kind in (DynamicInferenceContext, SlotContext):
         engine = engine_over(kind, model, enable_prefix_caching=True, block_size_tokens=64)
         # With megatron's default nothing outlives its last request: a second one comes while the first runs.
         engine.add_request(1, random_tokens(300, seed=2), greedy(30))
@@ -54,7 +54,7 @@ def test_megatrons_own_cache_of_a_model_without_recurrent_layers(platform):
         engine.add_request(2, random_tokens(300, seed=2), greedy(2))
         run_to_end(engine, {})
         computed[kind] = engine.context.lifetime_prefill_token_count - before
-    assert computed[HybridPrefixContext] == computed[DynamicInferenceContext] < 300
+    assert computed[SlotContext] == computed[DynamicInferenceContext] < 300
 
 
 @pytest.mark.parametrize("mode", MODES)

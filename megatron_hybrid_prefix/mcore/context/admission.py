@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.matcher import Match
+from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest
-from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
     ContextOverflowError,
+    DynamicInferenceRequest,
     RequestOverflowError,
     TokenOverflowError,
 )
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
-
 
 logger = logging.getLogger(__name__)
 
@@ -29,58 +24,18 @@ logger = logging.getLogger(__name__)
 _SHORT_PROMPTS = 64
 
 
-class LengthWatch:
-    """Warns once if all prompts are shorter than a block: such a workload never hits.
-
-    Args:
-        block_tokens: Tokens per KV block.
-    """
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._short_prompts = 0
-
-    def note(self, prompt_tokens: int) -> None:
-        """Count an admitted prompt."""
-        if self._short_prompts < _SHORT_PROMPTS:
-            self._short_prompts = self._short_prompts + 1 if prompt_tokens <= self._block_tokens else 2 * _SHORT_PROMPTS
-            if self._short_prompts == _SHORT_PROMPTS:
-                logger.warning(
-                    "the first %d prompts have at most %d tokens: none fills a block before its last token, nothing is "
-                    "reused; use a smaller block_size_tokens",
-                    _SHORT_PROMPTS,
-                    self._block_tokens,
-                )
-
-
 class Admissions:
-    """Admits prompts, whole or chunk by chunk.
+    """Admits prompts to a `HybridPrefixContext`, whole or chunk by chunk."""
 
-    Args:
-        context: A `HybridPrefixContext`.
-        cache: Its cache.
-        requests: Its requests.
-        scored: Prompts whose log-probs are wanted.
-        note: Logs a decision that must be the same on all ranks; gets a function that returns it in words.
-    """
-
-    def __init__(
-        self,
-        context: Any,
-        cache: HybridPrefixCache,
-        requests: KnownRequests,
-        scored: ScoredPrompts,
-        note: Callable[[Callable[[], str]], None],
-    ) -> None:
-        self._context, self._cache, self._requests, self._note = context, cache, requests, note
-        self._scored = scored
-        self._lengths = LengthWatch(context.block_size_tokens)
+    def __init__(self, context: Any, cache: HybridPrefixCache, requests: KnownRequests) -> None:
+        self._context, self._cache, self._requests = context, cache, requests
+        self._short_prompts = 0  # the first ones in a row
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks:
         """What the next chunk of a prompt shares with other requests, and skips."""
         if req.finished_chunk_token_count:
             return ChunkBlocks([], 0)
-        match = self._match(self._known(req), chunk_tokens)
+        match = self._match(self._context.prefix_request(req), chunk_tokens)
         return ChunkBlocks(list(match.block_ids), match.resume_tokens)
 
     def room_for(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
@@ -91,7 +46,7 @@ class Admissions:
         if req.finished_chunk_token_count:
             tokens = context.active_token_count + length <= context.max_tokens
             return rows, tokens, context.new_blocks_of_chunk(req, length) <= self._cache.blocks.available_count
-        match = self._match(self._known(req), length)
+        match = self._match(context.prefix_request(req), length)
         tokens = context.active_token_count + length - match.resume_tokens <= context.max_tokens
         return rows, tokens, self._cache.can_admit(match, length_tokens=length)
 
@@ -106,7 +61,8 @@ class Admissions:
             raise ValueError(
                 f"request {req.request_id}: a chunk of {length} of {req.remaining_prompt_length} prompt tokens"
             )
-        context, cache, request_id, known = self._context, self._cache, req.request_id, self._known(req)
+        context, cache, request_id = self._context, self._cache, req.request_id
+        known = context.prefix_request(req)
         first = not req.finished_chunk_token_count
         chunk = self._admit_first(req, known, length) if first else self._grow(req, length)
         row = context.total_request_count
@@ -124,16 +80,13 @@ class Admissions:
         start = int(context.request_kv_length_offsets[row])
         plan = cache.plan(request_id, start, start + int(context.request_query_lengths[row]))
         self._requests.put_in_step(known, plan)
-        self._note(
+        context.note(
             lambda: (
                 f"request {request_id} shares KV blocks {chunk.shared}, gets {chunk.own}, computes [{start}, "
                 f"{plan.end_tokens}) from slot {plan.source_slot}, keeps "
                 f"{[(c.position_tokens, c.slot) for c in plan.checkpoints]}"
             )
         )
-
-    def _known(self, req: DynamicInferenceRequest) -> PrefixRequest:
-        return self._requests.of(req, self._cache)
 
     def _match(self, known: PrefixRequest, length: int) -> Match:
         """What the request reuses if its first ``length`` tokens are admitted now.
@@ -143,9 +96,7 @@ class Admissions:
         """
         cache = self._cache
         match = known.match(cache, length)
-        if match.source_slot is None or self._context.total_request_count:
-            return match
-        if cache.live:
+        if match.source_slot is None or self._context.total_request_count or cache.live:
             return match
         fits = cache.can_admit(match, length_tokens=length)
         return match if fits else cache.match(known.chain, read=False)
@@ -166,11 +117,11 @@ class Admissions:
             raise BlockOverflowError(req.request_id)
         known.lost_tokens = admission.lost_tokens_no_state
         if known.top_n is not None:
-            self._scored.begin(known, req.prompt_tokens, match, admission.resume_tokens)
+            self._context.scored.begin(known, req.prompt_tokens, match, admission.resume_tokens)
             req.prompt_log_probs = req.prompt_top_n_logprobs = None  # the request may have started over
         allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
         allocator.take_routing(admission.payloads)
-        self._lengths.note(known.chain.tokens)
+        self._watch_lengths(known.chain.tokens)
         return AdmittedChunk(
             shared=list(admission.block_ids[: admission.shared_blocks]),
             own=list(admission.block_ids[admission.shared_blocks :]),
@@ -178,6 +129,19 @@ class Admissions:
             stored_tokens=admission.stored_tokens,
             resumes=admission.source_slot is not None,
         )
+
+    def _watch_lengths(self, prompt_tokens: int) -> None:
+        """Warn once if all prompts are shorter than a block: such a workload never hits."""
+        if self._short_prompts < _SHORT_PROMPTS:
+            block_tokens = self._cache.block_tokens
+            self._short_prompts = self._short_prompts + 1 if prompt_tokens <= block_tokens else 2 * _SHORT_PROMPTS
+            if self._short_prompts == _SHORT_PROMPTS:
+                logger.warning(
+                    "the first %d prompts have at most %d tokens: none fills a block before its last token, nothing is "
+                    "reused; use a smaller block_size_tokens",
+                    _SHORT_PROMPTS,
+                    block_tokens,
+                )
 
     def _grow(self, req: DynamicInferenceRequest, length: int) -> AdmittedChunk:
         self._check_room(req, length)

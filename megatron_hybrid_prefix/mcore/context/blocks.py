@@ -6,7 +6,7 @@ held and cached.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,20 +25,13 @@ class _CachedKeys(Mapping[str, int]):
         self._cache = cache
 
     def __getitem__(self, key: str) -> int:
-        block_id = self._find(key)
-        if block_id is None:
-            raise KeyError(key)
-        return block_id
-
-    def __contains__(self, key: object) -> bool:
-        return self._find(key) is not None
-
-    def _find(self, key: object) -> int | None:
         try:
-            node = self._cache.node(bytes.fromhex(key)) if isinstance(key, str) else None
-        except ValueError:  # not hexadecimal, so not a key
-            return None
-        return None if node is None or node.block_id == NO_BLOCK else node.block_id
+            node = self._cache.node(bytes.fromhex(key))
+        except (TypeError, ValueError):  # not hexadecimal, so not a key
+            node = None
+        if node is None or node.block_id == NO_BLOCK:
+            raise KeyError(key)
+        return node.block_id
 
     def __iter__(self) -> Iterator[str]:
         return (node.key.hex() for node in self._cache.nodes() if node.block_id != NO_BLOCK)
@@ -62,30 +55,26 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
             blocks = block_counts(self).total - 1
             cache = HybridPrefixCache(CacheSettings(block_tokens=1, kv_blocks=blocks, state_slots=0))
         self.cache = cache
-        self._cached_keys = _CachedKeys(cache)
+        self._cached_keys = _CachedKeys(cache)  # the scheduler asks for it once per key
 
     @property
     def available_blocks(self) -> int:
-        """See BlockAllocatorSeam."""
         return self.cache.blocks.available_count
 
     @property
     def evictable_blocks(self) -> int:
-        """See BlockAllocatorSeam."""
         return self.cache.blocks.evictable_count
 
     @property
     def cached_keys(self) -> Mapping[str, int]:
-        """See BlockAllocatorSeam."""
         return self._cached_keys
 
     def ref_counts(self) -> bytes:
-        """See BlockAllocatorSeam."""
         return self.cache.blocks.ref_counts()
 
     def take_routing(self, routing: Mapping[int, Any]) -> None:
         """Set the routing of KV blocks that were loaded back, by block id; None: the block has no routing."""
-        self._forget_routing(list(routing))
+        self._forget_routing(routing)
         self.block_routing.update({block_id: found for block_id, found in routing.items() if found is not None})
 
     def move_routing(self, source: int, target: int) -> None:
@@ -99,17 +88,13 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
 
         A chunk being admitted already has its blocks. Other blocks are attached to their requests later.
         """
-        chunk = getattr(self.context, "admitted_chunk", None)
-        if isinstance(chunk, AdmittedChunk):
-            block_ids = chunk.block_ids
-            assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
-            self._forget_routing(chunk.own)
-        else:
-            found = self.cache.blocks.allocate(num_blocks)
-            if found is None:
-                return None
-            block_ids = found
-            self._forget_routing(block_ids)
+        chunk: AdmittedChunk | None = getattr(self.context, "admitted_chunk", None)
+        own = self.cache.blocks.allocate(num_blocks) if chunk is None else chunk.own
+        if own is None:
+            return None
+        self._forget_routing(own)
+        block_ids = own if chunk is None else chunk.block_ids
+        assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
         return torch.tensor(block_ids, dtype=torch.int32)
 
     def release_memory_blocks(self, blocks: torch.Tensor) -> None:
@@ -121,6 +106,6 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         self.cache.reset()
         self.block_routing.clear()
 
-    def _forget_routing(self, block_ids: list[int]) -> None:
+    def _forget_routing(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             self.block_routing.pop(block_id, None)

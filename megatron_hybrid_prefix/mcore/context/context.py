@@ -7,8 +7,9 @@ The cache (`cache.py`) decides; this class calls it where megatron does the same
 - publish: when the forward is launched; when it is over, if it has a load, or something of it is checked or kept;
 - release: when megatron releases a request's blocks.
 
-The class holds the overridden methods of megatron, in the order in which a prompt passes them. The other files of this folder
-do the work; ``layers/`` and ``mcore/state/`` read and write states.
+The class holds the overridden methods of megatron, in the order in which a prompt passes them. (An override without a
+docstring does what that of the overridden method says.) The other files of this folder do the work; ``layers/`` and
+``mcore/state/`` read and write states.
 
 Longer than 400 lines because all calls from megatron arrive in this class; half of it is signatures and docstrings.
 """
@@ -18,11 +19,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
@@ -50,15 +51,10 @@ from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
 from megatron_hybrid_prefix.upstream.blocks import block_counts
+from megatron_hybrid_prefix.upstream.config import InferenceConfig
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks
 from megatron_hybrid_prefix.upstream.contract import check_contract
-from megatron_hybrid_prefix.upstream.names import RequestOverflowError
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_hybrid_prefix.upstream.config import InferenceConfig
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, RequestOverflowError
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +62,10 @@ logger = logging.getLogger(__name__)
 class HybridPrefixContext(SlotContext):
     """Megatron's context, with prefix caching of hybrid models. KV, checkpoints and live states share one memory.
 
-    Where no cache is asked for (``prefix`` and ``inference_config.enable_prefix_caching`` both unset), calling this class makes a
-    `SlotContext` in its place.
-
     Args:
         model_config: Config of the model.
         inference_config: Megatron's inference config; not changed. Of its ``prefix_caching_*`` fields only the budget is used.
-        prefix: Settings of the cache; by default derived from ``enable_prefix_caching`` and ``prefix_caching_mamba_gb``.
+        prefix: Settings of the cache; by default those of `HybridPrefixConfig`, with ``prefix_caching_mamba_gb``.
 
     Attributes:
         prefix_config: Settings of the cache.
@@ -83,6 +76,7 @@ class HybridPrefixContext(SlotContext):
         scored: Prompts whose log-probs are wanted.
         checkpoint_slots: Most cached states; the same number on all ranks.
         may_start: Whether the engine lets a request start now; gets the request.
+        verified_hits: Hits that were computed again (``verify_hits``); ``verify_mismatches``: those that differed.
 
     Raises:
         ValueError: As `SlotContext`; or the config describes no recurrent layers; or the model's experts drop tokens; or the memory
@@ -100,22 +94,11 @@ class HybridPrefixContext(SlotContext):
     _decisions: DecisionLog | None = None
     _decodes: DecodedStates | None = None
     _is_made = False
-    _forward_running = _step_failed = False
+    _step_failed = False
     _published_plans = 0  # of the running forward
     _failed_plans = 0  # published when their forward was launched, and its step failed afterwards
-    _verified = (0, 0)  # hits that were computed again (`verify_hits`), and those that differed
+    verified_hits = verify_mismatches = 0
     _swapping_out = False  # True while megatron preempts requests
-
-    def __new__(
-        cls,
-        model_config: TransformerConfig,
-        inference_config: InferenceConfig,
-        prefix: HybridPrefixConfig | None = None,
-    ) -> Any:
-        """See the class."""
-        if prefix is None and not _asks_for_cache(inference_config):
-            return SlotContext(model_config, inference_config)
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -174,7 +157,7 @@ class HybridPrefixContext(SlotContext):
                 **self.layout.cache_sizes(),
                 state_slots=None if prefix.mamba_gb is None else self.checkpoint_slots,
                 first_state_slot=self._budget.own_slots,
-                live_states=self._budget.live_states,
+                live_states=self.live_states,
                 eviction_policy=prefix.eviction_policy,
                 retention_interval_tokens=prefix.retention_interval_tokens,
                 beside=self._scores,
@@ -188,19 +171,18 @@ class HybridPrefixContext(SlotContext):
             self, total_blocks + 1, min(paused, total_blocks - 1), cache=cache
         )
         if self.checkpoint_slots and (prefix.caches_answers or self.host_moves is not None):
-            self._decodes = DecodedStates(self, cache, self._note, keep=prefix.caches_answers)
-        self.scored = ScoredPrompts(self, cache, self._scores, keeps_log_probs=self.is_exact)
-        self._admissions = Admissions(self, cache, self._requests, self.scored, self._note)
+            self._decodes = DecodedStates(self, cache, keep=prefix.caches_answers)
+        self.scored = ScoredPrompts(self, cache, self._scores)
+        self._admissions = Admissions(self, cache, self._requests)
         self.moves.serve(cache)
         if self.host_moves is not None:
-            self.loads = RequestLoads(self, cache, self.host_moves, self._requests, self._note)
-        reports.report_start(self, prefix)
+            self.loads = RequestLoads(self, cache, self.host_moves, self._requests, self.note)
+        reports.report_start(self)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> PageLayout:
-        """See the class."""
         assert self._budget is not None
         return self._budget.layout
 
@@ -225,7 +207,8 @@ class HybridPrefixContext(SlotContext):
         block = BlockShape(before=before, after=after, dtype=self.params_dtype)
         if self._budget is None:
             self._budget = self._agree_on_budget(block)
-        memory = self.shared_memory = SharedMemory(
+        self.live_states = self._budget.live_states
+        self.shared_memory = SharedMemory(
             self.state_layout,
             own_slots=self._budget.own_slots,
             drafts=self.num_speculative_tokens,
@@ -233,7 +216,7 @@ class HybridPrefixContext(SlotContext):
             block=block,
             device=torch.cuda.current_device(),
         )
-        self.memory_buffer = memory.kv
+        self.memory_buffer = self.shared_memory.kv
         return True
 
     def _agree_on_budget(self, block: BlockShape) -> Budget:
@@ -265,22 +248,15 @@ class HybridPrefixContext(SlotContext):
             self.checkpoint_slots = min_over_model_ranks(slots, config.pg_collection) or 0
         return budget
 
-    def make_shared_memory(self) -> tuple[SharedMemory, bool]:
-        """See SlotContext."""
-        assert self.shared_memory is not None and self._budget is not None
-        return self.shared_memory, self._budget.live_states
-
     def _tier_tensors(self) -> dict[EntryKind, list[torch.Tensor]]:
         assert self.shared_memory is not None
         return {EntryKind.KV: [self.shared_memory.kv_rows], EntryKind.STATE: [self.shared_memory.state_rows]}
 
     def zero_live_states(self, live_indices: list[int]) -> None:
-        """See ContextSeam."""
         self.moves.launch(send=False)  # what was in these slots goes elsewhere first
         super().zero_live_states(live_indices)
 
     def deallocate_inference_state_buffers(self) -> None:
-        """See upstream."""
         if self.is_tensor_state_allocated:
             self.moves.finish()
         super().deallocate_inference_state_buffers()
@@ -295,23 +271,18 @@ class HybridPrefixContext(SlotContext):
         """A preempted request, or one that starts over, goes on as ``new``: its prompt is counted once."""
         self._requests.carry_over(old, new, self.prefix_cache)
 
-    def is_counted(self, req: DynamicInferenceRequest) -> bool:
-        """Whether a forward of the request's prompt was published, so that the prompt and what it reused are counted."""
-        return self.prefix_request(req).counted_tokens > 0
-
     def lost_tokens(self, req: DynamicInferenceRequest) -> int:
         """Prompt tokens with cached KV at admission that were computed because there was no state."""
         return self.prefix_request(req).lost_tokens
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
-        """See ContextSeam."""
         return self._admissions.blocks_of_chunk(req, chunk_tokens)
 
     def check_availability(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
         """See upstream: whether there is room for the request, its tokens, its KV. Read-only."""
         return self._admissions.room_for(req)
 
-    def add_chunk(self, req: DynamicInferenceRequest, length: int, *, given: int | None) -> None:
+    def add_chunk(self, req: DynamicInferenceRequest, length: int) -> None:
         """See SlotContext. Takes everything that the chunk needs, or raises and takes nothing.
 
         Raises:
@@ -319,7 +290,7 @@ class HybridPrefixContext(SlotContext):
             ValueError: The chunk is empty, or longer than the rest of the prompt.
         """
         if not self.is_tensor_state_allocated:
-            super().add_chunk(req, length, given=given)
+            super().add_chunk(req, length)
         else:
             self._admissions.admit(req, length)
 
@@ -358,9 +329,8 @@ class HybridPrefixContext(SlotContext):
     def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
         """See upstream. Ranks compare their decisions before a forward."""
         if self._decisions is not None:
-            self._note(lambda: reports.describe_forward(self))
+            self.note(lambda: reports.describe_forward(self))
             self._decisions.compare()
-        self._forward_running = True  # already: what zeros live states and copies entries is launched here
         return super().initialize_attention_state(*args, **kwargs)
 
     def step_plans(self) -> list[StepPlan]:
@@ -398,7 +368,6 @@ class HybridPrefixContext(SlotContext):
         self.moves.forward_launched()
 
     def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """See ContextSeam."""
         return log_softmax(logits) if self.is_exact else None
 
     def step_sampled(self, logits: torch.Tensor) -> None:
@@ -419,23 +388,17 @@ class HybridPrefixContext(SlotContext):
         if self._decodes is not None:
             self._decodes.follow()
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
-        self._forward_is_over()
-        return result
-
-    def attach_blocks(self) -> None:
-        """See SlotContext."""
         if self.prefix_cache.blocks.unattached:
             rows.attach_blocks(self, self.prefix_cache)
+        self._published_plans = 0
+        return result
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`. Called after a forward succeeded, with asynchronous scheduling."""
         self._publish_rest()
         finished, continuing = super().resolve_requests(active_requests_mask)
-        self._forward_is_over()
+        self._published_plans = 0
         return finished, continuing
-
-    def _forward_is_over(self) -> None:
-        self._forward_running, self._published_plans = False, 0
 
     def forget_request(self, request_id: int) -> None:
         """Drop what a request without a row holds on the device and on the host: it ended."""
@@ -452,9 +415,12 @@ class HybridPrefixContext(SlotContext):
 
         Also those whose prompt's log-probs another request promised and did not deliver.
         """
-        failed = set() if self.loads is None else self.loads.failed()
-        scored = [known for known in self._requests.in_step() if known.scored is not None]
-        return failed | self.scored.without_promised(scored) if scored else failed
+        failed = set() if self.loads is None else set(self.loads.failed())
+        for known in self._requests.in_step():
+            if known.plan is not None and known.scored is not None and known.scored.waits_for_promises:
+                known.scored.lose_step()
+                failed.add(known.plan.request_id)
+        return failed
 
     def _can_be_published(self, plans: list[StepPlan]) -> bool:
         """Whether what a forward that was just launched computes may be matched.
@@ -485,9 +451,7 @@ class HybridPrefixContext(SlotContext):
     def fail_step(self) -> None:
         """A step raised: rows, states and tokens may not belong together. Frees reserved slots. `reset` empties the cache."""
         self._step_failed = True
-        if self._forward_running:
-            self._failed_plans += self._published_plans
-        self._forward_is_over()
+        self._failed_plans, self._published_plans = self._failed_plans + self._published_plans, 0
         self._abandon_plans("forward_failed")
 
     def _abandon_plans(self, reason: str) -> None:
@@ -502,16 +466,17 @@ class HybridPrefixContext(SlotContext):
         if self._decodes is not None:
             self._decodes.follow()
         super().prepare_requests()
+        if self.prefix_cache.blocks.unattached:
+            rows.attach_blocks(self, self.prefix_cache)
 
     # -- release -------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def preempting(self) -> Iterator[None]:
-        """See SlotContext; with a host tier, preempted requests swap out to the host."""
+    def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """See upstream. Preempted requests swap out to the host."""
         # Exact ones start over: a prefill of their answer would differ from what their decode computed.
         self._swapping_out = self.loads is not None and not self.is_exact
         try:
-            yield
+            return super().evict_overflow_paused_requests(*args, **kwargs)
         finally:
             self._swapping_out = False
 
@@ -523,7 +488,7 @@ class HybridPrefixContext(SlotContext):
             assert self.states is not None
             for request_id, live_index in zip(request_ids, self.live_indices[request_indexes].tolist(), strict=True):
                 slot = self.states.live.slot(live_index)
-                self.loads.swap_out(request_id, self._decodes.computed_tokens(live_index), slot)
+                self.loads.swap_out(request_id, self._decodes.processed(live_index), slot)
             self.host_moves.launch(send=False)
         for request_id in request_ids:
             plan = self._requests.take_plan(request_id)
@@ -545,16 +510,10 @@ class HybridPrefixContext(SlotContext):
             self._abandon_plans("reset")
             self.prefix_cache.release_all()
             self.forget_pending_zeros()
-            self._forward_is_over()
-            self._step_failed = False
+            self._published_plans, self._step_failed = 0, False
             if self.states is not None:
                 self.states.live.reset()
         super().reset_metadata(preserve_prefix_cache, *args, **kwargs)
-
-    @property
-    def keeps_on_resume(self) -> bool:
-        """Whether what is cached stays valid when the engine resumes (``HybridPrefixConfig.keep_on_resume``)."""
-        return self.prefix_config.keep_on_resume
 
     def log_dropped(self) -> None:
         """Log what a resumed engine drops, if there is anything. (Nothing is left if new weights were announced before.)"""
@@ -574,37 +533,31 @@ class HybridPrefixContext(SlotContext):
     # -- statistics and checks -----------------------------------------------------------------------------------------
 
     def prefix_stats(self) -> PrefixStats:
-        """See SlotContext."""
         stats = self.prefix_cache.stats()
         if self._failed_plans:
             stats.count_fallback("forward_failed", self._failed_plans)
-        stats.verified_hits, stats.verify_mismatches = self._verified
+        stats.verified_hits, stats.verify_mismatches = self.verified_hits, self.verify_mismatches
         stats.bytes_budget = self.layout.total_blocks * self.layout.block_bytes
         if self.host_moves is not None:
             self.host_moves.count(stats)
         self.scored.count(stats)
         return stats
 
-    def count_verification(self, *, mismatch: bool) -> None:
-        """Count a hit that was computed again and compared with the cache (``verify_hits``)."""
-        self._verified = self._verified[0] + 1, self._verified[1] + mismatch
-
     def memory_report(self) -> str:
         """Slots and bytes of the recurrent states on this rank; see `reports.memory_report`."""
-        return reports.memory_report(self, self.prefix_config)
+        return reports.memory_report(self)
 
     def policy_report(self) -> str:
         """What is kept and what is evicted, in one line."""
-        return reports.policy_report(self, self.prefix_config)
+        return reports.policy_report(self)
 
     def check_integrity(self) -> None:
-        """See SlotContext."""
         self.prefix_cache.check_integrity()
         self.scored.check()
         if self.has_tensors:
             rows.check_rows(self, self.prefix_cache)
 
-    def _note(self, decision: Callable[[], str]) -> None:
+    def note(self, decision: Callable[[], str]) -> None:
         """Log a decision that must be the same on all ranks; put into words only if ranks are compared."""
         if self._decisions is not None:
             self._decisions.note(decision())
@@ -618,7 +571,3 @@ def _check_exact(model_config: TransformerConfig) -> None:
                 f"{name}={factor} does not go with prefix caching: which tokens are dropped depends on the batch, so a hit "
                 "is not exact; use None"
             )
-
-
-def _asks_for_cache(config: InferenceConfig) -> bool:
-    return config.mamba_inference_state_config is not None and config.enable_prefix_caching

@@ -1,18 +1,15 @@
-"""Tokens of decoding requests (`DecodeProgress`), and checkpoints of their states (`DecodedStates`)."""
+"""`DecodedStates`: tokens of decoding requests, and checkpoints of their states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.upstream.context import ContextSeam
+from megatron_hybrid_prefix.upstream.context import ContextSeam
 
 
 class FilledBlock(NamedTuple):
@@ -59,33 +56,62 @@ class _Rows:
         return tokens
 
 
-class DecodeProgress:
-    """Tokens of the running requests by live index, back to the start of the current block.
+class DecodedStates:
+    """When a decode fills a block, the block gets its key, and the state at its end is checkpointed.
 
-    Megatron's context keeps only the tokens of the next forward. Rows of requests move, live indices do not change. Most steps fill no
-    block: their tokens are only noted. Notes are written to the rings together, when rows move or the next block may be full.
+    Megatron's context keeps only the tokens of the next forward, so those of the running requests are noted here, back to the
+    start of the current block. Rows of requests move, live indices do not change. Most steps fill no block: their tokens are
+    only noted. Notes are written to rings together, when rows move or the next block may be full.
 
     Args:
-        rows: Maximum of running requests; live indices are below it.
-        block_tokens: Tokens per KV block.
-        drafts: Tokens drafted for speculative decoding. A forward advances a request by up to ``drafts + 1`` tokens.
+        context: A `HybridPrefixContext`.
+        cache: Its cache.
+        keep: False: track the tokens only, and keep no blocks or states.
     """
 
-    def __init__(self, *, rows: int, block_tokens: int, drafts: int) -> None:
-        self._block_tokens = block_tokens
-        self._width = drafts + 1
+    def __init__(self, context: Any, cache: HybridPrefixCache, *, keep: bool) -> None:
+        self._context, self._cache, self._keep = context, cache, keep
+        self._block_tokens = context.block_size_tokens
+        self._width = context.num_speculative_tokens + 1  # most tokens by which a forward advances a request
         # One ring per live index. The start of a block is still there after drafts beyond its end were accepted.
-        self._ring_tokens = 2 * (block_tokens + self._width)
-        self._recent = np.zeros((rows, self._ring_tokens), dtype=np.int64)
-        self._processed = np.zeros(rows, dtype=np.int64)
+        self._ring_tokens = 2 * (self._block_tokens + self._width)
+        self._recent = np.zeros((context.max_requests, self._ring_tokens), dtype=np.int64)
+        self._processed = np.zeros(context.max_requests, dtype=np.int64)
         self._rows: _Rows | None = None
         self._indices = b""  # live indices of the noted rows, int32
         # For each noted forward: its tokens as bytes, and with drafts the computed tokens of each row.
         self._notes: list[tuple[bytes, NDArray[np.integer] | None]] = []
         self._quiet_steps = 0  # number of next forwards in which these rows cannot fill a block
 
-    def advance(self, context: ContextSeam) -> list[FilledBlock]:
+    def follow(self) -> None:
+        """Track the last forward. Call it after drafts are rewound and before the next forward launches.
+
+        At that point of the stream, live states are those after the tokens counted here, and speculative states are still
+        those after each token of the last forward.
+        """
+        blocks = self._advance()
+        if not blocks or not self._keep:
+            return
+        # By target slot: with few slots, a request may take the slot that another just got.
+        copies: dict[int, tuple[int, int]] = {}
+        for block in blocks:
+            known = self._cache.live[block.request_id].chain.tokens
+            tokens = self._recent[block.live_index, np.arange(known, block.end_tokens) % self._ring_tokens]
+            self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
+            slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)
+            if slot is not None:
+                copies[slot] = self._context.states.live.slot(block.live_index), block.forward_token
+            words = "request {} filled a block at {}, slot {}"
+            self._context.note(partial(words.format, block.request_id, block.end_tokens, slot))
+        if not copies:
+            return
+        self._context.moves.launch(send=False)  # what was in these slots goes elsewhere first
+        live_slots, forward_tokens = zip(*copies.values(), strict=True)
+        self._context.states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))
+
+    def _advance(self) -> list[FilledBlock]:
         """Note the tokens of the last forward; returns the blocks that it filled, in row order."""
+        context = self._context
         first, last = context.paused_request_count, context.total_request_count
         if first == last:
             return []
@@ -130,11 +156,6 @@ class DecodeProgress:
         self._apply_notes()
         return int(self._processed[live_index])
 
-    def tokens(self, live_index: int, start: int, end: int) -> NDArray[np.int64]:
-        """Generated tokens of the request with this live index at positions [start, end); at most a block."""
-        tokens: NDArray[np.int64] = self._recent[live_index, np.arange(start, end) % self._ring_tokens]
-        return tokens
-
     def _note(self, rows: _Rows, first: int, last: int) -> None:
         tokens = rows.tokens[: (last - first) * self._width].tobytes()
         # Without drafts each row advances by one token.
@@ -148,9 +169,8 @@ class DecodeProgress:
             return before
         noted, processed = zip(*self._notes, strict=True)
         self._notes.clear()
-        ends = (
-            np.stack(processed) if self._width > 1 else before + np.arange(1, len(noted) + 1)[:, None]
-        )  # (steps, rows)
+        # (steps, rows)
+        ends = np.stack(processed) if self._width > 1 else before + np.arange(1, len(noted) + 1)[:, None]
         starts = np.concatenate([before[None], ends[:-1]])
         positions = starts[:, :, None] + np.arange(self._width)
         rows = np.broadcast_to(own[None, :, None], positions.shape)
@@ -162,56 +182,3 @@ class DecodeProgress:
         self._processed[own] = ends[-1]
         last_starts: NDArray[np.int64] = starts[-1]
         return last_starts
-
-
-class DecodedStates:
-    """When a decode fills a block, the block gets its key, and the state at its end is checkpointed.
-
-    Args:
-        context: A `HybridPrefixContext` with a cache.
-        cache: Its cache.
-        note: Logs a decision that must be the same on all ranks; gets a function that returns it in words.
-        keep: False: track the tokens only, and keep no blocks or states.
-    """
-
-    def __init__(
-        self, context: Any, cache: HybridPrefixCache, note: Callable[[Callable[[], str]], None], *, keep: bool
-    ) -> None:
-        self._context, self._cache, self._note, self._keep = context, cache, note, keep
-        self._progress = DecodeProgress(
-            rows=context.max_requests, block_tokens=context.block_size_tokens, drafts=context.num_speculative_tokens
-        )
-
-    def computed_tokens(self, live_index: int) -> int:
-        """Computed tokens of the request with this live index, as of the last forward."""
-        return self._progress.processed(live_index)
-
-    def follow(self) -> None:
-        """Track the last forward. Call it after drafts are rewound and before the next forward launches.
-
-        At that point of the stream, live states are those after the tokens counted here, and speculative states are still
-        those after each token of the last forward.
-        """
-        blocks = self._progress.advance(self._context)
-        if not blocks or not self._keep:
-            return
-        copies: dict[
-            int, tuple[int, int]
-        ] = {}  # by target slot: with few slots, a request may take the slot that another just got
-        for block in blocks:
-            known = self._cache.live[block.request_id].chain.tokens
-            tokens = self._progress.tokens(block.live_index, known, block.end_tokens)
-            self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
-            slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)
-            if slot is not None:
-                copies[slot] = self._context.states.live.slot(block.live_index), block.forward_token
-            self._note(partial(_in_words, block, slot))
-        if not copies:
-            return
-        self._context.moves.launch(send=False)  # what was in these slots goes elsewhere first
-        live_slots, forward_tokens = zip(*copies.values(), strict=True)
-        self._context.states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))
-
-
-def _in_words(block: FilledBlock, slot: int | None) -> str:
-    return f"request {block.request_id} filled a block at {block.end_tokens}, slot {slot}"

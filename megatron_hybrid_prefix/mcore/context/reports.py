@@ -1,30 +1,23 @@
-"""Reports of a context: memory, policy, warning about short prompts, and the text that ranks compare."""
+"""Reports of a `HybridPrefixContext`: memory, policy, warnings at the start, and the text that ranks compare."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_hybrid_prefix.pool.pages import own_bytes
 
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.config import HybridPrefixConfig
-
 logger = logging.getLogger(__name__)
 
 
-def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
-    """Slots and bytes of the recurrent states on this rank: running requests, speculation, checkpoints.
-
-    Args:
-        context: A `HybridPrefixContext` with a cache.
-        prefix: Settings of the cache.
-    """
-    state_bytes, memory, layout = context.state_layout.slot_bytes, context.shared_memory, context.layout
+def memory_report(context: Any) -> str:
+    """Slots and bytes of the recurrent states on this rank: running requests, speculation, checkpoints."""
+    mamba_gb, state_bytes = context.prefix_config.mamba_gb, context.state_layout.slot_bytes
+    memory, layout = context.shared_memory, context.layout
     types = ", ".join(
-        f"{_words(component.name)} in {component.dtype}"
+        f"{'SSM' if component.name == 'ssm' else component.name} in {component.dtype}"
         for _, component in context.state_layout
         if component.name != "conv"  # holds inputs of the layer, in the parameters' dtype
     )
@@ -39,9 +32,9 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
         states = own_bytes(1, own_slots=memory.first_page_slot, drafts=drafts)
         of = "running requests, with their drafts" if drafts else "running requests"
         lines.append(f"  {of}: {_count(states, 'state')}, {_size(states * state_bytes)} set aside")
-    if prefix.mamba_gb is not None:
+    if mamba_gb is not None:
         lines.append(
-            f"  mamba_gb={prefix.mamba_gb:g}: at most {_count(context.checkpoint_slots, 'state')} cached, "
+            f"  mamba_gb={mamba_gb:g}: at most {_count(context.checkpoint_slots, 'state')} cached, "
             f"{_size(context.checkpoint_slots * state_bytes)}"
         )
     if context.host_moves is not None:
@@ -49,8 +42,9 @@ def memory_report(context: Any, prefix: HybridPrefixConfig) -> str:
     return "\n".join(lines)
 
 
-def policy_report(context: Any, prefix: HybridPrefixConfig) -> str:
-    """What is kept and what is evicted, in one line. Arguments as in `memory_report`."""
+def policy_report(context: Any) -> str:
+    """What is kept and what is evicted, in one line."""
+    prefix = context.prefix_config
     interval = prefix.retention_interval_tokens
     every = "by the length of a prompt" if interval is None else f"every {interval} tokens" if interval else "off"
     switches = (("decode", prefix.caches_answers), ("coalescing", context.coalesces))
@@ -62,13 +56,14 @@ def policy_report(context: Any, prefix: HybridPrefixConfig) -> str:
     )
 
 
-def report_start(context: Any, prefix: HybridPrefixConfig) -> None:
+def report_start(context: Any) -> None:
     """Log both reports on rank 0, and warn about settings that prevent any reuse."""
     if torch.distributed.get_rank() != 0:
         return
-    logger.info("%s\n%s", memory_report(context, prefix), policy_report(context, prefix))
+    logger.info("%s\n%s", memory_report(context), policy_report(context))
     if not context.checkpoint_slots:
-        what = "the memory" if prefix.mamba_gb is None else f"mamba_gb={prefix.mamba_gb:g}"
+        mamba_gb = context.prefix_config.mamba_gb
+        what = "the memory" if mamba_gb is None else f"mamba_gb={mamba_gb:g}"
         logger.warning("%s has no room for a cached state: nothing is reused", what)
     elif context.max_sequence_length <= context.block_size_tokens:
         logger.warning(
@@ -88,10 +83,6 @@ def describe_forward(context: Any) -> str:
         f"{[[block for block in row if block != -1] for row in context.request_to_kv_block_ids[rows].tolist()]}; "
         f"{context.prefix_cache.blocks.available_count} KV blocks available, {stats.slots_used} slots used"
     )
-
-
-def _words(component: str) -> str:
-    return "SSM" if component == "ssm" else component
 
 
 def _count(number: int, what: str) -> str:

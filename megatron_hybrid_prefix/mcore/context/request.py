@@ -36,6 +36,7 @@ class PrefixRequest:
 
     Attributes:
         chain: The prompt's keys.
+        scores: Log-probs of cached prompts. With ``top_n`` it resumes only where its own are kept.
         read: Whether the request may reuse cached prefixes.
         write: Whether what it computes may be cached.
         breakpoints: Token positions up to which other prompts share this one.
@@ -46,16 +47,16 @@ class PrefixRequest:
         lost_tokens: Tokens with cached KV at admission that were computed because there was no state.
         top_n: The request wants the log-probs of its prompt, with so many likeliest tokens per position; None: it does not,
             or none are kept.
-        scores: Log-probs of cached prompts; None without ``top_n``. It resumes only where its own are kept.
-        scores_version: Their version at the time of the last match.
+        scores_version: Version of ``scores`` at the time of the last match.
         kept: Log-probs that it takes from there, from the start of its load to its admission.
         scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
         counted_tokens: Tokens that the statistics have: forwards of them, or of the request that it continues, were published.
         gave_up_fetch: Whether a load from the tier behind the host was late or missing. The request tries no other.
-        plan: Its plan in the next or running forward.
+        plan: Its latest plan. It counts for requests of `KnownRequests.in_step`.
     """
 
     chain: KeyChain
+    scores: ScoreTable
     read: bool
     write: bool
     breakpoints: tuple[int, ...] = ()
@@ -65,7 +66,6 @@ class PrefixRequest:
     last: Match | None = None
     lost_tokens: int = 0
     top_n: int | None = None
-    scores: ScoreTable | None = None
     scores_version: int = 0
     kept: tuple[Kept, ...] = ()
     scored: ScoredPrompt | None = None
@@ -79,7 +79,7 @@ class PrefixRequest:
         last = self.last
         if last is None or last.resume_tokens > limit or last.limit_tokens < limit or not self._is_current(last, cache):
             resume_at = None
-            if self.scores is not None and self.top_n is not None:
+            if self.top_n is not None:
                 resume_at = self.scores.positions(self.chain, self.top_n)
                 self.scores_version = self.scores.version
             self.last = last = cache.match(self.chain, read=self.read, max_resume_tokens=limit, resume_at=resume_at)
@@ -91,13 +91,13 @@ class PrefixRequest:
         return last
 
     def _is_current(self, last: Match, cache: HybridPrefixCache) -> bool:
-        if last.load is None and self.scores is not None and self.scores.version != self.scores_version:
+        if last.load is None and self.top_n is not None and self.scores.version != self.scores_version:
             return False
         return cache.is_current(last)
 
     def take_scores(self, resume_tokens: int) -> None:
         """The request resumes there: hold what is kept of the log-probs before, which may be evicted meanwhile."""
-        if self.scores is not None and self.top_n is not None:
+        if self.top_n is not None:
             self.kept = self.scores.take(self.chain, resume_tokens, self.top_n)
 
 
@@ -112,7 +112,7 @@ class KnownRequests:
     def __init__(self, scores: ScoreTable, verify_hits: float = 0.0) -> None:
         self._scores, self._verify_hits = scores, verify_hits
         self._hits = 0
-        self._entries: dict[int, tuple[weakref.ref[Any], PrefixRequest]] = {}  # by id(), while the request lives
+        self._entries: dict[int, PrefixRequest] = {}  # by id(), while the request lives
         self._in_step: dict[int, PrefixRequest] = {}  # by request id, in the order of their rows
 
     def __len__(self) -> int:
@@ -125,16 +125,17 @@ class KnownRequests:
         Raises:
             ValueError: A cache option is invalid.
         """
-        ref, known = self._entries.get(id(req), (None, None))
-        if ref is None or known is None or ref() is not req or known.chain.epoch != cache.epoch:
-            counted_tokens = 0 if known is None or ref is None or ref() is not req else known.counted_tokens
-            known = _read_request(req, cache, self._scores)
-            known.counted_tokens = counted_tokens
-            known.take_sample = self._take_sample if self._verify_hits else None
-            number, entries = id(req), self._entries
-            self._entries[number] = weakref.ref(req, lambda _: entries.pop(number, None)), known
-            # Megatron's scheduler reads these: it holds a request back while one that shares a new block is being admitted.
-            req.precomputed_block_hashes = [key.hex() for key in known.chain.keys]  # replies carry them as JSON
+        old = self._entries.get(id(req))
+        if old is not None and old.chain.epoch == cache.epoch:
+            return old
+        known = self._entries[id(req)] = _read_request(req, cache, self._scores)
+        known.take_sample = self._take_sample if self._verify_hits else None
+        if old is None:
+            weakref.finalize(req, self._entries.pop, id(req)).atexit = False
+        else:
+            known.counted_tokens = old.counted_tokens
+        # Megatron's scheduler reads these: it holds a request back while one that shares a new block is being admitted.
+        req.precomputed_block_hashes = [key.hex() for key in known.chain.keys]  # replies carry them as JSON
         return known
 
     def carry_over(self, old: Any, new: Any, cache: HybridPrefixCache) -> None:
@@ -165,16 +166,11 @@ class KnownRequests:
     def take_plan(self, request_id: int) -> StepPlan | None:
         """Remove a request from the forward; returns its plan."""
         request = self._in_step.pop(request_id, None)
-        if request is None:
-            return None
-        plan, request.plan = request.plan, None
-        return plan
+        return None if request is None else request.plan
 
     def take_plans(self) -> list[tuple[PrefixRequest, StepPlan]]:
         """Remove all requests, as the forward is published or failed; returns them with their plans."""
         taken = [(request, request.plan) for request in self._in_step.values() if request.plan is not None]
-        for request in self._in_step.values():
-            request.plan = None
         self._in_step.clear()
         return taken
 
@@ -201,7 +197,7 @@ def _read_request(req: Any, cache: HybridPrefixCache, scores: ScoreTable) -> Pre
         read=bool(getattr(params, "cache_read", True)) and (keeps_scores or not wants_prompt),
         write=write,
         top_n=int(getattr(params, "top_n_logprobs", 0) or 0) if wants_prompt and keeps_scores else None,
-        scores=scores if wants_prompt and keeps_scores else None,
+        scores=scores,
         breakpoints=_breakpoints(req.request_id, getattr(params, "cache_breakpoints", None)),
     )
 

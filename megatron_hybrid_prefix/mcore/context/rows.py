@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.cache import HybridPrefixCache
-    from megatron_hybrid_prefix.upstream.context import ContextSeam
+from megatron_hybrid_prefix.upstream.context import ContextSeam
 
 
 def find_waiting_row(context: ContextSeam, request_id: int) -> int | None:
     """Row of a paused request, or of a prompt between two chunks; None if the request has no such row."""
-    if _is_hidden(context, request_id):
+    if context.chunked_prefill_request_id == request_id and context.get_index_of_chunked_prefill_request() == -1:
         return int(context.total_request_count)
     paused: list[int] = context.request_ids[: context.paused_request_count].tolist()
     return paused.index(request_id) if request_id in paused else None
@@ -134,12 +131,6 @@ def check_rows(context: ContextSeam, cache: HybridPrefixCache) -> None:
     admitted = sum(not live.is_loading for live in cache.live.values())
     if admitted != rows:
         raise CacheCorruptionError(f"{admitted} live requests in {rows} rows")
-
-
-def _is_hidden(context: ContextSeam, request_id: int) -> bool:
-    return bool(
-        context.chunked_prefill_request_id == request_id and context.get_index_of_chunked_prefill_request() == -1
-    )
 
 
 def _clear_row(context: ContextSeam, row: int) -> None:

@@ -59,12 +59,10 @@ class ScoredPrompt:
         top_n: Likeliest tokens wanted per position.
         resume_tokens: Tokens that it skips.
         kept: What the cache says of them (`ScoreTable.take`).
-        keeps_log_probs: As of ``ScoredPrompts``.
+        keeps_log_probs: Whether log-probs are kept in place of next logits.
         lost_tokens: Tokens that it computes only because their log-probs are not kept.
 
     Attributes:
-        chain: See above.
-        top_n: See above.
         lost_tokens: Those that are not counted yet.
         next_logits: Captured ones, or log-probs, by position, (vocabulary,) on the host. Valid once the step's log-probs are.
         promises: What the last step promised.

@@ -9,7 +9,8 @@ without such requests copy nothing. Where bits have to be equal, their log-probs
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -21,26 +22,15 @@ from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
 from megatron_hybrid_prefix.metrics import PrefixStats
 
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.upstream.context import ContextSeam
-
 
 class ScoredPrompts:
-    """See the module.
+    """The prompts of a `HybridPrefixContext` whose log-probs are wanted, and the table of those that are kept."""
 
-    Args:
-        context: The context.
-        cache: Its cache.
-        table: What is kept.
-        keeps_log_probs: Whether `ContextSeam.log_probs_of` computes log-probs, which are then kept in place of next logits.
-    """
-
-    def __init__(
-        self, context: ContextSeam, cache: HybridPrefixCache, table: ScoreTable, *, keeps_log_probs: bool = False
-    ) -> None:
-        self._context, self._cache, self._table, self._keeps_log_probs = context, cache, table, keeps_log_probs
+    def __init__(self, context: Any, cache: HybridPrefixCache, table: ScoreTable) -> None:
+        self._context, self._cache, self._table = context, cache, table
         self._lost_tokens = 0
-        self.of_step: dict[int, ScoredPrompt] = {}  # prompts of the last forward, by request id
+        # Prompts of the last forward, by request id: those whose log-probs are wanted, and whose loads did not fail.
+        self.of_step: dict[int, ScoredPrompt] = {}
 
     def begin(self, known: PrefixRequest, tokens: torch.Tensor, match: Match, resume_tokens: int) -> None:
         """A request that wants the log-probs of its prompt is admitted with ``match``, and resumes at ``resume_tokens``."""
@@ -53,7 +43,7 @@ class ScoredPrompts:
             known.top_n,
             resume_tokens=resume_tokens,
             kept=known.kept,
-            keeps_log_probs=self._keeps_log_probs,
+            keeps_log_probs=self._context.is_exact,
             lost_tokens=0 if known.counted_tokens else match.lost_tokens_elsewhere,
         )
         known.kept = ()
@@ -83,7 +73,7 @@ class ScoredPrompts:
             return
         first = self._first_tokens()
         count = sum(len(positions) for _, _, positions in wanted)
-        dtype = torch.float32 if self._keeps_log_probs else logits.dtype
+        dtype = torch.float32 if self._context.is_exact else logits.dtype
         copies = iter(torch.empty((count, logits.shape[-1]), dtype=dtype, pin_memory=logits.is_cuda))
         for scored, plan, positions in wanted:
             for position in positions:
@@ -112,33 +102,17 @@ class ScoredPrompts:
                 scored.chain, plan, self._cache.node, top_n=scored.top_n, captured=scored.next_logits.keys()
             )
 
-    def without_promised(self, requests: Iterable[PrefixRequest]) -> set[int]:
-        """Requests whose first forward is over, and whose kept log-probs were promised by a step that never filled them.
-
-        That step turned out to lack some. These requests must start over.
-        """
-        found = set()
-        for request in requests:
-            if request.plan is not None and request.scored is not None and request.scored.waits_for_promises:
-                request.scored.lose_step()
-                found.add(request.plan.request_id)
-        return found
-
-    def published(self, request_id: int) -> ScoredPrompt | None:
-        """The prompt of a request in the last forward; None if its log-probs are not wanted or its load failed."""
-        return self.of_step.get(request_id)
-
     def collect(
         self,
         request_id: int,
         log_probs: Sequence[float] | None,
         tops: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
     ) -> None:
-        """Fill what the last forward promised for a request.
+        """Keep a request's log-probs of the last forward, if they are of its prompt: fill what that forward promised.
 
         Args:
             request_id: The request.
-            log_probs: For each token of the forward the log-prob of the next one.
+            log_probs: For each token of the forward the log-prob of the next one; None: they will not come.
             tops: The same: values and ids of the likeliest tokens, on the host.
         """
         scored = self.of_step.pop(request_id, None)
@@ -182,8 +156,4 @@ class ScoredPrompts:
         context = self._context
         rows = slice(context.paused_request_count, context.total_request_count)
         ids, lengths = context.request_ids[rows].tolist(), context.request_query_lengths[rows].tolist()
-        found, at = {}, 0
-        for request_id, length in zip(ids, lengths, strict=True):
-            found[request_id] = at
-            at += length
-        return found
+        return dict(zip(ids, accumulate(lengths, initial=0), strict=False))

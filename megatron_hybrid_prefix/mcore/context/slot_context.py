@@ -5,28 +5,24 @@ It has no prefix cache. `HybridPrefixContext` (``context.py``) adds one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore.context import rows
-from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
+from megatron_hybrid_prefix.mcore.state.layout import states_of_config
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
+from megatron_hybrid_prefix.upstream.config import InferenceConfig
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam, one_thread
 from megatron_hybrid_prefix.upstream.contract import check_contract
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_hybrid_prefix.upstream.config import InferenceConfig
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
 
 
 class SlotContext(ContextSeam):
@@ -45,6 +41,7 @@ class SlotContext(ContextSeam):
         states: The recurrent states, or None.
         prefill_step: What the next step prefills, for the recurrent layers; None if the model has none.
         shared_memory: The memory of the states, or None.
+        live_states: Whether a cache gives slots of it to running requests.
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
     Raises:
@@ -57,6 +54,7 @@ class SlotContext(ContextSeam):
     states: StateMemory | None = None
     prefill_step: PrefillStep | None = None
     shared_memory: SharedMemory | None = None
+    live_states = False
     next_prompt_token = 0
 
     def __init__(self, model_config: TransformerConfig, inference_config: InferenceConfig) -> None:
@@ -80,30 +78,21 @@ class SlotContext(ContextSeam):
         assert self.model_states is not None
         return self.model_states.slots
 
-    @property
-    def has_own_layers(self) -> bool:
-        """Whether the model has layers that only this package's engine runs."""
-        return needs_this_package(self.config.mamba_inference_state_config)
-
-    def make_shared_memory(self) -> tuple[SharedMemory, bool]:
-        """The memory of the states, and whether a cache gives slots of it to running requests."""
-        memory = SharedMemory(
-            self.state_layout,
-            own_slots=self.max_requests,
-            drafts=self.num_speculative_tokens,
-            device=torch.cuda.current_device(),
-        )
-        return memory, False
-
     def allocate_states(self) -> None:
-        """See ContextSeam: all states are in one buffer."""
+        """See ContextSeam: all states are in one buffer, which a cache has allocated with its KV."""
         assert self.model_states is not None
-        self.shared_memory, live_states = self.make_shared_memory()
+        if self.shared_memory is None:
+            self.shared_memory = SharedMemory(
+                self.state_layout,
+                own_slots=self.max_requests,
+                drafts=self.num_speculative_tokens,
+                device=torch.cuda.current_device(),
+            )
         states = self.states = StateMemory(
             self.model_states,
             self.shared_memory,
             max_requests=self.max_requests,
-            live_states=live_states,
+            live_states=self.live_states,
             block_tokens=self.block_size_tokens,
             max_tokens=self.max_tokens,
         )
@@ -117,17 +106,14 @@ class SlotContext(ContextSeam):
         self.offload_with_engine(["shared_memory_buffer"])
 
     def zero_live_states(self, live_indices: list[int]) -> None:
-        """See ContextSeam."""
         assert self.states is not None
         self.states.memory.zero(sorted({self.states.live.slot(index) for index in live_indices}))
 
     def live_rows(self, live_indices: torch.Tensor) -> torch.Tensor:
-        """See ContextSeam."""
         assert self.states is not None
         return self.states.live.rows(live_indices)
 
     def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ContextSeam."""
         states = self.states_of_layer(layer_number, drafted=intermediate)
         return states["conv"], states["ssm"]
 
@@ -139,7 +125,8 @@ class SlotContext(ContextSeam):
             drafted: Return the states after each drafted token instead, (rows, drafts + 1, *shape).
         """
         assert self.states is not None
-        return self.states.of_layer(self.layer_map[layer_number - 1], drafted=drafted)
+        layers = self.states.drafted_layers if drafted else self.states.layers
+        return layers[int(self.layer_map[layer_number - 1])]
 
     def deallocate_inference_state_buffers(self) -> None:
         """See upstream; drops the tensors of states if megatron deletes them."""
@@ -150,19 +137,18 @@ class SlotContext(ContextSeam):
     # -- admit ---------------------------------------------------------------------------------------------------------
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
-        """See ContextSeam."""
         return None
 
     def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
         """See upstream. Admits a request and plans its step."""
         length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
-        self.add_chunk(req, length, given=prefill_chunk_length)
+        self.add_chunk(req, length)
         if length < req.remaining_prompt_length:
             self.next_prompt_token = int(req.remaining_prompt_tokens[length])
 
-    def add_chunk(self, req: DynamicInferenceRequest, length: int, *, given: int | None) -> None:
-        """Add the next ``length`` tokens of a prompt. ``given``: megatron's argument."""
-        super().add_request(req, given)
+    def add_chunk(self, req: DynamicInferenceRequest, length: int) -> None:
+        """Add the next ``length`` tokens of a prompt."""
+        super().add_request(req, length)
 
     # -- run -----------------------------------------------------------------------------------------------------------
 
@@ -175,17 +161,7 @@ class SlotContext(ContextSeam):
         return result
 
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
-        """See ContextSeam."""
         assert self.prefill_step is not None
-        self.prefill_step.prepare(self._prefill_spans(sequences), tokens=padded_tokens, sequences=padded_sequences)
-
-    def show_prefill(self) -> None:
-        """See ContextSeam."""
-        assert self.prefill_step is not None
-        self.prefill_step.show()
-
-    def _prefill_spans(self, sequences: int) -> list[PrefillSpan]:
-        """Spans of the last ``sequences`` active rows: what each computes in this step."""
         of_rows = slice(self.total_request_count - sequences, self.total_request_count)
         columns = (
             self.request_ids[of_rows],
@@ -193,7 +169,12 @@ class SlotContext(ContextSeam):
             self.request_query_lengths[of_rows],
             self.live_rows(self.live_indices[of_rows]),
         )
-        return [self.prefill_span(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+        spans = [self.prefill_span(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+        self.prefill_step.prepare(spans, tokens=padded_tokens, sequences=padded_sequences)
+
+    def show_prefill(self) -> None:
+        assert self.prefill_step is not None
+        self.prefill_step.show()
 
     def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int) -> PrefillSpan:
         """What a request computes in this step."""
@@ -231,46 +212,26 @@ class SlotContext(ContextSeam):
     def update_requests(
         self, active_requests_mask: torch.Tensor, new_tokens: torch.Tensor, new_speculative_tokens: Any = None
     ) -> Any:
-        """See upstream."""
         with rows.drafts_past_the_end(self) if self.num_speculative_tokens else nullcontext():
             result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
-        self.attach_blocks()
         if self.num_speculative_tokens:
             rows.find_blocks_of_tokens(self)
         return result
-
-    def attach_blocks(self) -> None:
-        """Megatron has allocated blocks for running requests, or none."""
 
     def can_prepare_requests(self) -> bool:
         """See upstream. False between two chunks of a prompt: upstream ignores its hidden row and its blocks."""
         return self.chunked_prefill_request_id == -1 and bool(super().can_prepare_requests())
 
     def prepare_requests(self) -> None:
-        """See upstream."""
         past_the_end = self.rows_past_the_end()
         super().prepare_requests()
-        self.attach_blocks()
         if len(past_the_end):
             rows.add_dummy_blocks(self, past_the_end)
             rows.find_blocks_of_tokens(self)
 
     # -- release -------------------------------------------------------------------------------------------------------
 
-    def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream. Preempted requests swap out to the host."""
-        if not self.paused_request_count:
-            return None
-        with self.preempting():
-            return super().evict_overflow_paused_requests(*args, **kwargs)
-
-    @contextmanager
-    def preempting(self) -> Iterator[None]:
-        """Megatron preempts requests meanwhile."""
-        yield
-
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
-        """See upstream."""
         table = self.request_to_kv_block_ids[request_indexes]
         table[table == self.kv_block_allocator.dummy_block_idx] = -1  # see `rows.add_dummy_blocks`
         self.request_to_kv_block_ids[request_indexes] = table

@@ -25,9 +25,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 def verify_plan(context: Any, plan: StepPlan) -> None:
     """Compare the states that ``plan`` computed for verification, and the KV before them, with the cached ones.
 
-    Args:
-        context: A `HybridPrefixContext` whose forward just succeeded; nothing is published yet.
-        plan: The plan of one request in that forward.
+    The forward of this plan just succeeded; nothing of it is published yet.
     """
     cache = context.prefix_cache
     difference = _differing_bits if context.is_exact else _relative_difference
@@ -53,7 +51,8 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
                 context.memory_buffer.index_select(block_dim, kept),
             )
         wrong = {name: value for name, (value, tolerance) in differences.items() if not value <= tolerance}
-        context.count_verification(mismatch=bool(wrong))
+        context.verified_hits += 1
+        context.verify_mismatches += bool(wrong)
         if wrong:
             logger.warning(
                 "request %d: the cache for its first %d tokens differs from recomputing them; %s %s",

@@ -12,13 +12,11 @@ from bisect import bisect_left
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.requests import is_prefilling
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
+from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 
 # A round costs a step, so a request waits only for more than this. (A GPU step takes as long as a few hundred tokens.)
 _MIN_SAVED_TOKENS = 256
@@ -27,27 +25,16 @@ _MAX_IDLE_ROUNDS = 8
 
 
 class Coalescing:
-    """Which waiting requests wait for a prefix.
-
-    Args:
-        cache: The cache.
-        prefix_request: Returns the keys and cache options of a request.
-    """
+    """Which waiting requests wait for a prefix."""
 
     def __init__(self, cache: HybridPrefixCache, prefix_request: Callable[[Any], PrefixRequest]) -> None:
         self._cache = cache
         self._prefix_request = prefix_request
-        self._idle: dict[
-            int, tuple[int, int, int]
-        ] = {}  # by waiting request: owner, the owner's progress, rounds without progress
+        # By waiting request: owner, the owner's progress, rounds without progress.
+        self._idle: dict[int, tuple[int, int, int]] = {}
 
     def held_back(self, waiting: Iterable[Any], most: int) -> list[int]:
-        """Ids of the requests to hold back in this round.
-
-        Args:
-            waiting: The queue, in order.
-            most: Maximum number of requests to look at.
-        """
+        """Ids of the requests to hold back in this round. Looks at the first ``most`` of the queue."""
         cache, block_tokens = self._cache, self._cache.block_tokens
         owners = _Owners(block_tokens)
         held: list[int] = []
@@ -95,11 +82,7 @@ class Coalescing:
 
 
 class _Owners:
-    """Who computes which blocks.
-
-    Args:
-        block_tokens: Tokens per KV block.
-    """
+    """Who computes which blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens

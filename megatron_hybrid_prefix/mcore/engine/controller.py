@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,7 @@ from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.engine.sampling import EndsOfDrafts, RowSampling
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
 
 # Options of each request's log-probs: rows of the context's tables.
 _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs")
@@ -24,24 +22,22 @@ _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs
 class HybridPrefixController(ControllerSeam):
     """Megatron's controller, for this package's engine."""
 
-    # What `RowSource` says; the end tokens of each request; those of requests with others than ``termination_id``. The engine
-    # sets all of these.
+    # The engine sets these, by request: answers that are decoded again, options, end tokens (with drafts, and where there
+    # are others than ``termination_id``: most steps need neither), and the record.
     replays: Mapping[int, Sequence[int]] = MappingProxyType({})
     row_options: Mapping[int, SamplingOptions] = MappingProxyType({})
-    record_of: Callable[[int], DynamicInferenceRequestRecord]
     end_tokens: Mapping[int, tuple[int, ...]] = MappingProxyType({})
     other_ends: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    record_of: Callable[[int], DynamicInferenceRequestRecord]
 
     @cached_property
     def _ends_of_drafts(self) -> EndsOfDrafts:
         return EndsOfDrafts()  # here, because `install` calls megatron's constructor alone
 
     def sampling_around(self, backend: Any) -> Any:
-        """See the seam."""
         return RowSampling(backend, self.sampling_rng, self)
 
     def forward_launched(self) -> None:
-        """See the seam."""
         context = self.inference_wrapped_model.inference_context
         if isinstance(context, HybridPrefixContext):
             context.forward_launched()
@@ -64,7 +60,8 @@ class HybridPrefixController(ControllerSeam):
     def before_verification(self, drafts: torch.Tensor) -> None:
         """See the seam. An answer ends at its first end token, also if that is a draft."""
         if self.end_tokens:
-            self._ends_of_drafts.reject(drafts, self._ends_of_rows()[: len(drafts)])
+            ends = [self.end_tokens.get(request_id, ()) for request_id in self._request_ids()[: len(drafts)]]
+            self._ends_of_drafts.reject(drafts, ends)
 
     def tokens_on_host(self, tokens: torch.Tensor, ends: torch.Tensor) -> None:
         """See the seam. Megatron knows one end token: of several the sampled one, if it is among them."""
@@ -76,10 +73,6 @@ class HybridPrefixController(ControllerSeam):
             if own is not None:
                 known[row] = token if token in own else own[0]
         ends.copy_(torch.tensor(known))
-
-    def _ends_of_rows(self) -> list[tuple[int, ...]]:
-        """End tokens of each active row."""
-        return [self.end_tokens.get(request_id, ()) for request_id in self._request_ids()]
 
     def _request_ids(self) -> list[int]:
         """Ids of the active rows."""
@@ -111,11 +104,9 @@ class HybridPrefixController(ControllerSeam):
 
     @property
     def rolls_back_states(self) -> bool:
-        """See the seam."""
         return getattr(self.inference_wrapped_model.inference_context, "states", None) is not None
 
     def roll_back_states(self, slots: torch.Tensor, accepted: torch.Tensor) -> None:
-        """See the seam."""
         self.inference_wrapped_model.inference_context.states.roll_back(slots, accepted)
 
     def before_draft_sampling(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.mcore.engine.exact import Replays, make_exact
-from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens, keep_log_probs
+from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
 from megatron_hybrid_prefix.mcore.engine.removals import Removals
@@ -31,7 +31,7 @@ from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.ranks.messages import TELL_ABORT, TELL_SNAPSHOT
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.sampling import SamplingOptions
-from megatron_hybrid_prefix.tokenizer import other_ends, prompt_tokens
+from megatron_hybrid_prefix.tokenizer import other_ends
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
@@ -85,7 +85,7 @@ class HybridPrefixEngine(EngineSeam):
         self._end_tokens: dict[int, tuple[int, ...]] = {}  # with drafts
         self._other_ends: dict[int, tuple[int, ...]] = {}  # where `termination_id` does not say all
         self._replays = Replays(self)
-        if self._is_exact:
+        if self._cached.is_exact:
             make_exact(controller)
             context.may_start = self._replays.may_start
         if isinstance(controller, HybridPrefixController):
@@ -96,14 +96,7 @@ class HybridPrefixEngine(EngineSeam):
         self._most_blocks = block_counts(context.kv_block_allocator).active  # that a request can have
         if self._has_cache:
             self._most_blocks = min(self._most_blocks, context.prefix_cache.blocks.room_for(1))
-        self._rules = RequestRules(
-            vocab_size=controller.vocab_size,
-            tokenize=lambda text: controller.tokenize_prompt(controller.tokenizer, text, add_BOS=False),
-            tokenize_prompt=self._tokens_of,
-            samples_rows=isinstance(controller, HybridPrefixController),
-            drafts=self.num_speculative_tokens > 0,
-            scores_prompts=not self.materialize_only_last_token_logits,
-        )
+        self._rules = RequestRules(self, samples_rows=isinstance(controller, HybridPrefixController))
         if self._has_cache and context.host_moves is not None:
             context.host_moves.sends_later = isinstance(controller, HybridPrefixController)
             context.host_moves.name_entries(controller.inference_wrapped_model.model)
@@ -132,7 +125,6 @@ class HybridPrefixEngine(EngineSeam):
 
     @property
     def needs_reset(self) -> bool:
-        """See the seam."""
         return self._step_failed
 
     def ended(self, why: str) -> None:
@@ -161,7 +153,7 @@ class HybridPrefixEngine(EngineSeam):
         # The next step returns these; megatron would treat them as running.
         over = {request_id: self.requests.pop(request_id) for request_id in self.failed_request_ids}
         if recompute:
-            self._forget_chunks(self.waiting_request_ids)
+            forget_chunks(map(self.get_request, self.waiting_request_ids))
         super().suspend()
         self.requests |= over
         if recompute:
@@ -173,7 +165,7 @@ class HybridPrefixEngine(EngineSeam):
 
         With tensor or pipeline parallelism call this on every rank.
         """
-        if self._is_suspended and not self._cached.keeps_on_resume:
+        if self._is_suspended and not (self._has_cache and self.context.prefix_config.keep_on_resume):
             self._cached.log_dropped()
             self.invalidate()
         super().resume()
@@ -201,16 +193,12 @@ class HybridPrefixEngine(EngineSeam):
                 stats.slots_used,
                 len(running),
             )
-        self._forget_chunks([*running, *self.resume_request_ids])
+        forget_chunks(map(self.get_request, [*running, *self.resume_request_ids]))
         for request_id in running:
             self.requests[request_id].record.checkpoint()
         self.resume_request_ids: list[int] = [*running, *self.resume_request_ids]
         self.drop_pending_logits()
         self.removals.finish_resumed()
-
-    def _forget_chunks(self, request_ids: Iterable[int]) -> None:
-        for request_id in request_ids:
-            forget_chunks(self.get_request(request_id))
 
     @property
     def _is_suspended(self) -> bool:
@@ -268,20 +256,19 @@ class HybridPrefixEngine(EngineSeam):
     def _new_request(
         self, request_id: int, prompt: Prompt, sampling_params: SamplingParams | None
     ) -> DynamicInferenceRequest:
-        accepted = self._rules.accept(request_id, prompt, sampling_params)
+        text, tokens, params = self._rules.accept(request_id, prompt, sampling_params)
         if request_id in self.requests:
             raise ValueError(
                 f"request {request_id}: this id is in use until a step returns its request: choose another"
             )
         megatrons_cache = self.context.enable_prefix_caching and not self._has_cache
-        tokens = accepted.tokens
         if megatrons_cache or not isinstance(self.context, SlotContext):
             tokens = tokens.to(torch.cuda.current_device())  # megatron's context copies them there
         request = DynamicInferenceRequest(
             request_id=request_id,
-            prompt=accepted.text,
+            prompt=text,
             prompt_tokens=tokens,
-            sampling_params=accepted.params,
+            sampling_params=params,
             block_size_tokens=self.context.block_size_tokens,
             enable_prefix_caching=megatrons_cache,
         )
@@ -319,28 +306,19 @@ class HybridPrefixEngine(EngineSeam):
             for request in requests:
                 self.abort_request(request.request_id)
             raise
-        left = {request.request_id for request in requests}
+        ids = [request.request_id for request in requests]
         records: dict[int, DynamicInferenceRequestRecord] = {}
-        while left:
+        while left := set(ids) - records.keys():
             if gone := left - self.requests.keys():
                 raise RequestDroppedError(f"request {min(gone)}: the engine was reset")
-            for record in self.step_modern()["finished_request_records"]:
-                records[record.request_id] = record
-                left.discard(record.request_id)
-        return [records[request.request_id] for request in requests]
+            records |= {record.request_id: record for record in self.step_modern()["finished_request_records"]}
+        return [records[request_id] for request_id in ids]
 
     def _free_id(self) -> int:
         """An id that no request has. The caller of `add_request` chooses its own."""
         while (number := int(next(self.request_counter))) in self.requests:
             pass
         return number
-
-    def _tokens_of(self, text: str, add_bos: bool) -> list[int]:
-        tokenizer = self.controller.tokenizer
-        if hasattr(tokenizer, "encode_prompt"):
-            return prompt_tokens(tokenizer, text, add_bos=add_bos)
-        tokens: list[int] = self.controller.tokenize_prompt(tokenizer, text, add_bos)
-        return tokens
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """See the seam. Makes the keys of the prompt on arrival. A request without an end token gets all of the tokenizer's."""
@@ -372,7 +350,6 @@ class HybridPrefixEngine(EngineSeam):
         return self._row_options, self._end_tokens, self._other_ends, self._replays.answers
 
     def refuse_request(self, request_id: int) -> None:
-        """See the seam."""
         self._use_own_record(request_id)
         super().refuse_request(request_id)
 
@@ -380,7 +357,7 @@ class HybridPrefixEngine(EngineSeam):
         entry = self.requests[request_id]
         if not isinstance(entry.record, RequestRecord):
             entry.record = RequestRecord(requests=entry.record.requests, latency=entry.record.latency)
-            entry.record.replays = self._replays.answers if self._is_exact else None
+            entry.record.replays = self._replays.answers if self._cached.is_exact else None
             entry.record.continued = self._cached.continue_request
         if not isinstance(entry.future, Answer) and not entry.future.done():
             entry.future = Answer(loop=entry.future.get_loop())
@@ -509,18 +486,18 @@ class HybridPrefixEngine(EngineSeam):
 
         Only requests that asked for log-probs get them, exactly one per token.
         """
-        restarting = self.removals.take_restarting() if self.removals.restarting else set()
+        restarting, self.removals.restarting = self.removals.restarting, set()
         # A request between two chunks is not finished either, even if its next prompt token is the end-of-text token.
         running = restarting | {consumed_chunked_prefill_request_id}
         left = [request_id not in running for request_id in finished_request_ids.tolist()]
         if not all(left):
             finished_request_ids = finished_request_ids[torch.tensor(left, dtype=torch.bool)]
-        given = None
+        given, scored = None, self._cached.scored
         if log_probs:
             requests = [self.get_request(request_id) for request_id in request_ids.tolist()]
-            step = (log_probs, top_n_logprobs)
-            if self._cached.scored is not None and self._cached.scored.of_step:
-                add_cached(requests, self._cached.scored, self.controller.tokenizer)
+            of_rows, tops_of_rows = log_probs, top_n_logprobs or {}
+            if scored is not None:
+                add_cached(requests, scored, self.controller.tokenizer)
             given = StepLogProbs(requests, log_probs, top_n_logprobs, consumed_chunked_prefill_request_id)
             log_probs, top_n_logprobs = given.selected, given.top_n
         result = super().post_process_requests(
@@ -538,14 +515,14 @@ class HybridPrefixEngine(EngineSeam):
         )
         if given is not None:
             given.name_all_tokens(self.controller.tokenizer)
-            if self._cached.scored is not None and self._cached.scored.of_step:
-                keep_log_probs(requests, self._cached.scored, *step)
+            if scored is not None:
+                for row, request in enumerate(requests):
+                    scored.collect(request.request_id, of_rows[row], tops_of_rows.get(row))
             for record in result[1]:
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
         if restarting:
             self.removals.requeue(restarting)
-        if self.removals.aborting:
-            self.removals.forget_finished()
+        self.removals.aborting.intersection_update(self.requests)  # ids of those that finished may be reused
         for by_id in self._by_request:
             for request_id in [each for each in by_id if each not in self.requests]:
                 del by_id[request_id]
@@ -555,16 +532,11 @@ class HybridPrefixEngine(EngineSeam):
 
     @property
     def cuts_chunks(self) -> bool:
-        """See the seam."""
-        return self._is_exact
+        return self._cached.is_exact
 
     def tokens_of_chunk(self, request: DynamicInferenceRequest) -> int | None:
         """See the seam: where bits have to be equal, chunks end on the grid of the scans."""
-        return self.context.chunk_on_grid(request) if self._is_exact else None
-
-    @property
-    def _is_exact(self) -> bool:
-        return self._has_cache and bool(self._cached.is_exact)
+        return self.context.chunk_on_grid(request) if self._cached.is_exact else None
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

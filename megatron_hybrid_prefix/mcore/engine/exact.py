@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megatron_hybrid_prefix.layers.invariant import invariant_problem, use_invariant_layers
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
@@ -34,9 +34,6 @@ class Replays:
     preempted a second time, or two requests could preempt each other forever. So it starts, and others start beside it, only
     if all of them have room up to their ends.
 
-    Args:
-        engine: The engine.
-
     Attributes:
         answers: Tokens of each request's answer, by request id.
     """
@@ -50,16 +47,12 @@ class Replays:
         if not self.answers:
             return True
         context = self._engine.context
-        running = {*context.request_ids[: context.total_request_count].tolist(), context.chunked_prefill_request_id} - {
-            -1
-        }
+        running = {*context.request_ids[: context.total_request_count].tolist(), context.chunked_prefill_request_id}
+        running.discard(-1)
         together = running | {request.request_id}
         if not running or together.isdisjoint(self.answers):
             return True
-        return self._fit(self._engine.get_request(request_id) for request_id in together)
-
-    def _fit(self, requests: Iterable[DynamicInferenceRequest]) -> bool:
-        context = self._engine.context
-        needed = [blocks_up_to_the_end(request, context.block_size_tokens) for request in requests]
+        requests = [self._engine.get_request(request_id) for request_id in together]
+        needed = [blocks_up_to_the_end(each, context.block_size_tokens) for each in requests]
         within_active = sum(needed) <= block_counts(context.kv_block_allocator).active
         return within_active and sum(needed) <= context.prefix_cache.blocks.room_for(len(needed))

@@ -6,16 +6,14 @@ If one request of a step asks for log-probs, megatron computes them for all requ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
-    from megatron_hybrid_prefix.tokenizer import Tokenizer
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
+from megatron_hybrid_prefix.tokenizer import Tokenizer
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
-    TopN = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
+TopN = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
 
 
 class StepLogProbs:
@@ -50,18 +48,18 @@ class StepLogProbs:
                 if self.top_n is not None:
                     self.top_n.pop(row, None)
         # Megatron appends a row's entries to the request's lists, first those of the prompt. It may omit the last entries.
-        self._rows = [(requests[row], _counts(requests[row]), tokens) for row, tokens in (self.top_n or {}).items()]
+        self._rows = []
+        for row, tokens in (self.top_n or {}).items():
+            of_prompt, of_answer = requests[row].prompt_top_n_logprobs, requests[row].generated_top_n_logprobs
+            self._rows.append((requests[row], len(of_prompt or ()), len(of_answer or ()), tokens))
 
     def name_all_tokens(self, tokenizer: Tokenizer) -> None:
         """Repair entries in which several tokens have the same text: megatron keeps the least likely of them.
 
         The likeliest token is named by its text, the others ``token_id:5``. If the request's sampling parameters have
         ``top_n_by_id``, all tokens are named so. Call it after megatron has distributed the rows.
-
-        Args:
-            tokenizer: The tokenizer that megatron used for the names.
         """
-        for request, (prompt_count, generated_count), tokens in self._rows:
+        for request, prompt_count, generated_count, tokens in self._rows:
             entries = (request.prompt_top_n_logprobs or [])[prompt_count:]
             entries += (request.generated_top_n_logprobs or [])[generated_count:]
             by_id = getattr(request.sampling_params, "top_n_by_id", False)
@@ -73,15 +71,9 @@ class StepLogProbs:
 
 
 def add_cached(requests: Sequence[DynamicInferenceRequest], scored: ScoredPrompts, tokenizer: Tokenizer) -> None:
-    """Give requests of a step the log-probs of prompt tokens that they skipped. Call it before megatron adds the step's.
-
-    Args:
-        requests: Requests of the step.
-        scored: Has the prompts of the step.
-        tokenizer: Names tokens, as megatron does.
-    """
+    """Give requests of a step the log-probs of prompt tokens that they skipped. Call it before megatron adds the step's."""
     for request in requests:
-        prompt = scored.published(request.request_id)
+        prompt = scored.of_step.get(request.request_id)
         if prompt is None or prompt.waits_for_promises:  # these start over
             continue
         log_probs, tops = prompt.take()
@@ -90,25 +82,6 @@ def add_cached(requests: Sequence[DynamicInferenceRequest], scored: ScoredPrompt
             by_id = getattr(request.sampling_params, "top_n_by_id", False)
             if tops:
                 request.prompt_top_n_logprobs = [_named(*top, tokenizer, by_id=by_id) for top in tops]
-
-
-def keep_log_probs(
-    requests: Sequence[DynamicInferenceRequest],
-    scored: ScoredPrompts,
-    selected: Sequence[list[float] | None],
-    top_n: TopN | None,
-) -> None:
-    """Keep a step's log-probs of prompts for later prompts.
-
-    Args:
-        requests: Requests of the step, in the order of its rows.
-        scored: Has the prompts of the step.
-        selected: As of `StepLogProbs`.
-        top_n: As of `StepLogProbs`.
-    """
-    for row, request in enumerate(requests):
-        if scored.published(request.request_id) is not None:
-            scored.collect(request.request_id, selected[row], (top_n or {}).get(row))
 
 
 def _named(values: Sequence[float], ids: Sequence[int], tokenizer: Tokenizer, *, by_id: bool) -> dict[str, float]:
@@ -126,7 +99,3 @@ def cut_to_tokens(record: DynamicInferenceRequestRecord) -> None:
         for log_probs in (part.generated_log_probs, part.generated_top_n_logprobs):
             if log_probs:
                 del log_probs[len(part.generated_tokens) :]
-
-
-def _counts(request: DynamicInferenceRequest) -> tuple[int, int]:
-    return len(request.prompt_top_n_logprobs or ()), len(request.generated_top_n_logprobs or ())

@@ -11,17 +11,12 @@ class NoCache:
     loads_wait = False
     scored = None
     is_exact = False
-    keeps_on_resume = False  # layers keep what they derived from their weights
 
-    def prefix_request(self, req: Any) -> None:
-        """Make no keys."""
+    def prefix_request(self, req: Any) -> Any:
+        """None: there are no keys."""
 
     def continue_request(self, old: Any, new: Any) -> None:
         """Nothing is counted."""
-
-    def is_counted(self, req: Any) -> bool:
-        """False: nothing is counted."""
-        return False
 
     def forget_request(self, request_id: int) -> None:
         """Nothing to drop."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ class RequestRecord(DynamicInferenceRequestRecord):
             # The old part has the log-probs of the prompt.
             new.sampling_params.skip_prompt_log_probs = True
             new.sampling_params.return_prompt_top_n_logprobs = False
-        if not old.generated_tokens:
+        else:
             # The request starts over. Drop the old part: its half-filled lists would be merged.
             new.prompt = old.prompt
             new.events = old.events + new.events
@@ -65,21 +65,20 @@ def compute_again(request: DynamicInferenceRequest) -> None:
     request.finished_chunk_token_count = 0
 
 
-def forget_chunks(request: DynamicInferenceRequest) -> None:
-    """Reset a request with a partly computed prompt, its log-probs included."""
-    if request.finished_chunk_token_count:
-        compute_again(request)
-        request.prompt_log_probs = request.generated_log_probs = None
-        request.prompt_top_n_logprobs = request.generated_top_n_logprobs = None
+def forget_chunks(requests: Iterable[DynamicInferenceRequest]) -> None:
+    """Reset those of the requests whose prompts are partly computed, their log-probs included."""
+    for request in requests:
+        if request.finished_chunk_token_count:
+            compute_again(request)
+            request.prompt_log_probs = request.generated_log_probs = None
+            request.prompt_top_n_logprobs = request.generated_top_n_logprobs = None
 
 
 @contextmanager
 def whole_answer(request: DynamicInferenceRequest, earlier: Sequence[DynamicInferenceRequest]) -> Iterator[None]:
     """Inside the block, ``request.generated_tokens`` is the whole answer. Tokens cut off inside are cut off their parts.
 
-    Args:
-        request: The latest part.
-        earlier: The parts before it, oldest first.
+    ``request`` is the latest part; ``earlier`` are the parts before it, oldest first.
     """
     before = [token for part in earlier for token in part.generated_tokens]
     request.generated_tokens = before + request.generated_tokens

@@ -20,11 +20,7 @@ from megatron_hybrid_prefix.upstream.names import Status
 
 
 class Removals:
-    """The requests of an engine that leave early.
-
-    Args:
-        engine: The engine; its tables of requests are changed here.
-        cached: Its context, or a `NoCache`.
+    """The requests of an engine that leave early. Changes its tables of requests.
 
     Attributes:
         aborting: Ids of aborted requests that are still in the context.
@@ -47,12 +43,7 @@ class Removals:
     # -- aborts --------------------------------------------------------------------------------------------------------
 
     def abort(self, request_id: int, queue: MutableSequence[int]) -> None:
-        """Abort an unfinished request.
-
-        Args:
-            request_id: Its id.
-            queue: The queue of requests outside the context.
-        """
+        """Abort an unfinished request. ``queue``: the requests outside the context."""
         engine = self._engine
         if request_id in queue and engine.get_request(request_id).finished_chunk_token_count == 0:
             queue.remove(request_id)
@@ -66,10 +57,6 @@ class Removals:
         for request_id in sorted(self.aborting):
             self._engine.resume_request_ids.remove(request_id)
             self._finish(request_id)
-
-    def forget_finished(self) -> None:
-        """Forget aborted requests that finished; their ids may be reused."""
-        self.aborting.intersection_update(self._engine.requests)
 
     def _finish(self, request_id: int) -> None:
         # The next step returns it with the finished requests, like a refused request.
@@ -93,11 +80,6 @@ class Removals:
         self.restarting_between_chunks |= between_chunks
         self.restarting |= request_ids - between_chunks
 
-    def take_restarting(self) -> set[int]:
-        """Return and forget the ids of requests that left with this step's bookkeeping."""
-        restarting, self.restarting = self.restarting, set()
-        return restarting
-
     def requeue(self, request_ids: set[int]) -> None:
         """Put requests that start over at the front of the queue, but after a prompt between two chunks."""
         engine = self._engine
@@ -110,7 +92,8 @@ class Removals:
     def _start_over(self, request_id: int) -> None:
         request = self._engine.get_request(request_id)
         compute_again(request)
-        if not self._cached.is_counted(request):
+        known = self._cached.prefix_request(request)
+        if known is not None and not known.counted_tokens:
             request.num_cached_tokens = 0  # what it loaded was wrong
 
     # -- between two forwards --------------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,8 @@ import torch
 
 from megatron_hybrid_prefix.errors import FieldError, shown
 from megatron_hybrid_prefix.sampling import SamplingOptions, check_integer, check_params, check_tokens
+from megatron_hybrid_prefix.tokenizer import prompt_tokens
+from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.names import SamplingParams
 
 Prompt = str | Sequence[int] | torch.Tensor
@@ -34,48 +34,27 @@ class Answer(asyncio.Future[Any]):
             super().set_result(result)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    """A prompt and parameters that an engine can run.
-
-    Attributes:
-        text: The prompt, if it came as text.
-        tokens: (tokens,) int64 on the host.
-        params: A copy of the request's, with values that megatron can sample.
-    """
-
-    text: str | None
-    tokens: torch.Tensor
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRules:
     """The rules of one engine.
 
-    Attributes:
-        vocab_size: Vocabulary of the model.
-        tokenize: Tokens of a text.
-        tokenize_prompt: Tokens of a prompt; the second argument is ``add_BOS``.
+    Args:
+        engine: The engine.
         samples_rows: Whether single requests can have `SamplingOptions` that megatron's sampling lacks.
-        drafts: Whether the engine decodes with drafts.
-        scores_prompts: Whether the engine computes log-probs of prompts.
     """
 
-    vocab_size: int
-    tokenize: Callable[[str], list[int]]
-    tokenize_prompt: Callable[[str, bool], list[int]]
-    samples_rows: bool
-    drafts: bool
-    scores_prompts: bool
+    def __init__(self, engine: EngineSeam, *, samples_rows: bool) -> None:
+        self._engine, self._controller, self._samples_rows = engine, engine.controller, samples_rows
 
-    def accept(self, request_id: int, prompt: Any, params: Any) -> Accepted:
+    def accept(self, request_id: int, prompt: Any, params: Any) -> tuple[str | None, torch.Tensor, SamplingParams]:
         """Check a request.
 
         Args:
             request_id: Its id.
             prompt: Text, or token ids: (tokens,) integers.
             params: Megatron's ``SamplingParams``; None: its defaults.
+
+        Returns:
+            The prompt, if it came as text; its tokens, (tokens,) int64 on the host; a copy of the parameters.
 
         Raises:
             ValueError: The request is wrong; names what is.
@@ -85,11 +64,11 @@ class RequestRules:
             params = self._params(params)
             text = prompt if isinstance(prompt, str) else None
             if text is not None:
-                prompt = _tokens_of("prompt", text, partial(self.tokenize_prompt, text, params.add_BOS))
+                prompt = self._tokens_of("prompt", text, add_bos=params.add_BOS)
             tokens = _on_host(prompt)
             if not len(tokens):
                 raise FieldError("prompt", "the prompt is empty")
-            check_tokens("the prompt", (int(tokens.min()), int(tokens.max())), self.vocab_size)
+            check_tokens("the prompt", (int(tokens.min()), int(tokens.max())), self._controller.vocab_size)
             total = params.num_tokens_total
             if total is not None and total - len(tokens) < (not params.return_log_probs):  # those of the prompt alone
                 raise FieldError(
@@ -97,7 +76,7 @@ class RequestRules:
                 )
         except FieldError as error:
             raise ValueError(f"request {request_id}: {error}") from error.__cause__
-        return Accepted(text=text, tokens=tokens, params=params)
+        return text, tokens, params
 
     def _params(self, given: Any) -> SamplingParams:
         if not isinstance(given, SamplingParams | None):
@@ -105,35 +84,39 @@ class RequestRules:
         # Of megatron's own class: a preempted request makes its parameters anew, which fails for a subclass with fields.
         params = SamplingParams()
         vars(params).update({} if given is None else vars(given))
-        check_params(params, self.vocab_size)
+        check_params(params, self._controller.vocab_size)
         options = SamplingOptions.of(params)
-        if options is not None and not self.samples_rows:
+        if options is not None and not self._samples_rows:
             raise FieldError(
                 "sampling_options", "sampling_options, and top_k with top_p, do not work with megatron's own controller"
             )
-        if getattr(params, "stop_token_ids", None) and not self.samples_rows:
+        if getattr(params, "stop_token_ids", None) and not self._samples_rows:
             raise FieldError("stop_token_ids", "stop_token_ids do not work with megatron's own controller")
-        if options is not None and options.has_penalties and self.drafts:
+        if options is not None and options.has_penalties and self._engine.num_speculative_tokens:
             raise FieldError("sampling_options", "sampling_options: penalties do not work with drafts")
-        if params.return_log_probs and not params.skip_prompt_log_probs and not self.scores_prompts:
+        wants_prompt = params.return_log_probs and not params.skip_prompt_log_probs
+        if wants_prompt and self._engine.materialize_only_last_token_logits:
             raise FieldError(
                 "skip_prompt_log_probs",
                 "log-probs of the prompt need materialize_only_last_token_logits=False; else set skip_prompt_log_probs",
             )
         for word in params.stop_words or ():
-            stop = _tokens_of("stop_words", word, partial(self.tokenize, word))
+            stop = self._tokens_of("stop_words", word, add_bos=False)
             if not stop:
                 raise FieldError("stop_words", f"stop_words: {shown(word)} has no tokens")
-            check_tokens("stop_words", stop, self.vocab_size)
+            check_tokens("stop_words", stop, self._controller.vocab_size)
         return params
 
-
-def _tokens_of(field: str, text: str, tokenize: Callable[[], list[int]]) -> list[int]:
-    try:
-        return tokenize()
-    except Exception as error:  # of any tokenizer
-        why = f"{type(error).__name__}: {error}"
-        raise FieldError(field, f"{field}: {shown(text)} cannot be tokenized ({why})") from error
+    def _tokens_of(self, field: str, text: str, *, add_bos: bool) -> list[int]:
+        controller, tokenizer = self._controller, self._controller.tokenizer
+        try:
+            if field == "prompt" and hasattr(tokenizer, "encode_prompt"):
+                return prompt_tokens(tokenizer, text, add_bos=add_bos)
+            tokens: list[int] = controller.tokenize_prompt(tokenizer, text, add_bos)
+        except Exception as error:  # of any tokenizer
+            why = f"{type(error).__name__}: {error}"
+            raise FieldError(field, f"{field}: {shown(text)} cannot be tokenized ({why})") from error
+        return tokens
 
 
 def _on_host(prompt: Any) -> torch.Tensor:

@@ -6,10 +6,10 @@ for legacy and asynchronous scheduling. So the requests' own lists have all toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import SamplingSeam
 
 if TYPE_CHECKING:
+    from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
 
 
@@ -51,40 +52,24 @@ class RowRequest:
         return cls(options=options, prompt=first.prompt_tokens, answer=answer, drafts_before=drafts_before)
 
 
-class RowSource(Protocol):
-    """What `RowSampling` asks: `HybridPrefixController`.
-
-    Attributes:
-        replays: Answers of requests that decode them again, by request id.
-        row_options: Options of the requests that have some, by request id; megatron samples all others.
-        record_of: The record of the request with an id.
-    """
-
-    replays: Mapping[int, Sequence[int]]
-    row_options: Mapping[int, SamplingOptions]
-    record_of: Callable[[int], DynamicInferenceRequestRecord]
-
-
 class RowSampling(SamplingSeam):
     """Samples with megatron's backend, then again the rows whose requests have `SamplingOptions`.
 
     Args:
         backend: Megatron's.
         generator: Noise of requests without a seed. All ranks of a replica draw from it alike.
-        source: Says which requests these are.
+        source: Knows which requests these are, and which decode their answer again.
     """
 
-    def __init__(self, backend: Any, generator: torch.Generator, source: RowSource) -> None:
+    def __init__(self, backend: Any, generator: torch.Generator, source: HybridPrefixController) -> None:
         super().__init__(backend)
         self._generator, self._source = generator, source
 
     @property
     def samples_rows(self) -> bool:
-        """See the seam."""
         return bool(self._source.row_options or self._source.replays)
 
     def sampled(self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[tuple[int, int]]) -> None:
-        """See the seam."""
         for row, (request_id, drafts_before) in enumerate(rows):
             replay = self._source.replays.get(request_id, ())
             at = len(self._source.record_of(request_id)[-1].generated_tokens) if replay else 0
@@ -123,7 +108,7 @@ def adjusted(logits: torch.Tensor, request: RowRequest) -> torch.Tensor:
     options, scores = request.options, logits.to(torch.float64, copy=True)
     if options.logit_bias:
         ids, values = zip(*options.logit_bias, strict=True)
-        scores[_on(scores, ids)] += torch.tensor(values, dtype=torch.float64).to(scores.device)
+        scores[torch.tensor(ids).to(scores.device)] += torch.tensor(values, dtype=torch.float64).to(scores.device)
     if not options.has_penalties:
         return scores
     if options.repetition_penalty != 1:
@@ -168,10 +153,6 @@ def gumbel(seed: int, position: int, size: int) -> torch.Tensor:
     return -(-uniform.log()).log()
 
 
-def _on(like: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.int64).to(like.device)
-
-
 def end_tokens_of(params: Any) -> tuple[int, ...]:
     """All end tokens of a request, without repetition; empty: only its length ends it.
 
@@ -198,7 +179,7 @@ class EndsOfDrafts:
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
-        self._on_device: torch.Tensor | None = None
+        self._tokens = torch.empty(0)  # (rows, most end tokens of a row) on the device, filled with -1
 
     def reject(self, drafts: torch.Tensor, ends: list[tuple[int, ...]]) -> None:
         """Set drafts that are an end token to -1. Does not wait for the device.
@@ -209,15 +190,10 @@ class EndsOfDrafts:
         """
         if not any(ends):
             return
-        tokens = self._ends(ends, drafts.device)
-        is_end = drafts == tokens if tokens.shape[1] == 1 else (drafts[:, :, None] == tokens[:, None, :]).any(dim=-1)
-        drafts.masked_fill_(is_end, -1)
-
-    def _ends(self, ends: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-        """(rows, most end tokens of a row), filled with -1."""
-        if self._on_device is None or self._rows != ends:  # as a rule rows stay the same for many steps
+        if self._rows != ends:  # as a rule rows stay the same for many steps
             most = max(map(len, ends))
             padded = torch.tensor([[*row, *[-1] * (most - len(row))] for row in ends], dtype=torch.int64)
-            self._on_device = padded.pin_memory().to(device, non_blocking=True)
-            self._rows = ends
-        return self._on_device
+            self._rows, self._tokens = ends, padded.pin_memory().to(drafts.device, non_blocking=True)
+        tokens = self._tokens
+        is_end = drafts == tokens if tokens.shape[1] == 1 else (drafts[:, :, None] == tokens[:, None, :]).any(dim=-1)
+        drafts.masked_fill_(is_end, -1)

@@ -20,15 +20,9 @@ _CANDIDATES_PER_ROW = 4
 
 
 class PrefixScheduling:
-    """Megatron's scheduling, without requests that wait for a prefix.
-
-    Args:
-        engine: The engine.
-        context: Its context, with a cache.
-    """
+    """Megatron's scheduling, without requests that wait for a prefix."""
 
     def __init__(self, engine: EngineSeam, context: HybridPrefixContext) -> None:
-        assert context.prefix_cache is not None
         self._engine = engine
         self._context = context
         self._cache = context.prefix_cache
@@ -36,11 +30,7 @@ class PrefixScheduling:
         self._coalescing = Coalescing(self._cache, context.prefix_request) if context.coalesces else None
 
     def schedule(self, admit: Callable[[], None]) -> None:
-        """One round.
-
-        Args:
-            admit: Megatron's scheduling of the requests in the queue.
-        """
+        """One round. ``admit``: megatron's scheduling of the requests in the queue."""
         waiting, context = self._engine.waiting_request_ids, self._context
         before = list(waiting)
         held = self._wait_for_loads() | self._hold_back()

@@ -120,8 +120,7 @@ def build_engine_from_args(
     prefix = hybrid_prefix_config_from_args(args)
     capture = getattr(args, "cuda_graph_impl", "none") == "local"
     upstream = inference_cfg_from_args(args).to_inference_config(model, enable_cuda_graphs=capture)
-    values = {field.name: getattr(upstream, field.name) for field in fields(upstream)}
-    values = {name: value for name, value in values.items() if value is not None}
+    values = {each.name: value for each in fields(upstream) if (value := getattr(upstream, each.name)) is not None}
     values["enable_prefix_caching"] = False
     state = mamba_state_config(model, args.mamba_inference_conv_states_dtype, args.mamba_inference_ssm_states_dtype)
     return build_engine(model, prefix, tokenizer=tokenizer, **values | {"mamba_inference_state_config": state})

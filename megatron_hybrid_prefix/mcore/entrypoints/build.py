@@ -9,6 +9,7 @@ from megatron_hybrid_prefix.mcore.entrypoints.patches import CONTEXT_IN_CUDA_GRA
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
 from megatron_hybrid_prefix.platform import replace_names, running_platform
 from megatron_hybrid_prefix.platform.sizes import check_sizes
+from megatron_hybrid_prefix.pool.pages import own_bytes
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
 from megatron_hybrid_prefix.upstream.contract import check_contract
 
@@ -52,10 +53,14 @@ def build_engine(
     if inference_config.enable_prefix_caching:
         return _upstream_engine(model, inference_config, tokenizer)
     from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+    from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
     from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
     from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 
-    context = HybridPrefixContext(model.config, inference_config, prefix)
+    if prefix is None:
+        context = SlotContext(model.config, inference_config)
+    else:
+        context = HybridPrefixContext(model.config, inference_config, prefix)
     if model.config.cuda_graph_impl == "local":
         replace_names(CONTEXT_IN_CUDA_GRAPHS)
     return HybridPrefixEngine(_controller(HybridPrefixController, model, context, tokenizer), context)
@@ -100,15 +105,6 @@ def _controller(
 
 
 def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:
-    check_contract()
-    platform = running_platform()
-    if platform is not None:
-        platform.check_cuda_graphs(model.config.cuda_graph_impl)
-    check_sizes(model.config, "the model's config", fields.get("pg_collection"))
-    return _inference_config(model, prefix, fields)
-
-
-def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, with_state_dtype
     from megatron_hybrid_prefix.upstream.config import (
         InferenceConfig,
@@ -117,6 +113,11 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
     )
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext
 
+    check_contract()
+    platform = running_platform()
+    if platform is not None:
+        platform.check_cuda_graphs(model.config.cuda_graph_impl)
+    check_sizes(model.config, "the model's config", fields.get("pg_collection"))
     unknown = set(fields) - set(InferenceConfig.__dataclass_fields__)
     if unknown:
         raise ValueError(f"unknown InferenceConfig field(s): {', '.join(sorted(unknown))}")
@@ -127,8 +128,7 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
         "mamba_inference_state_config": mamba_state_config(model),
         "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
     }
-    on_host = next(model.parameters()).device.type == "cpu"
-    if on_host:
+    if next(model.parameters()).device.type == "cpu":
         values |= HOST_DEFAULTS
     values |= fields
     state = values["mamba_inference_state_config"]
@@ -140,9 +140,8 @@ def _inference_config(model: Any, prefix: HybridPrefixConfig | None, fields: dic
         values["max_tokens"] = DynamicInferenceContext.round_up_tokens(values["max_tokens"], tp)
     config = InferenceConfig(**values)
     problems = of_all_stages(_block_problem(model, config) or _budget_problem(model, config, prefix))
-    for problem in problems:
-        if problem is not None:
-            raise ValueError(problem)
+    if any(problems):
+        raise ValueError(next(filter(None, problems)))
     return config
 
 
@@ -178,9 +177,7 @@ def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixCon
     state = config.mamba_inference_state_config
     if state is None or config.mamba_memory_ratio is not None or (prefix is not None and prefix.cache_gb is not None):
         return None
-    # One live state; with speculative decoding also one for each position that may be accepted.
-    states_per_request = 1 if config.num_speculative_tokens == 0 else 2 + config.num_speculative_tokens
-    need_bytes = config.max_requests * states_per_request * state_bytes(state)
+    need_bytes = own_bytes(state_bytes(state), own_slots=config.max_requests, drafts=config.num_speculative_tokens)
     have_bytes = (config.buffer_size_gb + (config.paused_buffer_size_gb or 0)) * 2**30
     if need_bytes >= have_bytes:
         return (

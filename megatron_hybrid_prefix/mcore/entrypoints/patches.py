@@ -75,8 +75,10 @@ def _our_context(
 
 
 def _needs_ours(context: Any) -> bool:
-    """Whether a context needs this package's controller and engine: it has a cache, or layers that megatron cannot run."""
-    return hasattr(context, "prefix_cache") or getattr(context, "has_own_layers", False)
+    """Whether a context needs this package's controller and engine."""
+    from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
+
+    return isinstance(context, SlotContext)
 
 
 def _our_controller(original: Callable[..., None]) -> Callable[..., None]:
@@ -97,9 +99,9 @@ def _our_engine(original: Callable[..., None]) -> Callable[..., None]:
 
     def __init__(self: Any, controller: Any, context: Any) -> None:
         from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
-        from megatron_hybrid_prefix.mcore.state.layout import check_described, has_own_layers
+        from megatron_hybrid_prefix.mcore.state.layout import check_described
 
-        if not _needs_ours(context) and has_own_layers(controller.inference_wrapped_model.model):
+        if not _needs_ours(context):
             check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         if not _needs_ours(context) or isinstance(self, HybridPrefixEngine):
             original(self, controller=controller, context=context)

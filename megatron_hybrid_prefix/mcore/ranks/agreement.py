@@ -1,4 +1,7 @@
-"""Agreement of tensor- and pipeline-parallel ranks: on numbers, and on the cache's decisions."""
+"""Agreement of tensor- and pipeline-parallel ranks: on numbers, and on the cache's decisions.
+
+``pg_collection`` is megatron's collection of process groups; by default the groups of its parallel state are used.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,13 @@ def min_over_model_ranks(value: int | None, pg_collection: Any = None) -> int | 
 
     Args:
         value: This rank's value; None if it has none (no recurrent layers).
-        pg_collection: Megatron's process groups; by default those of its parallel state.
+        pg_collection: See the module.
 
     Returns:
         The minimum; None if no rank has a value.
     """
-    groups = _model_groups(pg_collection)
-    if not groups:
-        return value
-    least = torch.tensor([_NO_CLAIM if value is None else value], device=torch.cuda.current_device())
-    for group in groups:
-        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
-    agreed = int(least)
-    return None if agreed == _NO_CLAIM else agreed
+    least = _reduce(_NO_CLAIM if value is None else value, torch.distributed.ReduceOp.MIN, pg_collection)
+    return None if least == _NO_CLAIM else least
 
 
 def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = None) -> T:
@@ -38,83 +35,63 @@ def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = No
 
     Args:
         values: This rank's value or values; every rank gives the same number of them.
-        pg_collection: Megatron's process groups; by default those of its parallel state.
+        pg_collection: See the module.
     """
-    groups = _model_groups(pg_collection)
-    if not groups:
-        return values
-    most = torch.tensor(values, device=torch.cuda.current_device())
-    for group in groups:
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
-    return cast(T, most.tolist())  # an int of a 0-d tensor
+    return _reduce(values, torch.distributed.ReduceOp.MAX, pg_collection)
 
 
 def place_in_model(pg_collection: Any = None) -> tuple[tuple[int, int], ...]:
-    """This rank and the number of ranks, in the tensor-parallel and in the pipeline-parallel group; not a collective.
-
-    Args:
-        pg_collection: Megatron's process groups; by default those of its parallel state.
-    """
+    """This rank and the number of ranks, in the tensor-parallel and in the pipeline-parallel group; not a collective."""
     return tuple(
         (torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
-        for group in _model_groups(pg_collection, alone=True)
+        for group in _groups(pg_collection)
         if group is not None
     )
 
 
 def of_all_stages[T](value: T, pg_collection: Any = None) -> list[T]:
-    """The value of each pipeline stage; a collective.
-
-    Args:
-        value: This stage's value.
-        pg_collection: Megatron's process groups; by default those of its parallel state.
-    """
-    group = _stages(pg_collection)
+    """The value of each pipeline stage; a collective."""
     stages = [value] * stage_count(pg_collection)
     if len(stages) > 1:
-        torch.distributed.all_gather_object(stages, value, group=group)
+        torch.distributed.all_gather_object(stages, value, group=_groups(pg_collection)[1])
     return stages
 
 
 def stage_count(pg_collection: Any = None) -> int:
     """Number of pipeline stages; not a collective."""
-    group = _stages(pg_collection)
+    group = _groups(pg_collection)[1]
     return 1 if group is None else torch.distributed.get_world_size(group)
 
 
-def _stages(pg_collection: Any) -> Any:
-    """Process group of the pipeline stages; None where there is none."""
+def _groups(pg_collection: Any) -> tuple[Any, Any]:
+    """The tensor-parallel and the pipeline-parallel process group; None where there is none."""
     from megatron.core import parallel_state
 
     if pg_collection is not None:
-        return getattr(pg_collection, "pp", None)
+        return getattr(pg_collection, "tp", None), getattr(pg_collection, "pp", None)
     if not parallel_state.model_parallel_is_initialized():
-        return None
-    return parallel_state.get_pipeline_model_parallel_group()
+        return None, None
+    return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
 
 
-def _model_groups(pg_collection: Any = None, *, alone: bool = False) -> list[Any]:
-    """Process groups whose ranks run the same requests; only those of more than one rank, unless ``alone``."""
-    from megatron.core import parallel_state
-
-    if pg_collection is not None:
-        groups = [pg_collection.tp, pg_collection.pp]
-    else:
-        groups = [
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_group(),
-        ]
-    if alone:
-        return groups
+def _model_groups(pg_collection: Any) -> list[Any]:
+    """Process groups of more than one rank, whose ranks run the same requests."""
+    groups = _groups(pg_collection)
     return [group for group in groups if group is not None and torch.distributed.get_world_size(group) > 1]
 
 
-class DecisionLog:
-    """Log of the cache's decisions on this rank; compared with the other ranks before each forward.
+def _reduce[T: (int, list[int])](values: T, operation: Any, pg_collection: Any) -> T:
+    groups = _model_groups(pg_collection)
+    if not groups:
+        return values
+    agreed = torch.tensor(values, device=torch.cuda.current_device())
+    for group in groups:
+        torch.distributed.all_reduce(agreed, op=operation, group=group)
+    return cast(T, agreed.tolist())  # an int of a 0-d tensor
 
-    Args:
-        pg_collection: Megatron's process groups; by default those of its parallel state.
-    """
+
+class DecisionLog:
+    """Log of the cache's decisions on this rank; compared with the other ranks before each forward."""
 
     def __init__(self, pg_collection: Any = None) -> None:
         self._groups = _model_groups(pg_collection)

@@ -86,7 +86,6 @@ class ReplicaClient(ClientSeam):
         self.socket.send_multipart([REMOVE, pack(replica)])
 
     async def receive_all(self) -> None:
-        """See the seam."""
         while True:
             frames = await self.socket.recv_multipart()
             try:

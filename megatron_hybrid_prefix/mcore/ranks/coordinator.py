@@ -38,9 +38,6 @@ from megatron_hybrid_prefix.upstream.coordinator import (
     replica_of,
 )
 
-# Blocks that the coordinator remembers; each takes about 300 bytes.
-_MOST_BLOCKS = 2**20
-_MOST_KEYS = 2**16  # of requests that have one
 _MEET_MS = 50
 
 
@@ -51,8 +48,8 @@ class PrefixCoordinator(CoordinatorSeam):
     replica that has a whole prompt would get all requests with it, however many wait there.
     """
 
-    most_blocks = _MOST_BLOCKS
-    most_keys = _MOST_KEYS
+    most_blocks = 2**20  # that it remembers; each takes about 300 bytes
+    most_keys = 2**16  # of requests that have one
     _last_replica = -1  # that got a prompt which no replica knows
     _routing = Routing()  # of the request that is being submitted
 
@@ -64,7 +61,6 @@ class PrefixCoordinator(CoordinatorSeam):
     # -- messages --------------------------------------------------------------------------------------------------------
 
     def receive(self, sender: bytes, kind: bytes, *contents: bytes) -> bytes | None:
-        """See the seam."""
         if kind == SUBMIT:
             self._routing = Routing.unpack(contents[0])
             return contents[1]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name
+from megatron_hybrid_prefix.layers.base import KINDS, LayerKind, dtype_name
 from megatron_hybrid_prefix.layers.components import mamba2_components
 from megatron_hybrid_prefix.layers.gated_delta_net import KIND as GATED_DELTA_NET
 from megatron_hybrid_prefix.layers.kinds import layer_kinds, recurrent_modules
@@ -43,32 +43,29 @@ class ModelStates:
         slots: What a slot holds; kinds that only other stages have are there with 0 layers.
         quanta: Chunk quantum of each kind, in tokens.
         kind_of_layer: Kind of each recurrent layer of this stage, in their order.
-        without_drafts: Names of the kinds that cannot be decoded speculatively.
-        without_graphs: Names of the kinds that CUDA graphs cannot capture.
-        of_whole_chunks: Names of the kinds that need KV blocks of whole chunks.
     """
 
     slots: SlotLayout
     quanta: tuple[int, ...]
     kind_of_layer: tuple[str, ...]
-    without_drafts: tuple[str, ...] = ()
-    without_graphs: tuple[str, ...] = ()
-    of_whole_chunks: tuple[str, ...] = ()
 
     def check(self, *, block_tokens: int, cuda_graph_impl: str, drafts: int) -> None:
         """Raise ValueError, in one line, if a kind cannot be run with such KV blocks, in CUDA graphs, or with drafts."""
-        if drafts and self.without_drafts:
-            kinds = ", ".join(self.without_drafts)
+        kinds = [KINDS[layout.kind] for layout in self.slots.kinds]
+        undrafted = [kind.name for kind in kinds if not kind.drafts]
+        if drafts and undrafted:
             raise ValueError(
-                f"num_speculative_tokens={drafts}: layers of kind {kinds} do not support speculative decoding"
+                f"num_speculative_tokens={drafts}: layers of kind {_names(undrafted)} do not support speculative decoding"
             )
-        if cuda_graph_impl == "local" and self.without_graphs:
-            kinds = ", ".join(self.without_graphs)
-            raise ValueError(f"cuda_graph_impl={cuda_graph_impl!r}: CUDA graphs cannot capture layers of kind {kinds}")
-        for layout, quantum in zip(self.slots.kinds, self.quanta, strict=True):
-            if layout.kind in self.of_whole_chunks and block_tokens % quantum:
+        uncaptured = [kind.name for kind in kinds if not kind.cuda_graphs]
+        if cuda_graph_impl == "local" and uncaptured:
+            raise ValueError(
+                f"cuda_graph_impl={cuda_graph_impl!r}: CUDA graphs cannot capture layers of kind {_names(uncaptured)}"
+            )
+        for kind, quantum in zip(kinds, self.quanta, strict=True):
+            if kind.whole_chunks and block_tokens % quantum:
                 raise ValueError(
-                    f"block_size_tokens={block_tokens}: layers of kind {layout.kind} need a multiple of {quantum}"
+                    f"block_size_tokens={block_tokens}: layers of kind {kind.name} need a multiple of {quantum}"
                 )
 
     def place(self, recurrent_layer: int) -> tuple[StateLayout, int]:
@@ -164,9 +161,6 @@ def mamba_state_config(
         slots=SlotLayout(tuple(found[kind.name][0] for kind in kinds)),
         quanta=tuple(found[kind.name][1] for kind in kinds),
         kind_of_layer=tuple(kind_of_layer),
-        without_drafts=tuple(kind.name for kind in kinds if not kind.drafts),
-        without_graphs=tuple(kind.name for kind in kinds if not kind.cuda_graphs),
-        of_whole_chunks=tuple(kind.name for kind in kinds if kind.whole_chunks),
     )
     return RecurrentStateConfig(layer_type_list=symbols, states=states, **_fields_for_megatron(states))
 
@@ -205,11 +199,6 @@ def check_described(model: Any, config: MambaInferenceStateConfig | None) -> Non
             f"the model has recurrent layers of kind {_names(found)}, the InferenceConfig describes {_names(described)}: "
             f"{DESCRIBE_ALL}"
         )
-
-
-def has_own_layers(model: Any) -> bool:
-    """Whether a model has layers that megatron's own engine cannot run."""
-    return any(kind != MAMBA2.name for kind in kinds_in(model))
 
 
 def kinds_in(model: Any) -> tuple[str, ...]:

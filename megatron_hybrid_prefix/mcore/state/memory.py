@@ -72,6 +72,8 @@ class StateMemory:
 
     Attributes:
         memory: See Args.
+        layers: States of each recurrent layer of this stage by component name: (rows, *shape).
+        drafted_layers: The same of the states after each drafted token: (rows, drafts + 1, *shape).
         live: Slots of running requests.
         step: What the next step prefills.
     """
@@ -97,24 +99,15 @@ class StateMemory:
             device=memory.buffer.device,
         )
         # Views are made once: every layer needs them in every step.
-        self._of_layer, self._drafted_of_layer = (
-            [] if not tensors else [self._views(states, tensors, number) for number in range(len(states.kind_of_layer))]
+        places = [states.place(number) for number in range(len(states.kind_of_layer))]
+        self.layers, self.drafted_layers = (
+            [
+                {each.name: tensors[each.name][layer] for each in layout.components}
+                for layout, layer in places
+                if tensors
+            ]
             for tensors in (memory.states, memory.drafted)
         )
-
-    def of_layer(self, recurrent_layer: int, *, drafted: bool = False) -> dict[str, torch.Tensor]:
-        """States of one recurrent layer of this stage, by component name: (rows, *shape).
-
-        Args:
-            recurrent_layer: Number of the recurrent layer on this stage, from 0.
-            drafted: Return the states after each drafted token instead, (rows, drafts + 1, *shape).
-        """
-        return (self._drafted_of_layer if drafted else self._of_layer)[recurrent_layer]
-
-    @staticmethod
-    def _views(states: ModelStates, tensors: dict[str, torch.Tensor], recurrent_layer: int) -> dict[str, torch.Tensor]:
-        layout, layer = states.place(recurrent_layer)
-        return {component.name: tensors[component.name][layer] for component in layout.components}
 
     def roll_back(self, rows: torch.Tensor, forward_tokens: torch.Tensor) -> None:
         """Live states become those after a token of the last forward.
