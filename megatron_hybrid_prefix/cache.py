@@ -104,7 +104,7 @@ class HybridPrefixCache:
             slots = SlotPool(settings.state_slots or 0, settings.first_state_slot)
         self._store = PrefixStore(tree, pages, slots, settings.live_states, eviction, host, self._stats)
         self._store.on_move = settings.on_move
-        if host is not None:
+        if host is not None and settings.routing_of is not None:
             host.routing_of = settings.routing_of
         self._requests = RequestBook()
         self._matcher = Matcher(tree, tiers, block_tokens=settings.block_tokens, ghosts=self._store.ghosts)

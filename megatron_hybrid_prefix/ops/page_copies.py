@@ -225,8 +225,9 @@ def _copy_pages_reference(
 
 def _sum_of(part: torch.Tensor, start_bytes: int) -> torch.Tensor:
     """What these bytes, (bytes,) uint8, add to the checksum of a row in which they begin at ``start_bytes``."""
-    whole = part.new_zeros(ceil_div(start_bytes + len(part), WORD_BYTES) * WORD_BYTES)
-    whole[start_bytes : start_bytes + len(part)] = part
+    end = start_bytes + len(part)
+    whole = part.new_zeros(end + -end % WORD_BYTES)
+    whole[start_bytes:end] = part
     return checksum_rows(whole.view(torch.int64)[None])[0]
 
 

@@ -332,7 +332,7 @@ def test_nobody_samples_from_a_wrong_load(model, mode, fault, monkeypatch):
     served.send(prompt)
     push_out(served, count=5)
     if fault == "load raises":
-        for tensors in served.context._tier_tensors().values():
+        for tensors in served.context.host_moves._tensors().values():
             for tensor in tensors:
                 tensor.fill_(255)  # NaN in any floating type
 

@@ -412,7 +412,7 @@ def test_what_did_not_arrive_cannot_stop_a_step(model, folder, in_time, monkeypa
     """The forward of the failed load reads its blocks: not what was there before. Nobody samples from NaN."""
     computed(model, folder)
     served = start(model, folder, {"refresh_s": 10.0**6} | ({} if in_time else {"wait_s": 0.05}))
-    for tensors in served.context._tier_tensors().values():
+    for tensors in served.context.host_moves._tensors().values():
         for tensor in tensors:
             tensor.fill_(255)
     if in_time:

@@ -112,7 +112,8 @@ def test_some_from_the_device_some_from_the_host_some_from_behind(model):
         for turn in range(3):
             for session in history:
                 answer = served.send(history[session], count=6)
-                written(served)  # else its pages may be needed before, and the entry is lost
+                if name == "behind":
+                    written(served)  # else its pages may be needed before, and the entry is lost
                 history[session] += [*answer.generated_tokens, *random_tokens(44, seed=1000 + 10 * session + turn)]
         served.check()
         served.check_drained()

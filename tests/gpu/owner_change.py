@@ -199,7 +199,7 @@ class Case:
     def run(self) -> dict[str, Any]:
         """One step: what it took, what changed, and whether each block has its bytes."""
         cache, memory, times = self._cache(), self.memory, RoomTimes()
-        moves = Moves(lambda: memory)
+        moves = Moves(SimpleNamespace(shared_memory=memory))
         moves.serve(cache)
         origin: dict[int, int] = {}
         cache._store.on_move = lambda source, target: origin.update({target: origin.pop(source, source)})

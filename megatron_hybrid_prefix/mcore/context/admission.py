@@ -80,7 +80,7 @@ class Admissions:
         start = int(context.request_kv_length_offsets[row])
         plan = cache.plan(request_id, start, start + int(context.request_query_lengths[row]))
         self._requests.put_in_step(known, plan)
-        context.note(
+        context.decisions.note(
             lambda: (
                 f"request {request_id} shares KV blocks {chunk.shared}, gets {chunk.own}, computes [{start}, "
                 f"{plan.end_tokens}) from slot {plan.source_slot}, keeps "

@@ -49,7 +49,7 @@ from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
-from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
+from megatron_hybrid_prefix.tiers.units import HOST
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.config import InferenceConfig
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks
@@ -91,7 +91,6 @@ class HybridPrefixContext(SlotContext):
     prefix_cache: HybridPrefixCache
     prefix_config: HybridPrefixConfig
     _budget: Budget | None = None
-    _decisions: DecisionLog | None = None
     _decodes: DecodedStates | None = None
     _is_made = False
     _step_failed = False
@@ -137,19 +136,12 @@ class HybridPrefixContext(SlotContext):
 
     def _make_cache(self, prefix: HybridPrefixConfig) -> None:
         self.enable_prefix_caching = True
-        self._decisions = DecisionLog(self.config.pg_collection) if prefix.check_ranks else None
+        self.decisions = DecisionLog(self.config.pg_collection if prefix.check_ranks else None)
         assert self._budget is not None
-        self.moves = Moves(lambda: self.shared_memory)
+        self.moves = Moves(self)
         host_fields: dict[str, Any] = {}
         if prefix.host_gb and self.checkpoint_slots:
-            self.moves = HostMoves(
-                self._tier_tensors,
-                lambda: self.shared_memory,
-                prefix,
-                self.config.pg_collection,
-                block_tokens=self.block_size_tokens,
-                components=self.state_layout,
-            )
+            self.moves = HostMoves(self, prefix)
             host_fields = self.moves.cache_fields
         cache = self.prefix_cache = HybridPrefixCache(
             CacheSettings(
@@ -162,7 +154,7 @@ class HybridPrefixContext(SlotContext):
                 retention_interval_tokens=prefix.retention_interval_tokens,
                 beside=self._scores,
                 on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
-                routing_of=lambda block_id: self.kv_block_allocator.block_routing.get(block_id),
+                routing_of=self._routing_of if self.moe_enable_routing_replay else None,
                 **host_fields,
             )
         )
@@ -176,8 +168,11 @@ class HybridPrefixContext(SlotContext):
         self._admissions = Admissions(self, cache, self._requests)
         self.moves.serve(cache)
         if self.host_moves is not None:
-            self.loads = RequestLoads(self, cache, self.host_moves, self._requests, self.note)
+            self.loads = RequestLoads(self, cache, self.host_moves, self._requests)
         reports.report_start(self)
+
+    def _routing_of(self, block_id: int) -> Any:
+        return self.kv_block_allocator.block_routing.get(block_id)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -247,10 +242,6 @@ class HybridPrefixContext(SlotContext):
             slots = self.state_layout.slots_within(int(prefix.mamba_gb * 2**30))
             self.checkpoint_slots = min_over_model_ranks(slots, config.pg_collection) or 0
         return budget
-
-    def _tier_tensors(self) -> dict[EntryKind, list[torch.Tensor]]:
-        assert self.shared_memory is not None
-        return {EntryKind.KV: [self.shared_memory.kv_rows], EntryKind.STATE: [self.shared_memory.state_rows]}
 
     def zero_live_states(self, live_indices: list[int]) -> None:
         self.moves.launch(send=False)  # what was in these slots goes elsewhere first
@@ -328,9 +319,8 @@ class HybridPrefixContext(SlotContext):
 
     def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
         """See upstream. Ranks compare their decisions before a forward."""
-        if self._decisions is not None:
-            self.note(lambda: reports.describe_forward(self))
-            self._decisions.compare()
+        self.decisions.note(lambda: reports.describe_forward(self))
+        self.decisions.compare()
         return super().initialize_attention_state(*args, **kwargs)
 
     def step_plans(self) -> list[StepPlan]:
@@ -556,11 +546,6 @@ class HybridPrefixContext(SlotContext):
         self.scored.check()
         if self.has_tensors:
             rows.check_rows(self, self.prefix_cache)
-
-    def note(self, decision: Callable[[], str]) -> None:
-        """Log a decision that must be the same on all ranks; put into words only if ranks are compared."""
-        if self._decisions is not None:
-            self._decisions.note(decision())
 
 
 def _check_exact(model_config: TransformerConfig) -> None:

@@ -102,7 +102,7 @@ class DecodedStates:
             if slot is not None:
                 copies[slot] = self._context.states.live.slot(block.live_index), block.forward_token
             words = "request {} filled a block at {}, slot {}"
-            self._context.note(partial(words.format, block.request_id, block.end_tokens, slot))
+            self._context.decisions.note(partial(words.format, block.request_id, block.end_tokens, slot))
         if not copies:
             return
         self._context.moves.launch(send=False)  # what was in these slots goes elsewhere first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -23,7 +22,6 @@ class RequestLoads:
         cache: Its cache, which decides.
         moves: Runs the transfers.
         requests: Its requests.
-        note: Logs a decision that must be the same on all ranks; gets a function that returns it in words.
     """
 
     def __init__(
@@ -32,9 +30,8 @@ class RequestLoads:
         cache: HybridPrefixCache,
         moves: HostMoves,
         requests: KnownRequests,
-        note: Callable[[Callable[[], str]], None],
     ) -> None:
-        self._context, self._cache, self._moves, self._requests, self._note = context, cache, moves, requests, note
+        self._context, self._cache, self._moves, self._requests = context, cache, moves, requests
 
     def load_back(self, req: DynamicInferenceRequest, others_run: bool, *, others_start: bool = False) -> bool:
         """Begin to load the KV and state that a waiting request can resume from, if the host has more than the device.
@@ -65,7 +62,7 @@ class RequestLoads:
             known.take_scores(match.resume_tokens)
             assert match.load is not None
             self._moves.start_load(match.load)
-            self._note(
+            self._context.decisions.note(
                 lambda: (
                     f"request {req.request_id} loads up to {loading.resume_tokens} into KV blocks "
                     f"{loading.block_ids}, slot {loading.source_slot}"
@@ -81,7 +78,7 @@ class RequestLoads:
             if state is LoadState.FETCHING:
                 return not alone
             if state is not LoadState.COPYING:
-                self._note(lambda: f"request {req.request_id} does not wait for its load: {state}")
+                self._context.decisions.note(lambda: f"request {req.request_id} does not wait for its load: {state}")
                 known.last, known.gave_up_fetch = None, True
                 return False
         if not others_run or not load.rounds:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -91,17 +92,24 @@ def _reduce[T: (int, list[int])](values: T, operation: Any, pg_collection: Any) 
 
 
 class DecisionLog:
-    """Log of the cache's decisions on this rank; compared with the other ranks before each forward."""
+    """Log of the cache's decisions on this rank; compared with the other ranks before each forward.
 
-    def __init__(self, pg_collection: Any = None) -> None:
-        self._groups = _model_groups(pg_collection)
+    Args:
+        pg_collection: Megatron's process groups; None: decisions are not compared.
+    """
+
+    def __init__(self, pg_collection: Any) -> None:
+        self._is_on = pg_collection is not None
+        self._groups = _model_groups(pg_collection) if self._is_on else []
         self._digest = hashlib.blake2b(digest_size=7)  # negated below, so less than an int64
         self._since: list[str] = []  # since the last agreement
 
-    def note(self, decision: str) -> None:
-        """Add a decision, in words: the same text on all ranks that decide alike."""
-        self._digest.update(decision.encode() + b"\n")
-        self._since.append(decision)
+    def note(self, decision: Callable[[], str]) -> None:
+        """Add a decision. It is put into words only if they are compared: the same text on all ranks that decide alike."""
+        if self._is_on:
+            words = decision()
+            self._digest.update(words.encode() + b"\n")
+            self._since.append(words)
 
     def compare(self) -> None:
         """Check that all ranks decided alike so far. Costs one collective per group.
@@ -110,6 +118,8 @@ class DecisionLog:
             RankDisagreementError: Two ranks differ; gives the first decision in which they differ, on both. Every rank
                 raises it.
         """
+        if not self._is_on:
+            return
         own = int.from_bytes(self._digest.digest(), "big")
         extremes = torch.tensor([own, -own], device=torch.cuda.current_device())
         for group in self._groups:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -59,13 +59,13 @@ class Moves:
     """Copies of a cache without a host tier.
 
     Args:
-        memory: Returns the memory; None while megatron has freed it.
+        context: Its ``shared_memory`` is None while megatron has freed it.
     """
 
     _cache: HybridPrefixCache
 
-    def __init__(self, memory: Callable[[], SharedMemory | None]) -> None:
-        self._memory = memory
+    def __init__(self, context: Any) -> None:
+        self._context = context
 
     def serve(self, cache: HybridPrefixCache) -> None:
         """Use this cache."""
@@ -78,7 +78,7 @@ class Moves:
             send: False: leave the copies to the host to `forward_launched`.
         """
         copies = self._cache.take_copies()
-        memory = self._memory()
+        memory: SharedMemory | None = self._context.shared_memory
         if copies and memory is not None and memory.layout is not None:
             layout = memory.layout
             copies = stores_first(copies, layout.page_blocks, layout.page_states, memory.first_page_slot)
@@ -110,12 +110,8 @@ class HostMoves(Moves):
     """The host tier of one context.
 
     Args:
-        tensors: Returns the device tensors by kind, each (layers, KV blocks or slots, *shape).
-        memory: See Moves.
+        context: The context.
         prefix: Settings of the cache, with ``host_gb`` above 0.
-        groups: Megatron's process groups.
-        block_tokens: Tokens per KV block.
-        components: Description of a state, for the name of shared entries.
 
     Raises:
         ValueError: The shared tier cannot be used.
@@ -126,19 +122,11 @@ class HostMoves(Moves):
         sends_later: Whether `forward_launched` is called. The engine sets it if its controller does that.
     """
 
-    def __init__(
-        self,
-        tensors: Callable[[], Mapping[EntryKind, Sequence[torch.Tensor]]],
-        memory: Callable[[], SharedMemory | None],
-        prefix: HybridPrefixConfig,
-        groups: Any,
-        *,
-        block_tokens: int,
-        components: object = None,
-    ) -> None:
-        super().__init__(memory)
+    def __init__(self, context: Any, prefix: HybridPrefixConfig) -> None:
+        super().__init__(context)
         self.sends_later = False
-        self._groups = groups
+        self._groups = context.config.pg_collection
+        tensors, block_tokens = self._tensors, context.block_size_tokens
         own_bytes = {
             kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in of_kind)
             for kind, of_kind in tensors().items()
@@ -153,7 +141,7 @@ class HostMoves(Moves):
         if prefix.shared is not None:
             tier = self._open_tier(prefix, prefix.shared, own_bytes, block_tokens)
             self._behind = TierBehind(tier, self._agree)
-            self._layout = self._layout_of(tensors(), block_tokens, components)
+            self._layout = self._layout_of(tensors(), block_tokens, context.state_layout)
         try:
             self.arena = HostArena(
                 tensors,
@@ -179,6 +167,11 @@ class HostMoves(Moves):
         }
         if self._behind is not None and pages:
             self.cache_fields |= {"behind": self._behind, "secret": self._secret, "adapter_secret": os.urandom(16)}
+
+    def _tensors(self) -> dict[EntryKind, list[torch.Tensor]]:
+        """The device tensors by kind, each (1, KV blocks or rows of states, bytes)."""
+        memory: SharedMemory = self._context.shared_memory
+        return {EntryKind.KV: [memory.kv_rows], EntryKind.STATE: [memory.state_rows]}
 
     def _agree(self, depth_blocks: int) -> int:
         return min_over_model_ranks(depth_blocks, self._groups) or 0
@@ -276,7 +269,7 @@ class HostMoves(Moves):
 
     def _with_rows(self, units: list[BlockTransfer]) -> list[BlockTransfer]:
         """The transfers; states on the device are named by their rows (`SharedMemory.row`), not by their slots."""
-        memory = self._memory()
+        memory: SharedMemory | None = self._context.shared_memory
         assert memory is not None
         return [
             unit._replace(device_id=memory.row(unit.device_id))
