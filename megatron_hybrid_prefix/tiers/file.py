@@ -27,13 +27,15 @@ from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.metrics import TierStats
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.tiers.base import Entry, SharedTier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.reads import FileReads, start_threads
 from megatron_hybrid_prefix.tiers.shared import FolderSettings
-from megatron_hybrid_prefix.tiers.space import Ranking, Space
+from megatron_hybrid_prefix.tiers.space import Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)
@@ -67,8 +69,8 @@ class FileTier(SharedTier):
         settings: FolderSettings,
         *,
         block_tokens: int,
-        make_ranking: Callable[[], Ranking],
-        reason: Any = None,
+        make_ranking: Callable[[], EvictionPolicy[Any]],
+        reason: CheckpointReason | None = None,
     ) -> None:
         self._block_tokens = block_tokens
         self.wait_s = settings.wait_s
