@@ -542,7 +542,7 @@ class HybridPrefixCache:
         return self._store.tree.get(key)
 
     def memory_use(self) -> MemoryUse:
-        """Who uses the memory now. O(blocks)."""
+        """Who uses the memory now."""
         return self._store.memory_use()
 
     def stats(self) -> PrefixStats:
@@ -552,7 +552,7 @@ class HybridPrefixCache:
         stats.slots_used = self._store.slots.cached_slots
         host = self._store.host
         if host is not None:
-            stats.tiers[HOST].kv_blocks, stats.tiers[HOST].states = host.kv_entries, host.state_entries
+            stats.tiers[HOST].kv_blocks, stats.tiers[HOST].states = host.entries.kv_entries, len(host.entries.states)
         return stats
 
     def check_integrity(self) -> None:

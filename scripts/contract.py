@@ -19,12 +19,12 @@ from dataclasses import asdict
 from itertools import groupby
 
 from megatron_hybrid_prefix.platform import ensure_platform
-from megatron_hybrid_prefix.upstream.check import Entry, problem_of
+from megatron_hybrid_prefix.upstream.check import ContractRow, problem_of
 from megatron_hybrid_prefix.upstream.contract import path_of, rows_in
 from megatron_hybrid_prefix.upstream.version import check_version
 
 
-def text_of(rows: Sequence[Entry]) -> str:
+def text_of(rows: Sequence[ContractRow]) -> str:
     """A contract as JSON: a list of rows for each owner, one line per row."""
     owners = []
     for owner, of_owner in groupby(rows, key=lambda row: row.owner):
@@ -33,7 +33,7 @@ def text_of(rows: Sequence[Entry]) -> str:
     return "{\n " + ",\n ".join(owners) + "\n}\n"
 
 
-def differences(written: Sequence[Entry], made: Sequence[Entry]) -> list[str]:
+def differences(written: Sequence[ContractRow], made: Sequence[ContractRow]) -> list[str]:
     """What is out of date in a contract, a line for each row.
 
     A signature is up to date while the row holds: a later release of the series may have added optional parameters.

@@ -12,7 +12,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from megatron_hybrid_prefix.platform import patches
-from megatron_hybrid_prefix.upstream.check import Entry, Kind, accepts, attributes_of, parameters_of, problem_of
+from megatron_hybrid_prefix.upstream.check import ContractRow, Kind, accepts, attributes_of, parameters_of, problem_of
 from scripts import contract_classes as classes
 from scripts import contract_names as names
 from scripts import contract_scan as scan
@@ -30,7 +30,7 @@ def all_uses() -> list[Use]:
     return [*(use for source in scan.sources() for use in scan.uses(source, of_our_class)), *_overrides()]
 
 
-def rows_of(found: Sequence[Use]) -> tuple[list[Entry], list[str]]:
+def rows_of(found: Sequence[Use]) -> tuple[list[ContractRow], list[str]]:
     """Rows for the installed megatron-core, sorted; and what is wrong with our sources, a line each."""
     paths = _paths(found)
     problems = [_unknown(use) for use in found if use.how == "unknown" and use.name not in names.NOT_MEGATRONS]
@@ -46,13 +46,13 @@ def rows_of(found: Sequence[Use]) -> tuple[list[Entry], list[str]]:
             signature = signature_of(getattr(owner, name))
         if kind in ("overrides", "wraps"):
             why = reason_of(owner, name)
-        row = Entry(owner=path, name=name, kind=kind, where=tuple(sorted(users)), signature=signature, why=why)
+        row = ContractRow(owner=path, name=name, kind=kind, where=tuple(sorted(users)), signature=signature, why=why)
         rows.append(row)
         problems += [f"{row.symbol} ({kind}): {problem}" for problem in _problems(row, owner)]
     return rows, problems
 
 
-def _problems(row: Entry, owner: Any) -> Iterator[str]:
+def _problems(row: ContractRow, owner: Any) -> Iterator[str]:
     if problem := problem_of(row):
         yield problem
     if row.kind in ("overrides", "wraps"):
@@ -66,7 +66,7 @@ def _problems(row: Entry, owner: Any) -> Iterator[str]:
             )
 
 
-def _fits(row: Entry, cls: type) -> bool:
+def _fits(row: ContractRow, cls: type) -> bool:
     """Whether our method takes what megatron's takes, or passes on what it does not name."""
     assert row.signature is not None
     taken = list(inspect.signature(getattr(cls, row.name)).parameters.values())

@@ -1,12 +1,9 @@
-"""Reference counts of KV blocks. A block is free, held by live requests, or cached and held by nobody.
+"""`KVBlocks`: the entries of the device. A block is free, held by live requests, or cached and held by nobody.
 
 A block counts the requests that hold it (`ref_count`). A block that a published forward fills is *keyed*: it belongs to
-a node of the prefix tree. A keyed block with ref count 0 stays cached. It is *worthless* if no state is kept at its node or
-below: no request can resume behind it. Worthless blocks are in the eviction queue, in the order in which they became so. The
-front of the queue is evicted first, in O(1). Other cached blocks become worthless when the last state below them is evicted.
-
-The front of the queue is always a leaf of the tree. A request always holds a prefix of the tree, and it releases its deepest
-block first; a node becomes worthless before its parent does. So a node enters the queue before its parent.
+a node of the prefix tree. A keyed block with ref count 0 stays cached. If no state needs it, it is evicted first
+(``policy/needs.py``). A node becomes unneeded, or is let go, before its parent: a request always holds a prefix of the
+tree, and releases its deepest block first. So the first one in the queue is always a leaf.
 
 Two requests may compute the same block at the same time. The second one finds the key taken. Its block is a
 *duplicate*, private to that request. When the keyed block's ref count drops to 0 while a duplicate is in use, the node
@@ -17,38 +14,40 @@ holds. This keeps the tree evictable from its leaves inward, without locks on wh
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.needs import TierIndex
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
 
 
-class KVBlocks:
-    """KV blocks ``0 .. total_blocks - 1``, in pages that states may take.
+class KVBlocks(TierIndex[Node]):
+    """KV blocks ``0 .. total_blocks - 1``, in pages that states may take, and which of them states need.
 
     Args:
         pages: The pages.
         slots: The slots in the same pages.
+        eviction: Ranks the states.
     """
 
-    def __init__(self, pages: Pages, slots: SlotPool) -> None:
+    def __init__(self, pages: Pages, slots: SlotPool, eviction: EvictionPolicy[Node]) -> None:
+        super().__init__(eviction)
         self._pages, self._slots = pages, slots
         self.total_blocks = pages.total_blocks
         self.reset()
 
     def reset(self) -> None:
         """Frees all blocks, even those that are held. The caller resets the slots."""
+        self.clear()
         self._pages.reset()
         self._ref_counts = array("i", bytes(4 * self.total_blocks))
         self._node: list[Node | None] = [None] * self.total_blocks
         self._duplicates: dict[Node, list[int]] = {}
         self._cached_blocks = 0
         self._keyed_blocks = 0
-        # Head of the circular queue: `newer` is the block worthless for longest, `older` the one that became so last.
-        self._queue = Node(b"", None, -1)
-        self._queue.older = self._queue.newer = self._queue
 
     @property
     def free_blocks(self) -> int:
@@ -110,7 +109,7 @@ class KVBlocks:
         block_ids = [node.block_id for node in path]
         for node, block_id in zip(path, block_ids, strict=True):
             if not ref_counts[block_id]:
-                self._dequeue(node)
+                self._hold(node)
             ref_counts[block_id] += 1
         return block_ids
 
@@ -140,13 +139,8 @@ class KVBlocks:
         if self._ref_counts[node.block_id]:
             self._duplicates.setdefault(node, []).append(block_id)
         else:
-            self._dequeue(node)
+            self._hold(node)
             self._replace(node, block_id)
-
-    def oldest(self) -> Node | None:
-        """The node to evict next: worthless for longest, always a leaf. None: no block is worthless."""
-        node = self._queue.newer
-        return None if node is self._queue else node
 
     def unbind(self, node: Node) -> None:
         """Takes the node off the device. Requests keep its block and its duplicates; an unused block becomes free."""
@@ -156,25 +150,19 @@ class KVBlocks:
         if self._ref_counts[block_id]:
             self._duplicates.pop(node, None)
         else:
-            self._evict(node)
+            self._pages.evict(block_id)
+            self._cached_blocks -= 1
+        if node in self.unneeded:
+            del self.unneeded[node]
         node.block_id = NO_BLOCK
 
-    def queue(self) -> Iterator[Node]:
-        """Nodes whose block is worthless, in the order of eviction."""
-        node = self._queue.newer
-        while node is not None and node is not self._queue:
-            yield node
-            node = node.newer
+    def has_kv(self, node: Node) -> bool:
+        """See TierIndex."""
+        return node.block_id != NO_BLOCK and not self._ref_counts[node.block_id]
 
-    def now_worthless(self, node: Node) -> None:
-        """No state is kept at the node or below any more."""
-        if node.block_id != NO_BLOCK and not self._ref_counts[node.block_id]:
-            self._link(node)
-
-    def now_useful(self, node: Node) -> None:
-        """A state is kept at the node or below now."""
-        if node.older is not None:
-            self._unlink(node)
+    def is_pinned(self, node: Node, *, kv: bool) -> bool:
+        """See TierIndex."""
+        return not kv and self._slots.pins(node.slot) > 0
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Moves cached blocks, as `Pages.empty` decided.
@@ -190,15 +178,13 @@ class KVBlocks:
             node.block_id = target
 
     def check(self) -> None:
-        """Checks that each block is exactly one of free, held, cached, or in a page of states; and the queue.
+        """Checks that each block is exactly one of free, held, cached, or in a page of states; and the order of eviction.
 
         Raises:
             CacheCorruptionError: One of these does not hold.
         """
         self._pages.check(self._ref_counts)
         free = set(self._pages.free_ids())
-        queue = list(self.queue())
-        worthless = set(queue)
         cached = 0
         for block_id, ref_count in enumerate(self._ref_counts):
             node = self._node[block_id]
@@ -209,11 +195,9 @@ class KVBlocks:
                 raise CacheCorruptionError(f"block {block_id} with ref_count {ref_count} has {places} owners")
             if node is not None and node.block_id != block_id:
                 raise CacheCorruptionError(f"block {block_id} and {node} disagree")
-            if node is not None and (node in worthless) != (not ref_count and not node.users):
-                raise CacheCorruptionError(f"{node} with {node.users} users: whether it is worthless is wrong")
-        if cached != self._cached_blocks or len(worthless) != len(queue):
+        if cached != self._cached_blocks:
             raise CacheCorruptionError(f"{cached} cached blocks, counted {self._cached_blocks}")
-        self._check_order(queue)
+        self._check_order(list(self.unneeded))
         self._check_duplicates()
 
     def _check_order(self, queue: Sequence[Node]) -> None:
@@ -250,7 +234,7 @@ class KVBlocks:
             self._forget_duplicate(node, duplicate)
             self._replace(node, duplicate)
         else:
-            self._enqueue(node)
+            self._let_go(node)
 
     def _replace(self, node: Node, block_id: int) -> None:
         """Moves the node from its block, with ref count 0, to ``block_id``, which a request holds."""
@@ -265,37 +249,16 @@ class KVBlocks:
         if not duplicates:
             del self._duplicates[node]
 
-    def _enqueue(self, node: Node) -> None:
+    def _let_go(self, node: Node) -> None:
         """No request holds the node's block any more."""
         self._pages.let_go(node.block_id)
         self._cached_blocks += 1
-        if not node.users:
-            self._link(node)
+        if node not in self.users:
+            self.note_kv(node)
 
-    def _dequeue(self, node: Node) -> None:
+    def _hold(self, node: Node) -> None:
         """A request holds the node's cached block."""
         self._pages.hold(node.block_id)
         self._cached_blocks -= 1
-        if node.older is not None:
-            self._unlink(node)
-
-    def _evict(self, node: Node) -> None:
-        """Frees the node's cached block."""
-        self._pages.evict(node.block_id)
-        self._cached_blocks -= 1
-        if node.older is not None:
-            self._unlink(node)
-
-    def _link(self, node: Node) -> None:
-        """Puts the node at the end of the queue."""
-        queue = self._queue
-        newest = queue.older
-        assert newest is not None
-        node.older, node.newer = newest, queue
-        newest.newer = queue.older = node
-
-    def _unlink(self, node: Node) -> None:
-        older, newer = node.older, node.newer
-        assert older is not None and newer is not None, node
-        older.newer, newer.older = newer, older
-        node.older = node.newer = None
+        if node in self.unneeded:
+            del self.unneeded[node]

@@ -1,30 +1,42 @@
-"""`HostEntries`: the entries of the host tier, their pages and their pins."""
+"""`HostEntries`: the entries of the host: their pages, their pins, and which of them states need."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.needs import TierIndex
+from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 
-class HostEntries:
+class HostEntries(TierIndex[Node]):
     """Allocates pages ``0 .. total_pages - 1`` to entries. An entry is a KV block or a state.
+
+    Nodes of the prefix tree say which entries are theirs (``host_block``, ``host_slot``).
 
     Args:
         total_pages: Number of pages.
         pages_of: Pages per entry, by kind.
+        eviction: Ranks the states.
     """
 
-    def __init__(self, total_pages: int, pages_of: Mapping[EntryKind, int]) -> None:
+    def __init__(self, total_pages: int, pages_of: Mapping[EntryKind, int], eviction: EvictionPolicy[Node]) -> None:
+        super().__init__(eviction)
+        # States that the device has, too, longest ago first. What it has no more is dropped when it comes to the front.
+        self._copies: OrderedDict[Node, None] = OrderedDict()
         self.total_pages = total_pages
         self.pages_of = pages_of
         self.reset()
 
     def reset(self) -> None:
         """Drops all entries, even pinned ones."""
+        self.clear()
+        self._copies.clear()
         # Freed pages are used last: a load that was given up may still be read into them.
         self._free = deque(range(self.total_pages))
         self._pages: dict[int, tuple[int, ...]] = {}  # by entry
@@ -37,6 +49,51 @@ class HostEntries:
     def __contains__(self, entry: int) -> bool:
         """Whether the entry still exists."""
         return entry in self._pages
+
+    def has_kv(self, node: Node) -> bool:
+        """See TierIndex."""
+        return node.host_block != NO_BLOCK
+
+    def is_pinned(self, node: Node, *, kv: bool) -> bool:
+        """See TierIndex. A load or a preempted request needs a pinned entry."""
+        return (node.host_block if kv else node.host_slot) in self._pins
+
+    def is_copy(self, node: Node) -> bool:
+        """See TierIndex."""
+        return node.block_id != NO_BLOCK
+
+    def note_copy(self, node: Node) -> None:
+        """The device has the node's state now."""
+        self._copies[node] = None
+        self._copies.move_to_end(node)
+
+    def drop_state(self, node: Node) -> None:
+        """See TierIndex."""
+        super().drop_state(node)
+        self._copies.pop(node, None)
+
+    def next_state(
+        self, may_go: Callable[[Node], bool] = lambda node: True, *, guesses_only: bool = False
+    ) -> Node | None:
+        """See TierIndex. All guesses go first, whatever their value, and then the states that the device has, too."""
+        found = super().next_state(may_go, guesses_only=True)
+        if found is not None or guesses_only:
+            return found
+        gone = []
+        for node in self._copies:
+            if node.slot == NO_SLOT:
+                gone.append(node)
+            elif not self.is_pinned(node, kv=False):
+                found = node
+                break
+        for node in gone:
+            del self._copies[node]
+        return found or super().next_state(may_go)
+
+    @property
+    def kv_entries(self) -> int:
+        """Number of KV blocks of nodes."""
+        return len(self._pages) - len(self._private) - len(self.states)
 
     @property
     def free_pages(self) -> int:
@@ -80,10 +137,6 @@ class HostEntries:
         """Sets the entry's `payload`. None: no change."""
         if payload is not None:
             self._payloads[entry] = payload
-
-    def is_pinned(self, entry: int) -> bool:
-        """Whether a load or a preempted request needs the entry."""
-        return entry in self._pins
 
     def pin(self, entries: Iterable[int]) -> None:
         """Pins the entries. Each pin needs one `unpin`."""

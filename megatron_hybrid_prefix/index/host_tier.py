@@ -1,27 +1,18 @@
-"""`HostTier`: which KV blocks and states are on the host, in which pages, and which are evicted when pages are needed.
+"""`HostTier`: which KV blocks and states are on the host, and how they get there and back.
 
-Nodes of the prefix tree say where their copies are (``host_block``, ``host_slot``). KV blocks and states share one pool
-of pages. This file only decides: it queues the copies as `BlockTransfer`, and ``tiers/arena.py`` carries them out.
+KV blocks and states share one pool of pages. What goes first when pages are needed is in ``policy/needs.py``.
+This file only decides: it queues the copies as `BlockTransfer`, and ``tiers/arena.py`` carries them out.
 
-The rule is that of one memory on the device (``store.py``). When pages are needed, these go first:
-
-1. KV that is no loss (*spare*): no state on the host needs it, or the device has it, too;
-2. interval states that nobody used, which are guesses;
-3. states that the device has, too;
-4. the state that the eviction policy names: the least value per byte freed. The KV that only it needed is spare then.
-
-So a state stays on the host only while its KV is on the host or on the device. A state that is worth less than all that is
+A state stays on the host only while its KV is on the host or on the device. A state that is worth less than all that is
 stored is not stored, unless there is a tier behind, to which it gets through the host. KV that no state on the host needs only gets
-free pages, or those of spare KV.
+free pages, or those of other unneeded KV.
 
 This file is longer than 400 lines because what is stored, loaded and dropped changes the same counts.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -33,14 +24,6 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Load, Tag
-
-
-def _kv_is_spare(node: Node) -> bool:
-    return not node.host_users or node.block_id != NO_BLOCK
-
-
-def _state_is_spare(node: Node) -> bool:
-    return node.slot != NO_SLOT
 
 
 class HostTier:
@@ -57,7 +40,7 @@ class HostTier:
         behind: The tier behind the host. It is offered what is stored here.
 
     Attributes:
-        entries: Pages and pins of all entries.
+        entries: All entries, and what goes first.
         transfers: Queued copies, to be carried out in this order.
         routing_of: Returns the routing of a KV block on the device, which is stored with the block; None if it has
             none.
@@ -76,9 +59,8 @@ class HostTier:
         behind: TierBehind | None = None,
     ) -> None:
         self._tree = tree
-        self.entries = HostEntries(pages, {EntryKind.KV: kv_pages, EntryKind.STATE: state_pages})
+        self.entries = HostEntries(pages, {EntryKind.KV: kv_pages, EntryKind.STATE: state_pages}, eviction)
         self._block_tokens = block_tokens
-        self._eviction = eviction
         self._stats = stats
         self._figures = stats.tiers[HOST]
         self.behind = behind
@@ -94,13 +76,7 @@ class HostTier:
         Queued copies stay: live requests may need what moves on the device. Only offers to the tier behind are dropped.
         """
         self.entries.reset()
-        self._kv_entries = 0
-        self._states: dict[Node, bool] = {}  # whether the state counts as a user of its KV: a guess does not
-        # Perhaps spare, spare for longest first. What is not spare any more is removed when it comes to the front.
-        self._spare_kv: OrderedDict[Node, None] = OrderedDict()
-        self._spare_states: OrderedDict[Node, None] = OrderedDict()
         self._fetching.clear()
-        self._eviction.clear()
         self.transfers[:] = [
             copy for copy in self.transfers if not isinstance(copy, BlockTransfer) or copy.target != SHARED
         ]
@@ -140,11 +116,16 @@ class HostTier:
             False if there is no room, or not for KV that no state needs.
         """
         if node.host_block == NO_BLOCK:
-            if not self._make_room_for_kv(node, forced=forced):
-                if not forced and node.host_slot != NO_SLOT and not self.entries.is_pinned(node.host_slot):
+            # States go for it only until those that need it have gone.
+            if not self._make_room(
+                EntryKind.KV, lambda: (forced or node in self.entries.users) and self._evict_state()
+            ):
+                if not forced and node.host_slot != NO_SLOT and not self.entries.is_pinned(node, kv=False):
                     self.drop_state(node)  # a guess: it cannot be reached without its KV
                 return False
             self._put_kv(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
+        elif node in self.entries.users and not forced:
+            self.entries.drop_kv(node)  # the only copy soon
         payload = self.routing_of(node.block_id)
         if payload is not None:
             self.entries.keep_payload(node.host_block, payload)
@@ -153,7 +134,7 @@ class HostTier:
     def store_state(self, node: Node) -> bool:
         """Stores the node's state, before it leaves the device.
 
-        A probationary state only gets free or spare pages, or pages of other probationary states.
+        A guess only gets free pages, or those of unneeded KV or of other guesses.
 
         Args:
             node: Its state is on the device.
@@ -162,30 +143,32 @@ class HostTier:
             False if all that is stored is worth more.
         """
         if node.host_slot != NO_SLOT:
-            if not self._states[node] and not is_guess(node):
-                self._eviction.used(node)
-                self._no_guess(node)
+            if not self.entries.states[node] and not is_guess(node):
+                self._use_state(node)
             return True
-        self._eviction.added(node)  # first, so that its value is compared with the others'
+        # First, so that its value is compared with the others', and its KV is not evicted for it.
+        self.entries.add_state(node, guess=is_guess(node))
         if node.used:
-            self._eviction.used(node)
-        if not self._make_room_for_state(node):
-            self._eviction.removed(node)
+            self.entries.use_state(node)
+        guess = is_guess(node)
+        incoming = node if self.behind is None else None  # the way to the tier behind is through the host
+        if not self._make_room(EntryKind.STATE, lambda: self._evict_state(incoming, guesses_only=guess)):
+            self.entries.drop_state(node)
             return False
         self._put_state(node, self._store(node.slot, self._tag(EntryKind.STATE, node)))
         self._write_down(node)
         return True
 
     def also_on_device(self, path: Sequence[Node]) -> None:
-        """The device has the KV of this path now: what the host has of it is spare. The deepest block goes first."""
+        """The device has the KV of this path now. What the host has of it is no loss, the deepest block first."""
         for node in reversed(path):
             if node.host_block != NO_BLOCK:
-                self._make_spare(self._spare_kv, node)
+                self.entries.note_kv(node)
 
     def state_also_on_device(self, node: Node) -> None:
-        """The device has the node's state now: if the host has it, it is spare."""
+        """The device has the node's state now."""
         if node.host_slot != NO_SLOT:
-            self._make_spare(self._spare_states, node)
+            self.entries.note_copy(node)
 
     def store_answer(self, node: Node) -> None:
         """A request ended, and this is the last state of its answer. The next turn of the conversation resumes from it.
@@ -275,7 +258,7 @@ class HostTier:
             if node.reason is None:
                 # The tier behind does not store the reason. Two prompts share this state now.
                 node.reason = CheckpointReason.JUNCTION
-            self._eviction.added(node)
+            self.entries.add_state(node, guess=is_guess(node))
             self._put_state(node, entry)
         return entry
 
@@ -302,29 +285,24 @@ class HostTier:
             self.store_state(node)  # it was a guess
             self.state_also_on_device(node)
         if node.host_slot != NO_SLOT:
-            self._eviction.used(node)
-            self._no_guess(node)
+            self._use_state(node)
 
     # -- drop ----------------------------------------------------------------------------------------------------------
 
     def drop_kv(self, node: Node) -> None:
         """Drops the node's KV from the host, and with it a state at its end that no request can reach then."""
         entry, node.host_block = node.host_block, NO_BLOCK
-        self._kv_entries -= 1
-        self._spare_kv.pop(node, None)
+        self.entries.drop_kv(node)
         self.entries.remove(entry)
-        if node.host_slot != NO_SLOT and node.block_id == NO_BLOCK and not self.entries.is_pinned(node.host_slot):
+        if node.host_slot != NO_SLOT and node.block_id == NO_BLOCK and not self.entries.is_pinned(node, kv=False):
             self.drop_state(node)
         else:
             self._tree.prune(node)
 
     def drop_state(self, node: Node) -> None:
-        """Drops the node's state from the host. KV that only it needed is spare then."""
+        """Drops the node's state from the host. KV that only it needed is unneeded then."""
         entry = node.host_slot
-        self._eviction.removed(node)
-        self._spare_states.pop(node, None)
-        if self._states.pop(node):
-            self._uncount(node)
+        self.entries.drop_state(node)
         self._tree.drop_host_state(node)
         self.entries.remove(entry)
         self._tree.prune(node)
@@ -343,16 +321,6 @@ class HostTier:
         elif tag.kind == EntryKind.STATE and node.host_slot == entry:
             self.drop_state(node)
 
-    @property
-    def kv_entries(self) -> int:
-        """Number of KV blocks on the host."""
-        return self._kv_entries
-
-    @property
-    def state_entries(self) -> int:
-        """Number of states on the host."""
-        return len(self._states)
-
     def check(self) -> None:
         """Checks that tree, eviction policy and entries agree.
 
@@ -362,22 +330,9 @@ class HostTier:
         kv = {node.host_block: node for node in self._tree if node.host_block != NO_BLOCK}
         states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
         self.entries.check([*kv, *states])
-        if self._kv_entries != len(kv) or set(self._states) != set(states.values()):
-            raise CacheCorruptionError("the entries on the host and those that are counted differ")
-        if any(node.slot != NO_SLOT and node not in self._spare_states for node in self._states):
-            raise CacheCorruptionError("a state is on the device, too, but is not spare on the host")
-        if not self._spare_kv.keys() <= set(kv.values()) or not self._spare_states.keys() <= self._states.keys():
-            raise CacheCorruptionError("what is spare on the host is not there")
-        users = {node: int(self._states.get(node, False)) for node in self._tree}
-        for node in sorted(self._tree, key=lambda node: -node.depth_blocks):
-            if node.host_users != users[node]:
-                raise CacheCorruptionError(f"{node} counts {node.host_users} users on the host, has {users[node]}")
-            if node.host_users and node.parent is not None:
-                users[node.parent] += 1
-            if node.host_block != NO_BLOCK and not node.host_users and node not in self._spare_kv:
-                raise CacheCorruptionError(f"{node}: no state needs its KV on the host, but it is not spare")
-        if set(self._eviction) != set(states.values()):
-            raise CacheCorruptionError("the eviction policy and the states on the host differ")
+        self.entries.check_needs(self._tree)
+        if self.entries.states.keys() != set(states.values()):
+            raise CacheCorruptionError("the states on the host and those that are counted differ")
         for nodes, kind in ((kv, EntryKind.KV), (states, EntryKind.STATE)):
             for entry, node in nodes.items():
                 tag = self.entries.tag(entry)
@@ -392,16 +347,13 @@ class HostTier:
 
     def _put_kv(self, node: Node, entry: int) -> None:
         node.host_block = entry
-        self._kv_entries += 1
-        if not node.host_users:
-            self._spare_kv[node] = None
+        if node not in self.entries.users:  # else it is about to leave the device, or `also_on_device` follows
+            self.entries.note_kv(node)
         self._tree.version += 1
 
     def _put_state(self, node: Node, entry: int) -> None:
-        """The entry has the node's state. The eviction policy knows of it already."""
+        """The entry has the node's state, which is counted already."""
         node.host_slot = entry
-        self._states[node] = False
-        self._count(node)
         self._tree.version += 1
 
     def _store(self, device_id: int, tag: Tag) -> int:
@@ -444,10 +396,10 @@ class HostTier:
         self.entries.unpin(state)
         self._offer(node.host_slot)
 
-    def _no_guess(self, node: Node) -> None:
-        """The node's state is no guess any more, if it was one when it was stored."""
-        if not self._states[node]:
-            self._count(node)
+    def _use_state(self, node: Node) -> None:
+        was_guess = not self.entries.states[node]
+        self.entries.use_state(node)
+        if was_guess:
             self._write_down(node)
 
     def _offer(self, entry: int) -> None:
@@ -464,69 +416,23 @@ class HostTier:
         self.transfers.append(BlockTransfer(source=HOST, target=SHARED, pages=pages, tag=tag))
         self._stats.tiers[SHARED].stores += 1
 
-    # -- which KV a state needs ----------------------------------------------------------------------------------------
-
-    def _count(self, node: Node) -> None:
-        """The node's state needs the KV up to it, unless it is a guess. O(blocks that were not needed)."""
-        if self._states[node] or is_guess(node):
-            return
-        self._states[node] = True
-        above: Node | None = node
-        while above is not None:
-            above.host_users += 1
-            if above.host_users > 1:
-                return
-            above = above.parent
-
-    def _uncount(self, node: Node) -> None:
-        """That state is gone. O(blocks that nothing needs any more)."""
-        above: Node | None = node
-        while above is not None:
-            above.host_users -= 1
-            if above.host_users:
-                return
-            if above.host_block != NO_BLOCK:
-                self._make_spare(self._spare_kv, above)
-            above = above.parent
-
-    def _make_spare(self, queue: OrderedDict[Node, None], node: Node) -> None:
-        queue[node] = None
-        queue.move_to_end(node)
-
     # -- what is evicted -----------------------------------------------------------------------------------------------
 
-    def _make_room_for_kv(self, node: Node, *, forced: bool) -> bool:
-        """Evicts until the node's KV fits. False: it is worth no more than what is stored."""
-        while not self.entries.has_room(EntryKind.KV):
-            needed = forced or node.host_users > 0  # until the states that need it are evicted
-            if not self._evict_spare_kv() and not (needed and self._evict_state()):
-                self._figures.full += needed
-                return False
-        return True
+    def _make_room(self, kind: EntryKind, evict_state: Callable[[], bool] | None = None) -> bool:
+        """Evicts until an entry fits: unneeded KV, then states. False: all that is left is pinned, or worth more.
 
-    def _make_room_for_state(self, node: Node) -> bool:
-        """Evicts until the node's state fits. False: it is worth no more than what is stored."""
-        guess = is_guess(node)
-        incoming = node if self.behind is None else None  # the way to the tier behind is through the host
-        while not self.entries.has_room(EntryKind.STATE):
-            if self._evict_spare_kv():
-                continue
-            if not self._evict_state(incoming, guesses_only=guess):
-                self._figures.full += not guess
-                return False
-        return True
-
-    def _make_room(self, kind: EntryKind) -> bool:
-        """Evicts until an entry that must be stored fits. False: all that is left is pinned."""
+        Args:
+            kind: Of the entry.
+            evict_state: Evicts one of the states that may go for it. None: any.
+        """
         while not self.entries.has_room(kind):
-            if not self._evict_spare_kv() and not self._evict_state():
-                self._figures.full += 1
+            if not self._evict_kv() and not (evict_state or self._evict_state)():
                 return False
         return True
 
-    def _evict_spare_kv(self) -> bool:
-        """Evicts a KV block that is no loss. False: there is none."""
-        found = self._take_spare(self._spare_kv, _kv_is_spare, attrgetter("host_block"))
+    def _evict_kv(self) -> bool:
+        """Evicts an unneeded KV block. False: there is none."""
+        found = self.entries.next_kv()
         if found is None:
             return False
         guess = found.host_slot  # goes with its KV
@@ -535,45 +441,21 @@ class HostTier:
         return True
 
     def _evict_state(self, incoming: Node | None = None, *, guesses_only: bool = False) -> bool:
-        """Evicts a state: see the top of this file.
+        """Evicts a state.
 
         Args:
             incoming: A state that is to be stored.
-            guesses_only: Evict a probationary state or none.
+            guesses_only: Evict a guess or nothing.
 
         Returns:
             False if there is none to evict, or if the one to evict is ``incoming``.
         """
-
-        def evictable(node: Node) -> bool:
-            return node is incoming or (node.host_slot != NO_SLOT and not self.entries.is_pinned(node.host_slot))
-
-        state = self._eviction.victim(evictable, probationary_only=True)
-        if state is None and not guesses_only:
-            state = self._take_spare(
-                self._spare_states, _state_is_spare, attrgetter("host_slot")
-            ) or self._eviction.victim(evictable)
+        state = self.entries.next_state(
+            lambda node: node is incoming or node.host_slot != NO_SLOT, guesses_only=guesses_only
+        )
         if state is None or state is incoming:
+            self._figures.full += not guesses_only
             return False
         self.drop_state(state)
         self._figures.evictions += 1
         return True
-
-    def _take_spare(
-        self, queue: OrderedDict[Node, None], is_spare: Callable[[Node], bool], entry_of: Callable[[Node], int]
-    ) -> Node | None:
-        """Takes the first node out of the queue that is spare still and not pinned. None: there is none."""
-        pinned: list[Node] = []
-        found = None
-        while queue and found is None:
-            node, _ = queue.popitem(last=False)
-            if not is_spare(node):
-                continue
-            if self.entries.is_pinned(entry_of(node)):
-                pinned.append(node)
-            else:
-                found = node
-        for node in reversed(pinned):
-            queue[node] = None
-            queue.move_to_end(node, last=False)
-        return found

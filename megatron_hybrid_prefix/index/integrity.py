@@ -42,7 +42,7 @@ def check_integrity(
     _check_tree(tree, blocks)
     _check_requests(tree, blocks, requests, block_tokens, tree.epoch)
     _check_ref_counts(blocks, requests, unattached)
-    _check_slots(tree, slots, list(store.checkpoints.eviction), requests, store.checkpoints.protected)
+    _check_slots(tree, slots, list(store.blocks.eviction), requests, store.checkpoints.protected)
     planned = [
         live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
         for live in requests

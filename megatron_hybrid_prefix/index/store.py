@@ -1,15 +1,10 @@
 """`PrefixStore`: cached KV and states in one memory. Who gets the next bytes is decided across both.
 
-What goes first, when bytes are needed:
+What goes first is in ``policy/needs.py``: unneeded KV, then the state that the eviction policy names. Policies rank by
+value per byte *freed*, if they can (`SharesMemory`). A page of several states is free when the last of them has gone. The keys of
+evicted KV are remembered if the policy ranks by value (`Ghosts`).
 
-1. Worthless KV, behind which no request can resume: worthless longest ago first, the deepest block first.
-   Its keys are remembered if the policy ranks by value (``ghosts.py``).
-2. The state that the eviction policy names. Evicting it makes the KV worthless that only it made useful. So policies rank by
-   value per byte *freed*, if they can (`SharesMemory`). A page of several states is free when the last of them has gone.
-
-An interval state that nobody used is a guess. It only gets free bytes, or those of another guess, and makes no KV useful.
-
-KV is valued like states: a block is worth what the states at and below it are worth.
+A guess only gets free bytes, or those of another guess.
 """
 
 from __future__ import annotations
@@ -35,17 +30,15 @@ class CheckpointTable:
 
     Args:
         store: The store that it is part of.
-        eviction: Ranks the states.
         stats: Counts evictions and published states.
 
     Attributes:
         slots: The slots.
-        eviction: See Args.
         protected: Slots that `protect` pinned.
     """
 
-    def __init__(self, store: PrefixStore, eviction: EvictionPolicy[Node], stats: PrefixStats) -> None:
-        self._store, self.slots, self.eviction = store, store.slots, eviction
+    def __init__(self, store: PrefixStore, stats: PrefixStats) -> None:
+        self._store, self.slots, self._index = store, store.slots, store.blocks
         self._tree, self._host, self._stats = store.tree, store.host, stats
         self.protected: list[int] = []
 
@@ -53,11 +46,9 @@ class CheckpointTable:
         """Gives the node the state in the reserved ``slot``. The node must have no state on the device."""
         self.slots.publish(slot)
         self._tree.set_state(node, slot, reason)
-        self.eviction.added(node)
+        self._index.add_state(node, guess=is_guess(node))
         if self._host is not None:
             self._host.state_also_on_device(node)
-        if not is_guess(node):
-            self._store.gain_state(node)
 
     def unbind(self, node: Node) -> None:
         """Takes the node's state off the device. The slot becomes free, at once or with its last unpin."""
@@ -71,7 +62,7 @@ class CheckpointTable:
     def take_slot(self) -> int | None:
         """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
         if self.slots.is_full:
-            return self._slot_of(self.victim())
+            return self._slot_of(self._index.next_state())
         return self.slots.reserve() if self._store.make_place() else None
 
     def take_probationary_slot(self, path: Sequence[Node]) -> int | None:
@@ -102,7 +93,7 @@ class CheckpointTable:
     def drop_protected(self) -> bool:
         """Drops one of these states. Its slot stays in use until `end_protection`. False: there is none."""
         waiting = set(self.protected)
-        node = self.eviction.victim(lambda node: node.slot in waiting and self.slots.pins(node.slot) == 1)
+        node = self._index.eviction.victim(lambda node: node.slot in waiting and self.slots.pins(node.slot) == 1)
         if node is not None:
             self.unbind(node)
         return node is not None
@@ -138,25 +129,15 @@ class CheckpointTable:
         if node is None or node.slot == NO_SLOT or node.used:
             return
         if node.reason in (CheckpointReason.INTERVAL, CheckpointReason.DECODE):
-            was_guess = is_guess(node)
             node.reason = reason
-            self.eviction.used(node)
-            if was_guess and not is_guess(node):
-                self._store.gain_state(node)
+            self._index.use_state(node)
 
     def use(self, node: Node) -> None:
         """A request resumes from this node's state on the device."""
-        was_guess = is_guess(node)
         node.used = True
-        self.eviction.used(node)
+        self._index.use_state(node)
         if self._host is not None:
             self._host.use_state(node)
-        if was_guess:
-            self._store.gain_state(node)
-
-    def victim(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
-        """The state to evict next, of those that nobody reads and that may go; None if there is none."""
-        return self.eviction.victim(lambda node: not self.slots.pins(node.slot) and may_go(node))
 
     def evict(self, node: Node) -> None:
         """Evicts the node's state, to the host tier if it has room."""
@@ -177,12 +158,10 @@ class CheckpointTable:
         for node in self._tree:
             if node.slot != NO_SLOT:
                 self.slots.retire(self._tree.drop_state(node))
-        self.eviction.clear()
 
     def reset(self) -> None:
         """Frees all slots, even pinned ones. The caller empties the tree."""
         self.protected.clear()
-        self.eviction.clear()
         self.slots.reset()
 
     def _guess_elsewhere(self, path: Sequence[Node]) -> Node | None:
@@ -191,7 +170,7 @@ class CheckpointTable:
         def is_elsewhere(node: Node) -> bool:
             return node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node
 
-        return self.eviction.victim(is_elsewhere, probationary_only=True)
+        return self._index.next_state(is_elsewhere, guesses_only=True)
 
     def _slot_of(self, victim: Node | None) -> int | None:
         return None if victim is None else self.slots.reserve_again(self._evicted(victim))
@@ -205,12 +184,8 @@ class CheckpointTable:
 
     def _take_off(self, node: Node) -> int:
         """Takes the node's state off the device. Returns its slot, which no node has now."""
-        counted = not is_guess(node)
-        self.eviction.removed(node)
-        slot = self._tree.drop_state(node)
-        if counted:
-            self._store.lose_state(node)
-        return slot
+        self._index.drop_state(node)
+        return self._tree.drop_state(node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +197,7 @@ class MemoryUse:
         free_blocks: Free blocks.
         held_blocks: Blocks that requests hold.
         cached_blocks: Blocks with a key that no request holds.
-        worthless_blocks: Those of them behind which no request can resume; O(blocks) to count.
+        unneeded_blocks: Those of them that no state needs.
         state_pages: Pages that hold states.
         live_slots: Slots of running requests.
         moved_blocks: Blocks moved so far, to empty pages.
@@ -236,7 +211,7 @@ class MemoryUse:
     free_blocks: int
     held_blocks: int
     cached_blocks: int
-    worthless_blocks: int
+    unneeded_blocks: int
     state_pages: int
     live_slots: int
     moved_blocks: int
@@ -259,7 +234,7 @@ class PrefixStore:
 
     Attributes:
         pages: The memory.
-        blocks: Its KV blocks.
+        blocks: Its KV blocks, and what goes first.
         slots: Its slots.
         checkpoints: Which state is in which slot.
         slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
@@ -279,14 +254,14 @@ class PrefixStore:
         stats: PrefixStats,
     ) -> None:
         self.tree, self.pages, self.slots, self.host = tree, pages, slots, host
-        self.blocks = KVBlocks(pages, slots)
         self.slots_per_request = int(live_states and pages.page_blocks > 0)
         self.ghosts = Ghosts(pages.total_blocks if isinstance(eviction, SharesMemory) else 0)
         if isinstance(eviction, SharesMemory):
             # Two budgets: a slot is worth as many blocks as there are for each slot.
             of_budgets = pages.total_blocks / max(1, slots.most_cached)
             eviction.share_memory(state_blocks=pages.page_blocks / pages.page_states or of_budgets)
-        self.checkpoints = CheckpointTable(self, eviction, stats)
+        self.blocks = KVBlocks(pages, slots, eviction)
+        self.checkpoints = CheckpointTable(self, stats)
         self._stats = stats
         self.copies: list[Copy] = [] if host is None else host.transfers
         self.on_move: Callable[[int, int], None] = lambda source, target: None
@@ -395,6 +370,7 @@ class PrefixStore:
             if node.block_id != NO_BLOCK:
                 self.blocks.unbind(node)
         self.tree.clear()
+        self.blocks.clear()
         self.ghosts.clear()
         if self.host is not None:
             self.host.reset()
@@ -443,29 +419,30 @@ class PrefixStore:
         self.tree.version += 1
 
     def _evict_next(self, *, for_slot: bool = False, states_only: bool = False) -> bool:
-        """Evicts what is worth least: see the top of this file. False: nothing can be evicted.
+        """Evicts what goes first. False: nothing can be evicted.
 
         Args:
             for_slot: A slot is needed, and no page: one state is enough.
             states_only: No KV page can be emptied.
         """
-        checkpoints = self.checkpoints
-        node = None if states_only else self.blocks.oldest()
+        index = self.blocks
+        node = None if states_only else index.next_kv()
         if node is not None:
             self._drop_kv(node)
             return True
-        state = checkpoints.victim() if for_slot else checkpoints.victim(self._frees_bytes)
+        state = index.next_state() if for_slot else index.next_state(self._frees_bytes)
         if state is not None:
-            checkpoints.evict(state)
+            self.checkpoints.evict(state)
             return True
-        # All that is left is KV below states that wait for their copy. Without those states it is worthless.
-        return not states_only and checkpoints.drop_protected()
+        # All that is left is KV that states need which wait for their copy. Without those states it is unneeded.
+        return not states_only and self.checkpoints.drop_protected()
 
     def _frees_bytes(self, node: Node) -> bool:
-        """Whether KV gets bytes when the node's state goes: those of its page, or of KV that only this state makes useful."""
+        """Whether KV gets bytes when the node's state goes: those of its page, or of KV that only this state needs."""
         if self.slots.is_loose(node.slot):
             return True
-        return node.users == 1 and not is_guess(node) and not self.blocks.ref_count(node.block_id)
+        index = self.blocks
+        return index.users.get(node) == 1 and index.states[node] and index.has_kv(node)
 
     def _drop_kv(self, node: Node) -> None:
         if node.slot != NO_SLOT:
@@ -477,36 +454,14 @@ class PrefixStore:
         self.tree.prune(node)
         self._stats.kv_evictions += 1
 
-    # -- which KV is worthless -----------------------------------------------------------------------------------------
-
-    def gain_state(self, node: Node) -> None:
-        """A state is kept at the node that is no guess. O(blocks that become useful)."""
-        above: Node | None = node
-        while above is not None:
-            above.users += 1
-            if above.users > 1:
-                return
-            self.blocks.now_useful(above)
-            above = above.parent
-
-    def lose_state(self, node: Node) -> None:
-        """That state is gone. O(blocks that become worthless)."""
-        above: Node | None = node
-        while above is not None:
-            above.users -= 1
-            if above.users:
-                return
-            self.blocks.now_worthless(above)
-            above = above.parent
-
     def memory_use(self) -> MemoryUse:
-        """Who uses the memory now. O(blocks)."""
+        """Who uses the memory now."""
         return MemoryUse(
             total_blocks=self.pages.total_blocks,
             free_blocks=self.pages.free_blocks,
             held_blocks=self.pages.held_blocks,
             cached_blocks=self.blocks.cached_blocks,
-            worthless_blocks=sum(1 for _ in self.blocks.queue()),
+            unneeded_blocks=len(self.blocks.unneeded),
             state_pages=self.pages.state_pages,
             live_slots=self.slots.live_slots,
             moved_blocks=self._moved_blocks,
@@ -516,16 +471,14 @@ class PrefixStore:
         )
 
     def check(self) -> None:
-        """Checks the counts of useful KV.
+        """Checks which KV is needed.
 
         Raises:
             CacheCorruptionError: A count is wrong.
         """
-        users = {node: int(node.slot != NO_SLOT and not is_guess(node)) for node in self.tree}
-        for node in sorted(self.tree, key=lambda node: -node.depth_blocks):
-            if node.users != users[node]:
-                raise CacheCorruptionError(f"{node} counts {node.users} users, has {users[node]}")
-            if node.users and node.block_id == NO_BLOCK:
-                raise CacheCorruptionError(f"{node} has a state at or below it, but no KV")
-            if node.users and node.parent is not None:
-                users[node.parent] += 1
+        index = self.blocks
+        index.check_needs(self.tree)
+        if any(needs_kv == is_guess(node) for node, needs_kv in index.states.items()):
+            raise CacheCorruptionError("a guess counts as a state that needs KV, or the other way round")
+        if any(node.block_id == NO_BLOCK for node in index.users):
+            raise CacheCorruptionError("a state on the device needs KV that is not there")

@@ -37,10 +37,6 @@ class Node:
         used: Whether a request has resumed from that state.
         private: Whether no other process can ask for this block (`KeyChain.private`).
         children: Number of child nodes.
-        users: 1 if a state is kept here on the device, and 1 for each child with users. At 0 the KV of the block is
-            worthless: no request can resume behind it. Interval states that nobody used do not count.
-        host_users: The same for states on the host. At 0 no state on the host needs the KV of the block.
-        older, newer: Neighbours in the eviction queue (``index/blocks.py``).
     """
 
     __slots__ = (
@@ -49,16 +45,12 @@ class Node:
         "depth_blocks",
         "host_block",
         "host_slot",
-        "host_users",
         "key",
-        "newer",
-        "older",
         "parent",
         "private",
         "reason",
         "slot",
         "used",
-        "users",
     )
 
     def __init__(self, key: bytes, parent: Node | None, block_id: int) -> None:
@@ -72,9 +64,6 @@ class Node:
         self.reason: CheckpointReason | None = None
         self.used = self.private = False
         self.children = 0
-        self.users = self.host_users = 0
-        self.older: Node | None = None
-        self.newer: Node | None = None
 
     def __repr__(self) -> str:
         return f"Node({self.key.hex()[:8]}, depth {self.depth_blocks}, block {self.block_id}, slot {self.slot})"
@@ -186,9 +175,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Removes all nodes."""
         for node in self._nodes.values():
-            node.parent = node.older = node.newer = (
-                None  # breaks reference cycles, so that the garbage collector has no work
-            )
+            node.parent = None  # breaks reference cycles, so that the garbage collector has no work
         self._nodes.clear()
         if self._beside is not None:
             self._beside.clear()

@@ -34,10 +34,10 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from heapq import heapify, heappop, heappush, heapreplace
 
-from megatron_hybrid_prefix.policy.ancestry import Ancestry
 from megatron_hybrid_prefix.policy.base import KeptState
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.likelihood import Cell, Likelihood, oldest_in
+from megatron_hybrid_prefix.policy.needs import Ancestry
 
 type Kind = tuple[int, int, int]
 """Why a state was first kept; binary digits of its number of uses; binary digits of the blocks that it first saved."""
@@ -298,7 +298,7 @@ class RecomputeCostEviction[T: KeptState]:
         self._known = known
         known.tiers.append(self)
         self._states: dict[T, None] = {}
-        # Decides which KV is useful here. Below the device: the states of all tiers, as what the device has is spare.
+        # Decides which KV is needed here. Below the device: by the states of all tiers, as what the device has is no loss.
         self._ancestry = known.ancestry
         self.state_blocks = 0.0  # bytes of a state in KV blocks; 0: states have memory of their own
         self._probationary: _Ranking[T] = _Ranking()

@@ -4,7 +4,7 @@
 - ``recompute_cost``: the one that is cheapest to lose (``recompute_cost.py``).
 - Plugins may register others (``megatron_hybrid_prefix/plugins.py``).
 
-KV blocks are not ranked by these policies: ``index/blocks.py`` has their eviction queue.
+KV blocks are not ranked by these policies: ``needs.py`` has the queue of what no state needs.
 """
 
 from __future__ import annotations

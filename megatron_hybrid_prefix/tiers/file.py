@@ -28,13 +28,14 @@ from typing import Any, ClassVar
 from urllib.parse import SplitResult, unquote
 
 from megatron_hybrid_prefix.metrics import TierStats
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.settings import TierSettings, gib
-from megatron_hybrid_prefix.tiers.space import Ranking, Space
+from megatron_hybrid_prefix.tiers.space import Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,9 @@ class FileTier(Tier):
 
     settings_class = FolderSettings
 
-    def __init__(self, settings: FolderSettings, *, block_tokens: int, make_ranking: Callable[[], Ranking]) -> None:
+    def __init__(
+        self, settings: FolderSettings, *, block_tokens: int, make_ranking: Callable[[], EvictionPolicy[Any]]
+    ) -> None:
         super().__init__(settings, block_tokens=block_tokens, make_ranking=make_ranking)
         self._block_tokens = block_tokens
         self.folder = SharedFolder(

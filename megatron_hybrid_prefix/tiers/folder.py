@@ -30,10 +30,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.tiers.folder_index import AT_ONCE, FolderIndex
 from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing
 from megatron_hybrid_prefix.tiers.locks import Lock
-from megatron_hybrid_prefix.tiers.space import Ranking, Space
+from megatron_hybrid_prefix.tiers.space import Space
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
 # A disk that is full although there is nothing to delete is left alone for this long.
@@ -60,8 +62,8 @@ class SharedFolder(FolderIndex):
         folder: Path,
         *,
         budget_bytes: int,
-        make_ranking: Callable[[], Ranking],
-        reason: Any = None,
+        make_ranking: Callable[[], EvictionPolicy[Any]],
+        reason: CheckpointReason | None = None,
         wait_s: float = 1.0,
     ) -> None:
         super().__init__(folder, make_ranking=make_ranking, reason=reason, wait_s=wait_s)
@@ -165,31 +167,27 @@ class SharedFolder(FolderIndex):
 
     def _delete_some(self) -> int:
         """Delete what is worth least. Returns its bytes; 0 if there is nothing to delete."""
-        return self._delete_needless() or self._delete_unused_space() or self._delete_state()
+        return self._delete_unneeded() or self._delete_unused_space() or self._delete_state()
 
-    def _delete(self, names: Sequence[str]) -> int:
-        deleted = 0
-        for text in names:
-            name = FileName.of(text)
-            assert name is not None
-            deleted += self.delete(name)
-        return max(deleted, len(names))  # above 0, even if others were faster
+    def _delete(self, name: FileName) -> int:
+        return max(1, self.delete(name))  # above 0, even if others were faster
 
-    def _delete_needless(self) -> int:
-        names: list[str] = []
-        more = True
-        while more and not names:
+    def _delete_unneeded(self) -> int:
+        text, more = None, True
+        while more and text is None:
             with self.lock:
                 if self.space is None:
                     return 0
                 more = self.space.grow_up(AT_ONCE)
-                names = self.space.needless(AT_ONCE)
-        return self._delete(names)
+                text = self.space.next_unneeded()
+        name = None if text is None else FileName.of(text)
+        return 0 if name is None else self._delete(name)
 
     def _delete_state(self) -> int:
+        """Delete a state, and the KV that only it needed: whoever writes the state again writes that KV, too."""
         while True:
             with self.lock:
-                node = None if self.space is None else self.space.victim()
+                node = None if self.space is None else self.space.next_state()
                 if node is None or self.space is None:
                     return 0
                 name = FileName.of(node.names[EntryKind.STATE])
@@ -206,8 +204,10 @@ class SharedFolder(FolderIndex):
                 if used_ns > node.used_ns:  # another process used it
                     self.space.use(node, used_ns)
                     continue
-                names = [str(name), *self.space.needed_by(node)]
-            return self._delete(names)
+            deleted = self._delete(name)
+            while more := self._delete_unneeded():
+                deleted += more
+            return deleted
 
     def _delete_unused_space(self) -> int:
         """Delete the oldest files of a namespace that no process uses."""

@@ -12,10 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.tiers.header import VERSION
 from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need, part_of
 from megatron_hybrid_prefix.tiers.locks import Lock
-from megatron_hybrid_prefix.tiers.space import Ranking, Space
+from megatron_hybrid_prefix.tiers.space import Space
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
 AT_ONCE = 64  # entries that are deleted, or noted, while others wait for the index
@@ -42,8 +44,8 @@ class FolderIndex:
         self,
         folder: Path,
         *,
-        make_ranking: Callable[[], Ranking],
-        reason: Any = None,
+        make_ranking: Callable[[], EvictionPolicy[Any]],
+        reason: CheckpointReason | None = None,
         wait_s: float = 1.0,
     ) -> None:
         self._wait_s = wait_s
@@ -176,8 +178,6 @@ class FolderIndex:
                 self._writing_lock.release()
                 self._writing_lock = None
         self._clean()
-
-    # -- internal ------------------------------------------------------------------------------------------------------
 
     # -- internal ------------------------------------------------------------------------------------------------------
 

@@ -22,15 +22,16 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, VERSION, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.mooncake_client import NO_MASTER, Asker, Client, MooncakeSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,8 @@ class MooncakeTier(Tier):
 
     def _memory(self, entry_bytes: int) -> np.ndarray[Any, Any]:
         """Registered memory of this thread for a header and an entry, (bytes,) uint8. A transfer that ends late writes there."""
+        import numpy as np  # not above: a replay, which reads settings, imports no numpy
+
         size = HEADER_BYTES + entry_bytes
         memory: np.ndarray[Any, Any] | None = getattr(self._mine, "memory", None)
         if memory is None or len(memory) < size:
@@ -162,8 +165,9 @@ class MooncakeTier(Tier):
             return False
         memory = self._memory(len(entry.data))
         header = make_header(namespace, entry.tag, len(entry.data), entry.checksum)
-        memory[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
-        copy_bytes(entry.data, memoryview(memory)[HEADER_BYTES:])
+        view = memoryview(memory)
+        view[:HEADER_BYTES] = header
+        copy_bytes(entry.data, view[HEADER_BYTES:])
         (code,) = self._client.call("batch_put_from_multi_buffers", *_arguments(name, memory))
         if code:
             self._note_failure("write", code)

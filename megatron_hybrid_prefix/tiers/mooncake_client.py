@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from urllib.parse import SplitResult
 
-import numpy as np
-
 from megatron_hybrid_prefix.tiers.settings import TierSettings, above_zero, gib, name
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 

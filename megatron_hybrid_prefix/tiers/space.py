@@ -1,13 +1,15 @@
-"""`Space`: which entries of a namespace are in a shared folder, as a prefix tree, and which of them may go."""
+"""`Space`: which entries of a namespace are in a shared folder, as a prefix tree, and which of them go first."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Protocol
 
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.needs import TierIndex
 from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
@@ -15,61 +17,48 @@ from megatron_hybrid_prefix.tiers.units import EntryKind
 _GRACE_S = 60.0
 
 
-class Ranking(Protocol):
-    """What is used of an eviction policy (``policy/base.py``)."""
-
-    def added(self, state: Any) -> None: ...
-
-    def used(self, state: Any) -> None: ...
-
-    def removed(self, state: Any) -> None: ...
-
-    def victim(self, evictable: Callable[[Any], bool]) -> Any: ...
-
-
-class Kept:
-    """A block with KV, a state or both in the folder. A policy may rank it.
+class KeptFile:
+    """A block with KV, a state or both in the folder.
 
     Attributes:
         key, parent, depth_blocks: As in the prefix tree.
         names: Files by kind.
         sizes: Bytes by kind.
-        users: 1 if the state is here, and 1 for each child with users. At 0 no state needs the KV.
         children: Number of child nodes.
-        since: When this process learned of the KV (monotonic).
+        since: When this process learned of the block (monotonic).
         used_ns: Time of the state's last use, as its file says.
         reason: For the policy; why the state was kept is not stored.
     """
 
-    __slots__ = ("children", "depth_blocks", "key", "names", "parent", "reason", "since", "sizes", "used_ns", "users")
+    __slots__ = ("children", "depth_blocks", "key", "names", "parent", "reason", "since", "sizes", "used_ns")
 
-    def __init__(self, name: FileName, parent: Kept | None, reason: Any) -> None:
+    def __init__(self, name: FileName, parent: KeptFile | None, reason: CheckpointReason | None) -> None:
         self.key, self.parent, self.depth_blocks, self.reason = name.key, parent, name.depth_blocks, reason
         self.names: dict[EntryKind, str] = {}
         self.sizes: dict[EntryKind, int] = {}
-        self.users = self.children = self.used_ns = 0
+        self.children = self.used_ns = 0
         self.since = time.monotonic()
 
 
-class Space:
-    """Index of one namespace: what is in the folder, as a prefix tree. It only notes; nothing is read or deleted here.
+class Space(TierIndex[KeptFile]):
+    """Index of one namespace. It only notes; nothing is read or deleted here.
 
     Callers hold a lock, except those of `get`. No method takes longer if there are more entries, except `files`.
 
     Args:
-        ranking: Ranks the states.
-        reason: The reason that the ranking is told for each state.
+        eviction: Ranks the states.
+        reason: The reason that the policy is told for each state.
     """
 
-    def __init__(self, ranking: Ranking, reason: Any) -> None:
-        self._ranking, self._reason = ranking, reason
-        self._nodes: dict[bytes, Kept] = {}
+    def __init__(self, eviction: EvictionPolicy[KeptFile], reason: CheckpointReason | None) -> None:
+        super().__init__(eviction)
+        self._reason = reason
+        self._nodes: dict[bytes, KeptFile] = {}
         # Files whose parent is not here, by name, with bytes, time of last use, and when they were seen (monotonic).
         self._orphans: dict[str, tuple[FileName, int, int, float]] = {}
         self._orphans_of: dict[bytes, set[str]] = {}  # their names, by the parent's key
         # Nodes that may still get a state below, in the order in which they were seen. (KV is written before its state.)
-        self._young: dict[Kept, None] = {}
-        self._needless: dict[Kept, None] = {}  # other nodes with KV and nothing below, and no state
+        self._young: dict[KeptFile, None] = {}
         self.bytes = 0
         self.counts: Counter[EntryKind] = Counter()
 
@@ -102,18 +91,27 @@ class Space:
         del node.names[name.kind]
         self.counts[name.kind] -= 1
         if name.kind == EntryKind.STATE:
-            self._ranking.removed(node)
-            self._count_user(node, -1)
+            above: KeptFile | None = node
+            while above is not None and self.users[above] == 1:  # only this state needs it: it waits for no other
+                self._young.pop(above, None)
+                above = above.parent
+            self.drop_state(node)
+        else:
+            self.drop_kv(node)
         self._prune(node)
 
-    def use(self, node: Kept, used_ns: int) -> None:
+    def use(self, node: KeptFile, used_ns: int) -> None:
         """A request resumed from the state."""
         node.used_ns = max(node.used_ns, used_ns)
-        self._ranking.used(node)
+        self.use_state(node)
 
-    def node(self, key: bytes) -> Kept | None:
+    def node(self, key: bytes) -> KeptFile | None:
         """The node of a block."""
         return self._nodes.get(key)
+
+    def has_kv(self, node: KeptFile) -> bool:
+        """See TierIndex. KV below goes first, and young KV waits for its state."""
+        return EntryKind.KV in node.names and not node.children and node not in self._young
 
     def grow_up(self, most: int) -> bool:
         """Note which KV no state is being written for any more, at most so many. Returns whether there may be more."""
@@ -123,44 +121,17 @@ class Space:
             if node.since >= late:
                 return False
             del self._young[node]
-            self._note_needless(node)
+            self._note(node)
         return bool(nodes)
 
-    def needless(self, most: int) -> list[str]:
-        """Files that no state needs: KV without a state below, and orphans. Young ones are left out.
-
-        Args:
-            most: At most so many. Later calls return others, once these are removed.
-
-        Returns:
-            Names; deeper KV before the KV above it.
-        """
+    def next_unneeded(self) -> str | None:
+        """The file to delete next, of KV that no state needs, and of orphans. Young ones are left out. None: there is none."""
         late = time.monotonic() - _GRACE_S
-        found = [text for text, (*_, since) in islice(self._orphans.items(), most) if since < late]
-        for node in islice(self._needless, most):
-            at: Kept | None = node
-            while at is not None and not at.users and at.children <= (at is not node) and at not in self._young:
-                if EntryKind.KV in at.names:
-                    found.append(at.names[EntryKind.KV])
-                at = at.parent
-            if len(found) >= most:
-                break
-        return found[:most]
-
-    def victim(self) -> Kept | None:
-        """The state to delete next."""
-        found: Kept | None = self._ranking.victim(lambda node: True)
-        return found
-
-    def needed_by(self, node: Kept) -> list[str]:
-        """Files of the KV that only this state needs, deepest first."""
-        found = []
-        at: Kept | None = node
-        while at is not None and at.users == 1 and (at is node or EntryKind.STATE not in at.names):
-            if EntryKind.KV in at.names:
-                found.append(at.names[EntryKind.KV])
-            at = at.parent
-        return found
+        for text, (*_, since) in islice(self._orphans.items(), 1):
+            if since < late:
+                return text
+        node = self.next_kv()
+        return None if node is None else node.names[EntryKind.KV]
 
     def files(self) -> Iterator[tuple[str, int]]:
         """All files and their bytes."""
@@ -176,17 +147,18 @@ class Space:
                 return False
             if parent is not None and parent.depth_blocks != name.depth_blocks - 1:
                 return False
-            node = self._nodes[name.key] = Kept(name, parent, self._reason)
+            node = self._nodes[name.key] = KeptFile(name, parent, self._reason)
             self._young[node] = None
             if parent is not None:
                 parent.children += 1
-                self._note_needless(parent)
+                self.drop_kv(parent)
         node.names[name.kind], node.sizes[name.kind] = str(name), size
         self.counts[name.kind] += 1
         if name.kind == EntryKind.STATE:
             node.used_ns = used_ns
-            self._count_user(node, 1)
-            self._ranking.added(node)
+            self.add_state(node)
+        else:
+            self._note(node)
         return True
 
     def _adopt(self, key: bytes) -> None:
@@ -207,29 +179,16 @@ class Space:
             del self._orphans_of[orphan[0].parent]
         return orphan
 
-    def _count_user(self, node: Kept, change: int) -> None:
-        at: Kept | None = node
-        while at is not None:
-            at.users += change
-            self._note_needless(at)
-            if at.users != max(0, change):  # it had users before, or has some left
-                return
-            at = at.parent
-
-    def _prune(self, node: Kept | None) -> None:
-        while node is not None and not node.names and not node.children:
+    def _prune(self, node: KeptFile) -> None:
+        while not node.names and not node.children:
             del self._nodes[node.key]
             self._young.pop(node, None)
-            self._needless.pop(node, None)
-            if node.parent is not None:
-                node.parent.children -= 1
+            if node.parent is None:
+                return
             node = node.parent
-        if node is not None:
-            self._note_needless(node)
+            node.children -= 1
+            self._note(node, first=True)  # right after what was below it
 
-    def _note_needless(self, node: Kept) -> None:
-        """Its users or children have changed, or it is not young any more."""
-        if node.users or node.children or node in self._young:
-            self._needless.pop(node, None)
-        else:
-            self._needless[node] = None
+    def _note(self, node: KeptFile, *, first: bool = False) -> None:
+        if self.has_kv(node) and node not in self.users:
+            self.note_kv(node, first=first)

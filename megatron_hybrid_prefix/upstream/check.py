@@ -28,7 +28,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ContractRow:
     """One name of megatron that this package depends on.
 
     Attributes:
@@ -60,7 +60,7 @@ class Entry:
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
 
-def problem_of(entry: Entry) -> str | None:
+def problem_of(entry: ContractRow) -> str | None:
     """What was expected and what was found, if the entry does not match; else None."""
     try:
         owner = resolve(entry.owner)
@@ -90,7 +90,7 @@ def problem_of(entry: Entry) -> str | None:
     return None if is_as_expected else f"expected {_with_article(entry)}, found a {type(found).__name__}"
 
 
-def _with_article(entry: Entry) -> str:
+def _with_article(entry: ContractRow) -> str:
     if entry.signature is not None:
         return entry.signature
     return f"an {entry.kind}" if entry.kind == "attribute" else f"a {entry.kind}"

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from megatron_hybrid_prefix.errors import UpstreamDriftError
-from megatron_hybrid_prefix.upstream.check import Entry, problem_of
+from megatron_hybrid_prefix.upstream.check import ContractRow, problem_of
 from megatron_hybrid_prefix.upstream.version import REMEDY, MegatronVersion, check_version
 
 FOLDER = Path(__file__).with_name("contracts")
@@ -27,16 +27,18 @@ def path_of(megatron: MegatronVersion) -> Path:
     return FOLDER / f"{megatron.version.major}.{megatron.version.minor}.json"
 
 
-def rows_in(path: Path) -> tuple[Entry, ...]:
+def rows_in(path: Path) -> tuple[ContractRow, ...]:
     """The rows of a file, sorted by owner and name."""
     data = json.loads(path.read_text(encoding="utf-8"))
     return tuple(
-        Entry(owner=owner, **(row | {"where": tuple(row["where"])})) for owner, rows in data.items() for row in rows
+        ContractRow(owner=owner, **(row | {"where": tuple(row["where"])}))
+        for owner, rows in data.items()
+        for row in rows
     )
 
 
 @functools.cache
-def installed_contract() -> tuple[Entry, ...]:
+def installed_contract() -> tuple[ContractRow, ...]:
     """The rows for the installed megatron-core.
 
     Raises:
@@ -65,5 +67,5 @@ def check_contract() -> None:
         )
 
 
-def _use(entry: Entry) -> str:
+def _use(entry: ContractRow) -> str:
     return f"{entry.kind}, for {', '.join(entry.where)}"

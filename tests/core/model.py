@@ -643,16 +643,16 @@ class ModelEngine:
 
     @contextmanager
     def evicting(self) -> Iterator[None]:
-        """Checks what goes for KV: worthless KV first, and after it states."""
-        worthless, states = list(self.cache._store.blocks.queue()), self.on_slots()
+        """Checks what goes for KV: unneeded KV first, and after it states."""
+        unneeded, states = list(self.cache._store.blocks.unneeded), self.on_slots()
         guesses = {node for node in states.values() if is_guess(node)}
         yield
         lost = {slot for slot, node in states.items() if node.slot != slot and node not in guesses}
         if not lost:
             return
         ref_counts = memoryview(self.cache.blocks.ref_counts()).cast("i")
-        assert all(node.block_id == NO_BLOCK or ref_counts[node.block_id] for node in worthless), (
-            "worthless KV goes first"
+        assert all(node.block_id == NO_BLOCK or ref_counts[node.block_id] for node in unneeded), (
+            "unneeded KV goes first"
         )
         pages = {self.page_of(slot) for slot in lost} if self.pages else set()
         self.seen["one of a page's states"] += any(self.page_of(slot) in pages for slot in self.kept_slots())

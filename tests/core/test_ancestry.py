@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.index.tree import Node
-from megatron_hybrid_prefix.policy.ancestry import Ancestry
+from megatron_hybrid_prefix.policy.needs import Ancestry
 
 
 def grown(parents: list[int]) -> list[Node]:

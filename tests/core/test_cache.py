@@ -288,9 +288,11 @@ def test_kv_goes_with_the_states_behind_it_but_not_the_reverse():
     run(model, tokens(4, 5, rest=1))
     assert (model.cache.stats().kv_evictions, model.cache.stats().evictions) == (0, 0)
     run(model, tokens(6))  # one block free
-    run(model, tokens(7))  # the first prompt's states go, both are older than the others; then its block 3 is worthless
+    run(
+        model, tokens(7)
+    )  # the first prompt's states go, both are older than the others; then no state needs its block 3
     assert (model.cache.stats().kv_evictions, model.cache.stats().evictions) == (1, 2)
-    assert sorted(states(model)) == [1, 2] and [n.depth_blocks for n in model.cache._store.blocks.queue()] == [2, 1]
+    assert sorted(states(model)) == [1, 2] and [n.depth_blocks for n in model.cache._store.blocks.unneeded] == [2, 1]
     model = engine(kv_blocks=6, state_slots=1)
     run(model, tokens(1, rest=1))
     run(model, tokens(2, rest=1))
@@ -665,7 +667,7 @@ def test_a_trace_of_keys_needs_no_tokens():
         lambda cache: cache._requests.live[1].path.pop(0),
         lambda cache: setattr(cache._requests.live[1], "pinned_slot", None),
         lambda cache: cache._store.slots.unpin(cache._requests.live[1].pinned_slot),
-        lambda cache: cache._store.checkpoints.eviction.clear(),
+        lambda cache: cache._store.blocks.eviction.clear(),
         lambda cache: cache.blocks.unattached.add(7),
         lambda cache: cache._planner.writing.clear(),
         lambda cache: setattr(next(cache.nodes()), "slot", 5),

@@ -67,11 +67,11 @@ def test_10_a_refused_admission_takes_nothing(shared):
     run(model, list(range(3 * B)))
     holder = model.admit([7] * (2 * B))
     prompt = (list(range(3 * B)) if shared else []) + [8] * (5 * B)
-    queue = list(model.cache._store.blocks.queue())
+    queue = list(model.cache._store.blocks.unneeded)
     pins = [model.cache._store.slots.pins(slot) for slot in range(50)]
     assert model.admit(prompt) is None
     model.check()
-    assert list(model.cache._store.blocks.queue()) == queue, "not even its place in the order of eviction"
+    assert list(model.cache._store.blocks.unneeded) == queue, "not even its place in the order of eviction"
     assert [model.cache._store.slots.pins(slot) for slot in range(50)] == pins == [0] * 50
     assert model.cache.stats().kv_evictions == 0 and model.next_id - 1 not in model.cache.live
     model.release(holder)
@@ -107,10 +107,10 @@ def test_20_evicting_looks_at_no_more_than_it_evicts(monkeypatch):
     model = engine(kv_blocks=200, block_tokens=1)
     run(model, list(range(200)))
     looked = []
-    real = KVBlocks.oldest
-    monkeypatch.setattr(KVBlocks, "oldest", lambda self: looked.append(1) or real(self))
+    real = KVBlocks.next_kv
+    monkeypatch.setattr(KVBlocks, "next_kv", lambda self: looked.append(1) or real(self))
     assert model.cache.blocks.allocate(7) is not None
-    assert len(looked) == 7 + model.cache.stats().evictions, "once more for each state that made all KV useful"
+    assert len(looked) == 7 + model.cache.stats().evictions, "once more for each state that needed all KV"
 
 
 def test_21_kv_matched_beyond_the_state_is_shared_and_not_written():

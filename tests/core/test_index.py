@@ -12,6 +12,7 @@ from megatron_hybrid_prefix.index.matcher import match_prefix
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.lru import LruEviction
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 from megatron_hybrid_prefix.tiers.units import EntryKind
@@ -105,7 +106,7 @@ def test_no_read_matches_nothing():
 
 
 def kv_blocks(count: int) -> KVBlocks:
-    return KVBlocks(Pages(count, 0), SlotPool(0))
+    return KVBlocks(Pages(count, 0), SlotPool(0), LruEviction())
 
 
 def keyed(blocks: KVBlocks, tree: PrefixTree, chain: KeyChain) -> tuple[list[int], list[Node]]:
@@ -129,9 +130,9 @@ def test_blocks_go_round():
     assert blocks.available_blocks == 4 and blocks.unreferenced_tail(path) == 0
     blocks.release(block_ids, path)
     assert (blocks.free_blocks, blocks.cached_blocks, blocks.unreferenced_tail(path)) == (4, 2, 2)
-    assert list(blocks.queue()) == [path[1], path[0]], "leaves first"
+    assert list(blocks.unneeded) == [path[1], path[0]], "leaves first"
     blocks.check()
-    assert blocks.oldest() is path[1]
+    assert blocks.next_kv() is path[1]
     blocks.unbind(path[1])
     assert blocks.free_blocks == 5 and blocks.node(1) is None
     blocks.check()
@@ -145,7 +146,7 @@ def test_the_block_let_go_longest_ago_goes_first_and_never_before_its_children()
     blocks.release(*other)
     blocks.share(one[1][:2])  # used again, except for its last block
     blocks.release(one[0][:2], one[1][:2])
-    assert [node.block_id for node in blocks.queue()] == [2, 3, 1, 0]
+    assert [node.block_id for node in blocks.unneeded] == [2, 3, 1, 0]
     blocks.check()
 
 
@@ -160,7 +161,7 @@ def test_a_block_computed_twice_is_private_and_takes_over_when_the_first_goes():
     assert [node.block_id for node in same] == second and blocks.free_blocks == 5 and blocks.cached_blocks == 0
     blocks.check()
     blocks.release(second, same)
-    assert blocks.free_blocks == 5 and [node.block_id for node in blocks.queue()] == [4, 3, 2]
+    assert blocks.free_blocks == 5 and [node.block_id for node in blocks.unneeded] == [4, 3, 2]
     blocks.check()
 
 
@@ -223,14 +224,14 @@ def test_check_finds_what_is_wrong():
     broken(lambda blocks, path: blocks._ref_counts.__setitem__(0, 0))
     broken(lambda blocks, path: blocks._ref_counts.__setitem__(7, 1))
     broken(lambda blocks, path: blocks._node.__setitem__(0, None) or blocks._node.__setitem__(2, path[0]))
-    broken(lambda blocks, path: blocks._enqueue(path[0]))
-    broken(lambda blocks, path: blocks._dequeue(blocks.oldest()))
+    broken(lambda blocks, path: blocks._let_go(path[0]))
+    broken(lambda blocks, path: blocks._hold(blocks.next_kv()))
     broken(lambda blocks, path: blocks._ref_counts.__setitem__(2, 2))
 
     def parent_first(blocks, path) -> None:
-        leaf = blocks.oldest()
-        blocks._dequeue(leaf)
-        blocks._enqueue(leaf)
+        leaf = blocks.next_kv()
+        blocks._hold(leaf)
+        blocks._let_go(leaf)
 
     broken(parent_first)
 

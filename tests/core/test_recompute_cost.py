@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.lab.replay import Policy, replay
 from megatron_hybrid_prefix.policy import likelihood, recompute_cost
-from megatron_hybrid_prefix.policy.ancestry import Ancestry
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.likelihood import Likelihood
+from megatron_hybrid_prefix.policy.needs import Ancestry
 from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
 from tests.core.naive_recompute_cost import NaiveRecomputeCost, NaiveTiers

@@ -623,16 +623,16 @@ def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
 def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch, seed):
     """Against all nodes, after random changes. Each change looks at the nodes above the entry at most."""
     noted = []
-    note = spaces.Space._note_needless
-    monkeypatch.setattr(spaces.Space, "_note_needless", lambda self, node: noted.append(1) or note(self, node))
+    note = spaces.Space._note
+    monkeypatch.setattr(spaces.Space, "_note", lambda *args, **kwargs: noted.append(1) or note(*args, **kwargs))
     space, dice = spaces.Space(make_eviction_policy("lru"), CheckpointReason.TAIL), random.Random(seed)
 
     def name(kind: EntryKind, prompt: int, depth: int) -> FileName:
         keys = [b"", *(bytes([at, prompt // 3 ** (4 - at)]) * 8 for at in range(1, 5))]  # three blocks after each block
         return FileName(kind, depth, keys[depth], keys[depth - 1])
 
-    def needless() -> set[str]:
-        return {node.names[KV] for node in space._nodes.values() if KV in node.names and not node.users}
+    def unneeded() -> set[str]:
+        return {node.names[KV] for node in space._nodes.values() if KV in node.names and node not in space.users}
 
     for step in range(200):
         prompt, depth = dice.randrange(3**4), dice.randint(1, 4)
@@ -645,15 +645,15 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
             space.remove(FileName.of(dice.choice(list(node.names.values()))))
         while space.grow_up(3):
             pass
+        space.check_needs(space._nodes.values())
     assert len(noted) < 200 * 2 * (4 + 2 * 4)
-    expected, found = needless(), []
+    expected, found = unneeded(), []
     assert expected
-    while names := space.needless(7):
-        assert len(names) <= 7
-        for each in names:
-            space.remove(FileName.of(each))
-        found += names
-    assert len(set(found)) == len(found) and expected <= set(found) and not needless()
+    while text := space.next_unneeded():
+        found.append(FileName.of(text))
+        assert found[-1].key not in {node.parent.key for node in space._nodes.values() if node.parent}, "deepest first"
+        space.remove(found[-1])
+    assert len(set(found)) == len(found) and expected <= set(map(str, found)) and not unneeded()
 
 
 def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
@@ -685,12 +685,21 @@ def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
     tier = tier_on(tmp_path, budget_bytes=20_000)
     put(tier, *prompt_tags(1, 3), tag(STATE, 1, 1))
     space = tier.folder.space
-    victim = space.node(key(1, 3))
-    assert [FileName.of(name).key for name in space.needed_by(victim)] == [key(1, 3), key(1, 2)]
-    tier.folder.delete(tier._file_name(tag(STATE, 1, 3)))
     space.grow_up(10)
-    assert [FileName.of(name).key for name in space.needless(10)] == [key(1, 3), key(1, 2)]
-    assert [FileName.of(name).key for name in space.needless(1)] == [key(1, 3)]
+    assert space.next_unneeded() is None
+
+    def gone() -> list[bytes]:
+        """Keys of the files that go with the next state, in this order."""
+        deleted, remove = [], space.remove
+        space.remove = lambda name: deleted.append(name.key) or remove(name)
+        before = tier.folder.bytes_used
+        assert tier.folder._delete_state() == before - tier.folder.bytes_used
+        del space.remove
+        return deleted
+
+    assert gone() == [key(1, 1)], "the other state needs its KV"
+    assert gone() == [key(1, 3), key(1, 3), key(1, 2), key(1, 1)], "the state, then the deepest KV first"
+    assert not space.bytes
 
 
 def test_kv_that_waits_for_its_state_stays(tmp_path):

@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.store import CheckpointTable, PrefixStore
 from megatron_hybrid_prefix.index.tree import is_guess
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.needs import TierIndex
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots, SlotPool
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, BlockTransfer, EntryKind, PageClear
@@ -260,7 +261,7 @@ def test_kv_that_no_state_needs_goes_first_the_deepest_block_first():
     run(cache, "b", 3)  # 3 blocks and a state: 5
     (state,) = [node for node in [node for node in cache.nodes() if node.slot >= 0] if node.depth_blocks == 4]
     cache._store.checkpoints.evict(state)
-    assert [node.depth_blocks for node in cache._store.blocks.queue()] == [4, 3, 2, 1]
+    assert [node.depth_blocks for node in cache._store.blocks.unneeded] == [4, 3, 2, 1]
     cache.check_integrity()
     run(cache, "c", 4)
     assert depths(cache) == [3, 4]
@@ -274,10 +275,10 @@ def test_kv_above_a_fork_stays_while_a_state_below_it_is_kept():
     assert depths(cache) == [3, 5, 5]
     for state in [node for node in [node for node in cache.nodes() if node.slot >= 0] if node.depth_blocks == 3]:
         cache._store.checkpoints.evict(state)
-    assert not list(cache._store.blocks.queue()), "both tails need what is above them"
+    assert not list(cache._store.blocks.unneeded), "both tails need what is above them"
     (one, _) = [node for node in cache.nodes() if node.slot >= 0]
     cache._store.checkpoints.evict(one)
-    assert [node.depth_blocks for node in cache._store.blocks.queue()] == [5, 4]
+    assert [node.depth_blocks for node in cache._store.blocks.unneeded] == [5, 4]
     cache.check_integrity()
 
 
@@ -330,8 +331,8 @@ def test_value_is_per_byte_that_is_freed():
     cache = shared(40, page_blocks=4, eviction_policy="recompute_cost")
     run(cache, "fork", 8)
     run(cache, "fork", 8)
-    cache._store.checkpoints.eviction._known._likelihood.refresh(0)
-    policy = cache._store.checkpoints.eviction
+    cache._store.blocks.eviction._known._likelihood.refresh(0)
+    policy = cache._store.blocks.eviction
     (deep,) = [node for node in cache.nodes() if node.slot >= 0]
     alone = policy.value(deep)
     rate = policy._known.records[deep].cell.rate
@@ -409,7 +410,7 @@ def test_a_cap_bounds_the_cached_states_and_reserves_nothing():
     slots = {node.slot for node in [node for node in cache.nodes() if node.slot >= 0]}
     run(cache, "c", 1)  # takes the slot of a; what was above a stays
     after = cache.memory_use()
-    assert (after.state_pages, after.worthless_blocks) == (before.state_pages, before.worthless_blocks + 1)
+    assert (after.state_pages, after.unneeded_blocks) == (before.state_pages, before.unneeded_blocks + 1)
     assert {node.slot for node in [node for node in cache.nodes() if node.slot >= 0]} == slots
     assert [run(cache, name, 1) for name in "bca"] == [BLOCK, BLOCK, 0]
     assert cache.stats().slots_used == cache.stats().slots_total == 2
@@ -483,15 +484,18 @@ MUTANTS = {
         ("a live slot that is evicted", (PageSlots, "make_live", PageSlots.abandon)),
         (
             "useful KV is evicted",
-            (PrefixStore, "gain_state", lambda self, node: None),
-            (PrefixStore, "lose_state", lambda self, node: None),
+            (TierIndex, "_need", lambda self, node: None),
+            (TierIndex, "_unneed", lambda self, node: None),
         ),
         ("the cap is ignored", (SlotPool, "is_full", False)),
         (
             "the cap counts live slots",
             (SlotPool, "is_full", property(lambda self: self.used_slots >= self.most_cached)),
         ),
-        ("a guess at the cap takes any slot", (CheckpointTable, "_guess_elsewhere", lambda self, path: self.victim())),
+        (
+            "a guess at the cap takes any slot",
+            (CheckpointTable, "_guess_elsewhere", lambda self, path: self._index.next_state()),
+        ),
         ("a page goes though a slot is in use", (PageSlots, "is_loose", lambda self, slot: not self.pins(slot))),
         ("only whole pages go", (PrefixStore, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))),
     )
@@ -572,4 +576,4 @@ def test_a_guess_that_got_a_reason_is_no_guess_on_the_host():
     cache._store.checkpoints.confirm(node.key, CheckpointReason.JUNCTION)
     cache._store.checkpoints.evict(node)
     assert node.host_slot != NO_SLOT
-    assert host._eviction.victim(lambda other: other is node, probationary_only=True) is None
+    assert host.entries.next_state(lambda other: other is node, guesses_only=True) is None

@@ -342,7 +342,7 @@ class Published:
 def moves_of(world: Launches, cache: Any) -> HostMoves:
     moves = HostMoves.__new__(HostMoves)
     memory = SimpleNamespace(layout=None, row=lambda slot: slot)
-    vars(moves).update(arena=world.arena, sends_later=True, _memory=lambda: memory)
+    vars(moves).update(arena=world.arena, sends_later=True, _context=SimpleNamespace(shared_memory=memory))
     moves.serve(cache)
     return moves
 

@@ -69,7 +69,7 @@ def files_of_a_cold_prompt() -> list[str]:
 def files_of_a_load(served: Any, prompt: list[int]) -> list[str]:
     """Of the load alone: what the calls for it start, on the engine's thread and on those that read."""
     from megatron_hybrid_prefix.index.loads import Loads
-    from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
+    from megatron_hybrid_prefix.mcore.context.request import RequestLoads
     from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
 
     inside = threading.local()

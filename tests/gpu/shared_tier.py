@@ -57,7 +57,7 @@ class Milestones:
         from megatron_hybrid_prefix.cache import HybridPrefixCache
         from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
         from megatron_hybrid_prefix.mcore.context.decode import DecodedStates
-        from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
+        from megatron_hybrid_prefix.mcore.context.request import RequestLoads
         from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
         from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
         from megatron_hybrid_prefix.mcore.state.moves import HostMoves

@@ -141,10 +141,8 @@ def test_every_state_on_the_host_has_its_kv(chats, eviction):
 
 
 def any_kv_is_evicted(self: HostTier) -> bool:
-    """A mutant of `HostTier._evict_spare_kv`."""
-    has_kv = (
-        node for node in self._tree if node.host_block != NO_BLOCK and not self.entries.is_pinned(node.host_block)
-    )
+    """A mutant of `HostTier._evict_kv`."""
+    has_kv = (node for node in self._tree if node.host_block != NO_BLOCK and not self.entries.is_pinned(node, kv=True))
     node = next(has_kv, None)
     if node is not None:
         self.drop_kv(node)
@@ -152,7 +150,7 @@ def any_kv_is_evicted(self: HostTier) -> bool:
 
 
 def test_a_state_whose_kv_was_evicted_is_found(chats, monkeypatch):
-    monkeypatch.setattr(HostTier, "_evict_spare_kv", any_kv_is_evicted)
+    monkeypatch.setattr(HostTier, "_evict_kv", any_kv_is_evicted)
     assert unreachable_states(chats) > 0
 
 

@@ -69,3 +69,13 @@ def test_a_circle_is_found(line, tmp_path):
     (package / "high.py").write_text(line)
     with pytest.raises(CycleError):
         TopologicalSorter(imports(package)).prepare()
+
+
+def test_no_two_classes_share_a_name():
+    places: dict[str, list[str]] = {}
+    for name, path in module_names(ROOT / "megatron_hybrid_prefix").items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    assert len(places) > 100
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

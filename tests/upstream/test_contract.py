@@ -19,7 +19,7 @@ import pytest
 from megatron_hybrid_prefix.errors import UpstreamDriftError
 from megatron_hybrid_prefix.upstream import check, contract
 from megatron_hybrid_prefix.upstream import version as megatron_version
-from megatron_hybrid_prefix.upstream.check import Entry, accepts, parameters_of, problem_of
+from megatron_hybrid_prefix.upstream.check import ContractRow, accepts, parameters_of, problem_of
 from megatron_hybrid_prefix.upstream.contract import check_contract, installed_contract
 from megatron_hybrid_prefix.upstream.rebinding import resolve
 
@@ -45,18 +45,18 @@ def fresh():
     forget()
 
 
-def rows(*kinds: str) -> list[Entry]:
+def rows(*kinds: str) -> list[ContractRow]:
     """Rows of these kinds. There are some of each."""
     found = [entry for entry in installed_contract() if entry.kind in kinds]
     assert {entry.kind for entry in found} == set(kinds)
     return found
 
 
-def callables() -> list[Entry]:
+def callables() -> list[ContractRow]:
     return rows("overrides", "wraps", "calls")
 
 
-def row(name: str) -> Entry:
+def row(name: str) -> ContractRow:
     """The only row with this name."""
     (found,) = [entry for entry in installed_contract() if entry.name == name]
     return found
@@ -124,7 +124,7 @@ def test_a_missing_attribute_mark_or_key_is_noticed(fresh, monkeypatch):
     assert missed == []
 
 
-def take_away(entry: Entry, patch: pytest.MonkeyPatch) -> None:
+def take_away(entry: ContractRow, patch: pytest.MonkeyPatch) -> None:
     """Removes a name from a module, from an enum, or from a class and all its bases but Python's."""
     owner = resolve(entry.owner)
     if isinstance(owner, enum.EnumMeta):
@@ -162,7 +162,7 @@ def test_a_changed_signature_is_noticed():
     assert len(changes) == 8 and min(changes.values()) > 80, changes
 
 
-def changed(entry: Entry, found: list[Any]) -> Iterator[tuple[str, list[Any], bool, str | None]]:
+def changed(entry: ContractRow, found: list[Any]) -> Iterator[tuple[str, list[Any], bool, str | None]]:
     """What happens, the parameters then, whether it is a coroutine, and a part of what must be said; None: nothing."""
     assert entry.signature is not None
     is_async = entry.signature.startswith("async ")
@@ -192,7 +192,7 @@ def is_possible(parameters: list[Any]) -> bool:
     return has_default == sorted(has_default)
 
 
-def give(entry: Entry, parameters: list[Any], patch: pytest.MonkeyPatch, *, is_async: bool) -> None:
+def give(entry: ContractRow, parameters: list[Any], patch: pytest.MonkeyPatch, *, is_async: bool) -> None:
     """Gives megatron's function these parameters."""
 
     async def coroutine(*args: Any, **kwargs: Any) -> None: ...

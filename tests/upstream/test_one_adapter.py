@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_hybrid_prefix.platform import patches as platform_patches
-from megatron_hybrid_prefix.upstream.check import Entry, accepts, parameters_of
+from megatron_hybrid_prefix.upstream.check import ContractRow, accepts, parameters_of
 from megatron_hybrid_prefix.upstream.contract import installed_contract
 from megatron_hybrid_prefix.upstream.rebinding import resolve
 from scripts import contract_classes as classes
@@ -126,12 +126,12 @@ class HybridPrefixEngine:
 # -- what main has changed ---------------------------------------------------------------------------------------------
 
 
-def row_of(symbol: str) -> Entry | None:
+def row_of(symbol: str) -> ContractRow | None:
     dotted = symbol.replace(":", ".")
     return next((entry for entry in installed_contract() if entry.symbol == dotted), None)
 
 
-def has_to_change(entry: Entry, what: str, now: str) -> list[str]:
+def has_to_change(entry: ContractRow, what: str, now: str) -> list[str]:
     """Our modules whose code must change with the name.
 
     Not those that have it through a module of ours, which may give them what it was; nor a call, if only optional parameters

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from megatron_hybrid_prefix.bench.scenario import Scenario
 from megatron_hybrid_prefix.bench.scenarios.concurrent import Herd, Samples
-from megatron_hybrid_prefix.bench.scenarios.host_tier import HostTier
+from megatron_hybrid_prefix.bench.scenarios.host_tier import FromHost
 from megatron_hybrid_prefix.bench.scenarios.index import Index
 from megatron_hybrid_prefix.bench.scenarios.no_reuse import NoReuse
 from megatron_hybrid_prefix.bench.scenarios.pressure import Pressure
 from megatron_hybrid_prefix.bench.scenarios.sessions import FirstSighting, MultiTurn
 from megatron_hybrid_prefix.bench.scenarios.shared_prefix import SharedPrefix
 
-_KINDS = (SharedPrefix, FirstSighting, MultiTurn, Herd, Samples, NoReuse, Pressure, HostTier, Index)
+_KINDS = (SharedPrefix, FirstSighting, MultiTurn, Herd, Samples, NoReuse, Pressure, FromHost, Index)
 SCENARIOS: dict[str, type[Scenario]] = {kind.name: kind for kind in _KINDS}

@@ -15,7 +15,7 @@ from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostTier(Scenario):
+class FromHost(Scenario):
     """Prompts that come back after eviction. The device has room for only a few of them.
 
     First, each prompt is sent once, cold. Then each one is sent twice more, with new tokens at its end: the first time

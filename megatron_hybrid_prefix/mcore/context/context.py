@@ -36,8 +36,7 @@ from megatron_hybrid_prefix.mcore.context.admission import Admissions
 from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.context.decode import DecodedStates
 from megatron_hybrid_prefix.mcore.context.exact import check_exact_config, end_on_grid
-from megatron_hybrid_prefix.mcore.context.loads import RequestLoads
-from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest
+from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest, RequestLoads
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan

@@ -29,7 +29,7 @@ class FilledBlock(NamedTuple):
     forward_token: int
 
 
-class _Rows:
+class _DecodeRows:
     """Views of megatron's row bookkeeping, without copies: a step that fills no block makes no torch calls.
 
     Attributes:
@@ -77,7 +77,7 @@ class DecodedStates:
         self._ring_tokens = 2 * (self._block_tokens + self._width)
         self._recent = np.zeros((context.max_requests, self._ring_tokens), dtype=np.int64)
         self._processed = np.zeros(context.max_requests, dtype=np.int64)
-        self._rows: _Rows | None = None
+        self._rows: _DecodeRows | None = None
         self._indices = b""  # live indices of the noted rows, int32
         # For each noted forward: its tokens as bytes, and with drafts the computed tokens of each row.
         self._notes: list[tuple[bytes, NDArray[np.integer] | None]] = []
@@ -117,7 +117,7 @@ class DecodedStates:
             return []
         rows = self._rows
         if rows is None or rows.source is not context.token_to_input_ids:
-            rows = self._rows = _Rows(context)
+            rows = self._rows = _DecodeRows(context)
         indices = rows.live_indices[first:last].tobytes()
         # If an index changed its request, a prefill came between.
         if not context.num_prefill_requests and indices == self._indices:
@@ -156,7 +156,7 @@ class DecodedStates:
         self._apply_notes()
         return int(self._processed[live_index])
 
-    def _note(self, rows: _Rows, first: int, last: int) -> None:
+    def _note(self, rows: _DecodeRows, first: int, last: int) -> None:
         tokens = rows.tokens[: (last - first) * self._width].tobytes()
         # Without drafts each row advances by one token.
         self._notes.append((tokens, rows.processed(first, last) if self._width > 1 else None))

@@ -17,7 +17,6 @@ from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import SamplingSeam
 
 if TYPE_CHECKING:
-    from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
 
 
@@ -61,7 +60,7 @@ class RowSampling(SamplingSeam):
         source: Knows which requests these are, and which decode their answer again.
     """
 
-    def __init__(self, backend: Any, generator: torch.Generator, source: HybridPrefixController) -> None:
+    def __init__(self, backend: Any, generator: torch.Generator, source: Any) -> None:
         super().__init__(backend)
         self._generator, self._source = generator, source
 
