@@ -170,7 +170,7 @@ class CheckpointTable:
         def is_elsewhere(node: Node) -> bool:
             return node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node
 
-        return self._index.next_state(is_elsewhere, guesses_only=True)
+        return self._index.eviction.victim(is_elsewhere, probationary_only=True)  # nobody pins one
 
     def _slot_of(self, victim: Node | None) -> int | None:
         return None if victim is None else self.slots.reserve_again(self._evicted(victim))
