@@ -308,14 +308,20 @@ def test_ranks_agree_on_the_depth_that_all_of_them_hold():
 
 @pytest.mark.multi
 def test_ranks_whose_tiers_differ_decide_alike(tmp_path, monkeypatch):
-    """One rank's tier refuses entries that the other's keeps. If the ranks decided differently, the engine would raise."""
+    """One rank's tier refuses entries that the other's keeps; then each loses, spoils, and delays some of its own. If the
+    ranks decided differently, the engine would raise."""
     monkeypatch.setenv(PLUGINS_VARIABLE, "tests.harness.plugins.dictionary_tier")
     ranks = run_ranks("tier_behind.py", tmp_path / "found.json")
     assert ranks[0]["kept"] > ranks[1]["kept"] > 0
-    for found in (rank["behind"] for rank in ranks):
-        assert found["decisions"] == ranks[0]["behind"]["decisions"]
+    for rank in ranks:
+        found, random = rank["behind"], rank["random"]
         assert found["stats"]["tiers"]["shared"]["loads"] > 10 and found["stats"]["reused_tokens_host"] > 0
         assert found["stats"]["fallbacks"] == {}
-        for answer, right in zip(found["answers"], ranks[0]["off"]["answers"], strict=True):
-            assert answer["tokens"] == right["tokens"]
-            assert answer["log_probs"] == pytest.approx(right["log_probs"], rel=0, abs=LOG_PROB_NOISE)
+        assert random["stats"]["reused_tokens_host"] > 0
+        assert random["stats"]["fallbacks"].keys() & {"host_load_failed", "tier_load_missing", "tier_load_late"}
+        for name in ("behind", "random"):
+            assert rank[name]["decisions"] == ranks[0][name]["decisions"]
+            right = ranks[0]["off" if name == "behind" else "random, off"]["answers"]
+            for answer, expected in zip(rank[name]["answers"], right, strict=True):
+                assert answer["tokens"] == expected["tokens"]
+                assert answer["log_probs"] == pytest.approx(expected["log_probs"], rel=0, abs=LOG_PROB_NOISE)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
+import time
 
 import torch.distributed as dist
 
@@ -15,6 +17,7 @@ from tests.harness.workers.prefix_parallel import BLOCK_TOKENS, Session, build
 
 PATTERN = "M*-M*-"
 HOST_GB = 0.0003
+LATE_S = 0.2  # of the session with faults
 PROMPTS = [random_tokens((2 + number % 3) * BLOCK_TOKENS + 9, seed=70 + number) for number in range(12)]
 
 
@@ -24,25 +27,62 @@ def forgetful(behind):
     behind.put = lambda namespace, entry: next(offered) % 3 > 0 and put(namespace, entry)
 
 
+def faulty(behind):
+    """Each rank's tier loses entries, refuses some, has wrong bytes, raises, or takes too long, of its own."""
+    rng, put, get = random.Random(f"faults of rank {dist.get_rank()}"), behind.put, behind.get
+
+    def gets(namespace, tag, buffers):
+        fault = rng.random()
+        if fault < 0.01:
+            time.sleep(2 * LATE_S)
+        elif fault < 0.03:
+            raise OSError("a cable was pulled")
+        elif fault < 0.05:
+            return None
+        checksum = get(namespace, tag, buffers)
+        return checksum if fault < 0.95 or checksum is None else checksum ^ 1
+
+    behind.get = gets
+    behind.put = lambda namespace, entry: rng.random() < 0.9 and put(namespace, entry)
+
+
+def traffic(session, rng):
+    """Requests of random prompts begin and end beside each other."""
+    for _ in range(60):
+        prompt = rng.choice(PROMPTS)
+        kept = rng.choice([len(prompt), len(prompt) - 40])
+        session.add([*prompt[:kept], rng.randrange(99)], rng.choice([2, 9]))
+        session.run(steps=rng.randrange(6))
+    session.run()
+
+
 def main(out):
     platform = ensure_platform(tp=int(os.environ["WORLD_SIZE"]), pp=1, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
     model = build(PATTERN, platform.world_size, 1, platform)
     found = {}
+    tier = {"host_gb": HOST_GB, "check_ranks": True}
     for name, fields in {
         "off": {"cached": False},
-        "behind": {"host_gb": HOST_GB, "shared": f"dictionary://?min_tokens=0&wait_s={HANG_S}", "check_ranks": True},
+        "behind": tier | {"shared": f"dictionary://?min_tokens=0&wait_s={HANG_S}"},
+        "random, off": {"cached": False},
+        "random": tier | {"shared": f"dictionary://?min_tokens=0&wait_s={LATE_S}"},
     }.items():
         session = Session(model, PATTERN, platform.world_size, 1, mode="legacy", slots=2, blocks=9, **fields)
-        if session.cached and dist.get_rank() == dist.get_world_size() - 1:
-            forgetful(session.engine.context.prefix_cache._store.host.behind.tier)
-        for _ in range(3):
+        behind = session.engine.context.prefix_cache._store.host.behind.tier if session.cached else None
+        if name == "random":
+            faulty(behind)
+        elif session.cached and dist.get_rank() == dist.get_world_size() - 1:
+            forgetful(behind)
+        if name.startswith("random"):
+            traffic(session, random.Random(5))
+        for _ in range(0 if name.startswith("random") else 3):
             for prompt in PROMPTS:
                 session.send(prompt)
                 if session.cached:
                     session.engine.context.host_moves.drain(HANG_S)  # what one rank writes later, the other may lose
         found[name] = session.found()
-        if session.cached:
-            found["kept"] = len(session.engine.context.prefix_cache._store.host.behind.tier.entries)
+        if name == "behind":
+            found["kept"] = len(behind.entries)
     write_findings(out, found)
     shut_down()
 
