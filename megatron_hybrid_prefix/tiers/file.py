@@ -218,7 +218,7 @@ class FileTier(Tier):
 
     def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
         """See Tier."""
-        name, header = self._file_name(tag), memoryview(bytearray(HEADER_BYTES))
+        header = memoryview(bytearray(HEADER_BYTES))
         thread = threading.get_ident()
         self._reads[thread] = time.monotonic()
         try:
@@ -232,21 +232,21 @@ class FileTier(Tier):
             is_whole = read_file(path, [header, *buffers])
         except FileNotFoundError:
             self.count("gone")
-            self.folder.forget(name)
+            self.folder.forget(self._file_name(tag))
             return None
         except OSError as error:
             self.count("read_" + _reason(error), error)
             if error.errno in _LASTING:
-                self._drop(name)
+                self._drop(self._file_name(tag))
             return None
         finally:
             del self._reads[thread]
         checksum = checksum_in(bytes(header), namespace, tag, sum(map(len, buffers))) if is_whole else None
         if checksum is None:
             self.count("not_valid")
-            self._drop(name)
+            self._drop(self._file_name(tag))
         elif tag.kind == EntryKind.STATE:
-            self.folder.touch(name)
+            self.folder.touch(self._file_name(tag))
         return checksum
 
     # -- remove --------------------------------------------------------------------------------------------------------

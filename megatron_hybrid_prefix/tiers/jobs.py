@@ -44,6 +44,11 @@ class JobGroup:
             if not self._left:
                 self._over.set()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all are over."""
+        return self._over.is_set()
+
     def wait(self, seconds: float) -> bool:
         """Wait until all are over, at most this long. Returns whether they are."""
         return self._over.wait(max(0.0, seconds))
@@ -65,7 +70,7 @@ class Job:
         cancelled: The pages belong to another entry.
         is_running: A thread writes to the pages.
         is_over: The thread is done with it.
-        group: The jobs that were started with it.
+        group: The jobs that were started with it; not before it is started.
     """
 
     namespace: bytes
@@ -79,7 +84,7 @@ class Job:
     cancelled: bool = False
     is_running: bool = False
     is_over: bool = False
-    group: JobGroup = field(default_factory=partial(JobGroup, ()))
+    group: JobGroup = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> bool:
@@ -139,7 +144,7 @@ class TierThreads:
 
     def store(self, jobs: Sequence[Job]) -> None:
         """Write entries to the tier, in this order."""
-        self._stores = [group for group in self._stores if not group.wait(0)]
+        self._stores = [group for group in self._stores if not group.is_over]
         self._stores.append(self._start(jobs, self._shared.stores))
 
     def read(self, jobs: Sequence[Job]) -> None:

@@ -167,7 +167,7 @@ class TierMoves:
         groups: dict[JobGroup, list[BlockTransfer]] = {}
         for unit in load.left:
             job = None if self._contents.holds(unit) else load.jobs.get(unit.pages[0])
-            if job is None or job.group.wait(0):
+            if job is None or job.group.is_over:
                 arrived.append(unit)
             else:
                 groups.setdefault(job.group, []).append(unit)
