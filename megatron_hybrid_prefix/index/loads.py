@@ -25,7 +25,6 @@ class Loads:
         matcher: Repeats matches that are out of date.
         stats: Counters.
         block_tokens: Tokens per KV block.
-
     """
 
     def __init__(

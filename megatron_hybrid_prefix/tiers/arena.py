@@ -45,6 +45,7 @@ class HostArena:
     Attributes:
         pages: The memory.
         contents: What it holds.
+        copies: How entries are copied.
         stores: Transfers from the device.
         loads: Transfers to the device.
         behind: Transfers to and from the tier behind the host; None if there is none.
@@ -66,17 +67,17 @@ class HostArena:
         device = torch.device(device)
         self.pages = HostPages(pages, page_bytes, device)
         self.contents = PageContents(pages, device, for_threads=behind is not None)
-        self._copies = EntryCopies(tensors, self.pages, pages_of=pages_of, device=device)
+        self.copies = EntryCopies(tensors, self.pages, pages_of=pages_of, device=device)
         store_queue, load_queue = (
             DeviceQueue(device, ahead=ahead) if device.type == "cuda" else HostQueue() for ahead in (1, BUFFERS)
         )
         store_staging, load_staging = (
-            Staging(min(size, pages * page_bytes), self._copies.row_bytes, device)
+            Staging(min(size, pages * page_bytes), self.copies.row_bytes, device)
             for size in (stores.STAGING_BYTES, loads.STAGING_BYTES)
         )
-        self.stores = StoreCopies(self._copies, self.contents, store_queue, store_staging)
+        self.stores = StoreCopies(self.copies, self.contents, store_queue, store_staging)
         self.loads = LoadCopies(
-            self._copies,
+            self.copies,
             self.contents,
             self.stores,
             load_queue,
@@ -85,37 +86,13 @@ class HostArena:
         )
         self.behind: TierMoves | None = None
         if behind is not None:
-            self.behind = TierMoves(behind, self._copies, self.pages, self.contents, self.stores, self.loads)
+            self.behind = TierMoves(behind, self.copies, self.pages, self.contents, self.stores, self.loads)
 
     def close(self) -> None:
         """Free the memory; garbage collection of the arena does so, too."""
         if self.behind is not None:
             self.behind.close()
         self.pages.close()
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """All pages, (bytes,) uint8."""
-        return self.pages.memory
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes per page."""
-        return self.pages.page_bytes
-
-    @property
-    def bytes_stored(self) -> int:
-        """Bytes that were copied from the device."""
-        return self.stores.bytes
-
-    @property
-    def bytes_loaded(self) -> int:
-        """Bytes that were copied to the device."""
-        return self.loads.bytes
-
-    def bytes_of(self, kind: EntryKind) -> int:
-        """Bytes of one entry on this rank."""
-        return self._copies.bytes[kind]
 
     def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True, beside: bool = False) -> None:
         """Launch transfers in order. The model may overwrite stored entries after `wait_for_stores`.
@@ -185,4 +162,4 @@ class HostArena:
             self.loads.wait_for(load)
         self.loads.forget(load)
         if zero:
-            self._copies.zero(load.transfers)
+            self.copies.zero(load.transfers)

@@ -799,7 +799,7 @@ def test_a_wrong_bit_is_noticed(device, kind):
     unit = pools.unit(kind, 1, 5)
     pools.arena.carry_out([unit])
     pools.arena.finish()
-    pools.arena.memory[unit.pages[-1] * pools.page_bytes + 1] ^= 2
+    pools.arena.pages.memory[unit.pages[-1] * pools.page_bytes + 1] ^= 2
     own = [a_load(load_id) for load_id in range(3)]
     pools.arena.carry_out([pools.unit(kind, 2 + number, 5, own[number]) for number in range(2)])
     pools.arena.loads.wait_for(own[0])
@@ -821,10 +821,10 @@ def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
     pools.arena.carry_out([pools.unit(kind, index, index) for index in (1, 2)])
     pools.arena.finish()
     if fault == "bit":
-        pools.arena.memory[pools.unit(kind, 1, 1).pages[-1] * pools.page_bytes] ^= 2
+        pools.arena.pages.memory[pools.unit(kind, 1, 1).pages[-1] * pools.page_bytes] ^= 2
     own = a_load(1), a_load(2)
     wrong = pools.unit(kind, 5, 1, own[0], key=b"other" if fault == "tag" else b"k")
-    copies, name = pools.arena._copies, "to_staging" if fault == "copy engine" else "to_places"
+    copies, name = pools.arena.copies, "to_staging" if fault == "copy engine" else "to_places"
     original = getattr(copies, name)
 
     def fails(batch, staging):
@@ -860,7 +860,7 @@ def test_a_load_whose_launch_raises_is_wrong(device, name, monkeypatch):
         raise SystemError("no memory for a launch")  # of no kind that counts as a failed copy
 
     with monkeypatch.context() as patch, pytest.raises(SystemError):
-        patch.setattr(pools.arena._copies, name, fails)
+        patch.setattr(pools.arena.copies, name, fails)
         pools.arena.carry_out([pools.unit(EntryKind.KV, 7, 2, own[number]) for number in (0, 2)])
     assert [pools.arena.loads.is_wrong(load) for load in own] == [True, False, True, True]
 
@@ -873,7 +873,7 @@ def test_zeros_for_a_wrong_entry_do_not_hit_a_later_one_in_its_place(device):
         pools.write(EntryKind.KV, index, index)
     pools.arena.carry_out([pools.unit(EntryKind.KV, index, index) for index in (1, 2)])
     pools.arena.finish()
-    pools.arena.memory[pools.unit(EntryKind.KV, 1, 1).pages[0] * pools.page_bytes] ^= 2
+    pools.arena.pages.memory[pools.unit(EntryKind.KV, 1, 1).pages[0] * pools.page_bytes] ^= 2
     own = a_load(1), a_load(2)
     pools.arena.carry_out([pools.unit(EntryKind.KV, 6, load.load_id, load) for load in own])
     for load in own:
@@ -911,7 +911,7 @@ def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
     pools.write(EntryKind.KV, 1, 3.0)
     for entry in (5, 6):
         pools.arena.carry_out([pools.unit(EntryKind.KV, 1, entry)])
-    pools.arena.memory[pools.unit(EntryKind.KV, 1, 5).pages[-1] * pools.page_bytes] ^= 2
+    pools.arena.pages.memory[pools.unit(EntryKind.KV, 1, 5).pages[-1] * pools.page_bytes] ^= 2
     for load_id, entry in enumerate((5, 6, 6, 5)):
         load = a_load(load_id)
         pools.arena.carry_out([pools.unit(EntryKind.KV, 2, entry, load)])
@@ -947,8 +947,8 @@ def test_what_goes_straight_to_the_host_arrives_or_is_not_there(device, fails, m
         pools.write(kind, index, 3.0 + index)
     ways: list[str] = []
     for owner, name in (
-        (pools.arena._copies, "straight_to_pages"),
-        (pools.arena._copies, "sum"),
+        (pools.arena.copies, "straight_to_pages"),
+        (pools.arena.copies, "sum"),
         (pools.arena.stores, "_store"),
     ):
         original = getattr(owner, name)
@@ -1006,7 +1006,7 @@ def test_many_entries_of_one_batch_arrive(device, monkeypatch):
     for index in range(count):
         pools.write(EntryKind.KV, index, 0)
     load = a_load()
-    (batch,) = pools.arena._copies.batches([pools.unit(EntryKind.KV, n, e, load) for n, e in enumerate(entries)], None)
+    (batch,) = pools.arena.copies.batches([pools.unit(EntryKind.KV, n, e, load) for n, e in enumerate(entries)], None)
     assert len(batch.units) == count > entry_copies.FIRST_RANGES
     pools.arena.carry_out(batch.units)
     pools.arena.loads.wait_for(load)
@@ -1033,7 +1033,7 @@ def test_a_stage_without_recurrent_layers_moves_nothing_of_states():
     pools = Pools("cpu", mamba_layers=0)
     load = a_load()
     pools.arena.carry_out([pools.unit(EntryKind.STATE, 1, 5), pools.unit(EntryKind.STATE, 2, 5, load)])
-    assert not pools.arena.loads.is_wrong(load) and pools.arena.bytes_stored == pools.arena.bytes_loaded == 0
+    assert not pools.arena.loads.is_wrong(load) and pools.arena.stores.bytes == pools.arena.loads.bytes == 0
 
 
 def test_a_stage_without_recurrent_layers_waits_for_states_as_the_others_do():
@@ -1140,7 +1140,7 @@ def test_memory_that_the_system_does_not_have():
 @pytest.mark.gpu
 def test_the_end_of_an_arena_unpins_its_memory():
     pools = Pools("cuda")
-    memory, device = pools.arena.memory, torch.device("cuda")
+    memory, device = pools.arena.pages.memory, torch.device("cuda")
     with pytest.raises(RuntimeError):
         pin(memory, device)
     assert torch.ones(3, device=device).sum().item() == 3  # the error is gone with its exception

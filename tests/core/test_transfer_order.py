@@ -80,14 +80,14 @@ class Launches:
         self.arena.stores.stored = Event()  # a store that is on its way
         for owner, names in (
             (self.arena.stores, ("_gather", "_store")),
-            (self.arena._copies, ("straight_to_pages", "sum")),
+            (self.arena.copies, ("straight_to_pages", "sum")),
             (self.arena.loads, ("_copy_from_pages", "_load")),
         ):
             for name in names:
                 monkeypatch.setattr(owner, name, self._launches(name, getattr(owner, name)))
         self.options: dict[str, dict[str, Any]] = {}  # by launch
         self._uploaded: dict[str, str] = {}  # by place on the device: the upload of its ids
-        upload = self.arena._copies.upload
+        upload = self.arena.copies.upload
 
         def launch_upload(batches: Any, *more: Any) -> Any:
             name = f"_upload {len(self.before)}"
@@ -95,7 +95,7 @@ class Launches:
             self._uploaded |= {str(unit.device_id): name for batch in batches for unit in batch.units}
             return upload(batches, *more)
 
-        monkeypatch.setattr(self.arena._copies, "upload", launch_upload)
+        monkeypatch.setattr(self.arena.copies, "upload", launch_upload)
         put_sums = self.arena.contents.put_sums
 
         def launch_put_sums(first_pages: torch.Tensor, sums: torch.Tensor) -> None:
@@ -224,7 +224,7 @@ def test_what_was_launched_before_an_error_is_waited_for(world: Launches) -> Non
         raise RuntimeError("out of memory")
 
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(world.arena._copies, "upload", fails)
+        broken.setattr(world.arena.copies, "upload", fails)
         units = [world.pools.unit(EntryKind.KV, n, n) for n in range(2)]
         with pytest.raises(RuntimeError, match="out of memory"):
             world.arena.carry_out(units)
@@ -249,7 +249,7 @@ def test_an_entry_that_is_too_large_is_gathered(world: Launches, monkeypatch: py
 def test_small_pages_are_gathered(world: Launches) -> None:
     """The engines pause after each copy."""
     world.arena.stores.stored.is_over = True
-    world.arena._copies.by_engine = False
+    world.arena.copies.by_engine = False
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
     world.arena.wait_for_stores()
     world.launch("next forward")
@@ -265,14 +265,14 @@ def test_what_cannot_be_summed_is_not_overwritten_while_others_are(
     """An error that is not logged must not end the wait for sums that were launched."""
     world.arena.stores.stored.is_over = True
     monkeypatch.setattr(stores, "FIRST_BYTES", 3 * world.entry_bytes)
-    run = world.arena._copies.sum
+    run = world.arena.copies.sum
 
     def second_fails(batch: Any) -> None:
         if batch.units[0].device_id == 1:
             raise TypeError("not a tensor")
         run(batch)
 
-    monkeypatch.setattr(world.arena._copies, "sum", second_fails)
+    monkeypatch.setattr(world.arena.copies, "sum", second_fails)
     units = [world.pools.unit(EntryKind.KV, 0, 0), world.pools.unit(EntryKind.STATE, 1, 1)]
     with pytest.raises(TypeError, match="not a tensor"):
         world.arena.carry_out(units)

@@ -156,7 +156,7 @@ class Traffic:
         entries = [entry for node in nodes for entry in (node.host_block, node.host_slot) if entry >= 0]
         if moves is not None and entries:
             page = tier.entries.pages(self.tier.choice(entries))[0]
-            moves.arena.memory[page * moves.arena.page_bytes + self.tier.randrange(400)] ^= 16
+            moves.arena.pages.memory[page * moves.arena.pages.page_bytes + self.tier.randrange(400)] ^= 16
 
     def run(self) -> None:
         if self.plain is None:

@@ -262,7 +262,7 @@ def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
     arena, tier = served.context.host_moves.arena, served.cache._store.host
     node = served.cache.node(served.cache.chain(prompt).keys[-1])
     entry = node.host_block if what == EntryKind.KV else node.host_slot
-    arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes + 17] ^= 4
+    arena.pages.memory[tier.entries.pages(entry)[0] * arena.pages.page_bytes + 17] ^= 4
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
 
     if fault == "store raises":
         monkeypatch.setattr(arena.stores, "_store", fails)
-        monkeypatch.setattr(arena._copies, "straight_to_pages", fails)
+        monkeypatch.setattr(arena.copies, "straight_to_pages", fails)
     push_out(served, count=5)
     monkeypatch.undo()
     assert on_device(served, prompt) == 0
@@ -343,7 +343,7 @@ def test_nobody_samples_from_a_wrong_load(model, mode, fault, monkeypatch):
     else:
         node = served.cache.node(served.cache.chain(prompt).keys[-1])
         for page in served.cache._store.host.entries.pages(node.host_block if fault == "kv" else node.host_slot):
-            arena.pages.part(page, arena.page_bytes).fill_(255)  # NaN in any floating type
+            arena.pages.part(page, arena.pages.page_bytes).fill_(255)  # NaN in any floating type
     hit = served.add(prompt, 4, params={"top_k": 0, "top_p": 0.9, "temperature": 1.0})
     served.run()
     assert len(served.finished[hit].generated_tokens) == 4
@@ -486,7 +486,7 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     arena, tier = served.context.host_moves.arena, served.cache._store.host
     arena.send()
     for entry in tier.entries.private():
-        arena.memory[tier.entries.pages(entry)[0] * arena.page_bytes] ^= 1
+        arena.pages.memory[tier.entries.pages(entry)[0] * arena.pages.page_bytes] ^= 1
     served.run()
     assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1}
     served.check()

@@ -142,7 +142,7 @@ def decodes(requests: int = 8, rounds: int = 12) -> None:
         num_cuda_graphs=2,
     )
     arena, dice = engine.context.host_moves.arena, random.Random(0)
-    pages_of, pages = ceil_div(arena.bytes_of(EntryKind.KV), arena.page_bytes), len(arena.pages.rows)
+    pages_of, pages = ceil_div(arena.copies.bytes[EntryKind.KV], arena.pages.page_bytes), len(arena.pages.rows)
 
     def store(count: int) -> None:
         own = dice.sample(range(pages // 2, pages), count * pages_of)
@@ -181,7 +181,9 @@ def decodes(requests: int = 8, rounds: int = 12) -> None:
             run_to_end(engine, {}, 2)
             torch.cuda.synchronize()
             found[name].append((time.perf_counter() - start) * 1e3)
-    print(f"ms of 2 decode steps of {requests} requests; a store has {150 * arena.bytes_of(EntryKind.KV) / 1e6:.0f} MB")
+    print(
+        f"ms of 2 decode steps of {requests} requests; a store has {150 * arena.copies.bytes[EntryKind.KV] / 1e6:.0f} MB"
+    )
     for name, times in found.items():
         own = times[2:]
         print(f"{name:28} {statistics.median(own):8.2f} ({min(own):.2f} to {max(own):.2f})", flush=True)

@@ -101,7 +101,7 @@ def main() -> None:
 
     def send(name, engine):
         moves = getattr(engine.context, "host_moves", None)
-        before = 0 if moves is None else moves.arena.bytes_stored
+        before = 0 if moves is None else moves.arena.stores.bytes
         prompts = new_prompts(1)
         if milestones is not None:
             milestones.start()
@@ -110,7 +110,7 @@ def main() -> None:
             parts[name].append(milestones.found())
         found[name].append(told)
         idle[name].append(over)
-        stored[name].append(0 if moves is None else (moves.arena.bytes_stored - before) / 2**20)
+        stored[name].append(0 if moves is None else (moves.arena.stores.bytes - before) / 2**20)
 
     with torch.inference_mode():
         one, host = {"cache_gb": kv_gb + states_gb}, {"host_gb": args.host_gb}

@@ -233,7 +233,7 @@ def first(args):
     for number in range(SPARE + run.prompts):
         for name in sorted(engines, key=lambda name: (number + len(name)) % 4):
             moves = getattr(engines[name].context, "host_moves", None)
-            before = 0 if moves is None else moves.arena.bytes_stored
+            before = 0 if moves is None else moves.arena.stores.bytes
             ms, found, _ = run.send(engines[name], run.prompt(number, goes_on=False))
             if moves is not None:
                 moves.launch()
@@ -242,7 +242,7 @@ def first(args):
             if number >= SPARE:
                 times[name].append(ms)
                 milestones[name].append(found)
-                stored[name].append(0 if moves is None else moves.arena.bytes_stored - before)
+                stored[name].append(0 if moves is None else moves.arena.stores.bytes - before)
         print(f"cold prompt {number}: {', '.join(f'{n} {t[-1]:.1f}' for n, t in times.items() if t)} ms", flush=True)
     tier = engines["cache, host, folder"].context.prefix_stats().as_dict()["tiers"]["shared"]
     return {"times": times, "milestones": milestones, "stored_bytes": stored, "tier": tier}

@@ -365,8 +365,8 @@ class HostMoves(Moves):
         """Add this rank's transfers to the statistics."""
         if self.arena is not None:
             host = stats.tiers[HOST]
-            host.bytes_budget = self.arena.memory.numel()
-            host.bytes_stored, host.bytes_loaded = self.arena.bytes_stored, self.arena.bytes_loaded
+            host.bytes_budget = self.arena.pages.memory.numel()
+            host.bytes_stored, host.bytes_loaded = self.arena.stores.bytes, self.arena.loads.bytes
             times = [each.queue.seconds() for each in (self.arena.stores, self.arena.loads)]
             host.seconds, host.seconds_waited = (sum(part) for part in zip(*times, strict=True))
             if self.arena.behind is not None and SHARED in stats.tiers:
