@@ -204,7 +204,7 @@ class HostTier:
 
     # -- from the tier behind ------------------------------------------------------------------------------------------
 
-    def gather(self, keys: Sequence[bytes], first: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def gather(self, keys: Sequence[bytes], first: int) -> tuple[int, ...] | None:
         """Pins the KV of ``keys[first:]`` and the state at their end on the host. Fetches what only the tier behind
         has.
 
@@ -213,8 +213,8 @@ class HostTier:
             first: Number of leading blocks that are on the device.
 
         Returns:
-            The pinned entries (KV front first, the state last), and those of them that were fetched, now or for a
-            load that still waits for them. None: there is not enough room. What was fetched until then stays on the host.
+            The pinned entries, KV front first, the state last. None: there is not enough room. What was fetched until then
+            stays on the host.
         """
         tree = self._tree
         nodes: list[Node] = []
@@ -224,7 +224,6 @@ class HostTier:
         pinned = [node.host_block for node in kv if node.host_block != NO_BLOCK]
         pinned += [end.host_slot] if end.host_slot != NO_SLOT else []
         self.entries.pin(pinned)
-        coming = [entry for entry in pinned if entry in self._fetching]
         fetched: list[int] = []
         missing = [(node, self._fetch_kv) for node in kv if node.host_block == NO_BLOCK]
         missing += [(end, self._fetch_state)] if end.host_slot == NO_SLOT else []
@@ -240,7 +239,11 @@ class HostTier:
             self.entries.unpin([*pinned, *fetched])
             tree.prune(end)
             return None
-        return (*(node.host_block for node in kv), end.host_slot), (*coming, *fetched)
+        return (*(node.host_block for node in kv), end.host_slot)
+
+    def coming(self, entries: Iterable[int]) -> tuple[int, ...]:
+        """Those of these entries that are being read from the tier behind."""
+        return tuple(entry for entry in entries if entry in self._fetching)
 
     def settle(self, entries: Iterable[int]) -> None:
         """These entries have arrived, on all ranks."""

@@ -102,12 +102,11 @@ class Loads:
         shared = self._store.tree.path(keys)
         if not self._has_blocks(len(keys) - len(shared) + reserved_blocks, shared):
             return None
-        found = self._host.gather(keys, len(shared))
-        if found is None:
+        entries = self._host.gather(keys, len(shared))
+        if entries is None:
             return None
-        entries, coming = found
         loaded = self._begin(
-            self._new_load(request_id, depth_tokens=len(keys) * self._block_tokens, pinned=entries, coming=coming),
+            self._new_load(request_id, depth_tokens=len(keys) * self._block_tokens, pinned=entries),
             match,
             entries,
             shared=shared,
@@ -172,6 +171,7 @@ class Loads:
             self._blocks.release(block_ids, shared)
             return None
         block_ids += self._store.take_blocks(len(entries) - 1)
+        load.coming = host.coming(entries)
         load.state = LoadState.FETCHING if load.coming else LoadState.ASKED
         load.slot, load.pages = slot, sum(len(host.entries.pages(entry)) for entry in entries)
         for entry, block_id in zip(entries[:-1], block_ids[len(shared) :], strict=True):

@@ -15,8 +15,9 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.lru import LruEviction
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
-from megatron_hybrid_prefix.tiers.units import EntryKind
-from tests.core.model import tier_behind
+from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.units import EntryKind, LoadState, Tag
+from tests.core.model import NAMESPACE, tier_behind
 
 MAKER = KeyMaker(4, b"of the tests")
 
@@ -250,4 +251,30 @@ def test_a_path_that_is_fetched_stays_in_the_tree_while_room_is_made_for_it():
     nodes = list(cache.nodes())
     assert [n.depth_blocks for n in nodes if n.host_block != NO_BLOCK] == [1, 2] and len(nodes) == 2
     assert not host.entries.pins()
+    cache.check_integrity()
+
+
+def test_a_preempted_request_waits_for_entries_that_are_still_read_for_another():
+    """The other's load was given up. What its entries were read for is pinned by the preempted request by then."""
+    behind = tier_behind()
+    cache = HybridPrefixCache(
+        CacheSettings(block_tokens=4, kv_blocks=20, state_slots=4, host_pages=20, behind=behind, secret=b"test")
+    )
+    tokens = list(range(9))
+    chain = cache.chain(tokens)
+    tags = [Tag(kind=EntryKind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
+    for tag in [*tags, Tag(kind=EntryKind.STATE, key=chain.keys[-1], depth_tokens=8, epoch=0)]:
+        behind.tier.put(NAMESPACE, Entry(tag, memoryview(b""), 0))
+    loading = cache.loads.begin_load_back(1, cache.match(chain))
+    assert loading.load.state is LoadState.FETCHING and len(loading.load.coming) == 3
+    admitted = cache.admit(2, cache.match(chain, read=False))
+    cache.publish(cache.plan(2, admitted.resume_tokens, 9))
+    cache.release(1)
+    assert loading.load.state is LoadState.GIVEN_UP
+    assert cache.loads.swap_out(2, 9, 0)
+    cache.release(2)
+    cache.blocks.free(cache.blocks.allocate(cache.blocks.available_count))  # the device has nothing of it any more
+    again = cache.loads.begin_load_back(2, cache.match(cache.chain([*tokens, 1])))
+    assert not again.path and again.load.state is LoadState.FETCHING
+    assert len(again.load.coming) == 2 and set(again.load.coming) < set(loading.load.coming)
     cache.check_integrity()
