@@ -10,7 +10,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
-from megatron_hybrid_prefix.tiers.units import Load
+from megatron_hybrid_prefix.tiers.units import Load, LoadState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +197,8 @@ class RequestBook:
         """Forgets all requests and their plans."""
         for live in self.everyone():
             live.plans.clear()
+        for load in self.loads:
+            load.state = LoadState.GIVEN_UP
         self.live.clear()
         self.ending.clear()
         self.loads.clear()

@@ -278,3 +278,5 @@ def test_a_preempted_request_waits_for_entries_that_are_still_read_for_another()
     assert not again.path and again.load.state is LoadState.FETCHING
     assert len(again.load.coming) == 2 and set(again.load.coming) < set(loading.load.coming)
     cache.check_integrity()
+    cache.reset()
+    assert again.load.state is LoadState.GIVEN_UP, "who runs its copies has to know"

@@ -517,6 +517,7 @@ def test_a_load_that_ends_while_the_disk_is_read(model, folder, end, monkeypatch
     for _ in range(2):
         served.send(PROMPT)
     served.send(tokens(5, 5, seed=81))
+    assert not served.context.host_moves.arena.loads.running
     served.check(*(number for number in served.finished if number != waiting))
     served.check_drained()
 
