@@ -135,7 +135,7 @@ class HybridPrefixContext(SlotContext):
 
     def _make_cache(self, prefix: HybridPrefixConfig) -> None:
         self.enable_prefix_caching = True
-        self.decisions = DecisionLog(self.config.pg_collection if prefix.check_ranks else None)
+        self.decisions = DecisionLog(self.config.pg_collection, is_on=prefix.check_ranks)
         assert self._budget is not None
         self.moves = Moves(self)
         host_fields: dict[str, Any] = {}

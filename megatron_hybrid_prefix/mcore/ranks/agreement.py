@@ -95,12 +95,12 @@ class DecisionLog:
     """Log of the cache's decisions on this rank; compared with the other ranks before each forward.
 
     Args:
-        pg_collection: Megatron's process groups; None: decisions are not compared.
+        pg_collection: Megatron's process groups.
+        is_on: False: nothing is logged, nor compared.
     """
 
-    def __init__(self, pg_collection: Any) -> None:
-        self._is_on = pg_collection is not None
-        self._groups = _model_groups(pg_collection) if self._is_on else []
+    def __init__(self, pg_collection: Any, *, is_on: bool) -> None:
+        self._is_on, self._groups = is_on, _model_groups(pg_collection)
         self._digest = hashlib.blake2b(digest_size=7)  # negated below, so less than an int64
         self._since: list[str] = []  # since the last agreement
 
