@@ -8,8 +8,12 @@ before it. If the tier holds more of a prompt than the host, entries come back t
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
@@ -66,6 +70,7 @@ class Tier(ABC):
         wait_s: Requests wait for a load at most this long; one that is late on any rank is a miss on all.
         least_blocks: A load that saves fewer blocks than this is not begun, and a state less deep is not offered.
         threads: Threads that read.
+        counts: What was given up, by reason.
 
     Raises:
         ValueError, OSError: The tier cannot be used; one line says why.
@@ -76,6 +81,10 @@ class Tier(ABC):
     def __init__(self, settings: TierSettings, *, block_tokens: int, make_ranking: Callable[[], Any]) -> None:
         self.wait_s, self.threads = settings.wait_s, settings.threads
         self.least_blocks = ceil_div(settings.min_tokens, block_tokens)
+        self.counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._about = "shared"  # for messages
+        self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
 
     @abstractmethod
     def contains(self, namespace: bytes, kind: EntryKind, key: bytes) -> bool:
@@ -118,11 +127,45 @@ class Tier(ABC):
             limit -= 1
         return max(after, limit)
 
-    def describe(self, stats: TierStats) -> None:  # noqa: B027
+    def describe(self, stats: TierStats) -> None:
         """Add what is here, and what was given up, to the statistics."""
+        with self._counting:
+            stats.faults = dict(self.counts)
 
     def close(self) -> None:  # noqa: B027
         """Let go of all that the tier holds. No other method is called after this one, but by threads that still run."""
+
+    # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def count(self, reason: str, error: object = None) -> None:
+        """Count what was given up; logs the first of each reason with an error."""
+        with self._counting:
+            self.counts[reason] += 1
+            first = self.counts[reason] == 1
+        if first and error is not None:
+            logger.error("%s: %s: %s", self._about, reason, error)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """This thread reads inside the block."""
+        thread = threading.get_ident()
+        self._reads[thread] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._reads[thread]
+
+    def _unless_stuck(self, depth: int, after: int) -> int:
+        """The depth of a state; ``after`` while a read does not come back: what it comes from hangs."""
+        if depth > after and self._is_stuck():
+            self.count("stuck")
+            return after
+        return depth
+
+    def _is_stuck(self) -> bool:
+        """Whether a read has taken longer than a request waits."""
+        oldest = min(list(self._reads.values()), default=None)
+        return oldest is not None and time.monotonic() - oldest > self.wait_s
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:

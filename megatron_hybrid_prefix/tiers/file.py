@@ -18,9 +18,7 @@ import errno
 import logging
 import os
 import threading
-import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,6 @@ from urllib.parse import SplitResult, unquote
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
-from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
@@ -62,7 +59,6 @@ class FolderSettings(TierSettings):
 
     @classmethod
     def place(cls, url: str, parts: SplitResult, given: dict[str, str]) -> dict[str, Any]:
-        """See `TierSettings`."""
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.path == "/":
             raise ValueError(f"shared={url!r}: needs three slashes and the absolute path of a folder: {cls.example}")
         if "gb" not in given:
@@ -70,7 +66,6 @@ class FolderSettings(TierSettings):
         return {"folder": Path(unquote(parts.path))}
 
     def check(self) -> None:
-        """See `TierSettings`."""
         self.secret()
         existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
         if not existing.is_dir():
@@ -89,7 +84,6 @@ class FileTier(Tier):
 
     Attributes:
         folder: The files.
-        counts: What was given up, by reason.
 
     Raises:
         OSError: The folder cannot be used.
@@ -106,7 +100,6 @@ class FileTier(Tier):
             settings.folder,
             budget_bytes=settings.budget_bytes,
             make_ranking=make_ranking,
-            reason=CheckpointReason.TAIL,
             wait_s=settings.wait_s,
         )
         status = os.stat(settings.folder)
@@ -118,12 +111,10 @@ class FileTier(Tier):
             logger.warning(
                 "shared: another user owns %s, and who writes there can change answers: chown it", settings.folder
             )
-        self.counts: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self._about = "shared folder"
         self._name = b""  # of the namespace that is open; empty if there is none
         self._wanted = b""  # of the one that was asked for last
         self._wrong: dict[FileName, None] = {}  # files to be deleted
-        self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
         self._wake = threading.Event()
         self._closed = False
         watch = threading.Thread(
@@ -175,27 +166,15 @@ class FileTier(Tier):
     # -- queries: the index only ---------------------------------------------------------------------------------------
 
     def contains(self, namespace: bytes, kind: EntryKind, key: bytes) -> bool:
-        """See Tier."""
         space = self._space(namespace)
         return space is not None and space.get(kind, key) is not None
 
     def state_depth(self, namespace: bytes, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`. No state is here while a read does not come back: its disk hangs."""
-        depth = super().state_depth(namespace, keys, after, limit)
-        if depth > after and self._is_stuck():
-            self.count("stuck")
-            return after
-        return depth
-
-    def _is_stuck(self) -> bool:
-        """Whether a read has taken longer than a request waits."""
-        oldest = min(list(self._reads.values()), default=None)
-        return oldest is not None and time.monotonic() - oldest > self.wait_s
+        return self._unless_stuck(super().state_depth(namespace, keys, after, limit), after)
 
     # -- put, read: on other threads -----------------------------------------------------------------------------------
 
     def put(self, namespace: bytes, entry: Entry) -> bool:
-        """See Tier."""
         tag = entry.tag
         name = self._file_name(tag)
         with self.folder.lock:
@@ -217,19 +196,17 @@ class FileTier(Tier):
         return written
 
     def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
-        """See Tier."""
         header = memoryview(bytearray(HEADER_BYTES))
-        thread = threading.get_ident()
-        self._reads[thread] = time.monotonic()
         try:
-            with self.folder.lock:
-                space = self._space(namespace)
-                file = None if space is None else space.get(tag.kind, tag.key)
-                path = None if file is None else self.folder.place(tag.key, file)
-            if path is None:
-                self.count("gone")
-                return None
-            is_whole = read_file(path, [header, *buffers])
+            with self._reading():
+                with self.folder.lock:
+                    space = self._space(namespace)
+                    file = None if space is None else space.get(tag.kind, tag.key)
+                    path = None if file is None else self.folder.place(tag.key, file)
+                if path is None:
+                    self.count("gone")
+                    return None
+                is_whole = read_file(path, [header, *buffers])
         except FileNotFoundError:
             self.count("gone")
             self.folder.forget(self._file_name(tag))
@@ -239,8 +216,6 @@ class FileTier(Tier):
             if error.errno in _LASTING:
                 self._drop(self._file_name(tag))
             return None
-        finally:
-            del self._reads[thread]
         checksum = checksum_in(bytes(header), namespace, tag, sum(map(len, buffers))) if is_whole else None
         if checksum is None:
             self.count("not_valid")
@@ -262,28 +237,18 @@ class FileTier(Tier):
         self._wake.set()
 
     def describe(self, stats: TierStats) -> None:
-        """Add what is in the folder, and what was given up."""
+        super().describe(stats)
         with self.folder.lock:
             space = self.folder.space
             if space is not None:
                 stats.kv_blocks, stats.states = space.counts[EntryKind.KV], space.counts[EntryKind.STATE]
         stats.bytes_used, stats.bytes_budget = self.folder.bytes_used, self.folder.budget_bytes
-        with self._counting:
-            stats.faults = dict(self.counts)
 
     def close(self) -> None:
         """Stop the thread, and release the locks."""
         self._closed = True
         self._wake.set()
         self.folder.close()
-
-    def count(self, reason: str, error: BaseException | None = None) -> None:
-        """Count what was given up; logs the first of each reason."""
-        with self._counting:
-            self.counts[reason] += 1
-            first = self.counts[reason] == 1
-        if first and error is not None:
-            logger.error("shared folder: %s", error)
 
     def _file_name(self, tag: Tag) -> FileName:
         return FileName(tag.kind, tag.depth_tokens // self._block_tokens, tag.key, tag.parent)

@@ -16,11 +16,9 @@ The package ``mooncake`` is imported when a tier is made.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +31,6 @@ from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 if TYPE_CHECKING:
     import numpy as np
 
-logger = logging.getLogger(__name__)
-
 _NOT_FOUND, _TOO_SMALL, _TRANSFER_FAILED = -704, -600, -800
 _REASONS = {-200: "no_room", -706: "leased", -707: "lease_expired", _TRANSFER_FAILED: "transfer_failed"}
 _MOST_ANSWERS = 2**18  # remembered
@@ -46,9 +42,6 @@ class MooncakeTier(Tier):
     Args:
         settings: Master, limits and lent memory.
 
-    Attributes:
-        counts: What was given up, by reason.
-
     Raises:
         ValueError: The package is missing, or the master does not answer; one line says what.
     """
@@ -58,14 +51,13 @@ class MooncakeTier(Tier):
     def __init__(self, settings: MooncakeSettings, *, block_tokens: int, make_ranking: Callable[[], Any]) -> None:
         super().__init__(settings, block_tokens=block_tokens, make_ranking=make_ranking)
         self._settings = settings
-        self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._answers: dict[str, tuple[bool, float]] = {}  # by object: whether it exists, and as of when (monotonic)
         self._wrong: set[str] = set()  # objects to be removed
         self._removing = threading.Lock()
-        self._reads: dict[int, float] = {}  # reads that run: when they began (monotonic), by thread
         self._mine = threading.local()  # ``memory``: registered memory of a thread
         self._client = Client(settings)
+        self._about = f"shared: Mooncake at {self._client.master}"
         self._asker = Asker(self._client, settings.ask_s, settings.refresh_s)
         self._close = weakref.finalize(self, self._asker.end)
         self._close.atexit = False  # the client ends with the process
@@ -86,16 +78,12 @@ class MooncakeTier(Tier):
         return first + next((at for at, name in enumerate(kv) if name not in here), len(kv))
 
     def state_depth(self, namespace: bytes, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`. No state is here while a read does not come back: its holder hangs."""
         if limit - after < max(1, self.least_blocks):
             return after
         states = [_object(namespace, EntryKind.STATE, key) for key in keys[after:limit]]
         here = self._which_exist(states)
-        depth = max((depth for depth, name in enumerate(states, after + 1) if name in here), default=after)
-        if depth > after and self._is_stuck():
-            self.count("stuck")
-            return after
-        return depth
+        deepest = max((depth for depth, name in enumerate(states, after + 1) if name in here), default=after)
+        return self._unless_stuck(deepest, after)
 
     def _which_exist(self, names: list[str], others: Sequence[str] = ()) -> set[str]:
         """Which of these objects exist. If a question is needed, it asks for the others, too."""
@@ -125,11 +113,6 @@ class MooncakeTier(Tier):
                 self._answers.clear()
             self._answers.update((name, (answer, now)) for name, answer in answers)
 
-    def _is_stuck(self) -> bool:
-        """Whether a read has taken longer than a request waits."""
-        oldest = min(list(self._reads.values()), default=None)
-        return oldest is not None and time.monotonic() - oldest > self.wait_s
-
     # -- put, read: on other threads -----------------------------------------------------------------------------------
 
     def _memory(self, entry_bytes: int) -> np.ndarray[Any, Any]:
@@ -156,7 +139,6 @@ class MooncakeTier(Tier):
         return not exists
 
     def put(self, namespace: bytes, entry: Entry) -> bool:
-        """See Tier."""
         name = _object(namespace, entry.tag.kind, entry.tag.key)
         if not self._can_be_used():
             return False
@@ -180,12 +162,9 @@ class MooncakeTier(Tier):
         if not self._can_be_used():
             return None
         name, entry_bytes = _object(namespace, tag.kind, tag.key), sum(map(len, buffers))
-        memory, thread = self._memory(entry_bytes), threading.get_ident()
-        self._reads[thread] = time.monotonic()
-        try:
+        memory = self._memory(entry_bytes)
+        with self._reading():
             (code,) = self._client.call("batch_get_into_multi_buffers", *_arguments(name, memory))
-        finally:
-            del self._reads[thread]
         checksum = None
         if code == len(memory):
             checksum = checksum_in(memory[:HEADER_BYTES].tobytes(), namespace, tag, entry_bytes)
@@ -259,21 +238,12 @@ class MooncakeTier(Tier):
 
     def describe(self, stats: TierStats) -> None:
         """Add the memory that this rank lends, and what was given up. What is in the store, its master knows."""
+        super().describe(stats)
         stats.bytes_budget = self._settings.lent_bytes
-        with self._lock:
-            stats.faults = dict(self.counts)
 
     def close(self) -> None:
         """End the thread, and the client. What is in this rank's lent memory is lost."""
         self._close()
-
-    def count(self, reason: str, trouble: str = "") -> None:
-        """Count what was given up; logs the first of each reason with some trouble."""
-        with self._lock:
-            self.counts[reason] += 1
-            first = self.counts[reason] == 1
-        if first and trouble:
-            logger.error("shared: Mooncake at %s: %s: %s", self._client.master, reason, trouble)
 
 
 def _object(namespace: bytes, kind: EntryKind, key: bytes) -> str:

@@ -61,7 +61,6 @@ class MooncakeSettings(TierSettings):
 
     @classmethod
     def place(cls, url: str, parts: SplitResult, given: dict[str, str]) -> dict[str, Any]:
-        """See `TierSettings`."""
         try:
             host, port = parts.hostname, parts.port
         except ValueError:
@@ -71,7 +70,6 @@ class MooncakeSettings(TierSettings):
         return {"master_host": host, "master_port": port or _MASTER_PORT}
 
     def check(self) -> None:
-        """See `TierSettings`."""
         self.secret()
         if importlib.util.find_spec("mooncake") is None:
             raise ValueError(

@@ -137,19 +137,16 @@ class HostQueue:
 
     @contextlib.contextmanager
     def running(self, *after: Mark, after_model: bool = True) -> Iterator[None]:
-        """See DeviceQueue."""
         start = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - start
 
     @contextlib.contextmanager
     def ahead(self, buffer: int) -> Iterator[None]:
-        """See DeviceQueue."""
         yield
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """See DeviceQueue."""
         yield
 
     def use(self, buffer: int) -> None:
@@ -159,11 +156,9 @@ class HostQueue:
         """See DeviceQueue."""
 
     def mark(self) -> Mark:
-        """See DeviceQueue."""
         return None
 
     def mark_model(self) -> Mark:
-        """See DeviceQueue."""
         return None
 
     def wait(self, mark: Mark) -> None:
@@ -173,5 +168,4 @@ class HostQueue:
         """See DeviceQueue."""
 
     def seconds(self) -> tuple[float, float]:
-        """See DeviceQueue."""
         return self._seconds, self._seconds

@@ -27,13 +27,14 @@ class KeptFile:
         children: Number of child nodes.
         since: When this process learned of the block (monotonic).
         used_ns: Time of the state's last use, as its file says.
-        reason: For the policy; why the state was kept is not stored.
     """
 
-    __slots__ = ("children", "depth_blocks", "key", "names", "parent", "reason", "since", "sizes", "used_ns")
+    __slots__ = ("children", "depth_blocks", "key", "names", "parent", "since", "sizes", "used_ns")
 
-    def __init__(self, name: FileName, parent: KeptFile | None, reason: CheckpointReason | None) -> None:
-        self.key, self.parent, self.depth_blocks, self.reason = name.key, parent, name.depth_blocks, reason
+    reason = CheckpointReason.TAIL  # why the state was kept is not stored
+
+    def __init__(self, name: FileName, parent: KeptFile | None) -> None:
+        self.key, self.parent, self.depth_blocks = name.key, parent, name.depth_blocks
         self.names: dict[EntryKind, str] = {}
         self.sizes: dict[EntryKind, int] = {}
         self.children = self.used_ns = 0
@@ -47,12 +48,10 @@ class Space(TierIndex[KeptFile]):
 
     Args:
         eviction: Ranks the states.
-        reason: The reason that the policy is told for each state.
     """
 
-    def __init__(self, eviction: EvictionPolicy[KeptFile], reason: CheckpointReason | None) -> None:
+    def __init__(self, eviction: EvictionPolicy[KeptFile]) -> None:
         super().__init__(eviction)
-        self._reason = reason
         self._nodes: dict[bytes, KeptFile] = {}
         # Files whose parent is not here, by name, with bytes, time of last use, and when they were seen (monotonic).
         self._orphans: dict[str, tuple[FileName, int, int, float]] = {}
@@ -147,7 +146,7 @@ class Space(TierIndex[KeptFile]):
                 return False
             if parent is not None and parent.depth_blocks != name.depth_blocks - 1:
                 return False
-            node = self._nodes[name.key] = KeptFile(name, parent, self._reason)
+            node = self._nodes[name.key] = KeptFile(name, parent)
             self._young[node] = None
             if parent is not None:
                 parent.children += 1

@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 
-from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
-from megatron_hybrid_prefix.tiers import folder_index, listing, locks
+from megatron_hybrid_prefix.tiers import listing, locks
 from megatron_hybrid_prefix.tiers import space as spaces
 from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings, read_file
@@ -556,7 +555,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     """No name of a file ends the process, or the thread that looks."""
     tags = prompt_tags(1, 2)
     put(tier_on(tmp_path), *tags)
-    space = tmp_path / f"v{folder_index.VERSION}" / NAME.hex()
+    space = tmp_path / f"v{folders.VERSION}" / NAME.hex()
     right = str(FileName(KV, 1, key(2, 1), b""))
     strays = ["kv-1--", "kv-01" + right[4:], right.upper().lower().replace("kv-1", "kv- 1"), "notes.txt", right]
     for stray in strays:  # the last one lies in the wrong folder
@@ -583,7 +582,7 @@ def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
     """Many prompts whose first block is gone do not slow down the others."""
     placed, place = [], spaces.Space._place
     monkeypatch.setattr(spaces.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
-    space = spaces.Space(make_eviction_policy("recompute_cost"), CheckpointReason.TAIL)
+    space = spaces.Space(make_eviction_policy("recompute_cost"))
     for prompt in range(100):
         space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 1, 0)
     for prompt in range(100, 200):
@@ -625,7 +624,7 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
     noted = []
     note = spaces.Space._note
     monkeypatch.setattr(spaces.Space, "_note", lambda *args, **kwargs: noted.append(1) or note(*args, **kwargs))
-    space, dice = spaces.Space(make_eviction_policy("lru"), CheckpointReason.TAIL), random.Random(seed)
+    space, dice = spaces.Space(make_eviction_policy("lru")), random.Random(seed)
 
     def name(kind: EntryKind, prompt: int, depth: int) -> FileName:
         keys = [b"", *(bytes([at, prompt // 3 ** (4 - at)]) * 8 for at in range(1, 5))]  # three blocks after each block
@@ -658,7 +657,7 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
 
 def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
     """The engine's thread takes no lock for a query, and a look at a large folder releases it again and again."""
-    first, count = tier_on(tmp_path), 3 * folder_index.AT_ONCE + 1
+    first, count = tier_on(tmp_path), 3 * folders.AT_ONCE + 1
     tags = [tag(KV, 1 + number % 200, 1 + number // 200) for number in range(count)]
     put(first, *tags)
     added = [0]
@@ -675,7 +674,7 @@ def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tier.folder, "lock", Lock())
     tier.use_namespace(NAME)
-    assert sum(added) == count and max(added) == folder_index.AT_ONCE
+    assert sum(added) == count and max(added) == folders.AT_ONCE
     monkeypatch.setattr(tier.folder, "lock", None)
     assert tier.contains(NAME, KV, key(1, 1)) and tier.kv_depth(NAME, [key(1, 1)], 0) == 1
     assert not tier.state_depth(NAME, [key(1, 1)], 0, 1)
@@ -842,7 +841,7 @@ def test_a_process_that_is_stopped_while_it_holds_a_lock(tmp_path):
     first = tier_on(tmp_path)
     put(first, *prompt_tags(1, 1))
     first.close()
-    lock = tmp_path / f"v{folder_index.VERSION}" / NAME.hex() / "lock"
+    lock = tmp_path / f"v{folders.VERSION}" / NAME.hex() / "lock"
 
     def work() -> None:
         locks.Lock(lock, shared=False)

@@ -106,9 +106,7 @@ def files(folder):
 def accounted(folder):
     """What the index of a new process counts, after it has looked."""
     (space,) = {path.name for path in (folder / "v1").iterdir()} - {"writing"}
-    opened = folders.SharedFolder(
-        folder, budget_bytes=10**9, make_ranking=lambda: make_eviction_policy("lru"), reason=None
-    )
+    opened = folders.SharedFolder(folder, budget_bytes=10**9, make_ranking=lambda: make_eviction_policy("lru"))
     opened.use_space(space)
     return {"bytes": opened.bytes_used, "named": dict(opened.space.files()), "found": files(folder)}
 
