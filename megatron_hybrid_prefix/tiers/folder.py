@@ -163,7 +163,7 @@ class SharedFolder:
             return self._listing.remove(name.part, str(name)) or 0
 
     def delete(self, name: FileName) -> int:
-        """Delete the file. Returns its bytes.
+        """Delete the file. Returns its bytes; above 0, even if others were faster.
 
         Raises:
             OSError: It cannot be deleted.
@@ -173,7 +173,7 @@ class SharedFolder:
                 return 0
             place = self.path(name)
         place.unlink(missing_ok=True)
-        return self.forget(name)
+        return max(1, self.forget(name))
 
     def touch(self, name: FileName) -> None:
         """A request resumes from this state: it goes later."""
@@ -351,9 +351,6 @@ class SharedFolder:
         """Delete what is worth least. Returns its bytes; 0 if there is nothing to delete."""
         return self._delete_unneeded() or self._delete_unused_space() or self._delete_state()
 
-    def _delete(self, name: FileName) -> int:
-        return max(1, self.delete(name))  # above 0, even if others were faster
-
     def _delete_unneeded(self) -> int:
         text, more = None, True
         while more and text is None:
@@ -363,7 +360,7 @@ class SharedFolder:
                 more = self.space.grow_up(AT_ONCE)
                 text = self.space.next_unneeded()
         name = None if text is None else FileName.of(text)
-        return 0 if name is None else self._delete(name)
+        return 0 if name is None else self.delete(name)
 
     def _delete_state(self) -> int:
         """Delete a state, and the KV that only it needed: whoever writes the state again writes that KV, too."""
@@ -386,7 +383,7 @@ class SharedFolder:
                 if used_ns > node.used_ns:  # another process used it
                     self.space.use(node, used_ns)
                     continue
-            deleted = self._delete(name)
+            deleted = self.delete(name)
             while more := self._delete_unneeded():
                 deleted += more
             return deleted

@@ -48,10 +48,6 @@ class HostPages:
         self.memory, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
         self.rows = self.memory.view(0, self.page_bytes)
 
-    def part(self, page: int, length: int) -> torch.Tensor:
-        """Bytes from the beginning of a page on, (length,); they may end in a later page."""
-        return self.memory[page * self.page_bytes : page * self.page_bytes + length]
-
     def views(self, pages: Sequence[int], size: int) -> list[memoryview]:
         """An entry's bytes in its pages, one view after the other.
 

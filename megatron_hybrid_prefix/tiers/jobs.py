@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
+from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes
 from megatron_hybrid_prefix.tiers.queue import Mark
 from megatron_hybrid_prefix.tiers.units import Tag
@@ -116,9 +117,7 @@ class _Shared:
     stores: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)  # None: the thread ends
     reads: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
     ended: bool = False
-    stored_bytes: int = 0
-    refused: int = 0
-    seconds: float = 0.0
+    stats: TierStats = field(default_factory=TierStats)
 
 
 class TierThreads:
@@ -127,10 +126,15 @@ class TierThreads:
     Args:
         tier: The tier.
         largest_bytes: Bytes of the largest entry.
+
+    Attributes:
+        stats: Bytes that were written, seconds of all moves, and entries that were not written (``full``): the tier refused
+            them, or their pages were needed before.
     """
 
     def __init__(self, tier: Tier, largest_bytes: int) -> None:
         shared = self._shared = _Shared(tier)
+        self.stats = shared.stats
         self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
         self._stores: list[JobGroup] = []
         work: list[tuple[str, Callable[[], None]]] = [("tier-read", partial(_read_all, shared))] * tier.threads
@@ -199,21 +203,6 @@ class TierThreads:
         for thread in self._threads:
             thread.join(max(0.0, late - time.monotonic()))
 
-    @property
-    def refused(self) -> int:
-        """Entries that were not written: the tier refused them, or their pages were needed before."""
-        return self._shared.refused
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that the threads moved entries, added up."""
-        return self._shared.seconds
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes written."""
-        return self._shared.stored_bytes
-
 
 _LIVING: weakref.WeakSet[TierThreads] = weakref.WeakSet()
 
@@ -252,7 +241,7 @@ def _write_all(shared: _Shared, largest_bytes: int) -> None:
     while (job := shared.stores.get()) is not None and not shared.ended:
         is_over = _run(shared, job, partial(_write, shared, job, memory[: job.entry_bytes]))
         with shared.lock:
-            shared.refused += not is_over
+            shared.stats.full += not is_over
         del job
 
 
@@ -269,7 +258,7 @@ def _run(shared: _Shared, job: Job, work: Callable[[], None]) -> bool:
         return False
     finally:
         with shared.lock:
-            shared.seconds += time.perf_counter() - start
+            shared.stats.seconds += time.perf_counter() - start
         job.end()
 
 
@@ -292,5 +281,5 @@ def _write(shared: _Shared, job: Job, row: memoryview) -> None:
         if not job.cancelled:  # from here on the copy is used
             kept = shared.tier.put(job.namespace, Entry(job.tag, row, checksum))
     with shared.lock:
-        shared.stored_bytes += job.entry_bytes * kept
-        shared.refused += not kept
+        shared.stats.bytes_stored += job.entry_bytes * kept
+        shared.stats.full += not kept

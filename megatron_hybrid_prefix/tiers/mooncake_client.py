@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import SplitResult
 
 from megatron_hybrid_prefix.tiers.settings import TierSettings, above_zero, gib, name
@@ -94,32 +94,8 @@ class MooncakeSettings(TierSettings):
             ) from None
 
 
-class Store(Protocol):
-    """What is used of ``mooncake.store.MooncakeDistributedStore``. Calls return 0 or a size, or a negative error code."""
-
-    def setup(self, *arguments: Any) -> int: ...
-
-    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
-
-    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
-
-    def batch_put_from_multi_buffers(
-        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
-    ) -> list[int]: ...
-
-    def batch_get_into_multi_buffers(
-        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
-    ) -> list[int]: ...
-
-    def get_size(self, key: str) -> int: ...
-
-    def remove(self, key: str, force: bool = False) -> int: ...
-
-    def close(self) -> int: ...
-
-
-def new_store() -> Store:
-    """A client of Mooncake that is not set up.
+def new_store() -> Any:
+    """A ``MooncakeDistributedStore`` that is not set up. Its calls return 0 or a size, or an error code below 0.
 
     Raises:
         ImportError: The package, or a library that it needs, is missing.
@@ -127,8 +103,7 @@ def new_store() -> Store:
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else some lines for each client and each miss
     from mooncake.store import MooncakeDistributedStore
 
-    store: Store = MooncakeDistributedStore()
-    return store
+    return MooncakeDistributedStore()
 
 
 class Client:

@@ -44,7 +44,7 @@ class DeviceQueue:
         """
         marks = [mark for mark in after if mark is not None and not mark.query()]
         if after_model:
-            marks.append(self.mark_model())
+            marks.append(self._current().record_event())
         for mark in marks:
             for stream in (self._stream, *self._ahead):
                 stream.wait_event(mark)
@@ -97,11 +97,6 @@ class DeviceQueue:
         event.record(self._current())
         return event
 
-    def mark_model(self) -> torch.cuda.Event:
-        """Mark the model's launches until now, for `running`."""
-        event: torch.cuda.Event = self._current().record_event()
-        return event
-
     def wait(self, mark: Mark) -> None:
         """The model's later launches run after the mark."""
         assert mark is not None
@@ -130,7 +125,7 @@ class DeviceQueue:
 
 
 class HostQueue:
-    """Runs transfers at once, in order; there is nothing to wait for."""
+    """As `DeviceQueue`, but runs transfers at once, in order; there is nothing to wait for."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -141,13 +136,11 @@ class HostQueue:
         yield
         self._seconds += time.perf_counter() - start
 
-    @contextlib.contextmanager
-    def ahead(self, buffer: int) -> Iterator[None]:
-        yield
+    def ahead(self, buffer: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        yield
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def use(self, buffer: int) -> None:
         """See DeviceQueue."""
@@ -156,9 +149,6 @@ class HostQueue:
         """See DeviceQueue."""
 
     def mark(self) -> Mark:
-        return None
-
-    def mark_model(self) -> Mark:
         return None
 
     def wait(self, mark: Mark) -> None:

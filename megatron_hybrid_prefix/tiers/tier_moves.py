@@ -52,7 +52,8 @@ class TierMoves:
         self._copies, self._pages, self._contents, self._stores, self._loads = copies, pages, contents, stores, loads
         self._threads = TierThreads(behind.tier, max(copies.entry_bytes.values()))
         self._reads: dict[int, Job] = {}  # by first page: what was read there, until other bytes go there
-        self._stats = TierStats()
+        self._refused = self._bytes_loaded = 0
+        self._seconds_waited = 0.0
 
     def close(self) -> None:
         """End the threads, once they have written all entries."""
@@ -61,12 +62,9 @@ class TierMoves:
     @property
     def stats(self) -> TierStats:
         """Transfers to and from the tier, and what the tier says of itself."""
-        stats = dataclasses.replace(
-            self._stats,
-            full=self._stats.full + self._threads.refused,
-            bytes_stored=self._threads.stored_bytes,
-            seconds=self._threads.seconds,
-        )
+        by_threads = self._threads.stats
+        stats = dataclasses.replace(by_threads, full=by_threads.full + self._refused)
+        stats.bytes_loaded, stats.seconds_waited = self._bytes_loaded, self._seconds_waited
         self._behind.tier.describe(stats)
         return stats
 
@@ -101,7 +99,7 @@ class TierMoves:
             first = unit.pages[0]
             job = self._job(unit, after)
             if not job.namespace or not self._contents.holds(unit):
-                self._stats.full += 1
+                self._refused += 1
             elif not self._threads.is_moving(unit.tag, first):  # else it was offered twice
                 read = self._reads.get(first)
                 given = None if read is None or read.tag != unit.tag else read.checksum
@@ -179,7 +177,7 @@ class TierMoves:
         for group, units in groups.items():
             start = time.perf_counter()
             is_over = group.wait(late - start)
-            self._stats.seconds_waited += time.perf_counter() - start if wait_s else 0.0
+            self._seconds_waited += time.perf_counter() - start if wait_s else 0.0
             if not is_over:
                 return None
             if not self._launch(load, units, prepared.get(group)):
@@ -191,22 +189,17 @@ class TierMoves:
         coming = [(unit, load.jobs.get(unit.pages[0])) for unit in units if not self._contents.holds(unit)]
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
         arrived = [(unit, job.checksum) for unit, job in coming if job is not None and not job.cancelled]
-        self._note_arrived([(unit, checksum) for unit, checksum in arrived if checksum is not None])
+        here = [(unit, checksum) for unit, checksum in arrived if checksum is not None]
+        if here:
+            first_pages, expected = self._copies.ids(
+                [unit.pages[0] for unit, _ in here], [checksum ^ unit.tag.digest for unit, checksum in here]
+            )
+            self._contents.put_sums(first_pages, expected)
+            self._contents.put_tags(unit for unit, _ in here)
+            self._bytes_loaded += sum(self._copies.entry_bytes[unit.tag.kind] for unit, _ in here)
         if not all(self._contents.holds(unit) for unit in units):
             return False
         self._loads.run(units, prepared)
         launched = set(map(id, units))
         load.left = [unit for unit in load.left if id(unit) not in launched]
         return True
-
-    def _note_arrived(self, arrived: Sequence[tuple[BlockTransfer, int]]) -> None:
-        """These entries have arrived in their pages; with the checksum that came with each."""
-        if not arrived:
-            return
-        units = [unit for unit, _ in arrived]
-        first_pages, expected = self._copies.ids(
-            [unit.pages[0] for unit in units], [checksum ^ unit.tag.digest for unit, checksum in arrived]
-        )
-        self._contents.put_sums(first_pages, expected)
-        self._contents.put_tags(units)
-        self._stats.bytes_loaded += sum(self._copies.entry_bytes[unit.tag.kind] for unit in units)

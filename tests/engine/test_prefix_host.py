@@ -343,7 +343,7 @@ def test_nobody_samples_from_a_wrong_load(model, mode, fault, monkeypatch):
     else:
         node = served.cache.node(served.cache.chain(prompt).keys[-1])
         for page in served.cache._store.host.entries.pages(node.host_block if fault == "kv" else node.host_slot):
-            arena.pages.part(page, arena.pages.page_bytes).fill_(255)  # NaN in any floating type
+            arena.pages.rows[page].fill_(255)  # NaN in any floating type
     hit = served.add(prompt, 4, params={"top_k": 0, "top_p": 0.9, "temperature": 1.0})
     served.run()
     assert len(served.finished[hit].generated_tokens) == 4
