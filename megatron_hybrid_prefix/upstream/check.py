@@ -67,33 +67,27 @@ def problem_of(entry: ContractRow) -> str | None:
     except (ImportError, AttributeError) as error:
         return f"expected in {entry.owner.replace(':', '.')}, found that {error}"
     found = inspect.getattr_static(owner, entry.name, _MISSING)
-    if entry.kind == "attribute":
-        is_there = entry.name in attributes_of(owner)
-        # A method or property of this name cannot be used like an attribute.
-        if is_there and (found is _MISSING or not (inspect.isroutine(found) or isinstance(found, property))):
-            return None
-    elif entry.kind == "mark":
+    # A method or property cannot be used like an attribute.
+    is_plain = not (inspect.isroutine(found) or isinstance(found, property))
+    if entry.kind == "attribute" and is_plain and entry.name in attributes_of(owner):
+        return None
+    if entry.kind == "mark":
         return None if entry.name in marks_of(owner) else "expected to be set by its methods, found nothing"
-    elif entry.kind == "key":
+    if entry.kind == "key":
         source = read_source(entry.owner.partition(":")[0])
         is_there = re.search(rf"""(['"]){entry.name}\1""", source) is not None
         return None if is_there else "expected as a key in its source, found nothing"
+    expected = entry.signature or f"{'an' if entry.kind == 'attribute' else 'a'} {entry.kind}"
     if found is _MISSING:
-        return f"expected {_with_article(entry)}, found nothing"
+        return f"expected {expected}, found nothing"
     if entry.signature is not None:
         return _signature_problem(entry.signature, getattr(owner, entry.name), strict=entry.kind == "overrides")
     is_as_expected = {
         "property": isinstance(found, property),
         "class": isinstance(found, type),
-        "constant": not inspect.isroutine(found) and not isinstance(found, property),
+        "constant": is_plain,
     }.get(entry.kind, False)
-    return None if is_as_expected else f"expected {_with_article(entry)}, found a {type(found).__name__}"
-
-
-def _with_article(entry: ContractRow) -> str:
-    if entry.signature is not None:
-        return entry.signature
-    return f"an {entry.kind}" if entry.kind == "attribute" else f"a {entry.kind}"
+    return None if is_as_expected else f"expected {expected}, found a {type(found).__name__}"
 
 
 # -- signatures --------------------------------------------------------------------------------------------------------
@@ -103,31 +97,18 @@ def _signature_problem(expected: str, function: Any, *, strict: bool) -> str | N
     if not callable(function):
         return f"expected {expected}, found a {type(function).__name__}"
     is_async = inspect.iscoroutinefunction(function)
-    found = list(inspect.signature(function).parameters.values())
+    found = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
     is_same = is_async == expected.startswith("async ")
     if is_same and accepts(parameters_of(expected), found, strict=strict):
         return None
-    return f"expected {expected}, found {'async ' if is_async else ''}{_shown(found)}"
+    return f"expected {expected}, found {'async ' if is_async else ''}{inspect.Signature(found)}"
 
 
 def parameters_of(signature: str) -> list[inspect.Parameter]:
     """Parameters of a signature in text form, with or without "async"."""
-    [function] = ast.parse(f"def function{signature.removeprefix('async ')}: ...").body
-    assert isinstance(function, ast.FunctionDef)
-    given = function.args
-    positional, only = [*given.posonlyargs, *given.args], len(given.posonlyargs)
-    defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
-    found = [
-        _parameter(arg, _POSITIONAL[int(index >= only)], default)
-        for index, (arg, default) in enumerate(zip(positional, defaults, strict=True))
-    ]
-    if given.vararg is not None:
-        found.append(_parameter(given.vararg, _VARIADIC[0], None))
-    keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    found += [_parameter(arg, inspect.Parameter.KEYWORD_ONLY, default) for arg, default in keywords]
-    if given.kwarg is not None:
-        found.append(_parameter(given.kwarg, _VARIADIC[1], None))
-    return found
+    defined: dict[str, Any] = {}
+    exec(f"def function{signature.removeprefix('async ')}: ...", defined)
+    return list(inspect.signature(defined["function"]).parameters.values())
 
 
 def accepts(expected: Sequence[inspect.Parameter], found: Sequence[inspect.Parameter], *, strict: bool) -> bool:
@@ -156,22 +137,12 @@ def accepts(expected: Sequence[inspect.Parameter], found: Sequence[inspect.Param
     return True
 
 
-def _parameter(arg: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
-    value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
-    return inspect.Parameter(arg.arg, kind, default=value)
-
-
 def _same(expected: inspect.Parameter, found: inspect.Parameter) -> bool:
     if (expected.name, expected.kind) != (found.name, found.kind):
         return False
     if expected.default is ...:
         return found.default is not found.empty
     return expected.default is found.default or bool(expected.default == found.default)
-
-
-def _shown(parameters: Sequence[inspect.Parameter]) -> str:
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
-    return str(inspect.Signature(bare))
 
 
 # -- attributes of objects ---------------------------------------------------------------------------------------------
@@ -217,24 +188,14 @@ def _assigned_by(definition: ast.ClassDef) -> _Assigned:
     own: set[str] = set()
     other: set[str] = set()
     for node in _statements(definition.body):
-        targets: Sequence[ast.expr] = ()
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-            targets = (node.target,)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            called, arguments = node.value.func, node.value.args
-            is_setattr = isinstance(called, ast.Name) and called.id == "setattr" and len(arguments) > 1
-            if is_setattr and isinstance(arguments[1], ast.Constant) and isinstance(arguments[1].value, str):
-                other.add(arguments[1].value)
-        for target in _flat(targets):
-            if isinstance(target, ast.Attribute):
-                is_self = isinstance(target.value, ast.Name) and target.value.id == "self"
-                (own if is_self else other).add(target.attr)
+        for target in _targets(node):
+            match target:
+                case ast.Attribute(ast.Name("self"), name):
+                    own.add(name)
+                case ast.Attribute(_, name) | ast.Expr(ast.Call(ast.Name("setattr"), [_, ast.Constant(str(name)), *_])):
+                    other.add(name)
     for node in definition.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else (node.target,)
-            own.update(target.id for target in _flat(targets) if isinstance(target, ast.Name))
+        own.update(target.id for target in _targets(node) if isinstance(target, ast.Name))
     return _Assigned(frozenset(own), frozenset(other))
 
 
@@ -254,9 +215,16 @@ def _statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
                 yield from _statements(inner)
 
 
-def _flat(targets: Sequence[ast.expr]) -> Iterator[ast.expr]:
+def _targets(node: ast.AST) -> Iterator[ast.AST]:
+    """What a statement assigns to, without tuples and lists around it."""
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.Tuple | ast.List):
+        targets = node.elts
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        targets = [node.target]
+    else:
+        yield node
+        return
     for target in targets:
-        if isinstance(target, ast.Tuple | ast.List):
-            yield from _flat(target.elts)
-        else:
-            yield target
+        yield from _targets(target)

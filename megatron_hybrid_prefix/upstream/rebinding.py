@@ -32,7 +32,6 @@ class Rebinding:
         make: Called once with the original value; returns the replacement.
         why: The reason, in one line.
         same_signature: Require the replacement to take the parameters of the original, by name and order.
-        same_parameters_as: ``module:function`` to compare with instead, if ``name`` may be ``None``.
         may_be_absent: The name exists only if an optional package is installed; if absent, nothing is compared.
         on_import: Replaced once the owner's module is imported, by whoever needs it: it is not imported for this.
     """
@@ -42,7 +41,6 @@ class Rebinding:
     make: Callable[[Any], Any]
     why: str
     same_signature: bool = False
-    same_parameters_as: str | None = None
     may_be_absent: bool = False
     on_import: bool = False
 
@@ -96,14 +94,17 @@ class Applied:
             sys.meta_path.insert(0, finder)
             self._undo.append(lambda: sys.meta_path.remove(finder))
             return
-        owner = _resolve(rebinding)
+        try:
+            owner = resolve(rebinding.owner)
+        except (ImportError, AttributeError) as error:
+            raise UpstreamDriftError(f"cannot rebind {rebinding.symbol}: {error}") from error
         original = inspect.getattr_static(owner, rebinding.name, _MISSING)
         if original is _MISSING and not rebinding.may_be_absent:
             raise UpstreamDriftError(f"cannot rebind {rebinding.symbol}: it does not exist in the installed version")
         current = getattr(owner, rebinding.name, None)
         replacement = rebinding.make(current)
-        if original is not _MISSING:
-            _check_signature(rebinding, current, replacement)
+        if rebinding.same_signature and original is not _MISSING:
+            _check_signature(rebinding.symbol, owner, current, replacement)
         own = rebinding.name in vars(owner)
         setattr(owner, rebinding.name, replacement)
 
@@ -175,27 +176,13 @@ def resolve(owner: str) -> Any:
     return found
 
 
-def _resolve(rebinding: Rebinding) -> Any:
-    try:
-        return resolve(rebinding.owner)
-    except (ImportError, AttributeError) as error:
-        raise UpstreamDriftError(f"cannot rebind {rebinding.symbol}: {error}") from error
-
-
-def _check_signature(rebinding: Rebinding, original: Any, replacement: Any) -> None:
-    if rebinding.same_parameters_as is not None:
-        module_name, _, attribute = rebinding.same_parameters_as.partition(":")
-        original = getattr(importlib.import_module(module_name), attribute, None)
-        if original is None:
-            raise UpstreamDriftError(f"cannot rebind {rebinding.symbol}: {rebinding.same_parameters_as} does not exist")
-    elif not rebinding.same_signature:
-        return
+def _check_signature(symbol: str, owner: Any, original: Any, replacement: Any) -> None:
     if isinstance(replacement, classmethod):
-        replacement = replacement.__get__(None, _resolve(rebinding))
+        replacement = replacement.__get__(None, owner)
     expected = list(inspect.signature(original).parameters)
     got = list(inspect.signature(replacement).parameters)
     if expected != got:
         raise UpstreamDriftError(
-            f"cannot rebind {rebinding.symbol}: the installed version takes ({', '.join(expected)}), "
+            f"cannot rebind {symbol}: the installed version takes ({', '.join(expected)}), "
             f"the replacement ({', '.join(got)})"
         )

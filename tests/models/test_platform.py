@@ -315,18 +315,6 @@ def test_another_signature_is_named_with_both_parameter_lists(upstream):
         apply([entry(same_signature=True)], Applied())
 
 
-def test_a_function_that_may_be_none_is_compared_with_its_definition(upstream):
-    upstream.definition = lambda x, out: None
-    upstream.kernel = None
-    applied = Applied()
-    apply([entry(same_parameters_as="fake_upstream:definition")], applied)
-    assert upstream.kernel(1, 2) == "ours"
-    applied.undo()
-    assert upstream.kernel is None
-    with pytest.raises(UpstreamDriftError, match="fake_upstream:gone does not exist"):
-        apply([entry(same_parameters_as="fake_upstream:gone")], Applied())
-
-
 def test_an_inherited_attribute_is_removed_again_not_pinned(upstream):
     class Base:
         def method(self):
