@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from megatron.core.inference.inference_request import DynamicInferenceRequest
 
 
-class PrefillListener(Protocol):
-    """Gets called for each step: the context."""
-
-    def live_rows(self, live_indices: torch.Tensor) -> torch.Tensor:
-        """Where in the tensors of states those with these live indices are."""
-
-    def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
-        """The next step prefills the last ``sequences`` active rows. The sizes include padding."""
-
-    def show_prefill(self) -> None:
-        """The prepared step runs now."""
-
-
 class StateMetadata(MambaMetadata):
     """Megatron's metadata, which tells a context of steps. Its live indices and its decode are used; decodes address states by row.
 
@@ -44,7 +31,7 @@ class StateMetadata(MambaMetadata):
         **fields: Megatron's arguments.
     """
 
-    def __init__(self, context: PrefillListener, **fields: Any) -> None:
+    def __init__(self, context: ContextSeam, **fields: Any) -> None:
         super().__init__(max_intermediate_count=0, **fields)
         self._context = context
 
@@ -269,8 +256,7 @@ class ContextSeam(DynamicInferenceContext):
     def _get_async_sched_rows_requiring_new_block(self) -> torch.Tensor:
         """Drafts past the end of an answer need no block."""
         needed: torch.Tensor = super()._get_async_sched_rows_requiring_new_block()
-        if self.num_speculative_tokens:
-            needed[self.rows_past_the_end()] = False  # no row is paused here
+        needed[self.rows_past_the_end()] = False  # no row is paused here
         return needed
 
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,27 +25,20 @@ class SamplingSeam(Sampling):
         logits: torch.Tensor,
         n: int,
         context: Any,
-        *,
-        no_top_k: bool,
-        no_top_p: bool,
+        *args: Any,
         gather_indices: torch.Tensor | None = None,
         token_to_request_index: torch.Tensor | None = None,
-        output: torch.Tensor | None = None,
-        eager: bool = False,
-        cache_key: Any = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """See upstream. Sampling options that megatron does not have."""
         tokens: torch.Tensor = self._backend.sample_kernel(
             logits,
             n,
             context,
-            no_top_k=no_top_k,
-            no_top_p=no_top_p,
+            *args,
             gather_indices=gather_indices,
             token_to_request_index=token_to_request_index,
-            output=output,
-            eager=eager,
-            cache_key=cache_key,
+            **kwargs,
         )
         drafts = context.num_speculative_tokens
         if self.samples_rows and (token_to_request_index is not None or not drafts):  # else the tokens are drafts
@@ -57,13 +50,9 @@ class SamplingSeam(Sampling):
             self.sampled(logits if gather_indices is None else _Rows(logits, gather_indices), tokens, rows[:n])
         return tokens
 
-    def log_probs_kernel(
-        self, logits: torch.Tensor, context: Any, *, token_to_request_index: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def log_probs_kernel(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See upstream. Passed on to megatron's backend."""
-        result: torch.Tensor = self._backend.log_probs_kernel(
-            logits, context, token_to_request_index=token_to_request_index
-        )
+        result: torch.Tensor = self._backend.log_probs_kernel(*args, **kwargs)
         return result
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -125,15 +114,15 @@ class ControllerSeam(TextGenerationController):
         output_tokens: torch.Tensor,
         input_tokens_required: torch.Tensor,
         num_decode_requests: int,
-        num_prefill_requests: int,
-        active_request_count: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """A draft that is an end token is not accepted: it is sampled, and ends the answer."""
         if num_decode_requests:
             shape = num_decode_requests, self.num_speculative_tokens + 1
             self.before_verification(input_tokens_required[: shape[0] * shape[1]].view(shape)[:, 1:])
         return super()._verify_speculative_tokens(
-            output_tokens, input_tokens_required, num_decode_requests, num_prefill_requests, active_request_count
+            output_tokens, input_tokens_required, num_decode_requests, *args, **kwargs
         )
 
     def _transfer_samples_to_cpu(self, active_request_count: int) -> Any:

@@ -11,7 +11,7 @@ because they need a running platform.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,13 +49,6 @@ MARK = "hybrid_prefix_message"
 Megatron's engine hands such a message to all ranks of a replica, between the same two steps, like a new request.
 """
 
-MOST_QUEUED = 2**14
-"""Messages that wait for a replica or a client that does not read, beside those in the buffers of TCP and of the peer.
-
-One more, and the replica is removed, or the client's message is dropped. ZeroMQ's default is 1000, which a busy server may
-queue during one long step.
-"""
-
 logger = logging.getLogger(__name__)
 
 
@@ -77,16 +70,23 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
 
     Megatron's own ends at a request that it cannot read, or if no replica is left; and it forgets the requests of a replica
     that ended. Its clients wait on.
+
+    Attributes:
+        most_queued: Messages that wait for a replica or a client that does not read, beside those in the buffers of TCP and of
+            the peer. One more, and the replica is removed, or the client's message is dropped. ZeroMQ's default is 1000, which
+            a busy server may queue during one long step.
     """
 
     router_socket: Any
     _handlers: dict[Headers, Callable[..., bool | None]]
-    most_queued = MOST_QUEUED
+    most_queued = 2**14
     _unregistered: frozenset[bytes] = frozenset()
 
     def start(self) -> None:
         """See upstream. First takes messages of this package off the socket."""
-        self.router_socket = _FilteredSocket(self.router_socket, self._take, self.is_registered, self.most_queued)
+        self.router_socket = _FilteredSocket(
+            self.router_socket, self._take, self.identity_to_rank_index, self.most_queued
+        )
         submit = self._handlers[Headers.SUBMIT_REQUEST]
         self._handlers = self._handlers | {Headers.SUBMIT_REQUEST: partial(self._submit, submit)}
         super().start()
@@ -165,24 +165,15 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         counts: list[int] = self._pending_counts.tolist()
         return counts
 
-    def pending_of(self, name: bytes) -> int:
-        """The same of the replica with this identity."""
-        index: int = self.identity_to_rank_index[name]
-        return self.pending_requests[index]
-
     def name_of(self, replica: int) -> bytes:
         """A replica's ZeroMQ identity, by its index in `pending_requests`."""
         name: bytes = self._identities_list[replica]
         return name
 
-    def is_registered(self, name: bytes) -> bool:
-        """Whether the replica with this identity gets requests."""
-        return name in self.identity_to_rank_index
-
     def remove_replica(self, replica: int) -> None:
         """Send a replica no more requests, and ignore what it sends."""
         name = identity_of(replica)
-        if self.is_registered(name):
+        if name in self.identity_to_rank_index:
             self._remove_engine(name)
 
     def request_of(self, client: bytes, client_request_id: int) -> int | None:
@@ -212,16 +203,6 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         """Send all ranks of a replica a message. Its engine gets it as `EngineSeam.message_received`."""
         message = [Headers.SUBMIT_REQUEST.value, number, [], {MARK: what}]
         self._send_to_engine(replica, msgpack.packb(message, use_bin_type=True))
-
-    def replica_with(self, request_id: int) -> bytes | None:
-        """Identity of the replica that has an unfinished request."""
-        name: bytes | None = self.request_id_to_rank.get(request_id)
-        return name
-
-    @property
-    def registered(self) -> list[bytes]:
-        """Identities of the replicas that get requests."""
-        return list(self.identity_to_rank_index)
 
     def send(self, receiver: bytes, *frames: bytes) -> None:
         """Send a message of this package to a client."""
@@ -267,7 +248,7 @@ class _FilteredSocket:
     Args:
         socket: Megatron's router socket. It raises if a message cannot be routed.
         take: Gets the sender and the frames of each message. Returns the frame for megatron; None: nothing is left.
-        is_replica: Whether a peer is a replica, by its identity.
+        replicas: Identities of the replicas that get requests, at any time.
         most_queued: Messages that may wait for each peer.
     """
 
@@ -275,10 +256,10 @@ class _FilteredSocket:
         self,
         socket: Any,
         take: Callable[[bytes, Sequence[bytes]], bytes | None],
-        is_replica: Callable[[bytes], bool],
+        replicas: Container[bytes],
         most_queued: int,
     ) -> None:
-        self._socket, self._take, self._is_replica, self._most_queued = socket, take, is_replica, most_queued
+        self._socket, self._take, self._replicas, self._most_queued = socket, take, replicas, most_queued
         self._limited: set[bytes] = set()  # peers that have this limit
         self._dropping: set[bytes] = set()  # clients that did not get the last message
         socket.setsockopt(zmq.SNDHWM, most_queued)
@@ -310,7 +291,7 @@ class _FilteredSocket:
                 raise
             is_full = error.errno == zmq.EAGAIN
             why = f"{self._most_queued} messages wait for it" if is_full else "it is not connected"
-            if self._is_replica(receiver):
+            if receiver in self._replicas:
                 logger.error("replica %d cannot be reached: %s", replica_of(receiver), why)
                 raise zmq.ZMQError(zmq.EHOSTUNREACH) from error
             if receiver not in self._dropping:

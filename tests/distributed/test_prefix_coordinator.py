@@ -213,7 +213,9 @@ def test_a_replica_that_does_not_read_is_removed_and_the_others_go_on(behind_soc
         peers[b"client"].send(ends)
         made.start()
         made.router_socket = made.router_socket._socket
-    assert made.registered == [RANKS[1]], "all with one key went to the first replica until it was full"
+    assert list(made.identity_to_rank_index) == [RANKS[1]], (
+        "all with one key went to the first replica until it was full"
+    )
     kind, replica, lost = peers[b"client"].recv_multipart()
     assert (kind, unpack(replica)) == (LOST, 0)
     got = [unpack(peers[RANKS[1]].recv())[1] for _ in range(8)]
@@ -230,7 +232,7 @@ def test_a_client_that_does_not_read_or_has_left_is_no_end_of_the_coordinator(be
         made.send(b"client", LOST, pack(1), pack([]))
     made.send(b"left", LOST, pack(1), pack([]))
     assert [line.split(": ")[1] for line in caplog.messages] == ["8 messages wait for it", "it is not connected"]
-    assert peers[b"client"].recv_multipart()[0] == LOST and made.registered == RANKS
+    assert peers[b"client"].recv_multipart()[0] == LOST and list(made.identity_to_rank_index) == RANKS
 
 
 def each_kind(raises: type[Exception], *kinds: type[Any]) -> pytest.MarkDecorator:

@@ -69,11 +69,10 @@ class PrefixCoordinator(CoordinatorSeam):
             self._pass_on(values[0])
         elif kind == ABORT:
             request_id = self.request_of(sender, values[0])
-            replica = None if request_id is None else self.replica_with(request_id)
-            if request_id is not None and replica is not None:
-                self.tell(replica, TELL_ABORT, request_id)
+            if request_id is not None and request_id in self.request_id_to_rank:
+                self.tell(self.request_id_to_rank[request_id], TELL_ABORT, request_id)
         elif kind == SNAPSHOT and sender in self.known_clients:
-            for name in self.registered:
+            for name in list(self.identity_to_rank_index):  # one that is gone is removed here
                 self.tell(name, TELL_SNAPSHOT, values[0])
         elif kind == SNAPSHOT:
             for name in self.known_clients:
@@ -131,7 +130,7 @@ class PrefixCoordinator(CoordinatorSeam):
         if key is None:
             return self._best_for_prompt(request_hashes)
         name = by_key.pop(key, None)
-        if name is None or not self.is_registered(name):
+        if name is None or name not in self.identity_to_rank_index:
             name = self._best_for_prompt(request_hashes)
         by_key[key] = name
         if len(by_key) > self.most_keys:
@@ -151,7 +150,8 @@ class PrefixCoordinator(CoordinatorSeam):
 
         Megatron's score does not count what waits, so it never leaves a replica that has all blocks of a prompt.
         """
-        own, least, at_once = self.pending_of(name), min(self.pending_requests), int(self.max_requests)
+        pending, at_once = self.pending_requests, int(self.max_requests)
+        own, least = pending[self.identity_to_rank_index[name]], min(pending)
         return own >= at_once and (least < at_once or own >= least + at_once)
 
     def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
