@@ -15,7 +15,6 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from megatron_hybrid_prefix.upstream.rebinding import resolve
@@ -201,9 +200,7 @@ def _assigned_by(definition: ast.ClassDef) -> _Assigned:
 
 def read_source(module: str) -> str:
     """The text of an importable module."""
-    path = importlib.import_module(module).__file__
-    assert path is not None
-    return Path(path).read_text(encoding="utf-8")
+    return inspect.getsource(importlib.import_module(module))
 
 
 def _statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:

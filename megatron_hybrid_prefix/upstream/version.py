@@ -1,4 +1,4 @@
-"""Finds the installed megatron-core and checks that this package supports it. Reads files only and imports nothing of megatron.
+"""Finds the installed megatron-core and checks that this package supports it. Reads files only; runs no code of megatron's.
 
 The version is that of the installed package (``importlib.metadata``). ``megatron.core.__version__`` is not used, because megatron
 appends the commit of any git repository around it. If there is no installed package, or Python would import other sources
@@ -12,8 +12,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import re
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,15 +50,13 @@ class MegatronVersion:
 
 def find_megatron() -> MegatronVersion | None:
     """The megatron-core that Python would import, or None."""
-    folder = next((core for path in _namespace() if (core := Path(path) / "core").is_dir()), None)
-    if folder is None:  # an editable install: only the import system knows the folder
-        try:
-            spec = importlib.util.find_spec("megatron.core")
-        except (ModuleNotFoundError, ValueError):  # there is no ``megatron``, or sys.modules has one without a spec
-            spec = None
-        if spec is None or spec.origin is None:
-            return None
-        folder = Path(spec.origin).parent
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except (ModuleNotFoundError, ValueError):  # there is no ``megatron``, or sys.modules has one without a spec
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(spec.submodule_search_locations[0])
     try:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -91,15 +87,6 @@ def check_version() -> MegatronVersion:
     if not found.is_supported:
         raise PlatformError(f"{found} is installed, supported is {SUPPORTED}; {REMEDY}")
     return found
-
-
-def _namespace() -> Iterable[str]:
-    """Folders of the namespace package ``megatron``, in import order."""
-    module = sys.modules.get("megatron")
-    if module is not None:
-        return module.__path__
-    spec = importlib.util.find_spec("megatron")
-    return () if spec is None else spec.submodule_search_locations or ()
 
 
 def _version_in(package_info: Path) -> Version | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 import tomllib
@@ -142,5 +143,9 @@ def test_the_installed_version_is_found():
 def test_an_editable_installation_is_found(monkeypatch):
     """Its namespace package has a hook instead of a folder."""
     installed = megatron_version.find_megatron()
-    monkeypatch.setattr(megatron_version, "_namespace", lambda: ["__editable__.megatron_core.finder.__path_hook__"])
+    spec = importlib.util.find_spec("megatron.core")
+    hook = types.SimpleNamespace(find_spec=lambda name, *_: spec if name == "megatron.core" else None)
+    monkeypatch.setitem(sys.modules, "megatron", types.SimpleNamespace(__path__=["__editable__.finder.__path_hook__"]))
+    monkeypatch.delitem(sys.modules, "megatron.core")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, hook])
     assert megatron_version.find_megatron() == installed
