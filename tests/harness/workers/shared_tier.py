@@ -56,7 +56,7 @@ def main(out, layout, folder):
     found = run_sessions(
         build(pattern, tp, pp, platform),
         (pattern, tp, pp),
-        url_of=lambda wait_s: f"file://{folder}?gb=1&min_tokens=0&wait_s={wait_s}",
+        url_of=lambda wait_s: f"file://{folder}?gb=1&min_tokens=0&wait_s={wait_s}&refresh_s=1000000",
         faults={"late": slow, "missing": partial(lose, folder)},
     )
     write_findings(out, found)
