@@ -287,21 +287,19 @@ class Ancestry[T: TreeNode]:
 
     def nearest_above(self, node: T) -> T | None:
         """The nearest kept state above ``node``, which must be a place. None: there is only the root."""
-        place = self._places[node].above
-        assert place is not None
-        while not place.kept:
-            assert place.above is not None
-            place = place.above
-        return place.node
+        return self._kept_above(node).node
 
     def depth_above_blocks(self, node: T) -> int:
         """Depth in blocks of the nearest kept state above ``node``, which must be a place."""
+        return self._kept_above(node).depth_blocks
+
+    def _kept_above(self, node: T) -> Place[T]:
         place = self._places[node].above
         assert place is not None
         while not place.kept:
             assert place.above is not None
             place = place.above
-        return place.depth_blocks
+        return place
 
     def next_below(self, node: T) -> Iterator[T]:
         """The kept states whose nearest state above is at ``node``, in an order that depends only on earlier calls."""

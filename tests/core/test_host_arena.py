@@ -406,15 +406,20 @@ def test_an_entry_that_arrived_for_one_load_and_is_gone_is_a_miss_for_the_other(
     arena.close()
 
 
+def check_that_it_arrives_late(pools: Pools, tier: SteadyTier, kind: EntryKind, *places: int) -> None:
+    """An entry with the key ``k`` is not here until the tier has read it; then its load is right."""
+    tier.may_read.clear()
+    load = pools.bring(kind, *places, b"k")
+    assert pools.arena.behind.fetched(load) is None
+    tier.may_read.set()
+    assert pools.arena.behind.fetched(load, HANG_S) and not pools.arena.loads.is_wrong(load)
+
+
 def test_an_entry_that_is_read_again_in_its_place_is_not_here_until_it_has_arrived():
     tier = SteadyTier()
     pools = Pools("cpu", tier=tier)
     pools.give_to_tier(EntryKind.KV, 0, 0, b"k")
-    tier.may_read.clear()
-    load = pools.bring(EntryKind.KV, 3, 0, b"k")
-    assert pools.arena.behind.fetched(load) is None
-    tier.may_read.set()
-    assert pools.arena.behind.fetched(load, HANG_S) and not pools.arena.loads.is_wrong(load)
+    check_that_it_arrives_late(pools, tier, EntryKind.KV, 3, 0)
     pools.arena.close()
 
 
@@ -1042,11 +1047,7 @@ def test_a_stage_without_recurrent_layers_waits_for_states_as_the_others_do():
     pools = Pools("cpu", mamba_layers=0, tier=tier)
     pools.give_to_tier(EntryKind.STATE, 1, 5, b"k")
     assert len(tier.entries) == 1
-    tier.may_read.clear()
-    load = pools.bring(EntryKind.STATE, 2, 6, b"k")
-    assert pools.arena.behind.fetched(load) is None
-    tier.may_read.set()
-    assert pools.arena.behind.fetched(load, HANG_S) and not pools.arena.loads.is_wrong(load)
+    check_that_it_arrives_late(pools, tier, EntryKind.STATE, 2, 6)
     pools.arena.close()
 
 

@@ -127,10 +127,7 @@ class HostMoves(Moves):
         self.sends_later = False
         self._groups = context.config.pg_collection
         tensors, block_tokens = self._tensors, context.block_size_tokens
-        own_bytes = {
-            kind: sum(tensor[:, 0].numel() * tensor.element_size() for tensor in of_kind)
-            for kind, of_kind in tensors().items()
-        }
+        own_bytes = {kind: sum(tensor[:, 0].nbytes for tensor in of_kind) for kind, of_kind in tensors().items()}
         # Pipeline stages differ in their layers. All use the largest entry size, so that they decide alike.
         entry_bytes = {kind: max_over_model_ranks(size, self._groups) for kind, size in own_bytes.items()}
         page_bytes = choose_page_bytes(entry_bytes.values())
