@@ -182,6 +182,12 @@ class TierThreads:
         """Whether a job with this tag uses the page and is not over."""
         return any(job.tag == tag and not job.is_over for job in self._of_page.get(page, ()))
 
+    def read_of(self, tag: Tag, page: int) -> Job | None:
+        """The last read of this entry into the page; None if there was none, or other bytes went there since."""
+        return next(
+            (job for job in reversed(self._of_page.get(page, ())) if job.sum_of is None and job.tag == tag), None
+        )
+
     def drain(self, seconds: float) -> bool:
         """Wait until all entries are written, at most this long. Returns whether they are."""
         late = time.monotonic() + seconds

@@ -51,7 +51,6 @@ class TierMoves:
         self._behind = behind
         self._copies, self._pages, self._contents, self._stores, self._loads = copies, pages, contents, stores, loads
         self._threads = TierThreads(behind.tier, max(copies.entry_bytes.values()))
-        self._reads: dict[int, Job] = {}  # by first page: what was read there, until other bytes go there
         self._refused = self._bytes_loaded = 0
         self._seconds_waited = 0.0
 
@@ -78,10 +77,7 @@ class TierMoves:
         The others have a page that a thread is still reading into, for a load that was given up. An entry that is lost so has no
         tag, so its load fails.
         """
-        pages = [page for unit in units for page in unit.pages]
-        busy = self._threads.overwrite(pages)
-        for page in pages:
-            self._reads.pop(page, None)
+        busy = self._threads.overwrite(page for unit in units for page in unit.pages)
         if not busy:
             return list(units)
         refused = [unit for unit in units if not busy.isdisjoint(unit.pages)]
@@ -101,8 +97,8 @@ class TierMoves:
             if not job.namespace or not self._contents.holds(unit):
                 self._refused += 1
             elif not self._threads.is_moving(unit.tag, first):  # else it was offered twice
-                read = self._reads.get(first)
-                given = None if read is None or read.tag != unit.tag else read.checksum
+                read = self._threads.read_of(unit.tag, first)
+                given = None if read is None else read.checksum
                 seen = partial(self._contents.seen_checksum, first, unit.tag)
                 job.sum_of = seen if given is None else partial(int, given)
                 jobs.append(job)
@@ -126,8 +122,7 @@ class TierMoves:
                 group, group_bytes = [], 0
             group_bytes += job.entry_bytes
             job.cancelled = not job.namespace or unit.pages not in free
-            self._reads[unit.pages[0]] = job  # also then: it is missing
-            group.append(job)
+            group.append(job)  # also then: it is missing
         self._threads.read(group)
 
     def _job(self, unit: BlockTransfer, after: Sequence[Callable[[], None]]) -> Job:
@@ -146,8 +141,8 @@ class TierMoves:
     def begin(self, load: Load) -> None:
         """The load's transfers wait for reads that have begun."""
         for unit in load.left:
-            job = self._reads.get(unit.pages[0])
-            if job is not None and job.tag == unit.tag:
+            job = self._threads.read_of(unit.tag, unit.pages[0])
+            if job is not None:
                 load.jobs[unit.pages[0]] = job
 
     def fetched(self, load: Load, wait_s: float = 0.0) -> bool | None:
