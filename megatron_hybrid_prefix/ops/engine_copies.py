@@ -1,7 +1,7 @@
 """Copies between the device and pinned host memory by the copy engines. See ``page_copies.py`` for the other way, a kernel.
 
 Copies to the host run in the order of their launch, whatever their stream, until a stream does something else. So a number is written
-after each 8 MiB: a copy of 4 KiB on another stream waits 0.2 ms at most then (tests/gpu/beside_stores.py). An event is not enough.
+after each 8 MiB: a copy of 4 KiB on another stream waits 0.2 ms at most then. An event is not enough.
 """
 
 from __future__ import annotations

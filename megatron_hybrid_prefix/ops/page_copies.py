@@ -2,7 +2,7 @@
 
 Between the device and the host there are two ways. A kernel reads and writes pinned memory itself. Two programs fill the host link;
 more would slow the model's kernels down. The copy engines (``engine_copies.py``) are faster if pages are large, begin sooner, because
-the device needs no ids, and hardly slow kernels down. (``tests/gpu/transfer_parts.py``, ``tests/gpu/beside_stores.py``)
+the device needs no ids, and hardly slow kernels down.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.ops.triton_or_torch import multiprocessors, runs_ker
 
 WORD_BYTES = 8  # of a checksum
 _BLOCK = 4096  # words
-_TO_HOST_PROGRAMS = 2  # fill the host link; kernels beside more are much slower (tests/gpu/beside_stores.py)
+_TO_HOST_PROGRAMS = 2  # fill the host link; kernels beside more are much slower
 _FROM_HOST_PROGRAMS = 32
 _MOST_PROGRAMS = 4096  # on the device alone
 

@@ -27,7 +27,7 @@ from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransf
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.plugins.dictionary_tier import DictionaryTier
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 BLOCKS, SLOTS, PAGES = 12, 10, 60
 NAMESPACE = bytes(range(16))
 
@@ -1094,7 +1094,7 @@ def test_the_model_waits_until_its_targets_were_read(monkeypatch):
     assert made == [2, 3] and marks.waited == [1, -4]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1)
 def test_a_write_right_after_a_store_does_not_spoil_it():
     """The stream of the stores is slow. A write by the model must wait for it."""
     pools = Pools("cuda", 1000)
@@ -1138,7 +1138,7 @@ def test_memory_that_the_system_does_not_have():
         allocate(2**60)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1)
 def test_the_end_of_an_arena_unpins_its_memory():
     pools = Pools("cuda")
     memory, device = pools.arena.pages.memory, torch.device("cuda")
@@ -1151,7 +1151,7 @@ def test_the_end_of_an_arena_unpins_its_memory():
     unpin(memory, device)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1)
 def test_an_arena_that_ends_while_a_graph_is_captured_unpins_later():
     memory, device, ones = torch.empty(1 << 20, dtype=torch.uint8), torch.device("cuda"), torch.ones(3, device="cuda")
     pin(memory, device)
@@ -1177,7 +1177,7 @@ def test_pages_waste_little(kv_bytes, state_bytes):
         assert -(-size // page) <= 300
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1)
 def test_the_cpu_does_not_wait_for_transfers():
     pools, load = Pools("cuda", 1000), a_load()
     ids = [(EntryKind.KV, 1, 5), (EntryKind.STATE, 2, 6)]

@@ -5,7 +5,7 @@ Run by `test_agreement.py`, alone or under torchrun; also useful by hand:
     python tests/gpu/agreement.py --preset small --out /tmp/small.pt
     torchrun --nproc-per-node 2 tests/gpu/agreement.py --preset small --tp 2 --out /tmp/small2.pt
     python tests/gpu/agreement.py --hf DIR --truth --out /tmp/hf.pt         # prompts are text, not random
-    python tests/gpu/agreement.py --hf DIR --device cpu --dtype float32 --buffer-gb 0.25 --out /tmp/cpu.pt
+    python tests/gpu/agreement.py --hf DIR --device cpu --dtype float32 --out /tmp/cpu.pt
 
 With ``--truth`` the figures are differences to the same weights in float64, else to each prompt alone with caching off.
 """
@@ -22,14 +22,18 @@ import torch
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.hit_error import in_float32
 from tests.gpu.models import Source
+from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, state_bytes
 from tests.harness.named_models import runs_on_megatron
 
 PREFIX_TOKENS = 1024
 PROMPTS = 24
+BATCH = 4
+SIZES = {"block_tokens": 256, "max_requests": BATCH}
+BLOCKS, STATES = 6 * (PROMPTS + BATCH), 3 * PROMPTS  # all that the prompts leave: nothing is evicted
 
 
 def prompts(source: Source) -> list[list[int]]:
-    """Prompts that share 1024 tokens, with tails of 40 to 270 tokens."""
+    """Prompts that share 1,024 tokens, with tails of 40 to 270 tokens."""
     shared = source.tokens(PREFIX_TOKENS, seed=0)
     return [shared + source.tokens(40 + 10 * i, seed=1 + i) for i in range(PROMPTS)]
 
@@ -107,14 +111,9 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument(
-        "--buffer-gb", type=float, default=8.0, help="of KV and live states; of checkpoints 3/4 as much"
-    )
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
     platform = ensure_platform(device=arguments.device, tp=arguments.tp, pp=arguments.pp)
-
-    from megatron.core.inference.sampling_params import SamplingParams
 
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
     from megatron_hybrid_prefix.mcore import build_upstream_engine
@@ -131,29 +130,24 @@ def main() -> None:
     if platform.device.type == "cuda":
         torch.cuda.synchronize()
     build_s = time.perf_counter() - start
-    sampling = SamplingParams(num_tokens_to_generate=8, top_k=1, termination_id=-1)
+    sampling = greedy(8, return_log_probs=False)
     texts = prompts(source)[: arguments.prompts]
     alone = [[prompt] for prompt in texts]
-    batched = [texts[i : i + 4] for i in range(0, len(texts), 4)]
-    fields = dict(max_sequence_length=4096, max_requests=16, max_tokens=8192, buffer_size_gb=arguments.buffer_gb)
-    states_gb = 0.75 * arguments.buffer_gb
+    batched = [texts[i : i + BATCH] for i in range(0, len(texts), BATCH)]
+    fields = {"max_sequence_length": 4096, "max_requests": BATCH, "max_tokens": 8192}
+    fields |= kv_budget(model, BLOCKS, **SIZES)
     # Megatron's own engine where it can run the layers, this package's with its cache off where not.
     on_megatron = runs_on_megatron(source.config)
     plain = build_upstream_engine if on_megatron else build_engine
-    upstream = {"enable_prefix_caching": True, "prefix_caching_mamba_gb": states_gb}
+    upstream = {"enable_prefix_caching": True, "prefix_caching_mamba_gb": STATES * state_bytes(model) / 2**30}
+    ours = HybridPrefixConfig(cache_gb=cache_gb_for(model, BLOCKS, states=STATES, **SIZES), check_ranks=True)
     cases = [
         # In chunks, the arithmetic of a hit without a cache: 1024 tokens, then the tail from the live state.
         ("alone", alone, 1, {}),
         ("batched", batched, 1, {}),
         ("chunked", alone, 2, {"enable_chunked_prefill": True, "max_tokens": PREFIX_TOKENS}),
         *([("upstream", alone, 1, upstream)] if on_megatron else []),
-        ("ours", alone, 1, {"prefix": HybridPrefixConfig(mamba_gb=states_gb, check_ranks=True)}),
-        (
-            "one memory",
-            alone,
-            1,
-            {"prefix": HybridPrefixConfig(cache_gb=arguments.buffer_gb + states_gb, check_ranks=True)},
-        ),
+        ("ours", alone, 1, {"prefix": ours}),
     ]
     report = {"platform": platform.describe(), "preset": source.name, **source.fields, "build_s": round(build_s, 2)}
     rows = {}
@@ -175,11 +169,12 @@ def main() -> None:
             del engine, of_case
             gc.collect()
             torch.cuda.empty_cache()
-        if arguments.float32:
-            engine = build_engine(in_float32(source, model), **fields)
-            rows["float32"], _ = next_log_probs(engine, alone, sampling)
         if arguments.truth:
             rows["truth"] = source.truth(model, texts)
+        if arguments.float32:
+            exact = in_float32(source, model.cpu())  # both do not fit some GPUs
+            engine = build_engine(exact, **(fields | kv_budget(exact, BLOCKS, **SIZES)))
+            rows["float32"], _ = next_log_probs(engine, alone, sampling)
     report["prompt_tokens"] = sum(map(len, texts))
     if platform.rank == 0:
         torch.save({"rows": rows, "report": report}, arguments.out)

@@ -11,6 +11,7 @@ have the same bits. The last engine is the control: one product of each MLP is l
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import time
@@ -25,11 +26,12 @@ from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.bits import SPANS, bits
-from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens
+from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, random_tokens, run_to_end
 from tests.harness.named_models import named
 
 MAX_REQUESTS, MAX_TOKENS = 16, 1024
 LONGEST_TOKENS = 1200  # of a shared prefix: longer than a step's MAX_TOKENS
+PLENTY_TOKENS = 4 * MAX_REQUESTS * (LONGEST_TOKENS + 300)  # cached and running, where memory is not tight
 WAITS = (0, 0, 1, 2, 5)  # requests that arrive before a step
 
 
@@ -47,13 +49,6 @@ class Job:
         return params
 
 
-def step(engine, finished):
-    """One step; finished requests go into ``finished``, by id."""
-    for record in engine.step_modern()["finished_request_records"]:
-        request = record.merge()
-        finished[request.request_id] = request
-
-
 def make_jobs(engine, count, vocabulary, longest, seed=0):
     """Requests and what each gives alone, with a salt that no other request has."""
     rng = random.Random(seed)
@@ -68,8 +63,7 @@ def make_jobs(engine, count, vocabulary, longest, seed=0):
         jobs.append(Job(before + own, rng.randrange(1, 13), rng.random() < 0.2))
         finished = {}
         engine.add_request(number, jobs[-1].prompt, jobs[-1].params(cache_salt=f"alone {number}"))
-        while engine.has_unfinished_requests():
-            step(engine, finished)
+        run_to_end(engine, finished)
         assert not finished[number].num_cached_tokens
         truth.append(bits(finished[number]))
     return jobs, truth
@@ -84,7 +78,7 @@ def play(engine, jobs, seed):
                 number = waiting.pop(rng.randrange(min(12, len(waiting))))
                 engine.add_request(number, jobs[number].prompt, jobs[number].params())
         if engine.has_unfinished_requests():
-            step(engine, finished)
+            run_to_end(engine, finished, steps=1)
             steps += 1
     engine.context.check_integrity()
     return finished, steps
@@ -129,17 +123,17 @@ def main():
         "max_requests": MAX_REQUESTS,
         "max_tokens": MAX_TOKENS if cuda else 272,
         "block_size_tokens": options.block_tokens,
-        "buffer_size_gb": 4 if cuda else 0.25,
         "enable_chunked_prefill": True,
         "materialize_only_last_token_logits": False,
     }
     report = {"platform": platform.describe(), "preset": options.preset, "dtype": config.dtype}
     report["requests"] = options.requests
     model = build_hybrid_model(config, seed=0)
-    plenty, tight = {"mamba_gb": 2.0 if cuda else 0.02}, {"host_gb": 2.0 if cuda else 0.05}
-    tight["cache_gb"] = 3.5 * cache_gb_for(
-        model, 24, states=4, block_tokens=options.block_tokens, max_requests=MAX_REQUESTS
-    )
+    sizes = {"block_tokens": options.block_tokens, "max_requests": MAX_REQUESTS}
+    blocks = PLENTY_TOKENS // options.block_tokens
+    fields |= kv_budget(model, blocks, **sizes)  # of the engine without a cache
+    plenty = {"cache_gb": cache_gb_for(model, blocks, states=4 * MAX_REQUESTS, **sizes)}
+    tight = {"cache_gb": 3.5 * cache_gb_for(model, 24, states=4, **sizes), "host_gb": 2.0 if cuda else 0.05}
     engines = {
         "eager": (plenty, {}),
         "async": (plenty, {"async_sched_mode": "async"}),
@@ -176,7 +170,8 @@ def main():
             }
             if name == "graphs":
                 release_engine(engine)
-            del engine
+            del engine, own
+            gc.collect()
             if speaks:
                 print(f"{name:>8}: {report[name]}; {time.perf_counter() - begin:.1f} s since the start", flush=True)
     if speaks:

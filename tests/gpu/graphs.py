@@ -1,11 +1,13 @@
 """Answers with and without CUDA graphs, hits and misses, decode and mixed steps. Usage: ``graphs.py PRESET OUT.json``.
 
 Of a model that drafts: answers with drafts, the cache on and off, beside those without drafts. Drafts are made from the latter, so
-that 0, 1 or 2 of each pair are accepted. In some runs requests have end tokens, which may be accepted drafts. Every engine has a model of its own: graphs are tied to the modules they were captured on.
+that 0, 1 or 2 of each pair are accepted. In some runs requests have end tokens, which may be accepted drafts. Every engine has a
+model of its own: graphs are tied to the modules they were captured on.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from contextlib import nullcontext
@@ -18,12 +20,14 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.models import layers_for
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens
+from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, random_tokens, run_to_end
 from tests.harness.named_models import named
 
 NEW_TOKENS = 24
 PREFIX_TOKENS = 512
 MAX_REQUESTS, BLOCK_TOKENS = 16, 256
+BLOCKS, STATES = 5 * MAX_REQUESTS, 4 * MAX_REQUESTS  # more than all prompts need, and few where memory is tight
+TIGHT_BLOCKS, TIGHT_STATES = 8, 2
 DRAFTS = 2
 
 
@@ -53,24 +57,25 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
             bfloat16 that alone would change the answers.
         **fields: As of `build_engine`.
     """
+    gc.collect()  # the model of the run before
+    torch.cuda.empty_cache()
     config = named(preset)
     overrides = layers_for(config) | ({"cuda_graph_impl": "local"} if graphs else {})
     model = build_hybrid_model(config, seed=0, **overrides)
     if graphs:
         fields["num_cuda_graphs"] = 8
-    cache_gb = 2.5
-    if tight and config.dtype == "float32":
-        drafts = fields.get("num_speculative_tokens", 0)
-        sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": MAX_REQUESTS, "speculative_tokens": drafts}
-        cache_gb = cache_gb_for(model, 8, states=2, **sizes)
+    drafts = fields.get("num_speculative_tokens", 0)
+    sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": MAX_REQUESTS, "speculative_tokens": drafts}
+    few = tight and config.dtype == "float32"
+    blocks, states = (TIGHT_BLOCKS, TIGHT_STATES) if few else (BLOCKS, STATES)
     engine = build_engine(
         model,
-        HybridPrefixConfig(cache_gb=cache_gb) if cached else None,
+        HybridPrefixConfig(cache_gb=cache_gb_for(model, blocks, states=states, **sizes)) if cached else None,
         max_sequence_length=2048,
         max_requests=MAX_REQUESTS,
         block_size_tokens=BLOCK_TOKENS,
-        buffer_size_gb=2,
         async_sched_mode=mode,
+        **kv_budget(model, BLOCKS, **sizes),
         **fields,
     )
     context, finished, counts = engine.context, {}, {"prefill": 0, "decode": 0, "graph_prefill": 0, "graph_decode": 0}
@@ -100,9 +105,9 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
                     params.add_attributes({"stop_token_ids": [end_of(number, answers[number])]})
                 engine.add_request(number, prompt, params)
                 if not together:
-                    steps(engine, finished)
-            steps(engine, finished, 6)
-        steps(engine, finished)
+                    run_to_end(engine, finished)
+            run_to_end(engine, finished, 6)
+        run_to_end(engine, finished)
     counts["accepted"] = int(engine._spec_tokens_accepted_per_pos.sum())
     if cached:
         context.check_integrity()
@@ -130,15 +135,6 @@ def addresses_of(context):
     """Addresses that a captured graph has: they must stay."""
     tensors = context.shared_memory.states | {"kv": context.memory_buffer, "indices": context.prefill_step.buffer}
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
-
-
-def steps(engine, finished, count=None):
-    """Runs a number of steps, or to the end."""
-    while engine.has_unfinished_requests() and count != 0:
-        for record in engine.step_modern()["finished_request_records"]:
-            request = record.merge()
-            finished[request.request_id] = request
-        count = None if count is None else count - 1
 
 
 def without_drafts(preset):

@@ -20,11 +20,13 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.models import Source
-from tests.harness.engine_helpers import greedy
+from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, run_to_end
 from tests.harness.naive_model import local_weights
 from tests.harness.quadratic_model import QuadraticHybridModel
 
 PREFIX_TOKENS, OWN_TOKENS, FORCED_TOKENS, BATCH = 1024, 40, 32, 8
+SIZES = {"block_tokens": 256, "max_requests": BATCH}
+BLOCKS = 6 * (BATCH + 1)
 
 
 def force_tokens(engine, wanted):
@@ -51,31 +53,25 @@ def force_tokens(engine, wanted):
     return found
 
 
-def decoded(model, prompts, forced, prefix, **fields):
+def decoded(model, prompts, forced, prefix=None, **fields):
     """Log-probs of the forced tokens, (prompts, FORCED_TOKENS), and how many prompt tokens were reused."""
-    fields = {"max_sequence_length": 2048, "max_requests": BATCH, "max_tokens": 16384, "buffer_size_gb": 4} | fields
-    engine = build_engine(model, prefix, **fields)
+    fields = {"max_sequence_length": 2048, "max_requests": BATCH, "max_tokens": 16384} | fields
+    engine = build_engine(model, prefix, **(fields | kv_budget(model, BLOCKS, **SIZES)))
     found = force_tokens(engine, dict(enumerate(forced)))
     for start in range(0, len(prompts), BATCH):
         for number in range(start, min(start + BATCH, len(prompts))):
             engine.add_request(number, prompts[number], greedy(FORCED_TOKENS, return_log_probs=False))
             if start == 0:  # one by one, so that the others find what the first two leave
-                steps(engine)
-        steps(engine)
+                run_to_end(engine, {})
+        run_to_end(engine, {})
     reused = 0 if prefix is None else engine.context.prefix_stats().reused_tokens
     return torch.tensor([found[number] for number in range(len(prompts))]), reused
 
 
-def steps(engine):
-    """Steps to the end."""
-    while engine.has_unfinished_requests():
-        engine.step_modern()
-
-
 def whole(model, prompts, forced):
     """The same log-probs, from one prefill of each prompt with its forced tokens."""
-    fields = {"max_sequence_length": 2048, "max_requests": 4, "buffer_size_gb": 2}
-    engine = build_engine(model, materialize_only_last_token_logits=False, **fields)
+    fields = {"max_sequence_length": 2048, "max_requests": BATCH, "materialize_only_last_token_logits": False}
+    engine = build_engine(model, **(fields | kv_budget(model, BLOCKS, **SIZES)))
     rows = []
     for number, (prompt, tokens) in enumerate(zip(prompts, forced, strict=True)):
         engine.add_request(number, prompt + tokens, greedy(1, return_log_probs=False))
@@ -83,13 +79,8 @@ def whole(model, prompts, forced):
         logits = engine.controller._all_logits_cuda[0, len(prompt) - 1 : len(prompt) + len(tokens) - 1].float()
         targets = torch.tensor(tokens, device=logits.device)
         rows.append(torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0].cpu())
-        steps(engine)
+        run_to_end(engine, {})
     return torch.stack(rows)
-
-
-def say(line):
-    """Prints at once."""
-    print(line, flush=True)
 
 
 def in_float32(source, model):
@@ -127,18 +118,21 @@ def main():
     shared = source.tokens(PREFIX_TOKENS, seed=1)
     pairs = [source.prompt_and_answer(OWN_TOKENS, FORCED_TOKENS, 100 + i, 10_000 + i) for i in range(count)]
     prompts, forced = [shared + own for own, _ in pairs], [answer for _, answer in pairs]
-    prefix = HybridPrefixConfig(mamba_gb=2, state_dtype=state_dtype)
+    # States may be kept in float32, twice as large.
+    prefix = HybridPrefixConfig(
+        cache_gb=cache_gb_for(model, BLOCKS, states=8 * BATCH, **SIZES), state_dtype=state_dtype
+    )
     with torch.inference_mode():
         if arguments.float64:
             right = whole_in_float64(QuadraticHybridModel(model, source.config), prompts, forced)
         else:
             right = whole(in_float32(source, model), prompts, forced)
-        say(f"truth: mean log-prob {float(right.mean()):.4f}")
-        misses, _ = decoded(model, prompts, forced, None)
-        say(f"misses: {float((misses - right).abs().mean()):.6f}")
+        print(f"truth: mean log-prob {float(right.mean()):.4f}", flush=True)
+        misses, _ = decoded(model, prompts, forced)
+        print(f"misses: {float((misses - right).abs().mean()):.6f}", flush=True)
         hits, reused_tokens = decoded(model, prompts, forced, prefix)
-        say(f"hits, the first two included: {float((hits - right).abs().mean()):.6f}")
-        chunked, _ = decoded(model, prompts, forced, None, enable_chunked_prefill=True, max_tokens=PREFIX_TOKENS)
+        print(f"hits, the first two included: {float((hits - right).abs().mean()):.6f}", flush=True)
+        chunked, _ = decoded(model, prompts, forced, enable_chunked_prefill=True, max_tokens=PREFIX_TOKENS)
     hit_rows = slice(2, None)  # the first two computed all
     errors = {
         name: float((rows - right)[hit_rows].abs().mean())

@@ -18,16 +18,17 @@ from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, ru
 from tests.harness.named_models import named
 
 PROMPTS, ROUNDS, BLOCK = 12, 4, 256
+HOST_GB = 2.0  # all prompts' entries: 12 of 8 blocks of 1 MiB and states of up to 8.25
 
 
-def main(mode, preset="small", host_gb="8"):
+def main(mode, preset="small"):
     platform = ensure_platform()
     model = build_hybrid_model(named(preset), seed=0)
     vocabulary = named(preset).vocab_size
     cache_gb = cache_gb_for(model, 44, states=6, block_tokens=BLOCK, max_requests=4)
     engine = build_engine(
         model,
-        HybridPrefixConfig(cache_gb=cache_gb, host_gb=float(host_gb), retention_interval_tokens=0),
+        HybridPrefixConfig(cache_gb=cache_gb, host_gb=HOST_GB, retention_interval_tokens=0),
         max_sequence_length=8192,
         max_requests=4,
         max_tokens=8192,

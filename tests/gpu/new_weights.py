@@ -14,13 +14,14 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform
-from tests.gpu.graphs import finish, steps
+from tests.gpu.graphs import finish
 from tests.gpu.models import layers_for
-from tests.harness.engine_helpers import greedy, random_tokens
+from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
 
 NEW_TOKENS = 24
 PROMPTS = (300, 70)  # tokens
+SIZES = {"block_tokens": 256, "max_requests": 16}
 
 
 class Run:
@@ -39,10 +40,9 @@ class Run:
         self.sent = 0
         self.engine = build_engine(
             self.model,
-            HybridPrefixConfig(mamba_gb=0.5),
+            HybridPrefixConfig(cache_gb=cache_gb_for(self.model, 64, states=32, **SIZES)),
             max_sequence_length=2048,
-            max_requests=16,
-            buffer_size_gb=2,
+            max_requests=SIZES["max_requests"],
             async_sched_mode=mode,
             **({"num_cuda_graphs": 8} if graphs else {}),
         )
@@ -65,7 +65,7 @@ class Run:
                 prompt = random_tokens(count, seed=number, vocabulary=self.config.vocab_size)
                 self.engine.add_request(self.sent, prompt, greedy(NEW_TOKENS))
                 self.sent += 1
-            steps(self.engine, finished)
+            run_to_end(self.engine, finished)
         context.initialize_attention_state = initialize
         requests = [finished[number] for number in sorted(finished)]
         return {

@@ -1,160 +1,201 @@
-"""Runs the tests that need a GPU, several at a time on each GPU. Usage: ``python -m tests.gpu.run [--gpus N] [WORDS...]``.
+"""Runs the tests marked ``gpu``, as many at a time as fit the GPUs and the host's cores.
 
-    python -m tests.gpu.run --gpus 1 --jobs 12 --out out/gpu           # all of them; those for several GPUs are skipped
-    python -m tests.gpu.run --gpus 1 --jobs 12 --need 1 --without chunked_prefill as_near       # those that are done in five minutes
-    python -m tests.gpu.run --gpus 4 --jobs 4 cuda_graphs host_tier    # tests with one of these words in their names
+    python -m tests.gpu.run --quick                  # a case of each test function, on one GPU: five minutes on one of 80 GiB
+    python -m tests.gpu.run                          # all of them, on all GPUs; those for more GPUs are left out
+    python -m tests.gpu.run cuda_graphs host_tier    # tests with one of these words in their names
+    python -m tests.gpu.run --list                   # what each needs, also on a machine without a GPU
 
-Each test is a process of pytest: what it does is mostly waiting for the host (imports, compiling of kernels, small steps).
-No test asserts a time, so they may share a GPU. Tests for several GPUs run first. Prints a line as each test ends; its output is in a
-file of ``--out``. Exit code: 0; 1 if a test failed.
+Each test is a process of pytest, each file of ``tests/kernels`` and ``tests/core`` one. A process starts where the memory that
+its tests need (`tests.gpu.packing`) is free. No test asserts a time, so they may share a GPU. Prints a line as each process ends:
+seconds, the memory that was asked for, and the most that torch reserved in it, where torch can say. Its output is in a file of
+``--out``. Exit code 1 if a test failed or did not end in time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
+import pytest
+
+from tests.gpu.launch import PEAKS
+from tests.gpu.packing import CONTEXT_GIB, Case, Job, Packer, jobs_of, quick
 
 ROOT = Path(__file__).resolve().parents[2]
-PLACES = ["tests/gpu", "tests/kernels", "tests/core/test_host_arena.py"]
-OWN_PROCESS = "tests/gpu/"  # tests of other folders start no processes; those of one file share one
-LONGEST = ("chunked_prefill", "as_near", "nemotron", "test_delta_rule", "agreement", "cuda_graphs", "paged")  # first
-TWO = re.compile(r"\b(tp2|pp2|ep2|(tiny|4b)-2)\b")
-FOUR = re.compile(r"\b(tp4|2x2)\b")
+PLACES = ["tests/gpu", "tests/kernels", "tests/core"]
+END_S = 20.0  # for processes that are told to end
+_FREE = (
+    "import json, torch; print(json.dumps([torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]))"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Tests that one process runs."""
+class Collector:
+    """A plugin of pytest that keeps the collected tests."""
 
-    name: str
-    tests: tuple[str, ...]
-    gpus: int
+    def __init__(self) -> None:
+        self.tests: list[Case] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.tests = [Case.of(item) for item in session.items]
 
 
-def collect(words: list[str], without: list[str], slow: bool) -> list[Job]:
-    """The tests marked ``gpu`` with one of the words in their names and none of others, as jobs; the longest first."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-m",
-        "gpu" if slow else "gpu and not slow",
-        *PLACES,
+def collect(words: list[str]) -> list[Case]:
+    """The tests marked ``gpu`` with one of the words in their names.
+
+    Raises:
+        SystemExit: There are none, or pytest cannot import one.
+    """
+    collector, said = Collector(), io.StringIO()
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(said):
+        options = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        code = pytest.main([*options, *PLACES], plugins=[collector])
+    tests = [test for test in collector.tests if not words or any(word in test.name for word in words)]
+    if code or not tests:
+        raise SystemExit(f"no tests of {words or 'pytest'}: {said.getvalue()[-3000:]}")
+    return tests
+
+
+def free_gib() -> list[float]:
+    """Free memory of each GPU. In a process of its own, because a context takes memory."""
+    found = subprocess.run([sys.executable, "-c", _FREE], capture_output=True, text=True, check=True)
+    return [free_bytes / 2**30 for free_bytes in json.loads(found.stdout)]
+
+
+class Running:
+    """A process of pytest that runs a job on these GPUs; its output goes into a file of ``out``."""
+
+    def __init__(self, job: Job, gpus: tuple[int, ...], out: Path) -> None:
+        self.job, self._start_s = job, time.monotonic()
+        self._log = out / (re.sub(r"[^\w.-]+", "_", job.name).strip("_")[-150:] + f"_{job.gpus}.log")
+        self._peaks = self._log.with_suffix(".peaks")
+        self._peaks.unlink(missing_ok=True)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # of these, where the variable is set
+        env = os.environ | {
+            "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) if visible == [""] else visible[gpu] for gpu in gpus),
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # else each process compiles its kernels
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(out / "flash-attention"),
+            "TRITON_CACHE_AUTOTUNING": "1",  # else each process times the configurations of its kernels
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            PEAKS: str(self._peaks),
+        }
+        command = [sys.executable, "-m", "pytest", "-s", "-q", "-p", "no:cacheprovider", "-p", "tests.gpu.launch"]
+        with self._log.open("w") as file:
+            self._process = subprocess.Popen(
+                [*command, *job.tests], cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def tell(self, number: signal.Signals) -> None:
+        """A signal for pytest and the processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def outcome(self, cut: bool) -> tuple[str, str]:
+        """Passed, failed or cut; and a line about it."""
+        outcome = "cut" if cut else "passed" if self._process.returncode == 0 else "failed"
+        said = self._log.read_text(errors="replace").splitlines()
+        summary = next((line for line in reversed(said) if re.search(r"\d (passed|failed|skipped|error)", line)), "")
+        peaks = self._peaks.read_text().split() if self._peaks.exists() else []
+        peak = f"{max(map(int, peaks)) / 2**30:5.1f}" if peaks else "    ?"
+        seconds, gib = time.monotonic() - self._start_s, self.job.gib - CONTEXT_GIB
+        name = self.job.name.removeprefix("tests/")
+        return outcome, f"{outcome:6} {seconds:6.1f} s  {peak} of {gib:4.1f} GiB  {name}  ({summary.strip('= ')})"
+
+
+def run_all(packer: Packer, out: Path, limit_s: float) -> Counter[str]:
+    """Runs the jobs of a packer. Returns how many passed, failed, were cut, and did not begin."""
+    start_s, running = time.monotonic(), []
+    found: Counter[str] = Counter()
+
+    def say(one: Running, cut: bool = False) -> None:
+        outcome, line = one.outcome(cut)
+        found[outcome] += 1
+        print(f"[{time.monotonic() - start_s:5.0f} s] {line}", flush=True)
+
+    try:
+        while (running or packer.waiting) and time.monotonic() - start_s < limit_s:
+            running += [Running(job, gpus, out) for job, gpus in packer.start()]
+            for one in [one for one in running if one.has_ended()]:
+                running.remove(one)
+                packer.end(one.job)
+                say(one)
+            time.sleep(0.2)
+    finally:
+        end(running)
+    for one in running:
+        say(one, cut=True)
+    found["not begun"] = len(packer.waiting)
+    return found
+
+
+def end(running: list[Running]) -> None:
+    """Ends what still runs: torchrun ends its workers, if it is asked to."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for one in running:
+            one.tell(number)
+        end_s = time.monotonic() + END_S
+        while time.monotonic() < end_s and not all(one.has_ended() for one in running):
+            time.sleep(0.2)
+
+
+def table(jobs: list[Job]) -> str:
+    """What each job needs."""
+    rows = [
+        f"{job.gpus} x {job.gib - CONTEXT_GIB:4.1f} GiB, about {job.seconds:4.0f} s  {job.name}"
+        + (f" ({len(job.tests)} tests)" if len(job.tests) > 1 else "")
+        for job in sorted(jobs, key=lambda job: job.seconds)
     ]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    tests = [line for line in listed.stdout.splitlines() if "::" in line]
-    if not tests:
-        raise SystemExit(f"pytest found no tests:\n{listed.stdout[-2000:]}{listed.stderr[-2000:]}")
-    groups: dict[str, list[str]] = {}
-    for test in tests:
-        if (not words or any(word in test for word in words)) and not any(word in test for word in without):
-            name = test if test.startswith(OWN_PROCESS) else test.partition("::")[0]
-            groups.setdefault(name, []).append(test)
-    jobs = [Job(name, tuple(own), max(map(gpus_of, own))) for name, own in groups.items()]
-    return sorted(jobs, key=lambda job: next((at for at, word in enumerate(LONGEST) if word in job.name), len(LONGEST)))
+    return "\n".join(rows)
 
 
-def gpus_of(test: str) -> int:
-    """GPUs that a test needs, by its name."""
-    return 4 if FOUR.search(test) else 2 if TWO.search(test) else 1
-
-
-def run(job: Job, gpus: list[int], out: Path, limit_s: float) -> tuple[bool, str]:
-    """Runs the tests of a job on these GPUs. Returns whether they passed, and a line about it."""
-    path = out / (re.sub(r"[^\w.-]+", "_", job.name).strip("_")[-150:] + ".log")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # of these, where the variable is set
-    env = os.environ | {
-        "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) if visible == [""] else visible[gpu] for gpu in gpus),
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # else each process compiles its kernels
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(out / "flash-attention"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
-    command = [sys.executable, "-m", "pytest", "-s", "-q", "-p", "no:cacheprovider", *job.tests]
-    started_s = time.monotonic()
-    with path.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
-            code = None
-    said = path.read_text(errors="replace")
-    summary = next(
-        (line for line in reversed(said.splitlines()) if re.search(r"\d (passed|failed|skipped|error)", line)), ""
-    )
-    outcome = "passed" if code == 0 else "hung" if code is None else "failed"
-    seconds = time.monotonic() - started_s
-    return code == 0, f"{outcome:6} {seconds:6.1f} s  {job.name.removeprefix('tests/')}  ({summary.strip('= ')})"
-
-
-def run_all(jobs: list[Job], gpus: int, per_gpu: int, out: Path, limit_s: float) -> int:
-    """Runs the jobs, those for several GPUs first. Returns how many failed."""
-    failed, started_s = 0, time.monotonic()
-
-    def say(passed: bool, line: str) -> None:
-        nonlocal failed
-        failed += not passed
-        print(f"[{time.monotonic() - started_s:5.0f} s] {line}", flush=True)
-
-    alone = [job for job in jobs if 1 < job.gpus <= gpus]
-    for size in (4, 2, 1):
-        # A test that needs more GPUs than there are skips itself.
-        own = [job for job in jobs if (job in alone and job.gpus == size) or (size == 1 and job not in alone)]
-        places: Queue[list[int]] = Queue()
-        for _ in range(per_gpu if size == 1 else ceil_div(per_gpu, 2)):
-            for first in range(0, gpus - size + 1, size):
-                places.put(list(range(first, first + size)))
-        _in_places(own, places, out, limit_s, say)
-    return failed
-
-
-def _in_places(jobs: list[Job], places: Queue[list[int]], out: Path, limit_s: float, say: Any) -> None:
-    def one(job: Job) -> None:
-        gpus = places.get()
-        try:
-            say(*run(job, gpus, out, limit_s))
-        finally:
-            places.put(gpus)
-
-    if jobs:
-        with ThreadPoolExecutor(places.qsize()) as pool:
-            list(pool.map(one, jobs))
-
-
-def main() -> int:
+def main(argv: Any = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="run tests with one of them in their names; default: all")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=6, help="processes on each GPU")
-    parser.add_argument("--without", nargs="+", default=[], metavar="WORD", help="but none with one of these")
-    parser.add_argument("--need", type=int, nargs="+", default=[1, 2, 4], help="run tests that need so many GPUs")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="of a process")
-    parser.add_argument("--not-slow", action="store_true", help="without tests marked slow")
+    parser.add_argument("--quick", action="store_true", help="a case of each test function, and of those for one GPU")
+    parser.add_argument("--gpus", type=int, help="use only the first of them")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=cores, help=f"processes at a time (default: cores, {cores} here)")
+    parser.add_argument("--limit-s", type=float, help="of all (default: 300 with --quick, else 1,800)")
+    parser.add_argument("--list", action="store_true", help="only say what each process would need")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    jobs = [
-        job for job in collect(arguments.words, arguments.without, not arguments.not_slow) if job.gpus in arguments.need
-    ]
-    print(f"{len(jobs)} processes, {sum(len(job.tests) for job in jobs)} tests", flush=True)
-    started_s = time.monotonic()
-    failed = run_all(jobs, arguments.gpus, arguments.jobs, arguments.out, arguments.limit_s)
-    print(f"{len(jobs) - failed} passed, {failed} failed, {time.monotonic() - started_s:.0f} s", flush=True)
-    return 1 if failed else 0
+    arguments = parser.parse_args(argv)
+    tests = collect(arguments.words)
+    if arguments.quick:
+        tests = quick(test for test in tests if test.gpus == 1)
+    jobs = jobs_of(tests)
+    if arguments.list:
+        print(table(jobs))
+        return 0
+    free = free_gib()[: arguments.gpus]
+    if not free:
+        raise SystemExit("there is no GPU here; --list says what each test needs")
+    packer = Packer(jobs, free, arguments.jobs)
+    for job in packer.too_large:
+        print(f"left out: {job.name}: needs {job.gib:.1f} GiB on {job.gpus} GPUs", flush=True)
+    here = ", ".join(f"{gib:.1f}" for gib in free)
+    print(
+        f"{len(packer.waiting)} processes, {len(tests)} tests; GiB free: {here}; {arguments.jobs} at a time", flush=True
+    )
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    start_s = time.monotonic()
+    found = run_all(packer, out, arguments.limit_s or (300.0 if arguments.quick else 1800.0))
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in found.items() if count)
+    print(f"{counts or 'nothing'}, {time.monotonic() - start_s:.0f} s", flush=True)
+    return 0 if set(+found) <= {"passed"} else 1
 
 
 if __name__ == "__main__":

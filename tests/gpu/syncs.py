@@ -19,16 +19,21 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens
+from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, random_tokens
 from tests.harness.named_models import named, runs_on_megatron
 
 PREFIX_TOKENS = 1024
 SHORT_TOKENS, LONG_TOKENS = 300, 2600
+SIZES = {"block_tokens": 256, "max_requests": 8}
+BLOCKS = 120
 
 
 @contextmanager
 def mode(name):
-    """A context with ``torch.cuda.set_sync_debug_mode``."""
+    """A context with ``torch.cuda.set_sync_debug_mode``; without a GPU nothing."""
+    if not torch.cuda.is_available():
+        yield
+        return
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode(name)
     try:
@@ -77,6 +82,11 @@ def forbid_syncs(engine):
     return called
 
 
+def waits(caught):
+    """How many of the warnings are of calls that make the CPU wait for the GPU."""
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
 def counted(engine, prompt, request_id):
     """Synchronising calls of a request: of its admission and first step, and the least of the decode steps after it."""
     found = []
@@ -85,7 +95,7 @@ def counted(engine, prompt, request_id):
         with warnings.catch_warnings(record=True) as caught, mode("warn"):
             warnings.simplefilter("always")
             engine.step_modern()
-        found.append(sum("synchronizing" in str(warning.message) for warning in caught))
+        found.append(waits(caught))
     return {"prefill": found[0], "decode": min(found[1:-1])}
 
 
@@ -104,15 +114,13 @@ def main(preset="small"):
     ensure_platform()
     model = build_hybrid_model(named(preset), seed=0)
     plain = build_upstream_engine if runs_on_megatron(named(preset)) else build_engine
-    fields = {"max_sequence_length": 4096, "max_requests": 8, "buffer_size_gb": 2}
+    fields = {"max_sequence_length": 4096, "max_requests": SIZES["max_requests"], **kv_budget(model, BLOCKS, **SIZES)}
     prefix = random_tokens(PREFIX_TOKENS, seed=1)
     found = {}
     engines = {
         "off": None,
         # With "lru" each kind of prompts takes the memory of the one before.
-        "ours": HybridPrefixConfig(
-            cache_gb=cache_gb_for(model, 120, block_tokens=256, max_requests=8), eviction_policy="lru"
-        ),
+        "ours": HybridPrefixConfig(cache_gb=cache_gb_for(model, BLOCKS, **SIZES), eviction_policy="lru"),
     }
     with torch.inference_mode():
         for name, config in engines.items():

@@ -9,8 +9,6 @@ import torch
 
 from tests.gpu.launch import run_script
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(autouse=True)
 def on_hopper():
@@ -18,16 +16,19 @@ def on_hopper():
         pytest.skip("kernels are compared on Hopper GPUs only")
 
 
+@pytest.mark.gpu(gib=6, seconds=60)
 def test_rows_of_each_kernel_do_not_depend_on_each_other():
     print(run_script("bits_kernels.py"))  # its exit code says so
 
 
+@pytest.mark.gpu(gib=8, seconds=120)
 @pytest.mark.parametrize("preset", ["small", "small-gdn", "small-mixed", "tiny"])
 def test_a_request_has_the_same_bits_alone_and_in_random_schedules(preset, tmp_path):
     print(run_script("bits.py", preset, "--out", tmp_path))
     check(json.loads((tmp_path / f"bits_{preset}_tp1.json").read_text()))
 
 
+@pytest.mark.gpu(gib=6, seconds=80)
 def test_likewise_in_one_memory_with_blocks_as_long_as_the_attentions_tile(tmp_path):
     """FlashAttention 4 loads such blocks whole."""
     print(run_script("bits.py", "small", "--engines", "tight", "--block-tokens", 128, "--out", tmp_path))
@@ -35,6 +36,7 @@ def test_likewise_in_one_memory_with_blocks_as_long_as_the_attentions_tile(tmp_p
     assert found["hits"] and found["evictions"] and not any(found["different"].values()), found
 
 
+@pytest.mark.gpu(gib=8, gpus=2, seconds=150)
 @pytest.mark.parametrize("preset", ["small", "small-gdn"])
 def test_likewise_on_two_gpus(preset, tmp_path):
     if torch.cuda.device_count() < 2:

@@ -7,20 +7,22 @@ import json
 import pytest
 
 from tests.gpu.chunked_error import further_off
-from tests.gpu.launch import run_script
-
-pytestmark = pytest.mark.gpu
+from tests.gpu.launch import FIXED_BLOCKS, run_script
 
 
-@pytest.mark.parametrize("preset", ["upstream-test", "small"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param("upstream-test", marks=pytest.mark.gpu(gib=5, seconds=200)),
+        pytest.param("small", marks=pytest.mark.gpu(gib=8, seconds=240)),
+    ],
+)
 def test_no_further_from_the_truth_than_megatron(tmp_path, preset):
     """Chunks are not less exact than whole prompts, either. Greedy choices change only where the best two are within
     noise.
     """
     path = tmp_path / "report.json"
-    print(
-        run_script("chunked_error.py", "--preset", preset, "--prompts", 40, "--json", path, TRITON_F32_DEFAULT="ieee")
-    )
+    print(run_script("chunked_error.py", "--preset", preset, "--prompts", 40, "--json", path, **FIXED_BLOCKS))
     report = json.loads(path.read_text())
     engines = report["engines"]
     assert engines["bfloat16, ours, chunked"]["chunked_prompts"] >= 5

@@ -1,4 +1,4 @@
-"""Accuracy of the cache on a GPU, and the copies it makes there. (``checkpoint_cost.py`` prints the time it costs.)"""
+"""Accuracy of the cache on a GPU, and the copies it makes there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 
 import pytest
 
-from tests.gpu.launch import run_script
-
-pytestmark = pytest.mark.gpu
+from tests.gpu.launch import FIXED_BLOCKS, run_script
 
 
 def report(script, *arguments, **env):
@@ -18,17 +16,22 @@ def report(script, *arguments, **env):
     return json.loads(line)
 
 
-@pytest.mark.parametrize(("preset", "prompts"), [("small", 200), ("small-gdn", 200), ("small-mixed", 100)])
+@pytest.mark.gpu(gib=6, seconds=150)
+@pytest.mark.parametrize(
+    ("preset", "prompts"),
+    [("small", 200), ("small-gdn", 200), pytest.param("small-mixed", 100, marks=pytest.mark.gpu(seconds=120))],
+)
 def test_a_hit_is_as_near_to_float32_as_a_miss(preset, prompts):
-    found = report("hit_error.py", preset, prompts, TRITON_F32_DEFAULT="ieee")
+    found = report("hit_error.py", preset, prompts, **FIXED_BLOCKS)
     assert found["prompts"] >= prompts and found["forced_tokens"] >= 32
     assert found["reused_tokens"] >= (prompts - 2) * 1024
     assert found["hit_over_miss"] <= 1.05
 
 
+@pytest.mark.gpu(gib=3, seconds=40)
 @pytest.mark.parametrize("preset", ["small", "small-gdn"])
 def test_keeping_states_moves_no_state(preset):
-    found = report("checkpoint_cost.py", preset, 8192, 30)
+    found = report("kept_states.py", preset, 8192)
     assert found["hit_reused_tokens"] == 4096
     assert found["kernels"] > 100  # the profiler saw the step
     assert found["moving_operators"] == {}

@@ -10,8 +10,6 @@ import pytest
 from tests.gpu.graphs import end_of
 from tests.gpu.launch import run_script
 
-pytestmark = pytest.mark.gpu
-
 
 def run(tmp_path, preset, script="graphs.py"):
     if not any(importlib.util.find_spec(name) for name in ("flash_attn", "flash_attn_interface")):
@@ -53,6 +51,7 @@ def error(found, name):
     return sum(gaps) / len(gaps), len(gaps)
 
 
+@pytest.mark.gpu(gib=3, seconds=100)
 @pytest.mark.parametrize("preset", ["tiny", "tiny-gdn", "tiny-mtp", "tiny-gdn-mtp", "tiny-mamba-mtp"])
 def test_float32_says_the_same_tokens(tmp_path, preset):
     """Also with drafts, which a layer of attention or of Mamba2 predicts, with the cache on and off."""
@@ -69,13 +68,21 @@ def test_float32_says_the_same_tokens(tmp_path, preset):
             assert own == pytest.approx(other[: len(own)], abs=1e-4)
 
 
-@pytest.mark.parametrize("preset", ["small", "small-mixed", "small-qwen3-next"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param("small", marks=pytest.mark.gpu(gib=6, seconds=90)),
+        pytest.param("small-mixed", marks=pytest.mark.gpu(gib=6, seconds=100)),
+        pytest.param("small-qwen3-next", marks=pytest.mark.gpu(gib=12, seconds=120)),
+    ],
+)
 def test_bfloat16_is_within_the_noise_of_two_runs_that_batch_differently(tmp_path, preset):
     found = run(tmp_path, preset)
     check_counts(found)
     check_noise(found, preset, "alone")
 
 
+@pytest.mark.gpu(gib=8, seconds=120)
 @pytest.mark.parametrize("preset", ["small-mtp", "small-mamba-mtp"])
 def test_bfloat16_drafts_are_within_the_noise_of_drafts_without_the_cache(tmp_path, preset):
     """On an H200 drafts changed more than batching did, with the cache off, too."""
@@ -95,6 +102,7 @@ def check_noise(found, preset, reference):
         assert own <= 1.5 * noise
 
 
+@pytest.mark.gpu(gib=2, seconds=60)
 @pytest.mark.parametrize("preset", ["tiny", "tiny-gdn"])
 def test_graphs_read_what_layers_derive_from_new_weights(tmp_path, preset):
     """Weights change in place, under graphs that go on. A replay runs no Python that could notice."""

@@ -13,7 +13,13 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 
 from tests.harness.server_process import HIT, PROMPT, started  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+TINY = ("--preset", "tiny", "--cache-gb", "0.5")
+LARGE = ("--preset", "hybrid-4b", "--cache-gb", "3", "--cuda-graphs", "4", "--max-tokens", "4096")
+
+
+def case(name: str, ranks: int, gib: float, *argv: str):
+    """A server on a GPU for each rank."""
+    return pytest.param(ranks, argv, id=name, marks=pytest.mark.gpu(gib=gib, gpus=ranks, seconds=90))
 
 
 def ask(server, prompt=PROMPT, **fields):
@@ -28,13 +34,12 @@ def ask(server, prompt=PROMPT, **fields):
 @pytest.mark.parametrize(
     ("ranks", "argv"),
     [
-        (1, ["--preset", "tiny"]),
-        (2, ["--preset", "tiny"]),
-        (2, ["--preset", "tiny", "--tp", "2"]),
-        (2, ["--preset", "hybrid-4b", "--cuda-graphs", "4", "--max-tokens", "4096"]),
-        (4, ["--preset", "hybrid-4b", "--cuda-graphs", "4", "--max-tokens", "4096", "--tp", "2"]),
+        case("tiny-1", 1, 2, *TINY),
+        case("tiny-2", 2, 2, *TINY),
+        case("tiny-tp2", 2, 2, *TINY, "--tp", "2"),
+        case("hybrid-4b-2", 2, 16, *LARGE),
+        case("hybrid-4b-2x2", 4, 10, *LARGE, "--tp", "2"),
     ],
-    ids=["tiny-1", "tiny-2", "tiny-tp2", "hybrid-4b-2", "hybrid-4b-2x2"],
 )
 def test_the_second_call_is_cached(ranks, argv, tmp_path, monkeypatch):
     if torch.cuda.device_count() < ranks:

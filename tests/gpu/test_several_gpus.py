@@ -9,7 +9,7 @@ from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.workers import qwen3_next as worker
 from tests.harness.workers.launch import run_torchrun
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(gib=2, gpus=2, seconds=60)  # float32 engines of 10 MiB
 
 
 @pytest.mark.parametrize("layout", worker.LAYOUTS)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.gpu.launch import run_script
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(gib=2, seconds=60)
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,18 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.models import layers_for
-from tests.harness.engine_helpers import NOISES, assert_matches, greedy, random_tokens, run_to_end
+from tests.harness.engine_helpers import NOISES, assert_matches, greedy, kv_budget, random_tokens, run_to_end
 from tests.harness.naive_model import UNIT_ROUNDOFF, NaiveHybridModel
 from tests.harness.named_models import named
 
 LENGTHS = (2, 65, 129, 200)
+MAX_REQUESTS, BLOCKS = 16, 5 * 16
 
 
 def prompts_in_chunks(model, prefix, mode):
     """Finished requests for log-probs of the whole prompt and the two likeliest tokens."""
-    fields = {"max_sequence_length": 512, "buffer_size_gb": 0.25, "max_requests": 8, "block_size_tokens": 64}
+    fields = {"max_sequence_length": 512, "max_requests": 8, "block_size_tokens": 64}
+    fields |= kv_budget(model, 4 * BLOCKS, block_tokens=64, max_requests=8)
     fields |= {"enable_chunked_prefill": True, "max_tokens": 64, "materialize_only_last_token_logits": False}
     engine, finished = build_engine(model, prefix, async_sched_mode=mode, **fields), {}
     for number, length in enumerate(LENGTHS):
@@ -48,7 +50,8 @@ def assert_prompt_matches(reference, request, tolerance):
 def main(tolerance, preset):
     print(ensure_platform().describe())
     model = build_hybrid_model(named(preset), seed=0, **layers_for(named(preset)))
-    fields = {"max_sequence_length": 1024, "buffer_size_gb": 1, "max_requests": 16}
+    fields = {"max_sequence_length": 1024, "max_requests": MAX_REQUESTS}
+    fields |= kv_budget(model, BLOCKS, block_tokens=256, max_requests=MAX_REQUESTS)
     engine = build_engine(model, **fields)
     finished = {}
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import torch
 
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

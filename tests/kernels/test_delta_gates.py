@@ -10,7 +10,7 @@ from tests.kernels import rounding
 
 NAN = float("nan")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 # The interpreter cuts bfloat16 off rather than rounding it.
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 

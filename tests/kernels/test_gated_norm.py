@@ -86,7 +86,7 @@ def test_the_module_is_the_function(group_size):
     assert norm.weight.grad is not None and norm.weight.grad.abs().min() > 0
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1)
 @pytest.mark.parametrize("shape", [(5, 1, 2048), (7, 4, 256), (0, 64)])
 def test_a_norm_with_a_float32_weight_is_rounded_once(shape, monkeypatch):
     from megatron_hybrid_prefix.models.norms import Float32RMSNorm

@@ -25,6 +25,7 @@ from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Load, LoadState, Tag
 from tests.harness.one_memory import FAR_PAGE_BYTES, FAR_PAGES, PAGE_BLOCKS, OneMemory, bits, check_same
 from tests.kernels.steps import SLOTS, Step
+from tests.kernels.test_paged_attention import flash_attention_4
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAYERS, LAYER = 3, 1  # layers of a pool, and the one that an operation gets
@@ -33,8 +34,8 @@ MAX_REQUESTS, DRAFTS = FAR_PAGES // 4, 2  # their slots are all there are
 PLACES = [
     *([] if INTERPRETED else [("cpu", "near")]),  # the interpreter takes its time
     ("cpu", "far"),
-    pytest.param(("cuda", "near"), marks=pytest.mark.gpu),
-    pytest.param(("cuda", "far"), marks=pytest.mark.gpu),
+    pytest.param(("cuda", "near"), marks=pytest.mark.gpu(gib=1)),
+    pytest.param(("cuda", "far"), marks=pytest.mark.gpu(gib=24)),
 ]
 
 
@@ -224,14 +225,25 @@ def attend_by_torch_on_gpu(q, k, v, starts, lengths, longest, table):
     return attention_cuda.paged_varlen_attention_cuda(q, k, v, starts, lengths, longest, None, (-1, 0), table)[0]
 
 
-@pytest.mark.parametrize("attend", [attend_by_triton, attend_by_torch, attend_by_torch_on_gpu])
+def attend_by_flash_attention_4(q, k, v, starts, lengths, longest, table):
+    return flash_attention_4(q, k, v, table, starts.diff().tolist(), lengths.tolist())
+
+
+GPU_ONLY = (attend_by_torch_on_gpu, attend_by_flash_attention_4)
+
+
+@pytest.mark.parametrize("attend", [attend_by_triton, attend_by_torch, *GPU_ONLY])
 def test_attention(place, attend):
     memory, device = place
-    if (attend is attend_by_torch) != (device == "cpu" and not INTERPRETED) or (
-        attend is attend_by_torch_on_gpu and device == "cpu"
-    ):
+    if (attend is attend_by_torch) != (device == "cpu" and not INTERPRETED) or (attend in GPU_ONLY and device == "cpu"):
         pytest.skip("of the other device")
-    kv = memory.kv(LAYERS, 4, 2, 64, torch.bfloat16) if device == "cuda" else memory.kv(LAYERS, 4, 2, 8, torch.float32)
+    tokens = 256 if attend is attend_by_flash_attention_4 else 4
+    if tokens == 256 and memory.page_bytes < FAR_PAGE_BYTES:
+        pytest.skip("blocks of 256 tokens are larger than those of this memory")
+    if device == "cuda":
+        kv = memory.kv(LAYERS, tokens, 2, 64, torch.bfloat16)
+    else:
+        kv = memory.kv(LAYERS, tokens, 2, 8, torch.float32)
     page, dim = kv.shape[3], kv.shape[5]
     fill(kv, 2, HERE)
     lengths = torch.tensor([3 * page + 1, 2 * page], device=device)

@@ -13,7 +13,7 @@ from megatron_hybrid_prefix.ops import engine_copies, page_copies
 from megatron_hybrid_prefix.ops.engine_copies import copy_ranges, copy_to_host
 from megatron_hybrid_prefix.ops.page_copies import copy_pages, sum_entries
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 PAGES, ENTRIES, UNTOUCHED = 40, 5, -7
 # layers, shape and type of an entry, bytes of a page, bytes before the entry's: entries of one page, of several, of a part of the
 # last one; that begin inside a page; words of 8, 4, 2 bytes and single bytes; chunks that are cut by the end of a page or layer
@@ -149,7 +149,7 @@ def boxes_of(row_bytes, layer_bytes, page_bytes, start):
 
 
 @pytest.mark.parametrize(
-    "way", ["host", "simulated driver", "far", *DEVICES[1:], pytest.param("cuda, far", marks=pytest.mark.gpu)]
+    "way", ["host", "simulated driver", "far", *DEVICES[1:], pytest.param("cuda, far", marks=pytest.mark.gpu(gib=1))]
 )
 @pytest.mark.parametrize(("layers", "shape", "dtype", "page_bytes", "start"), CASES)
 def test_copies_to_the_host_by_the_engines(way, layers, shape, dtype, page_bytes, start, monkeypatch):
@@ -290,7 +290,7 @@ def test_others_may_pass_after_a_number_is_written(monkeypatch):
     assert written == [(7, word.data_ptr(), 0, 0)] * 3
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1)
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("to_host", [True, False])
 def test_many_ranges_on_a_stream_of_their_own(to_host, batched, monkeypatch):
@@ -314,7 +314,7 @@ def test_many_ranges_on_a_stream_of_their_own(to_host, batched, monkeypatch):
         assert torch.equal(here.cpu(), before.view(2 * count, size)[places].flatten())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1)
 def test_a_refused_copy_is_an_error(monkeypatch):
     monkeypatch.setattr(engine_copies, "_driver_box_copy", lambda: lambda *args: 700)
     with pytest.raises(RuntimeError, match="cuMemcpy3DAsync returned error 700"):

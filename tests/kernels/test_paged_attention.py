@@ -13,7 +13,7 @@ from tests.kernels.test_attention import NAN, cumulative, make
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu(gib=4, seconds=2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

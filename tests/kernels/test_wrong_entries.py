@@ -7,7 +7,7 @@ import torch
 
 from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -3,7 +3,7 @@
 An element is one chain of additions over ascending input features, in float32 on the tensor cores, rounded once. No tile
 splits the features over programs. Tiles differ in rows and columns, which choose where an element is computed, and in how many
 features are loaded at a time. On an H200 all tiles of bfloat16 gave the same bits, those of fewer rows too, which another
-instruction multiplies (``tests/gpu/bits_tiles.py`` compares them). So a decode may use small tiles, and a prefill large ones.
+instruction multiplies (``tests/gpu/bits_kernels.py`` compares them). So a decode may use small tiles, and a prefill large ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     parts: int = 1
 
 
-# Each with the share of the last one's speed that its tiles reach on an H200: `tests/gpu/bits_tiles.py` measured them.
+# Each with the share of the last one's speed that its tiles reached on an H200.
 _TILES = (
     (Tile(64, 32, 256, 4, 4), 0.27),
     (Tile(64, 64, 128, 4, 5), 0.48),
