@@ -4,10 +4,9 @@ Run by `test_agreement.py`, alone or under torchrun; also useful by hand:
 
     python tests/gpu/agreement.py --preset small --out /tmp/small.pt
     torchrun --nproc-per-node 2 tests/gpu/agreement.py --preset small --tp 2 --out /tmp/small2.pt
-    python tests/gpu/agreement.py --hf DIR --truth --out /tmp/hf.pt         # prompts are text, not random
-    python tests/gpu/agreement.py --hf DIR --device cpu --dtype float32 --out /tmp/cpu.pt
+    python tests/gpu/agreement.py --hf DIR --out /tmp/hf.pt         # prompts are text, not random
 
-With ``--truth`` the figures are differences to the same weights in float64, else to each prompt alone with caching off.
+Figures are differences to each prompt alone with caching off.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import time
 import torch
 
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.graphs import count_steps
 from tests.gpu.hit_error import in_float32
 from tests.gpu.models import Source
 from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, state_bytes
@@ -44,22 +44,6 @@ def error(rows: torch.Tensor, reference: torch.Tensor) -> float:
     return float((rows.gather(1, best) - reference.gather(1, best)).abs().mean())
 
 
-def table(rows: dict[str, torch.Tensor], report: dict) -> list[str]:
-    """What is said of a run."""
-    against = "truth" if "truth" in rows else "alone"
-    reference = rows[against]
-    lines = [f"{'against ' + against:14}    mean over 50    largest  best differs  tokens as alone"]
-    runs = {name: row for name, row in rows.items() if name != against} | {"another prompt": rows["alone"].roll(1, 0)}
-    for name, row in runs.items():
-        other = int((row.argmax(-1) != reference.argmax(-1)).sum())
-        tokens, wanted = report.get(f"tokens_{name}"), report["tokens_alone"]
-        same = "" if tokens is None else f"{sum(map(list.__eq__, tokens, wanted))} of {len(wanted)}"
-        lines.append(
-            f"{name:14} {error(row, reference):15.6f} {float((row - reference).abs().max()):10.5f} {other:13d} {same:>14}"
-        )
-    return lines
-
-
 def next_log_probs(engine, batches, sampling, prefill_steps=1):
     """Log-probs after each prompt's last token, (prompts, vocabulary) fp32 on the CPU, and generated tokens."""
     rows, generated, number = [], {}, 0
@@ -80,20 +64,6 @@ def next_log_probs(engine, batches, sampling, prefill_steps=1):
     return torch.cat(rows), [generated[i] for i in range(number)]
 
 
-def count_replays(engine) -> list[bool]:
-    """For each step from now on, whether it replays CUDA graphs."""
-    context, replayed = engine.context, []
-    initialize = context.initialize_attention_state
-
-    def counting(*args, **kwargs):
-        result = initialize(*args, **kwargs)
-        replayed.append(bool(context.using_cuda_graph_this_step()))
-        return result
-
-    context.initialize_attention_state = counting
-    return replayed
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="small")
@@ -105,7 +75,6 @@ def main() -> None:
         "--graphs", action="store_true", help="replay CUDA graphs, but alone; each engine has a model then"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the parameters (default: the model's)")
-    parser.add_argument("--truth", action="store_true", help="compare with the same weights in float64")
     parser.add_argument("--float32", action="store_true", help="save the same weights' log-probs in float32, too")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--tp", type=int, default=1)
@@ -157,20 +126,18 @@ def main() -> None:
             if arguments.graphs and name != "alone":  # they are tied to the modules that they were captured on
                 of_case, extra = source.build(arguments.dtype, cuda_graph_impl="local"), extra | {"num_cuda_graphs": 8}
             engine = build(of_case, **(fields | extra))
-            replayed = count_replays(engine)
+            counts = count_steps(engine.context)
             rows[name], report[f"tokens_{name}"] = next_log_probs(engine, work, sampling, steps)
             report[f"computed_tokens_{name}"] = engine.context.lifetime_prefill_token_count
             if platform.rank == 0:
                 off, seconds = error(rows[name], rows["alone"]), time.perf_counter() - start
-                graphs = f", {sum(replayed)} of {len(replayed)} steps replayed" if arguments.graphs else ""
+                graphs = f", steps: {counts}" if arguments.graphs else ""
                 print(f"{name}: {off:.6f} off alone{graphs}, {seconds:.1f} s since the start", flush=True)
             if of_case is not model:
                 release_engine(engine)
             del engine, of_case
             gc.collect()
             torch.cuda.empty_cache()
-        if arguments.truth:
-            rows["truth"] = source.truth(model, texts)
         if arguments.float32:
             exact = in_float32(source, model.cpu())  # both do not fit some GPUs
             engine = build_engine(exact, **(fields | kv_budget(exact, BLOCKS, **SIZES)))
@@ -179,7 +146,7 @@ def main() -> None:
     if platform.rank == 0:
         torch.save({"rows": rows, "report": report}, arguments.out)
         summary = {k: v for k, v in report.items() if not k.startswith("tokens_")}
-        print(*table(rows, report), json.dumps(summary), sep="\n", flush=True)
+        print(f"another prompt: {error(rows['alone'].roll(1, 0), rows['alone']):.6f}", json.dumps(summary), sep="\n")
     shut_down()
 
 

@@ -29,6 +29,7 @@ from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine
 from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
 from megatron_hybrid_prefix.models import HybridModelConfig
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.forced import Forced, log_probs_of
 from tests.gpu.models import Source
 from tests.harness.engine_helpers import greedy, kv_budget, run_to_end, state_bytes
 from tests.harness.quadratic_model import QuadraticHybridModel
@@ -53,68 +54,7 @@ PREFILLS = ("whole", "chunked")
 WIDEST = 16384  # tokens of a step in which nothing is chunked
 
 
-class Forced:
-    """What an engine says where each request is made to answer with given tokens.
-
-    Args:
-        engine: The engine; its requests are numbered from 0.
-        forced: (prompts, tokens) int64, on its device.
-        truth: (prompts, tokens, vocabulary) float64, the true log-probs there.
-
-    Attributes:
-        log_probs: (prompts, tokens) float64, of the given tokens.
-        errors: The same, less the truth's.
-        spread: (prompts, tokens), mean |error| over the vocabulary.
-        choices: (prompts, tokens) int64, what the engine sampled before it was made to take the given one.
-        ties: (prompts, tokens), whether its two best logits are equal.
-        chunks: Tokens of each chunk, by request.
-    """
-
-    def __init__(self, engine, forced, truth):
-        self.forced, self.truth = forced, truth
-        self.controller, self.context = engine.controller, engine.context
-        self.log_probs, self.errors, self.spread = (torch.zeros(forced.shape, dtype=torch.float64) for _ in range(3))
-        self.choices, self.ties = (
-            torch.zeros(forced.shape, dtype=torch.int64),
-            torch.zeros(forced.shape, dtype=torch.bool),
-        )
-        self.counts = torch.zeros(len(forced), dtype=torch.int64)
-        self.chunks = {number: [] for number in range(len(forced))}
-        self._sample, self._add = self.controller._dynamic_step_sample_logits, self.context.add_request
-        self.controller._dynamic_step_sample_logits = self._sample_and_force
-        self.context.add_request = self._note_chunk
-
-    def _note_chunk(self, request, prefill_chunk_length=None):
-        whole = request.remaining_prompt_length
-        self.chunks[request.request_id].append(whole if prefill_chunk_length is None else prefill_chunk_length)
-        return self._add(request, prefill_chunk_length)
-
-    def _sample_and_force(self, *args, **kwargs):
-        result = self._sample(*args, **kwargs)
-        context, sampled = self.context, self.controller._sampled_tokens_cuda
-        ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
-        # What follows a chunk that is not a prompt's last is not used.
-        rows = torch.tensor([row for row, i in enumerate(ids) if i != context.chunked_prefill_request_id])
-        if not len(rows):
-            return result
-        numbers = torch.tensor(ids)[rows]
-        at = self.counts[numbers]
-        self.counts[numbers] += 1
-        here, there = (numbers, at), (numbers.to(self.forced.device), at.to(self.forced.device))
-        rows = rows.to(self.forced.device)
-        log_probs = torch.log_softmax(self.controller._all_logits_cuda[0, rows].double(), dim=-1)
-        tokens, truth = self.forced[there], self.truth[there]
-        best = log_probs.topk(2).values
-        self.log_probs[here] = log_probs.gather(1, tokens[:, None])[:, 0].cpu()
-        self.errors[here] = (log_probs - truth).gather(1, tokens[:, None])[:, 0].cpu()
-        self.spread[here] = (log_probs - truth).abs().mean(-1).cpu()
-        self.choices[here] = sampled[rows].cpu()
-        self.ties[here] = (best[:, 0] == best[:, 1]).cpu()
-        sampled[rows] = tokens
-        return result
-
-
-def play(model, side, kind, prefill, prompts, forced, truth, *, max_tokens, max_requests, block_tokens):
+def play(model, side, kind, prefill, prompts, forced, *, max_tokens, max_requests, block_tokens):
     """Runs one engine over all prompts, with room for all requests that may run. Returns its `Forced`."""
     from megatron_hybrid_prefix.mcore import restore_mixers  # needs a platform that runs
 
@@ -141,7 +81,7 @@ def play(model, side, kind, prefill, prompts, forced, truth, *, max_tokens, max_
         if states:
             fields["mamba_inference_state_config"] = mamba_state_config(model, ssm_dtype=torch.float32)
         engine = build_upstream_engine(model, **fields)
-    found = Forced(engine, forced, truth)
+    found = Forced(engine, forced)
     for number, prompt in enumerate(prompts):
         engine.add_request(number, prompt, greedy(forced.shape[1], return_log_probs=False))
     run_to_end(engine, {})
@@ -149,46 +89,56 @@ def play(model, side, kind, prefill, prompts, forced, truth, *, max_tokens, max_
     return found
 
 
-def summary(found, truth_best, in_chunks):
-    """Errors of one engine against the truth."""
-    wrong = found.choices != truth_best.indices[..., 0]
-    margins = truth_best.values[..., 0] - truth_best.values[..., 1]
-    errors = found.errors.abs()
-    return {
-        "mean_error": float(errors.mean()),
-        "rms_error": float(errors.square().mean().sqrt()),
-        "max_error": float(errors.max()),
-        "mean_error_of_chunked_prompts": float(errors[in_chunks].mean()),
-        "mean_error_over_vocabulary": float(found.spread.mean()),
-        "other_tokens": int(wrong.sum()),
-        "largest_margin_of_other_tokens": float(margins[wrong].max()) if wrong.any() else 0.0,
-        "ties": int(found.ties.sum()),
-        "chunked_prompts": sum(len(chunks) > 1 for chunks in found.chunks.values()),
-        "short_tails": sum(len(chunks) > 1 and chunks[-1] < 4 for chunks in found.chunks.values()),
-    }
+class Truth:
+    """The true log-probs of the given tokens, and how far the best token is from the second.
 
+    Args:
+        model: A `NaiveHybridModel`.
+        prompts: Token ids of each.
+        forced: Of each, the tokens that follow it.
+    """
 
-def disagreement(one, other, truth_best):
-    """Differences between two engines, or between two ways of prefill."""
-    margins = truth_best.values[..., 0] - truth_best.values[..., 1]
-    differ = one.choices != other.choices
-    apart = (one.log_probs - other.log_probs).abs()
-    return {
-        "equal_log_probs": float((apart == 0).double().mean()),
-        "mean_difference": float(apart.mean()),
-        "max_difference": float(apart.max()),
-        "other_tokens": int(differ.sum()),
-        "of_them_ties": int((differ & (one.ties | other.ties)).sum()),
-        "margins": sorted(margins[differ].tolist()),
-    }
+    def __init__(self, model, prompts, forced):
+        self.log_probs, best = [], []
+        for prompt, tokens in zip(prompts, forced, strict=True):
+            rows = model.log_probs(prompt + tokens)[len(prompt) - 1 : -1]
+            self.log_probs.append(log_probs_of(rows, tokens))
+            best.append(rows.topk(2).values.cpu())
+        self.log_probs = torch.stack(self.log_probs)
+        self.margins = torch.stack(best).diff(dim=-1)[..., 0].neg()
 
+    def errors(self, found):
+        """|Difference| of a `Forced` to the truth, (prompts, tokens)."""
+        return (found.log_probs - self.log_probs).abs()
 
-def ratio(ours, theirs):
-    """Mean |error| of ours over theirs, and its standard error over the prompts."""
-    one, other = ours.errors.abs().mean(1), theirs.errors.abs().mean(1)
-    value = float(one.mean() / other.mean())
-    residual = one - value * other
-    return {"ratio": value, "standard_error": float(residual.std() / math.sqrt(len(one)) / other.mean())}
+    def summary(self, found):
+        """Errors of one engine."""
+        errors, chunks = self.errors(found), found.chunks.values()
+        return {
+            "mean_error": float(errors.mean()),
+            "rms_error": float(errors.square().mean().sqrt()),
+            "max_error": float(errors.max()),
+            "chunked_prompts": sum(len(own) > 1 for own in chunks),
+            "short_tails": sum(len(own) > 1 and own[-1] < 4 for own in chunks),
+        }
+
+    def disagreement(self, one, other):
+        """Differences between two engines, or between two ways of prefill; margins are those where choices differ."""
+        apart, differ = (one.log_probs - other.log_probs).abs(), one.choices != other.choices
+        return {
+            "equal_log_probs": float((apart == 0).double().mean()),
+            "mean_difference": float(apart.mean()),
+            "max_difference": float(apart.max()),
+            "other_tokens": int(differ.sum()),
+            "margins": sorted(self.margins[differ].tolist()),
+        }
+
+    def ratio(self, ours, theirs):
+        """Mean error of ours over theirs, and its standard error over the prompts."""
+        one, other = self.errors(ours).mean(1), self.errors(theirs).mean(1)
+        value = float(one.mean() / other.mean())
+        residual = one - value * other
+        return {"ratio": value, "standard_error": float(residual.std() / math.sqrt(len(one)) / other.mean())}
 
 
 def further_off(report):
@@ -210,43 +160,31 @@ def measure(models, truth_model, prompts, forced, *, kinds=KINDS, say=print, **f
         say: Told of each engine as it ends.
         **fields: See `play`.
     """
-    device = next(models["float32"].parameters()).device
-    started_s, count = time.perf_counter(), len(forced[0])
-    rows = [truth_model.log_probs(p + f)[len(p) - 1 : -1] for p, f in zip(prompts, forced, strict=True)]
-    truth, tokens = torch.stack(rows).to(device), torch.tensor(forced, device=device)
-    best = truth.topk(2)
-    truth_best = torch.return_types.topk((best.values.cpu(), best.indices.cpu()))
-    margins = truth_best.values[..., 0] - truth_best.values[..., 1]
+    started_s, tokens = time.perf_counter(), torch.tensor(forced)
+    truth = Truth(truth_model, prompts, forced)
     say(f"truth of {len(prompts)} prompts: {time.perf_counter() - started_s:.1f} s")
     found = {}
     for kind, side, prefill in product(kinds, SIDES, PREFILLS):
         started_s = time.perf_counter()
         model = models["float32" if kind == "float32" else "bfloat16"]
-        found[kind, side, prefill] = play(model, side, kind, prefill, prompts, tokens, truth, **fields)
+        found[kind, side, prefill] = own = play(model, side, kind, prefill, prompts, tokens, **fields)
         gc.collect()
-        errors = found[kind, side, prefill].errors.abs()
-        say(f"{kind}, {side}, {prefill}: mean {errors.mean():.3e}, {time.perf_counter() - started_s:.1f} s")
-    split = found["bfloat16", "ours", "chunked"].chunks
-    in_chunks = torch.tensor([len(split[number]) > 1 for number in range(len(prompts))])
+        say(f"{kind}, {side}, {prefill}: mean {truth.errors(own).mean():.3e}, {time.perf_counter() - started_s:.1f} s")
     return {
         "prompts": len(prompts),
-        "autotuned": autotuned() if device.type == "cuda" else {},
-        "positions": len(prompts) * count,
-        "truth_margin_quantiles": torch.quantile(margins.flatten(), torch.tensor([0.01, 0.1, 0.5]).double()).tolist(),
-        "engines": {", ".join(key): summary(one, truth_best, in_chunks) for key, one in found.items()},
+        "autotuned": autotuned() if torch.cuda.is_available() else {},
+        "engines": {", ".join(key): truth.summary(one) for key, one in found.items()},
         "whole_against_chunked": {
-            f"{kind}, {side}": disagreement(found[kind, side, "whole"], found[kind, side, "chunked"], truth_best)
+            f"{kind}, {side}": truth.disagreement(found[kind, side, "whole"], found[kind, side, "chunked"])
             for kind, side in product(kinds, SIDES)
         },
         "ours_against_megatron": {
-            f"{kind}, {prefill}": disagreement(
-                found[kind, "ours", prefill], found[kind, "megatron", prefill], truth_best
-            )
-            | ratio(found[kind, "ours", prefill], found[kind, "megatron", prefill])
+            f"{kind}, {prefill}": truth.disagreement(*pair) | truth.ratio(*pair)
             for kind, prefill in product(kinds, PREFILLS)
+            for pair in [[found[kind, side, prefill] for side in reversed(SIDES)]]
         },
         "chunked_over_whole": {
-            f"{kind}, {side}": ratio(found[kind, side, "chunked"], found[kind, side, "whole"])
+            f"{kind}, {side}": truth.ratio(found[kind, side, "chunked"], found[kind, side, "whole"])
             for kind, side in product(kinds, SIDES)
         },
     }
@@ -261,8 +199,6 @@ def autotuned():
 
 def table(report):
     """The report as text."""
-    low, tenth, middle = report["truth_margin_quantiles"]
-    yield f"{report['positions']} positions; truth's margin, best to second: 1% {low:.1e}, 10% {tenth:.1e}, median {middle:.1e}"
     for part in ("engines", "whole_against_chunked", "ours_against_megatron", "chunked_over_whole"):
         yield part.replace("_", " ") + (", against the truth" if part == "engines" else "")
         for name, figures in report[part].items():

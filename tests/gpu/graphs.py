@@ -78,18 +78,8 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
         **kv_budget(model, BLOCKS, **sizes),
         **fields,
     )
-    context, finished, counts = engine.context, {}, {"prefill": 0, "decode": 0, "graph_prefill": 0, "graph_decode": 0}
-    addresses = addresses_of(context) if cached else {}
-    initialize = context.initialize_attention_state
-
-    def counting(**kwargs):
-        result = initialize(**kwargs)
-        kind = "prefill" if context.num_prefill_requests else "decode"
-        counts[kind] += 1
-        counts[f"graph_{kind}"] += context.using_cuda_graph_this_step()
-        return result
-
-    context.initialize_attention_state = counting
+    context, finished = engine.context, {}
+    counts, addresses = count_steps(context), addresses_of(context) if cached else {}
     groups = prompts(config.vocab_size)
     drafting = nullcontext()
     if answers is not None:
@@ -115,15 +105,36 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
     if tight:
         counts |= {"moved": engine.context.prefix_cache.memory_use().moved_blocks}
         counts |= {"evicted": context.prefix_stats().evictions}
-    found = {
-        "tokens": [list(map(int, finished[i].generated_tokens)) for i in sorted(finished)],
-        "log_probs": [list(finished[i].generated_log_probs) for i in sorted(finished)],
-        "cached_tokens": [finished[i].num_cached_tokens for i in sorted(finished)],
-        "counts": counts,
-    }
     if graphs:
         release_engine(engine)
-    return found
+    return answers_of(finished, counts)
+
+
+def count_steps(context):
+    """Steps from now on that compute prompts and that only decode, and those of each that replay CUDA graphs."""
+    counts = {"prefill": 0, "decode": 0, "graph_prefill": 0, "graph_decode": 0}
+    initialize = context.initialize_attention_state
+
+    def counting(*args, **kwargs):
+        result = initialize(*args, **kwargs)
+        kind = "prefill" if context.num_prefill_requests else "decode"
+        counts[kind] += 1
+        counts[f"graph_{kind}"] += bool(context.using_cuda_graph_this_step())
+        return result
+
+    context.initialize_attention_state = counting
+    return counts
+
+
+def answers_of(finished, counts):
+    """What finished requests said, in order, and how many steps of each kind there were."""
+    requests = [finished[number] for number in sorted(finished)]
+    return {
+        "tokens": [list(map(int, request.generated_tokens)) for request in requests],
+        "log_probs": [list(request.generated_log_probs) for request in requests],
+        "cached_tokens": [request.num_cached_tokens for request in requests],
+        "counts": counts,
+    }
 
 
 def end_of(number, answer):

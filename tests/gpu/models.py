@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pydoc_data.topics import topics
 
-import torch
-
 from megatron_hybrid_prefix.models import build_hybrid_model, open_folder
 from megatron_hybrid_prefix.tokenizer import load_tokenizer
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.named_models import named
-from tests.harness.quadratic_model import QuadraticHybridModel
 
 
 def layers_for(config):
@@ -42,14 +39,6 @@ class Source:
         """The model, its weights in another dtype if one is given, and other fields if some are given."""
         config = self.config if dtype is None else replace(self.config, dtype=dtype)
         return build_hybrid_model(config, seed=seed, hf=self.folder, **(self.fields | fields))
-
-    def truth(self, model, prompts):
-        """Log-probs after each prompt's last token, of the model's weights in float64: (prompts, vocabulary), on the CPU.
-
-        With Gated DeltaNet layers it is a loop over tokens, and slow.
-        """
-        naive = QuadraticHybridModel(model, self.config)
-        return torch.stack([naive.log_probs(prompt)[-1].float().cpu() for prompt in prompts])
 
     def tokens(self, count, seed):
         """``count`` token ids: random ones, or a piece of the text."""

@@ -14,7 +14,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform
-from tests.gpu.graphs import finish
+from tests.gpu.graphs import answers_of, count_steps, finish
 from tests.gpu.models import layers_for
 from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
@@ -46,34 +46,18 @@ class Run:
             async_sched_mode=mode,
             **({"num_cuda_graphs": 8} if graphs else {}),
         )
+        self.counts = count_steps(self.engine.context)
 
     def answers(self):
         """Tokens and log-probs of two requests together, what they reused, and how many decodes replayed graphs."""
-        context, finished, counts = self.engine.context, {}, {"decode": 0, "graph_decode": 0}
-        initialize = context.initialize_attention_state
-
-        def counting(**kwargs):
-            result = initialize(**kwargs)
-            if not context.num_prefill_requests:
-                counts["decode"] += 1
-                counts["graph_decode"] += context.using_cuda_graph_this_step()
-            return result
-
-        context.initialize_attention_state = counting
+        finished, before = {}, dict(self.counts)
         with torch.inference_mode():
             for number, count in enumerate(PROMPTS):
                 prompt = random_tokens(count, seed=number, vocabulary=self.config.vocab_size)
                 self.engine.add_request(self.sent, prompt, greedy(NEW_TOKENS))
                 self.sent += 1
             run_to_end(self.engine, finished)
-        context.initialize_attention_state = initialize
-        requests = [finished[number] for number in sorted(finished)]
-        return {
-            "tokens": [list(map(int, request.generated_tokens)) for request in requests],
-            "log_probs": [list(request.generated_log_probs) for request in requests],
-            "cached_tokens": [request.num_cached_tokens for request in requests],
-            "counts": counts,
-        }
+        return answers_of(finished, {name: count - before[name] for name, count in self.counts.items()})
 
     def derived(self):
         """What Mamba2 layers derive from their weights: a tensor each."""

@@ -16,7 +16,7 @@ def on_hopper():
         pytest.skip("kernels are compared on Hopper GPUs only")
 
 
-@pytest.mark.gpu(gib=6, seconds=60)
+@pytest.mark.gpu(gib=9, seconds=60)
 def test_rows_of_each_kernel_do_not_depend_on_each_other():
     print(run_script("bits_kernels.py"))  # its exit code says so
 
