@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.chunked_error import build_models, further_off, measure, open_source, table
+from tests.gpu.chunked_error import build_models, further_off, measure, table
+from tests.gpu.models import Source
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
 
 FIELDS = {"max_tokens": 128, "max_requests": 4, "block_tokens": 128}
@@ -13,7 +14,7 @@ FIELDS = {"max_tokens": 128, "max_requests": 4, "block_tokens": 128}
 
 @pytest.fixture(scope="module")
 def models(platform):
-    return build_models(open_source("tiny"))
+    return build_models(Source("tiny"))
 
 
 def report(models, **fields):

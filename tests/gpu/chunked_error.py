@@ -2,8 +2,7 @@
 
     python tests/gpu/chunked_error.py --prompts 200 --json /tmp/chunked.json
 
-Random prompts are sent at once, a step of chunked prefill holds ``--max-tokens``, and 32 given tokens are decoded after
-each. The truth is the same weights in float64, computed whole, without chunks and without a state
+Random prompts are sent at once, a step of chunked prefill holds 768 tokens, and 32 given tokens are decoded after each. The truth is the same weights in float64, computed whole, without chunks and without a state
 (`tests/harness/quadratic_model.py`). The engines: megatron's, cache off; this package's, its cache on (random prompts share
 nothing); both with float32 states, and both with all in float32. ``--preset upstream-test`` is the hybrid model of
 megatron-core's ``TestChunkedPrefillCudaGraphs``, initialised as megatron does: its logits are close together, and in
@@ -18,6 +17,7 @@ import gc
 import json
 import math
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -27,31 +27,18 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine
 from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
-from megatron_hybrid_prefix.models import HybridModelConfig
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.forced import Forced, log_probs_of
 from tests.gpu.models import Source
 from tests.harness.engine_helpers import greedy, kv_budget, run_to_end, state_bytes
 from tests.harness.quadratic_model import QuadraticHybridModel
 
-UPSTREAM_TEST = HybridModelConfig(
-    layer_pattern="M*-",
-    hidden_size=256,
-    vocab_size=10000,
-    max_sequence_length=2048,
-    mamba_num_heads=16,
-    mamba_head_dim=64,
-    mamba_state_dim=128,
-    mamba_num_groups=8,
-    num_attention_heads=16,
-    num_query_groups=16,
-    kv_channels=16,
-    ffn_hidden_size=1024,
-)
 SIDES = ("megatron", "ours")
 KINDS = ("bfloat16", "float32 states", "float32")
 PREFILLS = ("whole", "chunked")
 WIDEST = 16384  # tokens of a step in which nothing is chunked
+PROMPT_TOKENS, FORCED_TOKENS = (20, 501), 32
+STEPS = {"max_tokens": 768, "max_requests": 64, "block_tokens": 256}  # of chunked prefill
 
 
 def play(model, side, kind, prefill, prompts, forced, *, max_tokens, max_requests, block_tokens):
@@ -171,8 +158,6 @@ def measure(models, truth_model, prompts, forced, *, kinds=KINDS, say=print, **f
         gc.collect()
         say(f"{kind}, {side}, {prefill}: mean {truth.errors(own).mean():.3e}, {time.perf_counter() - started_s:.1f} s")
     return {
-        "prompts": len(prompts),
-        "autotuned": autotuned() if torch.cuda.is_available() else {},
         "engines": {", ".join(key): truth.summary(one) for key, one in found.items()},
         "whole_against_chunked": {
             f"{kind}, {side}": truth.disagreement(found[kind, side, "whole"], found[kind, side, "chunked"])
@@ -190,13 +175,6 @@ def measure(models, truth_model, prompts, forced, *, kinds=KINDS, say=print, **f
     }
 
 
-def autotuned():
-    """Block sizes that Triton's autotuner chose for megatron's scan in this process. They decide the order of sums."""
-    from megatron_hybrid_prefix.upstream.ssd_kernels import AUTOTUNED
-
-    return {name: sorted({str(config) for config in kernel.cache.values()}) for name, kernel in AUTOTUNED.items()}
-
-
 def table(report):
     """The report as text."""
     for part in ("engines", "whole_against_chunked", "ours_against_megatron", "chunked_over_whole"):
@@ -206,17 +184,6 @@ def table(report):
                 key: value if not isinstance(value, list) else max(value, default=0.0) for key, value in figures.items()
             }
             yield f"  {name:32} " + ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
-    for name, configs in report["autotuned"].items():
-        yield f"{name}: {'; '.join(configs)}"
-
-
-def open_source(preset, hf=None):
-    """The `Source` of a preset, of ``upstream-test``, or of a folder."""
-    if hf is not None or preset != "upstream-test":
-        return Source(preset, hf)
-    source = Source("tiny")
-    source.name, source.config = preset, UPSTREAM_TEST
-    return source
 
 
 def build_models(source, seed=0):
@@ -247,45 +214,22 @@ def main():
     parser.add_argument("--preset", default="upstream-test", help="upstream-test (default), tiny, small, ...")
     parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of --preset")
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--shortest", type=int, default=20, help="tokens of a prompt at least")
-    parser.add_argument("--longest", type=int, default=500, help="and at most")
-    parser.add_argument("--forced", type=int, default=32, help="tokens decoded after each")
-    parser.add_argument("--max-tokens", type=int, default=768, help="of a step of chunked prefill")
-    parser.add_argument("--max-requests", type=int, default=64)
-    parser.add_argument("--block-tokens", type=int, default=256)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of parameters and states")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     platform = ensure_platform(device=arguments.device)
     print(platform.describe(), flush=True)
-    source = open_source(arguments.preset, arguments.hf)
+    source = Source(arguments.preset, arguments.hf)
     models, truth_model = build_models(source)
-    generator = torch.Generator().manual_seed(arguments.seed)
-    lengths = torch.randint(arguments.shortest, arguments.longest + 1, (arguments.prompts,), generator=generator)
-    first = 1000 * arguments.seed
-    pairs = [
-        source.prompt_and_answer(n, arguments.forced, first + i, 10**6 + first + i)
-        for i, n in enumerate(lengths.tolist())
-    ]
-    prompts, forced = [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
+    lengths = torch.randint(*PROMPT_TOKENS, (arguments.prompts,), generator=torch.Generator().manual_seed(0)).tolist()
+    pairs = [source.prompt_and_answer(count, FORCED_TOKENS, i, 10**6 + i) for i, count in enumerate(lengths)]
+    (prompts, forced), say = zip(*pairs, strict=True), partial(print, flush=True)
     with torch.inference_mode():
-        report = measure(
-            models,
-            truth_model,
-            prompts,
-            forced,
-            kinds=arguments.kinds,
-            say=lambda line: print(line, flush=True),
-            max_tokens=arguments.max_tokens,
-            max_requests=arguments.max_requests,
-            block_tokens=arguments.block_tokens,
-        )
-    report = {"platform": platform.describe(), "arguments": {k: str(v) for k, v in vars(arguments).items()}} | report
+        report = measure(models, truth_model, prompts, forced, kinds=arguments.kinds, say=say, **STEPS)
     print(*table(report), sep="\n", flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"platform": platform.describe()} | report, indent=1))
     shut_down()
 
 

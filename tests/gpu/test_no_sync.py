@@ -17,18 +17,8 @@ def test_plan_publish_and_forward_do_not_wait_and_steps_wait_no_more_often_than_
     print(printed)
     found = json.loads(printed)
     called = found["ours, called"]
-    for name in (
-        "match",
-        "admit",
-        "plan",
-        "publish",
-        "release",
-        "prepare_prefill",
-        "prepare",
-        "copy",
-        "show",
-        "launch",
-    ):
+    cache, step = "match admit plan publish release", "prepare_prefill prepare copy show launch"
+    for name in (*cache.split(), *step.split()):
         assert called[name] >= 3, name
     assert called["prefill" if preset == "small" else "slot_prefill"] >= 9
     assert found["ours, reused"] == 4 * 1024 and found["ours, published"] > 0

@@ -1,10 +1,8 @@
-"""Loads and stores of the host tier beside plain copies, and what they cost a busy GPU. No model is needed::
+"""Loads and stores of the host tier, and plain copies of as many bytes. No model is needed::
 
     python -m tests.gpu.transfer_speed [--kv-blocks 32] [--states 1] [--out DIR]
 
-Entries have the sizes of `hybrid-4b`: 16 KV blocks and states fill about 77 MB. "launch" is the time that the CPU needs to
-launch all copies. "beside products" is how much longer matrix products take that run at the same time, as a share of the
-transfer's own time.
+Entries have the sizes of `hybrid-4b`: 16 KV blocks and states fill about 77 MB. "launch" is the time that the CPU needs to launch all copies.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, EntryKind, L
 from tests.gpu.measure import DEVICE, ON_GPU, save, synchronize
 
 REPEATS = 41 if ON_GPU else 5
-SIDE = 8192 if ON_GPU else 64  # of the products
 
 
 def timed(move: Callable[[], object]) -> tuple[float, float]:
@@ -77,25 +74,17 @@ def main() -> None:
     moved_bytes = sum(counts[kind] * sizes[kind] for kind in counts)
     host, copy = torch.empty(moved_bytes, dtype=torch.uint8), torch.empty(moved_bytes, dtype=torch.uint8, device=DEVICE)
     host = host.pin_memory() if ON_GPU else host
-    left, right = (torch.randn(SIDE, SIDE, device=DEVICE).bfloat16() for _ in range(2))
-
-    def products() -> None:
-        for _ in range(16):
-            torch.mm(left, right)
-
-    product_s, rows = timed(products)[1], []
-    device = torch.cuda.get_device_name() if ON_GPU else "CPU"
+    rows, device = [], torch.cuda.get_device_name() if ON_GPU else "CPU"
     print(f"{device}, {moved_bytes / 1e6:.0f} MB in pages of {page_bytes / 1e6:.2f} MB", flush=True)
-    print(f"{'':38} {'GB/s':>6} {'of plain':>8} {'launch ms':>9} {'beside products':>15}", flush=True)
+    print(f"{'':38} {'GB/s':>6} {'of plain':>8} {'launch ms':>9}", flush=True)
 
     def row(name: str, move: Callable[[], object], plain: float | None = None) -> float:
         """Prints a row. Returns the GB/s; ``plain`` are those of a plain copy."""
         launch_s, over_s = timed(move)
-        beside = (timed(lambda: (move(), products()))[1] - product_s) / over_s
         speed = moved_bytes / over_s / 1e9
         share = speed / (plain or speed)
-        rows.append({"name": name, "s": over_s, "of plain": share, "launch_s": launch_s, "beside products": beside})
-        print(f"{name:38} {speed:6.1f} {share:8.3f} {launch_s * 1e3:9.2f} {beside:15.3f}", flush=True)
+        rows.append({"name": name, "s": over_s, "of plain": share, "launch_s": launch_s})
+        print(f"{name:38} {speed:6.1f} {share:8.3f} {launch_s * 1e3:9.2f}", flush=True)
         return speed
 
     to_device = row("plain copy to the device", lambda: copy.copy_(host, non_blocking=True))

@@ -32,6 +32,21 @@ MORE = {
         num_moe_experts=64,
         moe_router_topk=4,
     ),
+    # That of megatron-core's `TestChunkedPrefillCudaGraphs`.
+    "upstream-test": HybridModelConfig(
+        layer_pattern="M*-",
+        hidden_size=256,
+        vocab_size=10000,
+        max_sequence_length=2048,
+        mamba_num_heads=16,
+        mamba_head_dim=64,
+        mamba_state_dim=128,
+        mamba_num_groups=8,
+        num_attention_heads=16,
+        num_query_groups=16,
+        kv_channels=16,
+        ffn_hidden_size=1024,
+    ),
 }
 
 
