@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.chunked_error import build_models, further_off, measure, table
+from tests.gpu.chunked_error import build_models, further_off, measure
 from tests.gpu.models import Source
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
 
@@ -38,7 +38,6 @@ def test_ours_is_right_in_chunks_and_megatron_is_not_in_a_short_one(models):
     for kind in ("bfloat16", "float32 states", "float32"):
         assert found["ours_against_megatron"][f"{kind}, whole"]["equal_log_probs"] == 1.0
     assert further_off(found) == []
-    assert any("short_tails 1" in line for line in table(found))
 
 
 def test_a_lost_window_is_seen(models, monkeypatch):

@@ -42,35 +42,14 @@ DECODE_PROMPT_TOKENS, DECODE_STEPS = 100, 50
 ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192) if ON_GPU else (2,)
 
 
-def shapes(config):
-    """{name: (out features, in features)} of a model's products."""
-    c = config
-    fc1 = c.ffn_hidden_size * (2 if c.activation == "swiglu" else 1)
-    found = {
-        "qkv": ((c.num_attention_heads + 2 * c.num_query_groups) * c.kv_channels, c.hidden_size),
-        "proj": (c.hidden_size, c.num_attention_heads * c.kv_channels),
-        "fc1": (fc1, c.hidden_size),
-        "fc2": (c.hidden_size, c.ffn_hidden_size),
-        "vocabulary": (c.vocab_size, c.hidden_size),
-    }
-    if "M" in c.symbols:
-        inner = c.mamba_num_heads * c.mamba_head_dim
-        width = 2 * inner + 2 * c.mamba_num_groups * c.mamba_state_dim + c.mamba_num_heads
-        found |= {"mamba in": (width, c.hidden_size), "mamba out": (c.hidden_size, inner)}
-    if "G" in c.symbols:
-        values = c.gdn_num_value_heads * c.gdn_value_head_dim
-        width = 2 * c.gdn_num_key_heads * c.gdn_key_head_dim + 2 * values + 2 * c.gdn_num_value_heads
-        found |= {"gdn in": (width, c.hidden_size), "gdn out": (c.hidden_size, values)}
-    return found
-
-
 @torch.no_grad()
 def products(config):
     """Times of a model's products, and those of cuBLAS: rows of (name, out, in, rows, ours us, cuBLAS us)."""
     from megatron_hybrid_prefix.ops.invariant.linear_triton import linear
 
-    found = []
-    for name, (columns, depth) in shapes(config).items():
+    weights = build_hybrid_model(config, seed=0).named_parameters()
+    shapes, found = {tuple(weight.shape): name for name, weight in weights if weight.dim() == 2}, []
+    for (columns, depth), name in shapes.items():
         copies = max(2, -(-COLD_BYTES // (columns * depth * 2))) if ON_GPU else 1
         weights = torch.randn(copies, columns, depth, device=DEVICE).bfloat16()
         for rows in ROWS:
@@ -80,9 +59,7 @@ def products(config):
                 for way in (linear, F.linear)
             )
             found.append((name, columns, depth, rows, ours, blas))
-            print(
-                f"{name:>10} {columns:>6} x {depth:<5} {rows:>5} rows: {ours:9.1f} us, cuBLAS {blas:9.1f}", flush=True
-            )
+            print(f"{columns:>6} x {depth:<5} {rows:>5} rows: {ours:9.1f} us, cuBLAS {blas:9.1f}  {name}", flush=True)
     for rows in ROWS:
         ours, blas = (sum(row[at] for row in found if row[3] == rows) for at in (4, 5))
         print(f"all of {rows} rows: {blas / ours:.3f} of cuBLAS' speed", flush=True)
@@ -168,17 +145,13 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.products:
-        save(options.out, "bits_products", {preset: products(named(preset)) for preset in options.preset})
-        return
     report = {"platform": ensure_platform(device=options.device).describe()}
     print(report["platform"], flush=True)
     for preset in options.preset:
-        report[preset] = measure(preset, options)
+        report[preset] = products(named(preset)) if options.products else measure(preset, options)
         gc.collect()
-        if ON_GPU:
-            torch.cuda.empty_cache()
-    save(options.out, "bits_cost", report)
+        torch.cuda.empty_cache()
+    save(options.out, "bits_products" if options.products else "bits_cost", report)
     shut_down()
 
 

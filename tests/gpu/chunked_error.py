@@ -175,17 +175,6 @@ def measure(models, truth_model, prompts, forced, *, kinds=KINDS, say=print, **f
     }
 
 
-def table(report):
-    """The report as text."""
-    for part in ("engines", "whole_against_chunked", "ours_against_megatron", "chunked_over_whole"):
-        yield part.replace("_", " ") + (", against the truth" if part == "engines" else "")
-        for name, figures in report[part].items():
-            shown = {
-                key: value if not isinstance(value, list) else max(value, default=0.0) for key, value in figures.items()
-            }
-            yield f"  {name:32} " + ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
-
-
 def build_models(source, seed=0):
     """The model in both dtypes with the same weights, and the reference model."""
     base, models = source.config, {dtype: source.build(dtype, seed) for dtype in ("bfloat16", "float32")}
@@ -227,7 +216,7 @@ def main():
     (prompts, forced), say = zip(*pairs, strict=True), partial(print, flush=True)
     with torch.inference_mode():
         report = measure(models, truth_model, prompts, forced, kinds=arguments.kinds, say=say, **STEPS)
-    print(*table(report), sep="\n", flush=True)
+    print(json.dumps(report, indent=1), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"platform": platform.describe()} | report, indent=1))
     shut_down()
