@@ -38,8 +38,9 @@ class Case:
             ValueError: Its markers do not say how much memory it needs, or say something else.
         """
         need: dict[str, Any] = {}
-        for marker in reversed(list(item.iter_markers("gpu"))):
-            need |= marker.kwargs
+        for node in item.listchain():  # the module first, and of a function's markers those of its parameters last
+            for marker in node.own_markers:
+                need |= marker.kwargs if marker.name == "gpu" else {}
         if "gib" not in need or need.keys() > {"gib", "gpus", "seconds"}:
             raise ValueError(f"{item.nodeid}: mark it gpu(gib=..., gpus=..., seconds=...), found {need}")
         return cls(name=item.nodeid, **need)

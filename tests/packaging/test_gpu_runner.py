@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -81,28 +82,27 @@ def test_every_test_says_what_it_needs():
     assert {"tests/kernels/test_one_memory.py", "tests/core/test_host_arena.py"} < {row[7] for row in rows}
     assert len([row for row in rows if row[7].startswith("tests/gpu/")]) > 50
     assert all(float(row[2]) + CONTEXT_GIB <= 40 for row in rows if row[0] == "1")
+    (of_parameter,) = (row for row in rows if row[7].endswith("as_near_to_float32_as_a_miss[small-mixed-100]"))
+    assert of_parameter[2] == "6.0" and of_parameter[5] == "120"  # the function's marker says 150
 
 
-class Item:
-    """A test whose function and module are marked."""
-
-    nodeid = "tests/gpu/test_a.py::test_x"
-
-    def __init__(self, **need: float) -> None:
-        self.need = need
-
-    def iter_markers(self, name):
-        return [pytest.mark.gpu(**self.need).mark, pytest.mark.gpu(seconds=60, gpus=2).mark]  # the nearest first
+def marked(*needs: dict[str, float]) -> Case:
+    """A test with these markers; its module's is around them, and the last one is a parameter's."""
+    marks = [pytest.mark.slow.mark, *(pytest.mark.gpu(**need).mark for need in needs)]
+    module, item = SimpleNamespace(own_markers=[pytest.mark.gpu(seconds=60, gpus=2).mark]), SimpleNamespace()
+    item.nodeid, item.own_markers, item.listchain = "test_a.py::test_x", marks, lambda: [module, item]
+    return Case.of(item)
 
 
 def test_the_nearest_marker_counts():
-    assert Case.of(Item(gib=3, seconds=2)) == Case(name=Item.nodeid, gib=3, gpus=2, seconds=2)
+    found = marked({"gib": 3, "seconds": 9}, {"seconds": 2})
+    assert found == Case(name="test_a.py::test_x", gib=3, gpus=2, seconds=2)
 
 
-@pytest.mark.parametrize("need", [{}, {"gib": 1, "memory": 3}])
-def test_a_marker_that_does_not_say_the_memory_is_an_error(need):
+@pytest.mark.parametrize("needs", [[], [{"seconds": 3}], [{"gib": 1, "memory": 3}]])
+def test_a_marker_that_does_not_say_the_memory_is_an_error(needs):
     with pytest.raises(ValueError, match="test_x: mark it gpu"):
-        Case.of(Item(**need))
+        marked(*needs)
 
 
 def processes(folder: Path, **bodies: str) -> Packer:
