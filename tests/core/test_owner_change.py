@@ -1,7 +1,7 @@
 """Many pages of KV go to states in one step, and every block has its bytes afterwards.
 
-As many short prompts as pages start in one step. Each keeps one state, and no page is empty. So a page is emptied for each state: its
-blocks move into the holes of other pages, half of all that changes its owner, or nearly all of it.
+As many short prompts as pages start in one step. Each keeps one state, and no page is empty. So a page is emptied for
+each state: its blocks move into the holes of other pages, half of all that changes its owner, or nearly all of it.
 """
 
 from __future__ import annotations

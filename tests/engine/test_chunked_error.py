@@ -22,7 +22,7 @@ def report(models, **fields):
     prompts = [random_tokens(length, seed=length) for length in (100, 30, 150)]
     forced = [random_tokens(4, seed=length) for length in range(3)]
     with torch.inference_mode():
-        return measure(*models, prompts, forced, say=lambda line: None, **FIELDS | fields)
+        return measure(*models, prompts, forced, **FIELDS | fields)
 
 
 def test_ours_is_right_in_chunks_and_megatron_is_not_in_a_short_one(models):

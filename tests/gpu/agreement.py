@@ -68,13 +68,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="small")
     parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of --preset")
-    parser.add_argument("--layers", choices=("transformer_engine", "local"), help="default: as build_hybrid_model")
     parser.add_argument("--fp8", choices=("tensorwise", "blockwise", "delayed"), help="recipe of products in FP8")
     parser.add_argument("--fp8-weights", action="store_true", help="with --fp8: keep the weights in FP8, too")
     parser.add_argument(
         "--graphs", action="store_true", help="replay CUDA graphs, but alone; each engine has a model then"
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the parameters (default: the model's)")
     parser.add_argument("--float32", action="store_true", help="save the same weights' log-probs in float32, too")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--tp", type=int, default=1)
@@ -88,13 +86,9 @@ def main() -> None:
     from megatron_hybrid_prefix.mcore import build_upstream_engine
     from megatron_hybrid_prefix.mcore.runner import release_engine
 
-    fp8 = (
-        {}
-        if arguments.fp8 is None
-        else {"fp8": "e4m3", "fp8_recipe": arguments.fp8, "fp8_param": arguments.fp8_weights}
-    )
-    source = Source(arguments.preset, arguments.hf, transformer_impl=arguments.layers, **fp8)
-    start, model = time.perf_counter(), source.build(arguments.dtype)
+    fp8 = {"fp8": "e4m3", "fp8_recipe": arguments.fp8, "fp8_param": arguments.fp8_weights}
+    source = Source(arguments.preset, arguments.hf, **(fp8 if arguments.fp8 else {}))
+    start, model = time.perf_counter(), source.build()
     sampling = greedy(8, return_log_probs=False)
     texts = prompts(source)[: arguments.prompts]
     alone = [[prompt] for prompt in texts]
@@ -120,7 +114,7 @@ def main() -> None:
         for name, work, steps, extra in cases:
             build, of_case = build_engine if "prefix" in extra else plain, model
             if arguments.graphs and name != "alone":  # they are tied to the modules that they were captured on
-                of_case, extra = source.build(arguments.dtype, cuda_graph_impl="local"), extra | {"num_cuda_graphs": 8}
+                of_case, extra = source.build(cuda_graph_impl="local"), extra | {"num_cuda_graphs": 8}
             engine = build(of_case, **(fields | extra))
             counts = count_steps(engine.context)
             rows[name], report[f"tokens_{name}"] = next_log_probs(engine, work, sampling, steps)

@@ -26,7 +26,7 @@ from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.bits import SPANS, bits
-from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, random_tokens, run_to_end
+from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
 
 MAX_REQUESTS, MAX_TOKENS = 16, 1024
@@ -131,7 +131,6 @@ def main():
     model = build_hybrid_model(config, seed=0)
     sizes = {"block_tokens": options.block_tokens, "max_requests": MAX_REQUESTS}
     blocks = PLENTY_TOKENS // options.block_tokens
-    fields |= kv_budget(model, blocks, **sizes)  # of the engine without a cache
     plenty = {"cache_gb": cache_gb_for(model, blocks, states=4 * MAX_REQUESTS, **sizes)}
     tight = {"cache_gb": 3.5 * cache_gb_for(model, 24, states=4, **sizes), "host_gb": 2.0 if cuda else 0.05}
     engines = {

@@ -1,9 +1,9 @@
 """Which kernels of a step give a row the same bits alone and beside others. Usage: ``bits_kernels.py``, on a GPU.
 
-(On a machine without one it tries the layers only, with the kernels of the CPU, whose bits may differ.) Products, norms and log-probs
-of 1 to 4,096 rows; a Mamba2 and a Gated DeltaNet layer that prefill sequences packed, alone, in spans that end on the grid, and
-padded, and decode in batches; attention that prefills, prefills in spans and decodes. A line for each, and the exit code is 1 if
-bits differ. The last line is the control, cuBLAS, which must differ.
+(On a machine without one it tries the layers only, with the kernels of the CPU, whose bits may differ.) Products, norms
+and log-probs of 1 to 4,096 rows; a Mamba2 and a Gated DeltaNet layer that prefill sequences packed, alone, in spans
+that end on the grid, and padded, and decode in batches; attention that prefills, prefills in spans and decodes. A line
+for each, and the exit code is 1 if bits differ. The last line is the control, cuBLAS, which must differ.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python tests/gpu/chunked_error.py --prompts 200 --json /tmp/chunked.json
 
-Random prompts are sent at once, a step of chunked prefill holds 768 tokens, and 32 given tokens are decoded after each. The truth is the same weights in float64, computed whole, without chunks and without a state
-(`tests/harness/quadratic_model.py`). The engines: megatron's, cache off; this package's, its cache on (random prompts share
-nothing); both with float32 states, and both with all in float32. ``--preset upstream-test`` is the hybrid model of
-megatron-core's ``TestChunkedPrefillCudaGraphs``, initialised as megatron does: its logits are close together, and in
-bfloat16 the best two are often the same number. ``--hf DIR``: the weights of a Hugging Face folder; prompts and given tokens
-are text.
+Random prompts are sent at once, a step of chunked prefill holds 768 tokens, and 32 given tokens are decoded after each.
+The truth is the same weights in float64, computed whole, without chunks and without a state
+(`tests/harness/quadratic_model.py`). The engines: megatron's, cache off; this package's, its cache on (random prompts
+share nothing); both with float32 states, and both with all in float32. ``--preset upstream-test`` is the hybrid model
+of megatron-core's ``TestChunkedPrefillCudaGraphs``, initialised as megatron does: its logits are close together, and in
+bfloat16 the best two are often the same number. ``--hf DIR``: the weights of a Hugging Face folder; prompts and given
+tokens are text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import gc
 import json
 import math
 import time
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -135,7 +135,7 @@ def further_off(report):
     ]
 
 
-def measure(models, truth_model, prompts, forced, *, kinds=KINDS, say=print, **fields):
+def measure(models, truth_model, prompts, forced, *, kinds=KINDS, **fields):
     """All engines; returns the report.
 
     Args:
@@ -144,19 +144,19 @@ def measure(models, truth_model, prompts, forced, *, kinds=KINDS, say=print, **f
         prompts: Token ids of each.
         forced: Of each, the tokens that follow it.
         kinds: Of `KINDS`; "bfloat16" has to be one.
-        say: Told of each engine as it ends.
         **fields: See `play`.
     """
     started_s, tokens = time.perf_counter(), torch.tensor(forced)
     truth = Truth(truth_model, prompts, forced)
-    say(f"truth of {len(prompts)} prompts: {time.perf_counter() - started_s:.1f} s")
+    print(f"truth of {len(prompts)} prompts: {time.perf_counter() - started_s:.1f} s", flush=True)
     found = {}
     for kind, side, prefill in product(kinds, SIDES, PREFILLS):
         started_s = time.perf_counter()
         model = models["float32" if kind == "float32" else "bfloat16"]
         found[kind, side, prefill] = own = play(model, side, kind, prefill, prompts, tokens, **fields)
         gc.collect()
-        say(f"{kind}, {side}, {prefill}: mean {truth.errors(own).mean():.3e}, {time.perf_counter() - started_s:.1f} s")
+        error, seconds = truth.errors(own).mean(), time.perf_counter() - started_s
+        print(f"{kind}, {side}, {prefill}: mean {error:.3e}, {seconds:.1f} s", flush=True)
     return {
         "engines": {", ".join(key): truth.summary(one) for key, one in found.items()},
         "whole_against_chunked": {
@@ -213,9 +213,9 @@ def main():
     models, truth_model = build_models(source)
     lengths = torch.randint(*PROMPT_TOKENS, (arguments.prompts,), generator=torch.Generator().manual_seed(0)).tolist()
     pairs = [source.prompt_and_answer(count, FORCED_TOKENS, i, 10**6 + i) for i, count in enumerate(lengths)]
-    (prompts, forced), say = zip(*pairs, strict=True), partial(print, flush=True)
+    prompts, forced = zip(*pairs, strict=True)
     with torch.inference_mode():
-        report = measure(models, truth_model, prompts, forced, kinds=arguments.kinds, say=say, **STEPS)
+        report = measure(models, truth_model, prompts, forced, kinds=arguments.kinds, **STEPS)
     print(json.dumps(report, indent=1), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"platform": platform.describe()} | report, indent=1))

@@ -1,11 +1,11 @@
 """Time of the gated delta rule's kernels: a prefill beside fla's, a decode beside megatron's Mamba2.
 
-Usage: ``python -m tests.gpu.delta_rule_speed [--repeats N] [--out FOLDER]``, on a GPU. fla (``fla-core``) is left out where it is
-not installed.
+Usage: ``python -m tests.gpu.delta_rule_speed [--repeats N] [--out FOLDER]``, on a GPU. fla (``fla-core``) is left out
+where it is not installed.
 
-GPU times are sums over kernels, taken by the profiler: the median of rounds in which what is compared takes turns. Decodes
-are replayed from CUDA graphs, with states that do not fit the cache of the GPU. (Errors: ``tests/kernels/test_delta_rule.py``.)
-Without a GPU, ``TRITON_INTERPRET=1`` and ``--tokens 128 --key-heads 1 --heads 2 --size 16`` try the script.
+GPU times are sums over kernels, taken by the profiler: the median of rounds in which what is compared takes turns.
+Decodes are replayed from CUDA graphs, with states that do not fit the cache of the GPU. Without a GPU,
+``TRITON_INTERPRET=1`` and ``--tokens 128 --key-heads 1 --heads 2 --size 16`` try the script.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Answers with and without CUDA graphs, hits and misses, decode and mixed steps. Usage: ``graphs.py PRESET OUT.json``.
 
-Of a model that drafts: answers with drafts, the cache on and off, beside those without drafts. Drafts are made from the latter, so
-that 0, 1 or 2 of each pair are accepted. In some runs requests have end tokens, which may be accepted drafts. Every engine has a
-model of its own: graphs are tied to the modules they were captured on.
+Of a model that drafts: answers with drafts, the cache on and off, beside those without drafts. Drafts are made from the
+latter, so that 0, 1 or 2 of each pair are accepted. In some runs requests have end tokens, which may be accepted
+drafts. Every engine has a model of its own: graphs are tied to the modules they were captured on.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
         cached: Whether the cache is on.
         answers: The answers to make drafts from; None: no drafts, or those of the model.
         ends: Each request has an end token, taken from its answer.
-        tight: For a model in float32, memory is: entries are evicted and requests wait, so that steps have other requests; in
-            bfloat16 that alone would change the answers.
+        tight: For a model in float32, memory is: entries are evicted and requests wait, so that steps have other
+            requests; in bfloat16 that alone would change the answers.
         **fields: As of `build_engine`.
     """
     gc.collect()  # the model of the run before

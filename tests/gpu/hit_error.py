@@ -4,8 +4,8 @@
     python tests/gpu/hit_error.py --hf DIR 200      # prompts and given tokens are text, not random
 
 Every prompt has 1024 shared tokens and 40 others. Then 32 given tokens are decoded. The log-prob of each is compared
-with a float32 model with the same weights, which computes everything at once. Prints JSON: mean |log-prob difference| of hits, of
-misses (caching off), and of misses computed in two chunks.
+with a float32 model with the same weights, which computes everything at once. Prints JSON: mean |log-prob difference|
+of hits, of misses (caching off), and of misses computed in two chunks.
 """
 
 from __future__ import annotations

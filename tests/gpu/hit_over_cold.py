@@ -2,8 +2,8 @@
 
     python -m tests.gpu.hit_over_cold [--preset hybrid-4b] [--tokens 8192] [--rounds 30]
 
-Hits of a shared prefix and cold prompts, of 300 own tokens each, take turns. Without a GPU it only tries the script: ``--preset tiny
---device cpu --tokens 1024 --rounds 3``.
+Hits of a shared prefix and cold prompts, of 300 own tokens each, take turns. Without a GPU it only tries the script:
+``--preset tiny --device cpu --tokens 1024 --rounds 3``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """First token of prompts that evict KV and states: without a cache, without a host tier, and with one. On an idle GPU::
 
-    python -m tests.gpu.host_cost [--preset hybrid-4b] [--tokens 8492] [--warm-up 8] [--prompts 32] [--row 4] [--host-gb 10] [--parts]
+    python -m tests.gpu.host_cost [--preset hybrid-4b] [--tokens 8492] [--warm-up 8] [--prompts 32] [--row 4] [--parts]
 
-Every prompt is new. Once the device is full, each one evicts what an earlier one left. After 50 or 60 of them an engine has learned
-that guesses are of no use here, and evicts less: ``--warm-up 80`` times that. The engines take turns, prompt by prompt, in random
-order, and each prompt's time is divided by that of the prompt without a cache of the same round. A prompt begins when the GPU is idle.
-What still goes to the host after its token costs the next prompt: so prompts are also sent ``--row`` at a time, one right after the
-other, and that time is divided likewise (0: they are not). ``--parts`` says how far the engine was when; noting that takes some time,
-too. ``--preset tiny --device cpu --tokens 300 --host-gb 0.1 --prompts 4`` tries the script.
+Every prompt is new. Once the device is full, each one evicts what an earlier one left. After 50 or 60 of them an engine
+has learned that guesses are of no use here, and evicts less: ``--warm-up 80`` times that. The engines take turns,
+prompt by prompt, in random order, and each prompt's time is divided by that of the prompt without a cache of the same
+round. A prompt begins when the GPU is idle. What still goes to the host after its token costs the next prompt: so
+prompts are also sent ``--row`` at a time, one right after the other, and that time is divided likewise (0: they are
+not). ``--parts`` says how far the engine was when; noting that takes some time, too. ``--preset tiny --device cpu
+--tokens 300 --host-gb 0.1 --prompts 4`` tries the script.
 """
 
 from __future__ import annotations

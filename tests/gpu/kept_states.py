@@ -1,7 +1,7 @@
 """Copies of a step that resumes from a kept state and keeps others. Usage: ``kept_states.py PRESET TOKENS``.
 
-A prompt of TOKENS keeps four states. Then one that shares half of it resumes under the profiler: operators that move whole states,
-and the largest copy on the device. Prints JSON.
+A prompt of TOKENS keeps four states. Then one that shares half of it resumes under the profiler: operators that move
+whole states, and the largest copy on the device. Prints JSON.
 """
 
 from __future__ import annotations

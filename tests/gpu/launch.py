@@ -19,8 +19,8 @@ FOLDER = Path(__file__).parent
 PEAKS = "HYBRID_PREFIX_GPU_PEAKS"
 """Names the file that gets the peak of each process; `tests.gpu.run` sets it."""
 FIXED_BLOCKS = {"TRITON_F32_DEFAULT": "ieee", "MAMBA_DETERMINISTIC": "1", "TRITON_CACHE_AUTOTUNING": "0"}
-"""Variables for comparisons with float32: no TF32, and megatron's kernels take blocks of fixed sizes. Else Triton times many in
-float32, which takes minutes, and the fastest decides in which order is summed. (Caching its choice would allow them all again.)"""
+"""For comparisons with float32: no TF32, and megatron's kernels take blocks of fixed sizes. Else Triton times many, in
+minutes, and the fastest decides in which order is summed. (Where its choice is cached, megatron allows them all.)"""
 
 
 def run_script(script: str, *arguments: Any, ranks: int = 1, timeout_s: float = 550.0, **env: str) -> str:

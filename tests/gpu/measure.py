@@ -1,6 +1,6 @@
 """What the scripts that measure share: times on the GPU, first tokens, and how far an engine was when.
 
-Those scripts judge nothing; no test runs them. Without a GPU each can be tried with tiny sizes; times are by the clock then.
+Those scripts judge nothing; no test runs them. Without a GPU, tiny sizes try each of them; times are by the clock then.
 """
 
 from __future__ import annotations

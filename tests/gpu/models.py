@@ -22,11 +22,11 @@ class Source:
     Args:
         preset: Name of a preset, or of a model of ``tests/harness/named_models.py``; used where there is no folder.
         hf: A Hugging Face folder with a tokenizer; None: the preset.
-        **fields: As of `build_hybrid_model`; those that are None are left out.
+        **fields: As of `build_hybrid_model`.
     """
 
     def __init__(self, preset, hf=None, **fields):
-        self.fields = {name: value for name, value in fields.items() if value is not None}
+        self.fields = fields
         self.folder = None if hf is None else open_folder(hf)
         self.name = preset if self.folder is None else self.folder.name
         self.config = named(preset) if self.folder is None else self.folder.config

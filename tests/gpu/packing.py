@@ -4,9 +4,9 @@ The marker says what a test needs::
 
     @pytest.mark.gpu(gib=4, seconds=60, gpus=2)
 
-``gib`` is the most memory that torch reserves on a GPU, ``gpus`` how many GPUs (default 1), and ``seconds`` about how long it
-takes on an H100 beside others (default 1), which only orders the tests. Markers of a module, a function and a parameter add up;
-the nearest one counts. `tests.gpu.run` prints what was measured beside ``gib``.
+``gib`` is the most memory that torch reserves on a GPU, ``gpus`` how many GPUs (default 1), and ``seconds`` about how
+long it takes on an H100 beside others (default 1), which only orders the tests. Markers of a module, a function and a
+parameter add up; the nearest one counts. `tests.gpu.run` prints what was measured beside ``gib``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def jobs_of(tests: Iterable[Case]) -> list[Job]:
 
 
 def quick(tests: Iterable[Case]) -> list[Case]:
-    """Of each test function the case with the fewest GPUs, of these the shortest, of these the smallest."""
+    """Of each test function, a new one too, the case with the fewest GPUs, of these the shortest, then the smallest."""
     best: dict[str, Case] = {}
     for test in tests:
         function = test.name.partition("[")[0]

@@ -1,8 +1,8 @@
-"""Log-probs of prompts, kept beside the cache, and of every such prompt computed whole. Usage: ``prompt_log_probs.py [PRESET]``.
+"""Log-probs of prompts, kept with the cache, and of prompts computed whole. Usage: ``prompt_log_probs.py [PRESET]``.
 
-Endings of one context, one after another and at once: tokens computed, and calls that make the CPU wait for the GPU. Keeping
-log-probs must add none, and raises if it waits. Then the mean difference of log-probs to those of a prompt computed whole: of a hit,
-and of a prompt computed in two chunks, over the tokens that the hit computes. Prints JSON.
+Endings of one context, one after another and at once: tokens computed, and calls that make the CPU wait for the GPU.
+Keeping log-probs must add none, and raises if it waits. Then the mean difference of log-probs to those of a prompt
+computed whole: of a hit, and of a prompt computed in two chunks, over the tokens that the hit computes. Prints JSON.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Runs the tests marked ``gpu``, as many at a time as fit the GPUs and the host's cores.
 
-    python -m tests.gpu.run --quick                  # a case of each test function, on one GPU: five minutes on one of 80 GiB
+    python -m tests.gpu.run --quick                  # a case of each test function: five minutes on a GPU of 80 GiB
     python -m tests.gpu.run                          # all of them, on all GPUs; those for more GPUs are left out
     python -m tests.gpu.run cuda_graphs host_tier    # tests with one of these words in their names
     python -m tests.gpu.run --list                   # what each needs, also on a machine without a GPU
 
-Each test is a process of pytest, each file of ``tests/kernels`` and ``tests/core`` one. A process starts where the memory that
-its tests need (`tests.gpu.packing`) is free. No test asserts a time, so they may share a GPU. Prints a line as each process ends:
-seconds, the memory that was asked for, and the most that torch reserved in it, where torch can say. Its output is in a file of
-``--out``. Exit code 1 if a test failed or did not end in time.
+Each test is a process of pytest, each file of ``tests/kernels`` and ``tests/core`` one. A process starts where the
+memory that its tests need (`tests.gpu.packing`) is free. No test asserts a time, so they may share a GPU. Prints a line
+as each process ends: seconds, the memory that was asked for, and the most that torch reserved in it, where torch can
+say. Its output is in a file of ``--out``. Exit code 1 if a test failed or did not end in time.
 """
 
 from __future__ import annotations

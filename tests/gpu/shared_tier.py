@@ -1,14 +1,16 @@
-"""First tokens with a shared folder: a cold prompt with and without it, and a hit after a restart, from memory and from disk.
+"""First tokens with a shared folder: a cold prompt with and without it, and a hit after a restart.
 
-Usage: ``python -m tests.gpu.shared_tier [--preset hybrid-4b] [--tokens 8192] [--prompts 6] [--folder DIR] [--out DIR] [--graphs]``.
+Usage: ``python -m tests.gpu.shared_tier [--preset hybrid-4b] [--tokens 8192] [--prompts 6] [--folder DIR] [--out DIR]
+[--graphs]``.
 
-The first process sends cold prompts to an engine without caching, to one with the cache, to one with a host tier, and to one with
-the host tier and the folder, in turns. The next one is the restart: each prompt goes on where the first process stopped. Its
-entries are in the page cache for half of the prompts (all files are read before), and were dropped from it (posix_fadvise) for the
-others; a folder in memory has no others.
+The first process sends cold prompts to an engine without caching, to one with the cache, to one with a host tier, and
+to one with the host tier and the folder, in turns. The next one is the restart: each prompt goes on where the first
+process stopped. Its entries are in the page cache for half of the prompts (all files are read before), and were dropped
+from it (posix_fadvise) for the others; a folder in memory has no others.
 
-A first token's time is that of its step, on the host, with the device synchronised. The milestones say how far the engine was when:
-milliseconds since the request was sent, medians. ``--preset tiny --device cpu --tokens 600 --prompts 2`` tries the script.
+A first token's time is that of its step, on the host, with the device synchronised. The milestones say how far the
+engine was when: milliseconds since the request was sent, medians. To try the script: ``--preset tiny --device cpu
+--tokens 600 --prompts 2``.
 """
 
 from __future__ import annotations
@@ -188,7 +190,7 @@ def print_restart(found):
         waits = ""
         if name in found["waited"]:
             wait, load, model = (statistics.median(each) for each in zip(*found["waited"][name], strict=True))
-            waits = f"{wait:.1f} for reads ({found['mb'] / wait:.1f} GB/s), {load:.1f} loads, {model:.1f} the model for them"
+            waits = f"{wait:.1f} for reads, {load:.1f} loads, {model:.1f} the model for them"
         print(f"| {name} | {ms:.2f} | {ms / median['cold']:.3f} | {waits} |")
     for name in [*found["waited"], "short cold"]:
         print(f"\n{name}:", *milestones_table(found["milestones"][name]), sep="\n")

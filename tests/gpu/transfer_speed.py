@@ -2,7 +2,8 @@
 
     python -m tests.gpu.transfer_speed [--kv-blocks 32] [--states 1] [--out DIR]
 
-Entries have the sizes of `hybrid-4b`: 16 KV blocks and states fill about 77 MB. "launch" is the time that the CPU needs to launch all copies.
+Entries have the sizes of `hybrid-4b`: 16 KV blocks and states fill about 77 MB. "launch" is the time that the CPU needs
+to launch all copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m tests.gpu.run``: what runs at the same time fits, everything runs, and ``--quick`` has a case of each test function."""
+"""``python -m tests.gpu.run``: what runs at the same time fits, all runs, ``--quick`` has a case of each test function."""
 
 from __future__ import annotations
 
