@@ -255,14 +255,14 @@ def make_reference(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     return make_references({folder: asked})[folder]
 
 
-def make_references(asked: dict[Path, dict[str, Any]], device: str = "cpu") -> dict[Path, dict[str, Any]]:
+def make_references(asked: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
     """As `make_reference`, for several folders in one process."""
     for folder, wanted in asked.items():
         folder.mkdir(exist_ok=True)
         (folder / "asked.json").write_text(json.dumps(wanted))
     result = subprocess.run(
         [sys.executable, str(REFERENCE), *map(str, asked)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=HANG_S,

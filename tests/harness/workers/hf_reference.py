@@ -2,8 +2,8 @@
 
 A process of its own: transformers must not see the mamba packages, whose compiled parts may be missing, and megatron
 must. Usage: ``python hf_reference.py FOLDER...``. FOLDER/asked.json holds "architecture" (such as "NemotronH"), "model" (fields
-of its config class), "prompt_lengths", "new_tokens", "seed" and perhaps "max_shard_size", and "bfloat16" for logits of the model in
-bfloat16, too. FOLDER gets ``out.pt``, and what ``save_pretrained`` writes. Runs on the GPU where it sees one, without TF32.
+of its config class), "prompt_lengths", "new_tokens", "seed" and perhaps "max_shard_size". FOLDER gets ``out.pt``, and what
+``save_pretrained`` writes.
 """
 
 import json
@@ -79,27 +79,19 @@ def main(folder):
     config = getattr(transformers, f"{asked['architecture']}Config")(**asked["model"])
     model = getattr(transformers, f"{asked['architecture']}ForCausalLM")(config).float().eval()
     randomise(model, generator)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.backends.cudnn.allow_tf32 = False  # a convolution's default
-    model.to(device)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, float("inf"))  # megatron does not clamp dt
     cases, margins = [], watch_routers(model)
     for length in asked["prompt_lengths"]:
-        tokens = torch.randint(0, model.config.vocab_size, (1, length), generator=generator).to(device)
+        tokens = torch.randint(0, model.config.vocab_size, (1, length), generator=generator)
         for _ in range(asked["new_tokens"]):  # no cache: every step is one forward of the whole sequence
             logits = model(tokens, use_cache=False).logits
             tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-        logits = model(tokens, use_cache=False).logits[0].cpu()
+        logits = model(tokens, use_cache=False).logits[0]
         cases.append({"length": length, "tokens": tokens[0].tolist(), "logits": logits})
-    state_dict, margin = {name: value.cpu() for name, value in model.state_dict().items()}, min(margins, default=None)
+    state_dict, margin = dict(model.state_dict()), min(margins, default=None)
     model.save_pretrained(folder, max_shard_size=asked.get("max_shard_size", "5GB"))
-    if asked.get("bfloat16"):
-        model.bfloat16()
-        for case in cases:
-            tokens = torch.tensor([case["tokens"]], device=device)
-            case["bfloat16_logits"] = model(tokens, use_cache=False).logits[0].float().cpu()
     found = {"state_dict": state_dict, "cases": cases, "router_margin": margin}
     torch.save(found, folder / "out.pt")
 
