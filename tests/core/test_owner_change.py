@@ -14,6 +14,7 @@ import torch
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.settings import CacheSettings
+from megatron_hybrid_prefix.mcore.state.moves import Moves
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.pool.pages import PageLayout
@@ -53,9 +54,7 @@ def full_cache(layout: PageLayout, cached: int) -> HybridPrefixCache:
     ("page_blocks", "block_bytes", "pages"),
     [(10, 1024, 1), (10, 1024, 10), (10, 1024, 34), (26, 256, 1), (26, 256, 10)],
 )
-def test_blocks_have_their_bytes(platform, device, fill, page_blocks, block_bytes, pages):
-    from megatron_hybrid_prefix.mcore.state.moves import Moves  # needs the platform
-
+def test_blocks_have_their_bytes(device, fill, page_blocks, block_bytes, pages):
     cached = page_blocks // 2 if fill == "half" else page_blocks - 1
     others = (
         ceil_div(pages * (cached + 1), page_blocks - cached) + 1
