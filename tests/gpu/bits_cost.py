@@ -38,7 +38,7 @@ from tests.harness.engine_helpers import greedy, random_tokens, run_to_end, stat
 from tests.harness.named_models import named
 
 CONFIGS = {"default": {}, "float32 states": {"state_dtype": "float32"}, "bits": {"exact": "bits"}}
-DECODE_PROMPT_TOKENS, DECODE_STEPS = 100, 50
+DECODE_PROMPT_TOKENS, DECODE_STEPS = 100, 50 if ON_GPU else 3
 ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192) if ON_GPU else (2,)
 
 

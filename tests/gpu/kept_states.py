@@ -65,7 +65,7 @@ def main(preset, tokens):
     sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": 2}
     engine = build_engine(
         model,
-        HybridPrefixConfig(cache_gb=cache_gb_for(model, 4 * tokens // BLOCK_TOKENS, states=16, **sizes)),
+        HybridPrefixConfig(cache_gb=cache_gb_for(model, 6 * tokens // BLOCK_TOKENS, states=32, **sizes)),
         max_sequence_length=2 * tokens,
         max_tokens=2 * tokens,
         max_requests=sizes["max_requests"],
