@@ -7,8 +7,8 @@
 
 Each test is a process of pytest, each file of ``tests/kernels`` and ``tests/core`` one. A process starts where the
 memory that its tests need (`tests.gpu.packing`) is free. No test asserts a time, so they may share a GPU. Prints a line
-as each process ends: seconds, the memory that was asked for, and the most that torch reserved in it, where torch can
-say. Its output is in a file of ``--out``. Exit code 1 if a test failed or did not end in time.
+as each process ends: seconds, the most that torch reserved in it, where torch can say ("!": more than asked for), and
+the memory asked for. Its output is in a file of ``--out``. Exit code 1 if a test failed or did not end in time.
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ class Running:
         said = self._log.read_text(errors="replace").splitlines()
         summary = next((line for line in reversed(said) if re.search(r"\d (passed|failed|skipped|error)", line)), "")
         peaks = self._peaks.read_text().split() if self._peaks.exists() else []
-        peak = f"{max(map(int, peaks)) / 2**30:5.1f}" if peaks else "    ?"
         seconds, gib = time.monotonic() - self._start_s, self.job.gib - CONTEXT_GIB
+        peak_gib = max(map(int, peaks)) / 2**30 if peaks else 0.0
+        peak = f"{peak_gib:5.1f}{'!' * (peak_gib > gib)}" if peaks else "    ?"
         name = self.job.name.removeprefix("tests/")
         return outcome, f"{outcome:6} {seconds:6.1f} s  {peak} of {gib:4.1f} GiB  {name}  ({summary.strip('= ')})"
 
@@ -153,12 +154,11 @@ def end(running: list[Running]) -> None:
 
 def table(jobs: list[Job]) -> str:
     """What each job needs."""
-    rows = [
+    return "\n".join(
         f"{job.gpus} x {job.gib - CONTEXT_GIB:4.1f} GiB, about {job.seconds:4.0f} s  {job.name}"
         + (f" ({len(job.tests)} tests)" if len(job.tests) > 1 else "")
         for job in sorted(jobs, key=lambda job: job.seconds)
-    ]
-    return "\n".join(rows)
+    )
 
 
 def main(argv: Any = None) -> int:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.gpu import run
+from tests.gpu.launch import PEAKS
 from tests.gpu.packing import CONTEXT_GIB, Case, Job, Packer, jobs_of, quick
 from tests.harness.limits import HANG_S
 from tests.harness.workers.launch import run_prepared
@@ -116,11 +117,13 @@ def processes(folder: Path, **bodies: str) -> Packer:
 
 
 def test_outcomes_of_processes(tmp_path, capsys):
-    packer = processes(tmp_path, good="assert True", bad="assert False")
+    note = f"import os; open(os.environ['{PEAKS}'], 'a').write('{3 * 2**30}\\n{2**30}\\n')"
+    packer = processes(tmp_path, good="assert True", bad=f"{note}; assert False")
     assert run.run_all(packer, tmp_path, HANG_S) == {"passed": 1, "failed": 1, "not begun": 0}
     lines = {line.split("gpu/")[1].split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "passed" in lines["good"] and "(1 passed" in lines["good"]
     assert "failed" in lines["bad"] and "(1 failed" in lines["bad"]
+    assert "? of " in lines["good"] and "3.0! of " in lines["bad"]
 
 
 def test_what_does_not_end_in_time_is_cut(tmp_path, capsys):
