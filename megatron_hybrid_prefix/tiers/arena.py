@@ -19,12 +19,10 @@ from operator import attrgetter
 
 import torch
 
-from megatron_hybrid_prefix.tiers import loads, stores
 from megatron_hybrid_prefix.tiers.base import TierBehind
-from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, Staging, Tensors
+from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, Tensors
 from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
 from megatron_hybrid_prefix.tiers.loads import LoadCopies
-from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue
 from megatron_hybrid_prefix.tiers.stores import StoreCopies
 from megatron_hybrid_prefix.tiers.tier_moves import TierMoves
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Load, LoadState
@@ -68,25 +66,11 @@ class HostArena:
         self.pages = HostPages(pages, page_bytes, device)
         self.contents = PageContents(pages, device, for_threads=behind is not None)
         self.copies = EntryCopies(tensors, self.pages, pages_of=pages_of, device=device)
-        store_queue, load_queue = (
-            DeviceQueue(device, ahead=ahead) if device.type == "cuda" else HostQueue() for ahead in (1, BUFFERS)
-        )
-        store_staging, load_staging = (
-            Staging(min(size, pages * page_bytes), self.copies.row_bytes, device)
-            for size in (stores.STAGING_BYTES, loads.STAGING_BYTES)
-        )
-        self.stores = StoreCopies(self.copies, self.contents, store_queue, store_staging)
-        self.loads = LoadCopies(
-            self.copies,
-            self.contents,
-            self.stores,
-            load_queue,
-            load_staging,
-            device=device,
-        )
+        self.stores = StoreCopies(self.copies, self.contents)
+        self.loads = LoadCopies(self.stores)
         self.behind: TierMoves | None = None
         if behind is not None:
-            self.behind = TierMoves(behind, self.copies, self.pages, self.contents, self.stores, self.loads)
+            self.behind = TierMoves(behind, self.stores, self.loads)
 
     def close(self) -> None:
         """Free the memory; garbage collection of the arena does so, too."""

@@ -159,3 +159,8 @@ class HostQueue:
 
     def seconds(self) -> tuple[float, float]:
         return self._seconds, self._seconds
+
+
+def queue_for(device: torch.device, ahead: int = 1) -> DeviceQueue | HostQueue:
+    """A queue for transfers to and from this device."""
+    return DeviceQueue(device, ahead) if device.type == "cuda" else HostQueue()

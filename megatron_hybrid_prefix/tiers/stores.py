@@ -19,9 +19,9 @@ from operator import attrgetter
 
 import torch
 
-from megatron_hybrid_prefix.tiers.entry_copies import Batch, EntryCopies, Staging, succeeds, without_shared_pages
+from megatron_hybrid_prefix.tiers.entry_copies import Batch, EntryCopies, succeeds, without_shared_pages
 from megatron_hybrid_prefix.tiers.host_pages import PageContents
-from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
+from megatron_hybrid_prefix.tiers.queue import BUFFERS, Mark, queue_for
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
 
 STAGING_BYTES = 640 * 2**20  # this much can be evicted at once without waiting for the host link
@@ -31,22 +31,18 @@ FIRST_BYTES = 24 * 2**20  # of a store: go straight to the host; the model waits
 class StoreCopies:
     """See the top of this file.
 
-    Args:
+    Attributes:
         copies: How entries are copied.
         contents: What the pages hold.
-        queue: Where the copies run.
-        staging: The buffer on the device.
-
-    Attributes:
         queue: Where the copies run.
         bytes: Bytes stored.
         stored: End of the copies to the host that are launched.
     """
 
-    def __init__(
-        self, copies: EntryCopies, contents: PageContents, queue: DeviceQueue | HostQueue, staging: Staging
-    ) -> None:
-        self._copies, self._contents, self.queue, self._staging = copies, contents, queue, staging
+    def __init__(self, copies: EntryCopies, contents: PageContents) -> None:
+        self.copies, self.contents = copies, contents
+        self.queue = queue_for(copies.device)
+        self._staging = copies.staging(STAGING_BYTES)
         self._sent: Mark = None  # end of the last copy straight to the host; None once the model waits for it
         self._gathered: Mark = None  # end of the last gather or sum; likewise
         self._new_pages: set[int] = set()  # first pages of entries that may still be in flight to the host
@@ -110,13 +106,13 @@ class StoreCopies:
             send, beside: See `run`.
         """
         units = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
-        self._contents.drop(units)  # until they are copied
+        self.contents.drop(units)  # until they are copied
         self._waiting_pages.update(page for unit in units for page in unit.pages)
         straight = self._run_straight(units[: self._straight_count(units, send=send)]) if is_idle else []
         count = sum(len(batch.units) for batch in straight)
-        staged = list(self._copies.batches(units[count:], self._staging))
+        staged = list(self.copies.batches(units[count:], self._staging))
         with self.queue.beside():  # the queue may be busy for long
-            sums, first_pages = self._copies.upload([*straight, *staged], _first_pages(units))
+            sums, first_pages = self.copies.upload([*straight, *staged], _first_pages(units))
         if sums.is_cuda:
             sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
         for half, round_ in groupby(staged, key=attrgetter("half")):
@@ -129,9 +125,9 @@ class StoreCopies:
 
     def _run_straight(self, units: Sequence[BlockTransfer]) -> list[Batch]:
         """Copies entries straight to the host, by the copy engines, until that fails. Returns those on their way."""
-        batches = list(self._copies.batches(units, None))
+        batches = list(self.copies.batches(units, None))
         try:
-            return list(takewhile(partial(succeeds, self._copies.straight_to_pages), batches))
+            return list(takewhile(partial(succeeds, self.copies.straight_to_pages), batches))
         finally:
             if batches:
                 self._sent = self.queue.mark()
@@ -142,7 +138,7 @@ class StoreCopies:
         self._waiting[half] = []
         for batch in batches:
             with self.queue.ahead(half):
-                is_here = succeeds(partial(self._gather, beside=beside), batch)
+                is_here = succeeds(partial(self.copies.gather, beside=beside), batch)
                 self._gathered = self.queue.mark()
             if is_here:
                 self._waiting[half].append(batch)
@@ -156,8 +152,8 @@ class StoreCopies:
         for half in list(self._waiting):
             self._send_half(half)
         while self._summed:
-            self._contents.put_sums(*self._summed.pop(0))
-        self._contents.show_sums()
+            self.contents.put_sums(*self._summed.pop(0))
+        self.contents.show_sums()
         self._waiting_pages.clear()
 
     def _send_half(self, half: int) -> None:
@@ -173,7 +169,7 @@ class StoreCopies:
         self.queue.use(half)
         while self._waiting[half]:
             batch = self._waiting[half].pop(0)
-            if succeeds(self._store, batch):
+            if succeeds(self.copies.to_pages, batch):
                 self._note(batch)
 
     def _sum(self, batches: Sequence[Batch]) -> None:
@@ -181,15 +177,15 @@ class StoreCopies:
         with self.queue.beside():
             try:
                 for batch in batches:
-                    if succeeds(self._copies.sum, batch):
+                    if succeeds(self.copies.sum, batch):
                         self._note(batch)
             finally:
                 self._gathered = self.queue.mark()
 
     def _note(self, batch: Batch) -> None:
         """The entries are on the host, once the queue gets here."""
-        self._contents.put_tags(batch.units)
-        self.bytes += self._copies.entry_bytes[batch.kind] * len(batch.units)
+        self.contents.put_tags(batch.units)
+        self.bytes += self.copies.entry_bytes[batch.kind] * len(batch.units)
 
     def wait(self) -> None:
         """The model's later launches run after all stores have read their entries."""
@@ -209,14 +205,6 @@ class StoreCopies:
             self._new_pages &= self._waiting_pages
         return self._sent, self._gathered, self.stored if is_new else None
 
-    def _gather(self, batch: Batch, *, beside: bool) -> None:
-        """Gathers entries in the staging buffer."""
-        self._copies.gather(batch, self._staging, beside=beside)
-
-    def _store(self, batch: Batch) -> None:
-        """Copies entries from the staging buffer to the host."""
-        self._copies.to_pages(batch, self._staging)
-
     def _straight_count(self, units: Sequence[BlockTransfer], *, send: bool) -> int:
         """How many of these stores, the first ones, go straight to the host.
 
@@ -224,15 +212,15 @@ class StoreCopies:
         staging buffer has no room for: the model would wait longer for half of the buffer than it waits for the host link for
         these.
         """
-        if not self._copies.by_engine:
+        if not self.copies.by_engine:
             return 0
-        sizes = (self._copies.row_bytes[unit.tag.kind] for unit in units)
+        sizes = (self.copies.row_bytes[unit.tag.kind] for unit in units)
         first = sum(total <= FIRST_BYTES for total in accumulate(sizes)) if send else 0
         return max(first, self._without_room(units))
 
     def _without_room(self, units: Sequence[BlockTransfer]) -> int:
         """How many of these stores, the first ones, the staging buffer has no room for."""
-        sizes = [self._copies.row_bytes[unit.tag.kind] for unit in units]
+        sizes = [self.copies.row_bytes[unit.tag.kind] for unit in units]
         count = len(sizes)
         for _ in range(BUFFERS):
             used = 0

@@ -14,8 +14,7 @@ from functools import partial
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import TierBehind
-from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, without_shared_pages
-from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
+from megatron_hybrid_prefix.tiers.entry_copies import without_shared_pages
 from megatron_hybrid_prefix.tiers.jobs import Job, JobGroup, TierThreads, marks
 from megatron_hybrid_prefix.tiers.loads import LoadCopies, PreparedLoads
 from megatron_hybrid_prefix.tiers.stores import StoreCopies
@@ -32,25 +31,14 @@ class TierMoves:
 
     Args:
         behind: The tier.
-        copies: How entries are copied.
-        pages: The pages on the host.
-        contents: What they hold.
         stores: The stores, which write to the pages.
         loads: The loads, which read the pages.
     """
 
-    def __init__(
-        self,
-        behind: TierBehind,
-        copies: EntryCopies,
-        pages: HostPages,
-        contents: PageContents,
-        stores: StoreCopies,
-        loads: LoadCopies,
-    ) -> None:
-        self._behind = behind
-        self._copies, self._pages, self._contents, self._stores, self._loads = copies, pages, contents, stores, loads
-        self._threads = TierThreads(behind.tier, max(copies.entry_bytes.values()))
+    def __init__(self, behind: TierBehind, stores: StoreCopies, loads: LoadCopies) -> None:
+        self._behind, self._stores, self._loads = behind, stores, loads
+        self._copies, self._contents = stores.copies, stores.contents
+        self._threads = TierThreads(behind.tier, max(self._copies.entry_bytes.values()))
         self._refused = self._bytes_loaded = 0
         self._seconds_waited = 0.0
 
@@ -132,7 +120,7 @@ class TierMoves:
             tag=unit.tag,
             entry_bytes=size,
             pages=unit.pages,
-            views=self._pages.views(unit.pages, size),
+            views=self._copies.pages.views(unit.pages, size),
             after=after,
         )
 

@@ -832,10 +832,10 @@ def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
     copies, name = pools.arena.copies, "to_staging" if fault == "copy engine" else "to_places"
     original = getattr(copies, name)
 
-    def fails(batch, staging):
+    def fails(batch):
         if wrong in batch.units:
             raise RuntimeError("the copy engine is on fire")
-        original(batch, staging)
+        original(batch)
 
     if fault.startswith("copy"):
         monkeypatch.setattr(copies, name, fails)
@@ -923,7 +923,7 @@ def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
         assert pools.arena.loads.is_wrong(load) == (entry == 5), load_id
 
 
-@pytest.mark.parametrize("copy", ["_gather", "_store"])
+@pytest.mark.parametrize("copy", ["gather", "to_pages"])
 def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
     """Some of the earlier entry there may be overwritten."""
 
@@ -933,7 +933,7 @@ def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
     pools = Pools("cpu")
     pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5, key=b"old")])
     pools.arena.stores.stored = OnItsWay()
-    monkeypatch.setattr(pools.arena.stores, copy, fails)
+    monkeypatch.setattr(pools.arena.copies, copy, fails)
     pools.arena.carry_out([pools.unit(EntryKind.KV, 2, 5, key=b"new")])
     for load_id, key in enumerate((b"old", b"new")):
         load = a_load(load_id)
@@ -954,7 +954,7 @@ def test_what_goes_straight_to_the_host_arrives_or_is_not_there(device, fails, m
     for owner, name in (
         (pools.arena.copies, "straight_to_pages"),
         (pools.arena.copies, "sum"),
-        (pools.arena.stores, "_store"),
+        (pools.arena.copies, "to_pages"),
     ):
         original = getattr(owner, name)
 
@@ -973,8 +973,8 @@ def test_what_goes_straight_to_the_host_arrives_or_is_not_there(device, fails, m
         ways
         == {
             "nothing": ["straight_to_pages", "straight_to_pages", "sum", "sum"],
-            "straight_to_pages": ["straight_to_pages", "_store", "_store"],
-            "the second straight_to_pages": ["straight_to_pages", "straight_to_pages", "_store", "sum"],
+            "straight_to_pages": ["straight_to_pages", "to_pages", "to_pages"],
+            "the second straight_to_pages": ["straight_to_pages", "straight_to_pages", "to_pages", "sum"],
             "sum": ["straight_to_pages", "straight_to_pages", "sum", "sum"],
         }[fails]
     )
@@ -1086,7 +1086,7 @@ def test_the_model_waits_until_its_targets_were_read(monkeypatch):
     pools.arena.wait_for_stores()
     assert marks.waited == []
     made = []
-    monkeypatch.setattr(pools.arena.stores, "_store", lambda batch: made.append(marks.made))
+    monkeypatch.setattr(pools.arena.copies, "to_pages", lambda batch: made.append(marks.made))
     units = [pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.KV, 2, 6), pools.unit(EntryKind.STATE, 2, 7)]
     pools.arena.carry_out(units)
     pools.arena.wait_for_stores()

@@ -135,7 +135,7 @@ def main() -> None:
         arena.carry_out(loads)
 
     for by_engine in (True, False):
-        arena.loads.by_engine = by_engine
+        arena.copies.by_engine = by_engine
         for own in tensors.values():
             for tensor in own:
                 tensor.zero_()
