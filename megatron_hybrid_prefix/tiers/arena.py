@@ -75,17 +75,17 @@ class HostArena:
     def close(self) -> None:
         """Free the memory; garbage collection of the arena does so, too."""
         if self.behind is not None:
-            self.behind.close()
+            self.behind.threads.close()
         self.pages.close()
 
     def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True, beside: bool = False) -> None:
-        """Launch transfers in order. The model may overwrite stored entries after `wait_for_stores`.
+        """Launch transfers in order. The model may overwrite stored entries after `StoreCopies.wait`.
 
         A transfer that fails is logged. Its load counts as failed, on this rank. A load that fetches waits for `fetched`.
 
         Args:
             units: The transfers.
-            send: False: gather what is stored, and leave its copies to the host to `send`. What needs them launches them, too.
+            send: False: gather what is stored, and leave its copies to the host to `StoreCopies.send`. What needs them launches them, too.
             beside: Leave half of the device to the model's later launches while entries are gathered.
         """
         for (source, target), group in groupby(units, key=attrgetter("source", "target")):
@@ -99,7 +99,7 @@ class HostArena:
                 self._begin_loads(run)
             else:
                 assert self.behind is not None
-                self.send()
+                self.stores.send()
                 (self.behind.store if source == HOST else self.behind.read)(run)
 
     def _begin_loads(self, units: Sequence[BlockTransfer]) -> None:
@@ -116,17 +116,9 @@ class HostArena:
                 launched += own
         self.loads.run(launched)
 
-    def send(self) -> None:
-        """Launch the copies to the host that `carry_out` left. They do not wait for what the model launched since."""
-        self.stores.send()
-
-    def wait_for_stores(self) -> None:
-        """The model's later launches run after all stores have read their entries."""
-        self.stores.wait()
-
     def finish(self) -> None:
         """The CPU waits for all transfers between the device and the host."""
-        self.send()
+        self.stores.send()
         for queue in (self.stores.queue, self.loads.queue):
             with queue.running():
                 mark = queue.mark()

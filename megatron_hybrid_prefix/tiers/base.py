@@ -186,16 +186,11 @@ class TierBehind:
     """
 
     def __init__(self, tier: Tier, agree: Callable[[int], int] | None = None) -> None:
-        self.tier = tier
+        self.tier, self.least_blocks = tier, tier.least_blocks
         self._agree: Callable[[int], int] = agree or int
         self._make_namespace: Callable[[], bytes] | None = None
         self._namespace = b""
         self._epoch = 0
-
-    @property
-    def least_blocks(self) -> int:
-        """See `Tier`."""
-        return self.tier.least_blocks
 
     def name_entries(self, make_namespace: Callable[[], bytes]) -> None:
         """Use a namespace.

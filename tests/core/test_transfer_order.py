@@ -136,7 +136,7 @@ def test_stores_wait_for_what_they_need(world: Launches) -> None:
     before, pools = world.before, world.pools
     world.launch("forward")
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(3)])
-    world.arena.wait_for_stores()
+    world.arena.stores.wait()
     world.launch("next forward")
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in (3, 4)])
     for n in range(5):
@@ -155,7 +155,7 @@ def test_the_first_entries_of_a_store_go_straight_to_the_host(world: Launches) -
     world.arena.stores.stored.is_over = True
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)])
     world.arena.carry_out([pools.unit(EntryKind.KV, 9, 20, a_load())])
-    world.arena.wait_for_stores()
+    world.arena.stores.wait()
     world.launch("next forward")
     world.arena.carry_out([pools.unit(EntryKind.KV, 2, 2)])  # behind a store that is on its way
     assert [name for name in before if name.startswith("straight")] == ["straight_to_pages 0"]
@@ -230,7 +230,7 @@ def test_what_was_launched_before_an_error_is_waited_for(world: Launches) -> Non
     assert not any(world.arena.contents.holds(unit) for unit in units), "no checksum was computed"
     load = a_load()
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 5, 0, load)])
-    world.arena.wait_for_stores()
+    world.arena.stores.wait()
     world.launch("next forward")
     assert world.arena.loads.is_wrong(load)
     for launch in ("to_staging 5", "next forward"):
@@ -250,7 +250,7 @@ def test_small_pages_are_gathered(world: Launches) -> None:
     world.arena.stores.stored.is_over = True
     world.arena.copies.by_engine = False
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
-    world.arena.wait_for_stores()
+    world.arena.stores.wait()
     world.launch("next forward")
     assert {name for name in world.before if name.startswith(("to_pages", "straight"))} == {
         f"to_pages {n}" for n in range(5)
@@ -275,7 +275,7 @@ def test_what_cannot_be_summed_is_not_overwritten_while_others_are(
     units = [world.pools.unit(EntryKind.KV, 0, 0), world.pools.unit(EntryKind.STATE, 1, 1)]
     with pytest.raises(TypeError, match="not a tensor"):
         world.arena.carry_out(units)
-    world.arena.wait_for_stores()
+    world.arena.stores.wait()
     world.launch("next forward")
     assert {"straight_to_pages 0", "straight_to_pages 1", "sum 0"} <= world.before["next forward"]
 
@@ -284,7 +284,7 @@ def test_what_the_buffer_has_no_room_for_goes_straight_to_the_host(world: Launch
     """So the model waits for these, and not until half of the buffer has been copied, too."""
     world.arena.stores.stored.is_over = True
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
-    world.arena.wait_for_stores()
+    world.arena.stores.wait()
     world.launch("next forward")
     assert {name for name in world.before if name.startswith("to_pages")} == {"to_pages 3", "to_pages 4"}
     straight = {f"straight_to_pages {n}" for n in range(3)}
@@ -308,18 +308,18 @@ def test_copies_that_are_sent_later_do_not_wait_for_the_forward(world: Launches)
     world.arena.stores.stored.is_over = True
     world.launch("forward")
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)], send=False)
-    world.arena.wait_for_stores()
+    world.arena.stores.wait()
     world.launch("next forward")
     assert {name.split()[0] for name in before} == {"forward", "_upload", "gather", "next"}
     assert {"forward", "gather 0", "gather 1"} <= before["next forward"]
-    world.arena.send()
+    world.arena.stores.send()
     for n in range(2):
         assert f"gather {n}" in before[f"to_pages {n}"]
         assert "next forward" not in before[f"to_pages {n}"]
         assert f"gather {n}" in before[f"put_sums {world.first_page(n)}"]
     assert {"to_pages 0", "to_pages 1"} <= world.arena.stores.stored.known
     launches = len(before)
-    world.arena.send()
+    world.arena.stores.send()
     assert len(before) == launches, "they are sent once"
 
 

@@ -484,7 +484,7 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     while not served.context.prefix_stats().tiers["host"].preempted:
         served.step()
     arena, tier = served.context.host_moves.arena, served.cache._store.host
-    arena.send()
+    arena.stores.send()
     for entry in tier.entries.private():
         arena.pages.memory[tier.entries.pages(entry)[0] * arena.pages.page_bytes] ^= 1
     served.run()

@@ -158,7 +158,7 @@ def decodes(requests: int = 8, rounds: int = 12) -> None:
                 for block in range(count)
             ]
         )
-        arena.wait_for_stores()
+        arena.stores.wait()
 
     for number in range(requests):
         tokens = [dice.randrange(model.hybrid_config.vocab_size) for _ in range(120)]

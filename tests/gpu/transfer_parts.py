@@ -267,7 +267,7 @@ def straight(
 
     def move(units: list[BlockTransfer]) -> None:
         arena.carry_out(units)
-        arena.wait_for_stores()
+        arena.stores.wait()
 
     for programs in (1, 2, 3, 4, 32):
         for mib in (0, 16, 24):

@@ -221,7 +221,7 @@ class HostMoves(Moves):
 
     def drain(self, seconds: float) -> bool:
         """Wait until everything launched so far is in the tier behind the host, at most this long. Returns whether it is."""
-        return self.arena is None or self.arena.behind is None or self.arena.behind.drain(seconds)
+        return self.arena is None or self.arena.behind is None or self.arena.behind.threads.drain(seconds)
 
     def close(self) -> None:
         """Free the memory."""
@@ -241,28 +241,28 @@ class HostMoves(Moves):
         if self.arena is None:
             super().launch(send=send)
             return
-        self.arena.wait_for_stores()  # of what publication queued
+        self.arena.stores.wait()  # of what publication queued
         self._wait_for_cancelled()  # a block may move to where such a load writes
         send = send or not self.sends_later
         super().launch(send=send)
         if send:
-            self.arena.send()
+            self.arena.stores.send()
         self._wait_for_cancelled()
 
     def forward_launched(self) -> None:
         """See Moves."""
         if self.arena is None or not self.sends_later:
             return
-        self.arena.send()
+        self.arena.stores.send()
         units = [copy for copy in self._cache.take_copies(published=True) if isinstance(copy, BlockTransfer)]
         # Beside sampling, whose token somebody waits for.
         self.arena.carry_out(self._with_rows(units), send=False, beside=True)
-        self.arena.send()
+        self.arena.stores.send()
 
     def _transfer(self, units: list[BlockTransfer], *, send: bool) -> None:
         assert self.arena is not None
         self.arena.carry_out(self._with_rows(units), send=send)
-        self.arena.wait_for_stores()
+        self.arena.stores.wait()
 
     def _with_rows(self, units: list[BlockTransfer]) -> list[BlockTransfer]:
         """The transfers; states on the device are named by their rows (`SharedMemory.row`), not by their slots."""
@@ -310,7 +310,7 @@ class HostMoves(Moves):
         """
         arena = self.arena
         assert arena is not None and arena.behind is not None
-        arena.send()
+        arena.stores.send()
         arrived = arena.behind.fetched(load, max(0.0, load.deadline_s - time.monotonic()) if wait else 0.0)
         if arrived is None:
             own = LoadState.LATE if time.monotonic() >= load.deadline_s else LoadState.FETCHING
