@@ -47,8 +47,7 @@ class GatedDeltaNetBySlots(SlotLayer):
 
     def slot_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See SlotLayer: query, key, value, output gate, beta and decay of each token, packed."""
-        projected: torch.Tensor = self.in_proj(hidden_states)[0]
-        return projected
+        return self.in_proj(hidden_states)[0]
 
     def slot_outputs(self, outputs: torch.Tensor | None) -> Any:
         """See SlotLayer."""
@@ -125,8 +124,7 @@ class GatedDeltaNetBySlots(SlotLayer):
         """(..., width) to query, key and value together, output gate, beta and decay: all (..., width of the part)."""
         qkv = 2 * self.qk_dim_local_tp + self.v_dim_local_tp
         heads = self.num_v_heads_local_tp
-        parts: tuple[torch.Tensor, ...] = torch.split(inputs, [qkv, self.v_dim_local_tp, heads, heads], dim=-1)
-        return parts
+        return torch.split(inputs, [qkv, self.v_dim_local_tp, heads, heads], dim=-1)
 
     def _by_head(
         self, qkv: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor

@@ -78,8 +78,7 @@ class InvariantNorm:
         """See torch."""
         if scope.is_on():
             return rms_norm(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
-        output: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the class after this mixin has it
-        return output
+        return super().forward(x)  # type: ignore[misc]  # the class after this mixin has it
 
 
 class InvariantAttention(SelfAttentionSeam):

@@ -183,8 +183,7 @@ def torch_without_pinning(original: types.ModuleType) -> types.ModuleType:
     def unpinned(factory: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
             kwargs.pop("pin_memory", None)
-            made: torch.Tensor = factory(*args, **kwargs)
-            return made
+            return factory(*args, **kwargs)
 
         return make
 

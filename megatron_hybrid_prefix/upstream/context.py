@@ -262,8 +262,7 @@ class ContextSeam(DynamicInferenceContext):
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream. States of a layer of any kind, by slot."""
         if not self.is_hybrid_model:
-            conv, ssm = super().mamba_states_cache(layer_number, intermediate)
-            return conv, ssm
+            return super().mamba_states_cache(layer_number, intermediate)
         return self.layer_states(layer_number, intermediate=intermediate)
 
     def _compute_prefix_match(
@@ -275,10 +274,7 @@ class ContextSeam(DynamicInferenceContext):
         else:
             found = self.blocks_of_chunk(req, prefill_chunk_length)
         if found is None:
-            shared, new, held, required, skip, computed = super()._compute_prefix_match(
-                req, prefill_chunk_length, record_mamba_match
-            )
-            return shared, new, held, required, skip, computed
+            return super()._compute_prefix_match(req, prefill_chunk_length, record_mamba_match)
         finished = req.finished_chunk_token_count
         held = -(-finished // self.block_size_tokens)
         required = -(-(finished + prefill_chunk_length) // self.block_size_tokens)
@@ -290,10 +286,7 @@ class ContextSeam(DynamicInferenceContext):
     def _processed_log_probs(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Log-probs of rows that do not depend on each other."""
         found = self.log_probs_of(logits)
-        if found is None:
-            log_probs: torch.Tensor = super()._processed_log_probs(logits, *args, **kwargs)
-            return log_probs
-        return found
+        return super()._processed_log_probs(logits, *args, **kwargs) if found is None else found
 
     # -- megatron's private state --------------------------------------------------------------------------------------
 
@@ -322,8 +315,7 @@ class ContextSeam(DynamicInferenceContext):
 
         Megatron numbers the running requests so; a request keeps its number while its row moves.
         """
-        indices: torch.Tensor = self.mamba_metadata.request_to_mamba_state_idx
-        return indices
+        return self.mamba_metadata.request_to_mamba_state_idx
 
     @property
     def kv_shape(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

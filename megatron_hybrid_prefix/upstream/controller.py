@@ -52,8 +52,7 @@ class SamplingSeam(Sampling):
 
     def log_probs_kernel(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See upstream. Passed on to megatron's backend."""
-        result: torch.Tensor = self._backend.log_probs_kernel(*args, **kwargs)
-        return result
+        return self._backend.log_probs_kernel(*args, **kwargs)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -229,14 +228,12 @@ class ControllerSeam(TextGenerationController):
     @property
     def sampled_tokens(self) -> torch.Tensor:
         """The step's sampled tokens by active row, on the device."""
-        tokens: torch.Tensor = self._sampled_tokens_cuda
-        return tokens
+        return self._sampled_tokens_cuda
 
     @property
     def step_logits(self) -> torch.Tensor:
         """The step's logits, on the device: (1, rows, vocabulary); a row per token if prompts may have log-probs."""
-        logits: torch.Tensor = self._all_logits_cuda
-        return logits
+        return self._all_logits_cuda
 
     def clear_accepted_drafts(self) -> None:
         """Set the accepted drafts of all rows to none. Does nothing without drafts."""

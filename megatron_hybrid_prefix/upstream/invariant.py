@@ -11,17 +11,6 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-__all__ = [
-    "MLP",
-    "BaseMoELayer",
-    "ColumnParallelLinear",
-    "HybridModel",
-    "ProductSeam",
-    "RowParallelLinear",
-    "SelfAttention",
-    "SelfAttentionSeam",
-]
-
 
 class ProductSeam:
     """Mixin before a ``ColumnParallelLinear``: `product` replaces its matrix product."""
@@ -32,8 +21,7 @@ class ProductSeam:
         found = self.product(input, weight)
         if found is None:
             # The class after this mixin has it.
-            output: torch.Tensor = super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-            return output
+            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         return found if bias is None else found + bias
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -66,7 +54,7 @@ class SelfAttentionSeam:
         if found is not None:
             return found.unsqueeze(1)
         # The class after this mixin has it.
-        output: torch.Tensor = super().flash_decode_and_prefill(  # type: ignore[misc]
+        return super().flash_decode_and_prefill(  # type: ignore[misc]
             q,
             k,
             v,
@@ -79,15 +67,13 @@ class SelfAttentionSeam:
             is_decode_only,
             softmax_offset,
         )
-        return output
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """A sigmoid that rounds alike everywhere."""
         found = self.gate(x, gate)
         if found is None:
             # The class after this mixin has it.
-            output: torch.Tensor = super()._apply_output_gate(x, gate)  # type: ignore[misc]
-            return output
+            return super()._apply_output_gate(x, gate)  # type: ignore[misc]
         return found
 
     def attend(

@@ -77,8 +77,7 @@ class HybridPrefixController(ControllerSeam):
     def _request_ids(self) -> list[int]:
         """Ids of the active rows."""
         context = self.inference_wrapped_model.inference_context
-        ids: list[int] = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
-        return ids
+        return context.request_ids[context.paused_request_count : context.total_request_count].tolist()
 
     def pending_logits_moved(self, rows: torch.Tensor) -> None:
         """See the seam. Also moves the log-prob options, which megatron leaves in place."""

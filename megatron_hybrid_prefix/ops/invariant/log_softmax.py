@@ -17,7 +17,6 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     if logits.is_cuda:
         from megatron_hybrid_prefix.ops.invariant.log_softmax_triton import log_softmax as on_gpu
 
-        log_probs: torch.Tensor = on_gpu(logits)
-        return log_probs
+        return on_gpu(logits)
     # PyTorch sums each row by itself on a CPU; tests/kernels/test_invariant.py shows it.
     return torch.log_softmax(logits.float(), dim=-1)

@@ -19,7 +19,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     if x.is_cuda:
         from megatron_hybrid_prefix.ops.invariant.norm_triton import rms_norm as on_gpu
 
-        y: torch.Tensor = on_gpu(x, weight, epsilon)
-        return y
+        return on_gpu(x, weight, epsilon)
     # PyTorch sums each row by itself on a CPU; tests/kernels/test_invariant.py shows it.
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
