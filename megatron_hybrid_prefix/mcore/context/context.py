@@ -137,11 +137,8 @@ class HybridPrefixContext(SlotContext):
         self.enable_prefix_caching = True
         self.decisions = DecisionLog(self.config.pg_collection, is_on=prefix.check_ranks)
         assert self._budget is not None
-        self.moves = Moves(self)
-        host_fields: dict[str, Any] = {}
-        if prefix.host_gb and self.checkpoint_slots:
-            self.moves = HostMoves(self, prefix)
-            host_fields = self.moves.cache_fields
+        host = HostMoves.open(self, prefix) if prefix.host_gb and self.checkpoint_slots else None
+        self.moves = host or Moves(self)
         cache = self.prefix_cache = HybridPrefixCache(
             CacheSettings(
                 block_tokens=self.block_size_tokens,
@@ -154,20 +151,20 @@ class HybridPrefixContext(SlotContext):
                 beside=self._scores,
                 on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
                 routing_of=self._routing_of if self.moe_enable_routing_replay else None,
-                **host_fields,
+                **self.moves.cache_settings(),
             )
         )
         total_blocks, paused = self.layout.total_blocks, block_counts(self.kv_block_allocator).paused
         self.kv_block_allocator: HybridPrefixBlockAllocator = HybridPrefixBlockAllocator(
             self, total_blocks + 1, min(paused, total_blocks - 1), cache=cache
         )
-        if self.checkpoint_slots and (prefix.caches_answers or self.host_moves is not None):
+        if self.checkpoint_slots and (prefix.caches_answers or host is not None):
             self._decodes = DecodedStates(self, cache, keep=prefix.caches_answers)
         self.scored = ScoredPrompts(self, cache, self._scores)
         self._admissions = Admissions(self, cache, self._requests)
         self.moves.serve(cache)
-        if self.host_moves is not None:
-            self.loads = RequestLoads(self, cache, self.host_moves, self._requests)
+        if host is not None:
+            self.loads = RequestLoads(self, cache, host, self._requests)
         reports.report_start(self)
 
     def _routing_of(self, block_id: int) -> Any:
