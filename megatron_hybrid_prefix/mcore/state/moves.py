@@ -148,7 +148,7 @@ class HostMoves(Moves):
             ValueError: The shared tier cannot be used.
         """
         moves = cls(context, prefix)
-        pages = min_over_model_ranks(int(prefix.host_gb * 2**30) // moves._page_bytes, moves._groups) or 0
+        pages = min_over_model_ranks(int(prefix.host_gb * 2**30) // moves._page_bytes, moves._groups)
         is_here = False
         try:
             if pages < sum(moves._pages_of.values()):
@@ -185,7 +185,7 @@ class HostMoves(Moves):
         return {EntryKind.KV: [memory.kv_rows], EntryKind.STATE: [memory.state_rows]}
 
     def _agree(self, depth_blocks: int) -> int:
-        return min_over_model_ranks(depth_blocks, self._groups) or 0
+        return min_over_model_ranks(depth_blocks, self._groups)
 
     # -- the tier behind the host --------------------------------------------------------------------------------------
 
@@ -259,7 +259,6 @@ class HostMoves(Moves):
         self._wait_for_cancelled()
 
     def forward_launched(self) -> None:
-        """See Moves."""
         if not self.sends_later:
             return
         self.arena.stores.send()
@@ -353,7 +352,6 @@ class HostMoves(Moves):
         return {load.request_id for load in loads if load.state is not LoadState.ARRIVED}
 
     def finish(self) -> None:
-        """See Moves."""
         self.launch()
         self.arena.finish()
 
