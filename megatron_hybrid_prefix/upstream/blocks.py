@@ -102,7 +102,6 @@ class BlockAllocatorSeam(KVBlockAllocator):
 
     @property
     def kv_hash_to_block_id(self) -> Mapping[str, int]:
-        """See `cached_keys`."""
         return self.cached_keys
 
     @property

@@ -12,16 +12,15 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
 
-class ProductSeam:
-    """Mixin before a ``ColumnParallelLinear``: `product` replaces its matrix product."""
+class ProductSeam(ColumnParallelLinear):
+    """Megatron's layer: `product` replaces its matrix product."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A product whose rows do not depend on each other."""
         bias = args[0] if args else kwargs.get("bias")
         found = self.product(input, weight)
         if found is None:
-            # The class after this mixin has it.
-            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+            return super()._forward_impl(input, weight, *args, **kwargs)
         return found if bias is None else found + bias
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -29,8 +28,8 @@ class ProductSeam:
         raise NotImplementedError
 
 
-class SelfAttentionSeam:
-    """Mixin before a ``SelfAttention``: `attend` and `gate` replace parts of a step."""
+class SelfAttentionSeam(SelfAttention):
+    """Megatron's layer: `attend` and `gate` replace parts of a step."""
 
     def flash_decode_and_prefill(
         self,
@@ -53,8 +52,7 @@ class SelfAttentionSeam:
             found = self.attend(q.squeeze(1), k, v, starts, seqlens_k, block_table)
         if found is not None:
             return found.unsqueeze(1)
-        # The class after this mixin has it.
-        return super().flash_decode_and_prefill(  # type: ignore[misc]
+        return super().flash_decode_and_prefill(
             q,
             k,
             v,
@@ -71,10 +69,7 @@ class SelfAttentionSeam:
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """A sigmoid that rounds alike everywhere."""
         found = self.gate(x, gate)
-        if found is None:
-            # The class after this mixin has it.
-            return super()._apply_output_gate(x, gate)  # type: ignore[misc]
-        return found
+        return super()._apply_output_gate(x, gate) if found is None else found
 
     def attend(
         self,

@@ -9,8 +9,8 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 
 
-class PrefillSeam:
-    """Mixin before a ``MambaMixer``: `prefill` replaces megatron's prefill of a step."""
+class PrefillSeam(MambaMixer):
+    """Megatron's mixer: `prefill` replaces its prefill of a step."""
 
     def _dynamic_inference_prefill(
         self,
@@ -23,8 +23,7 @@ class PrefillSeam:
         """Prefill from and to any slot."""
         if getattr(context, "prefill_step", None) is not None:
             return self.prefill(zxBCdt, context.prefill_step, conv_state, ssm_state)
-        # The class after this mixin has it.
-        return super()._dynamic_inference_prefill(  # type: ignore[misc]
+        return super()._dynamic_inference_prefill(
             zxBCdt, context, conv_state, ssm_state, mamba_layer_idx=mamba_layer_idx
         )
 
