@@ -224,7 +224,6 @@ class TierBehind:
         return self._ask(False, self.tier.contains, kind, key)
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
-        """See `DepthTier`."""
         return self._agree(self._ask(first, self.tier.kv_depth, keys, first))
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
@@ -235,7 +234,6 @@ class TierBehind:
         return limit if limit - after >= max(1, self.least_blocks) else after
 
     def remove(self, tags: Iterable[Tag]) -> None:
-        """See `Tier`."""
         self._ask(None, self.tier.remove, tags)
 
     def _ask[T](self, otherwise: T, question: Callable[..., T], *arguments: Any) -> T:
