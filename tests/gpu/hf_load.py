@@ -33,9 +33,9 @@ from safetensors.torch import save_file
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, open_folder
 from megatron_hybrid_prefix.models.hf_load import load_hf_weights
-from megatron_hybrid_prefix.models.hf_weights import hf_shapes
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+from tests.harness.hf_state_dict import hf_shapes
 
 SHARD_BYTES = 4 << 30
 ROUNDS = 3
