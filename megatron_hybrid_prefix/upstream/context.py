@@ -181,13 +181,9 @@ class ContextSeam(DynamicInferenceContext):
         """Where in the tensors of states those with these live indices are: (rows,) int64 on the CPU, -1 where the index is."""
         raise NotImplementedError
 
-    def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolution windows and SSM states of a Mamba layer, by slot; with ``intermediate`` those after each draft."""
-        raise NotImplementedError
-
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
         """What the next chunk of a prompt shares and skips; None: ask megatron's own cache."""
-        raise NotImplementedError
+        return None
 
     def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Log-probs of each row of logits, (rows, vocabulary) float32; None: megatron's."""
@@ -258,12 +254,6 @@ class ContextSeam(DynamicInferenceContext):
         needed: torch.Tensor = super()._get_async_sched_rows_requiring_new_block()
         needed[self.rows_past_the_end()] = False  # no row is paused here
         return needed
-
-    def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """See upstream. States of a layer of any kind, by slot."""
-        if not self.is_hybrid_model:
-            return super().mamba_states_cache(layer_number, intermediate)
-        return self.layer_states(layer_number, intermediate=intermediate)
 
     def _compute_prefix_match(
         self, req: DynamicInferenceRequest, prefill_chunk_length: int, record_mamba_match: bool = False

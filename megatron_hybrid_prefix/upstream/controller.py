@@ -9,6 +9,9 @@ import torch
 from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
+# Options of each request's log-probs: rows of the context's tables.
+_LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs")
+
 
 class SamplingSeam(Sampling):
     """A sampling backend around megatron's; a subclass overrides `samples_rows` and `sampled`.
@@ -132,40 +135,57 @@ class ControllerSeam(TextGenerationController):
         return result
 
     def _compact_async_sched_logits(self, survivor_idxs: torch.Tensor) -> None:
-        """The log-prob options move with the rows."""
+        """The log-prob options move with the rows; megatron leaves them in place."""
         super()._compact_async_sched_logits(survivor_idxs)
-        self.pending_logits_moved(survivor_idxs)
+        wanted = self.inference_wrapped_model.inference_context.active_request_metadata
+        rows = survivor_idxs.to("cpu")
+        for field in _LOG_PROB_FIELDS:
+            wanted[field][: len(rows)] = wanted[field][rows]  # indexing by a tensor copies
 
     def _build_async_sched_request_state(
         self, sampled_tokens_cpu: torch.Tensor, resolved_sequence_lengths: torch.Tensor
     ) -> Any:
-        """A prompt between two chunks may have no row in a step; several end tokens."""
+        """A prompt between two chunks may have no row in a step; several end tokens.
+
+        Megatron assumes that a chunked prompt has a chunk in every step. It has none if decodes took the KV blocks for it.
+        """
         context = self.inference_wrapped_model.inference_context
         rows = slice(context.paused_request_count, context.total_request_count)
         self.tokens_on_host(sampled_tokens_cpu, context.request_metadata["termination_id"][rows])
-        return self.build_request_state(sampled_tokens_cpu, resolved_sequence_lengths)
+        chunked = context.chunked_prefill_request_id
+        if chunked == -1 or context.get_index_of_chunked_prefill_request() != -1:
+            return super()._build_async_sched_request_state(sampled_tokens_cpu, resolved_sequence_lengths)
+        context.chunked_prefill_request_id = -1
+        try:
+            return super()._build_async_sched_request_state(sampled_tokens_cpu, resolved_sequence_lengths)
+        finally:
+            context.chunked_prefill_request_id = chunked
 
     def _run_async_sched_sample_mtp(self) -> Any:
-        """Prefills accepted no drafts."""
-        self.before_draft_sampling()
+        """Prefills accepted no drafts.
+
+        A prefill does not write its rows, and only legacy scheduling clears them: megatron would use the drafts that another
+        request accepted before.
+        """
+        self.clear_accepted_drafts()
         return super()._run_async_sched_sample_mtp()
 
     def _rewind_kv_cache(self, accepted_counts_cpu: torch.Tensor | None = None) -> Any:
         """States of all layer kinds go back to the last accepted token."""
         context: Any = self.inference_wrapped_model.inference_context
-        rolls_back = self.rolls_back_states
+        states = getattr(context, "states", None)  # `StateMemory`
         # Megatron would copy two tensors, of Mamba2 layers; the rest of what it rewinds is the same for all models.
-        is_hybrid, context.is_hybrid_model = context.is_hybrid_model, context.is_hybrid_model and not rolls_back
+        is_hybrid, context.is_hybrid_model = context.is_hybrid_model, context.is_hybrid_model and states is None
         try:
             blocks, released = super()._rewind_kv_cache(accepted_counts_cpu)
         finally:
             context.is_hybrid_model = is_hybrid
-        if rolls_back:
+        if states is not None:
             rows = slice(context.paused_request_count, context.total_request_count)
             count = rows.stop - rows.start
             decodes = context.gpu_view.request_in_prefill_status[:count] != 1
-            states = context.live_rows(context.live_indices[rows]).to(decodes.device, non_blocking=True)
-            self.roll_back_states(torch.where(decodes, states, -1), self._accepted_token_counts_per_request[:count])
+            live = context.live_rows(context.live_indices[rows]).to(decodes.device, non_blocking=True)
+            states.roll_back(torch.where(decodes, live, -1), self._accepted_token_counts_per_request[:count])
         return blocks, released & (blocks != context.kv_block_allocator.dummy_block_idx)  # drafts past an answer's end
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -194,34 +214,6 @@ class ControllerSeam(TextGenerationController):
             tokens: (rows,) integer on the host, by active row.
             ends: (rows,) int64 on the host: the token that ends each request. May be changed.
         """
-
-    def pending_logits_moved(self, rows: torch.Tensor) -> None:
-        """Called after the pending logits of continuing requests moved to the front.
-
-        Args:
-            rows: (requests,): their previous rows.
-        """
-
-    def build_request_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Request state with which asynchronous scheduling continues after a step; arguments and result are megatron's."""
-        return super()._build_async_sched_request_state(*args, **kwargs)
-
-    @property
-    def rolls_back_states(self) -> bool:
-        """Whether `roll_back_states` is called, in place of megatron's."""
-        return False
-
-    def roll_back_states(self, slots: torch.Tensor, accepted: torch.Tensor) -> None:
-        """Drafts were verified: live states become those after the last accepted token.
-
-        Args:
-            slots: (rows,) int64 on the device: live slots of rows that decode; negative: no such row.
-            accepted: (rows,) integer on the device: how many drafts were accepted.
-        """
-        raise NotImplementedError
-
-    def before_draft_sampling(self) -> None:
-        """Called before asynchronous scheduling samples with drafts."""
 
     # -- private state -------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,6 @@ from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
 
-# Options of each request's log-probs: rows of the context's tables.
-_LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs")
-
 
 class HybridPrefixController(ControllerSeam):
     """Megatron's controller, for this package's engine."""
@@ -78,40 +75,3 @@ class HybridPrefixController(ControllerSeam):
         """Ids of the active rows."""
         context = self.inference_wrapped_model.inference_context
         return context.request_ids[context.paused_request_count : context.total_request_count].tolist()
-
-    def pending_logits_moved(self, rows: torch.Tensor) -> None:
-        """See the seam. Also moves the log-prob options, which megatron leaves in place."""
-        wanted = self.inference_wrapped_model.inference_context.active_request_metadata
-        rows = rows.to("cpu")
-        for field in _LOG_PROB_FIELDS:
-            wanted[field][: len(rows)] = wanted[field][rows]  # indexing by a tensor copies
-
-    def build_request_state(self, *args: Any, **kwargs: Any) -> Any:
-        """See the seam. Megatron assumes that a chunked prompt has a chunk in every step.
-
-        It has none if decodes took the KV blocks for its next chunk.
-        """
-        context = self.inference_wrapped_model.inference_context
-        request_id = context.chunked_prefill_request_id
-        if request_id == -1 or context.get_index_of_chunked_prefill_request() != -1:
-            return super().build_request_state(*args, **kwargs)
-        context.chunked_prefill_request_id = -1
-        try:
-            return super().build_request_state(*args, **kwargs)
-        finally:
-            context.chunked_prefill_request_id = request_id
-
-    @property
-    def rolls_back_states(self) -> bool:
-        return getattr(self.inference_wrapped_model.inference_context, "states", None) is not None
-
-    def roll_back_states(self, slots: torch.Tensor, accepted: torch.Tensor) -> None:
-        self.inference_wrapped_model.inference_context.states.roll_back(slots, accepted)
-
-    def before_draft_sampling(self) -> None:
-        """See the seam. Clears the accepted drafts of all rows.
-
-        A prefill does not write its rows, and only legacy scheduling clears them. Without this, megatron would use the drafts
-        that another request accepted before.
-        """
-        self.clear_accepted_drafts()
