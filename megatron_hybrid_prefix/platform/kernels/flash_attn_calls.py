@@ -10,21 +10,7 @@ from typing import Any
 
 import torch
 
-Attend = Callable[
-    [
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        int,
-        float | None,
-        tuple[int, int],
-        torch.Tensor,
-        bool,
-    ],
-    tuple[torch.Tensor, torch.Tensor | None],
-]
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # see `flash_attn_functions`
 FlashAttention = Callable[..., torch.Tensor | tuple[torch.Tensor | None, ...]]
 
 
