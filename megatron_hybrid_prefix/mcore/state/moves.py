@@ -292,7 +292,7 @@ class HostMoves(Moves):
     def start_load(self, load: Load) -> None:
         """Launch a load that the cache has begun. What comes from the tier behind is launched when it has arrived."""
         self.launch(send=False)
-        load.rounds = ceil_div(load.pages * self._page_bytes, BYTES_A_ROUND)
+        load.rounds = -(-load.pages * self._page_bytes // BYTES_A_ROUND)
         if load.state is LoadState.FETCHING:
             assert self._behind is not None
             load.deadline_s = time.monotonic() + self._behind.tier.wait_s
