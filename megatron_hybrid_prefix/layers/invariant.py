@@ -70,26 +70,28 @@ class InvariantNorm(torch.nn.RMSNorm):
 class InvariantAttention(SelfAttentionSeam):
     """On a GPU, flash-attention with one split is invariant by itself."""
 
-    def attend(
+    def flash_decode_and_prefill(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        starts: torch.Tensor,
-        lengths: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        seqlens_k: torch.Tensor,
         block_table: torch.Tensor,
-    ) -> torch.Tensor | None:
-        if q.is_cuda or not scope.is_on():
-            return None
-        return attend_paged(
-            q,
-            k,
-            v,
-            starts=starts.tolist(),
-            lengths=lengths.tolist(),
-            block_table=block_table,
-            scale=q.shape[-1] ** -0.5,
-        )
+        is_decode_only: bool,
+        softmax_offset: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See upstream. Attention over pages whose rows do not depend on each other."""
+        if q.is_cuda or softmax_offset is not None or not scope.is_on():
+            sizes = max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqlens_k
+            return super().flash_decode_and_prefill(q, k, v, *sizes, block_table, is_decode_only, softmax_offset)
+        starts = range(len(seqlens_k) + 1) if is_decode_only else cu_seqlens_q.tolist()
+        queries, lengths, scale = q.squeeze(1), seqlens_k.tolist(), q.shape[-1] ** -0.5
+        out = attend_paged(queries, k, v, starts=list(starts), lengths=lengths, block_table=block_table, scale=scale)
+        return out.unsqueeze(1)
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor | None:
         if x.is_cuda or not scope.is_on():
