@@ -236,7 +236,7 @@ def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool 
         time_to_first_token_s=None if first_s is None else first_s - batch.added_s[record.request_id],
         tokens_per_second=(len(generated) - 1) / decode_s if len(generated) > 1 and decode_s > 0 else None,
         error=_error_of(request) if status == "failed" else None,
-        **batch.prefills.get(record.request_id, {}),
+        **batch.prefills.get(record.request_id, Counter()),
     )
 
 
