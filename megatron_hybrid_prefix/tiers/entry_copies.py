@@ -14,8 +14,8 @@ from itertools import accumulate, chain, islice
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.ops.engine_copies import copy_ranges, copy_to_host
-from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages, sum_entries
+from megatron_hybrid_prefix.ops.engine_copies import copy_ranges
+from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages
 from megatron_hybrid_prefix.ops.slot_copies import as_words, ids_on_device
 from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
 from megatron_hybrid_prefix.tiers.host_pages import HostPages
@@ -35,7 +35,7 @@ class Batch:
     """Entries of one kind that are copied together. Ids are int64 on the device, and there once they are uploaded."""
 
     units: list[BlockTransfer]
-    staging: Staging | None
+    staging: Staging
     half: int  # of the staging buffer
     start: int  # byte of the staging buffer
     device_ids: torch.Tensor = field(init=False)  # (units,) KV blocks or slots
@@ -100,32 +100,25 @@ class EntryCopies:
         """A buffer of so many bytes at most, and no more than there are pages."""
         return Staging(min(size, self.pages.memory.numel()), self.row_bytes, self.device)
 
-    def batches(self, units: Sequence[BlockTransfer], staging: Staging | None) -> Iterator[Batch]:
+    def batches(self, units: Sequence[BlockTransfer], staging: Staging) -> Iterator[Batch]:
         """Batches, in the order of the transfers. Those that follow each other in one half of the buffer fit there together.
 
         A batch has consecutive transfers of one kind that write to different places.
-
-        Args:
-            units: The transfers.
-            staging: The buffer; None for those that do not use it.
         """
         batch: Batch | None = None
         written: set[int | None] = set()
-        used = 0  # bytes of the half
-        half_bytes = 0 if staging is None else staging.half_bytes
-        if staging is not None and units:
-            staging.used_last = 1 - staging.used_last
+        used = staging.half_bytes  # of the half: a new one is begun
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
             size = self.row_bytes[unit.tag.kind]
-            full = staging is not None and used + size > half_bytes
-            if staging is not None and full:
+            full = used + size > staging.half_bytes
+            if full:
                 staging.used_last, used = 1 - staging.used_last, 0
             if batch is None or full or target in written or unit.tag.kind != batch.kind:
                 if batch is not None:
                     yield batch
-                half = 0 if staging is None else staging.used_last
-                batch, written = Batch([], staging, half, half * half_bytes + used), set()
+                half = staging.used_last
+                batch, written = Batch([], staging, half, half * staging.half_bytes + used), set()
             batch.units.append(unit)
             written.add(target)
             used += size
@@ -160,28 +153,17 @@ class EntryCopies:
         (self._to_pages_by_engine if self.by_engine else self._to_pages_by_kernel)(batch)
 
     def _to_pages_by_engine(self, batch: Batch) -> None:
-        copy_ranges(_memory(batch), self.pages.memory, self._ranges(batch), to_host=True)
+        copy_ranges(batch.staging.memory, self.pages.memory, self._ranges(batch), to_host=True)
 
     def _to_pages_by_kernel(self, batch: Batch) -> None:
         rows, row_ids = self._rows(batch)
         copy_pages(rows[None, :, : self.entry_bytes[batch.kind]], self.pages.rows, row_ids, batch.pages, to_pages=True)
 
-    def straight_to_pages(self, batch: Batch) -> None:
-        """From their places to the pages, by the copy engines. The batch need not be uploaded yet."""
-        moves = list(zip(device_ids(batch.units), (unit.pages for unit in batch.units), strict=True))
-        for tensor, start in self._parts(batch.kind):
-            copy_to_host(tensor, self.pages.rows, moves, start_bytes=start)
-
-    def sum(self, batch: Batch) -> None:
-        """Sums the entries in their places."""
-        for tensor, start in self._parts(batch.kind):
-            sum_entries(tensor, batch.device_ids, batch.sums, start_bytes=start)
-
     def to_staging(self, batch: Batch) -> None:
         """From the pages to the staging buffer, by the copy engines."""
         ranges = self._ranges(batch)
         for few in (islice(ranges, FIRST_RANGES), ranges):  # the host link is busy while the others are prepared
-            copy_ranges(_memory(batch), self.pages.memory, few, to_host=False)
+            copy_ranges(batch.staging.memory, self.pages.memory, few, to_host=False)
 
     def to_places(self, batch: Batch) -> None:
         """From where `to_staging` copies them to, or from the pages if those are small, to their places. Sums what is copied."""
@@ -207,7 +189,6 @@ class EntryCopies:
 
     def _rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """A batch in its staging buffer, (units, bytes of all pages of an entry), and the rows' ids, (units,)."""
-        assert batch.staging is not None
         count, row_bytes = len(batch.units), self.row_bytes[batch.kind]
         rows = batch.staging.memory[batch.start : batch.start + count * row_bytes].view(count, row_bytes)
         return rows, batch.staging.row_ids[:count]
@@ -243,11 +224,6 @@ class EntryCopies:
             for tensor in tensors:
                 (words,) = as_words(tensor)  # not every type can be filled
                 words.index_fill_(1, ids, 0)
-
-
-def _memory(batch: Batch) -> torch.Tensor:
-    assert batch.staging is not None
-    return batch.staging.memory
 
 
 def succeeds(move: Callable[[Batch], None], batch: Batch) -> bool:

@@ -127,7 +127,6 @@ class AnyOrder:
 
     def __init__(self, device: str, seed: int, monkeypatch: pytest.MonkeyPatch, tier: Tier | None = None) -> None:
         scale = 1 if device == "cpu" else 20_000
-        monkeypatch.setattr(stores, "FIRST_BYTES", 30 * scale * 8)
         if seed % 2:  # by the copy engines
             monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
         monkeypatch.setattr(stores, "STAGING_BYTES", 3 * 30 * scale * 8)
@@ -941,54 +940,6 @@ def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
         assert pools.arena.loads.is_wrong(load), key
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fails", ["nothing", "straight_to_pages", "the second straight_to_pages", "sum"])
-def test_what_goes_straight_to_the_host_arrives_or_is_not_there(device, fails, monkeypatch):
-    """What the engines refuse is copied as the others are. A checksum that could not be computed is not taken for one."""
-    monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
-    pools = Pools(device)
-    entries = [(kind, index) for kind in EntryKind for index in (1, 2)]
-    for kind, index in entries:
-        pools.write(kind, index, 3.0 + index)
-    ways: list[str] = []
-    for owner, name in (
-        (pools.arena.copies, "straight_to_pages"),
-        (pools.arena.copies, "sum"),
-        (pools.arena.copies, "to_pages"),
-    ):
-        original = getattr(owner, name)
-
-        def run(batch: Any, name: str = name, original: Any = original) -> None:
-            ways.append(name)
-            if fails in (name, f"the second {name}") and ways.count(name) == fails.startswith("the second") + 1:
-                raise RuntimeError("on fire")
-            original(batch)
-
-        monkeypatch.setattr(owner, name, run)
-    pools.arena.carry_out([pools.unit(kind, index, 2 * index + kind) for kind, index in entries])
-    pools.arena.stores.wait()
-    for kind, index in entries:
-        pools.write(kind, index, 9.0)
-    assert (
-        ways
-        == {
-            "nothing": ["straight_to_pages", "straight_to_pages", "sum", "sum"],
-            "straight_to_pages": ["straight_to_pages", "to_pages", "to_pages"],
-            "the second straight_to_pages": ["straight_to_pages", "straight_to_pages", "to_pages", "sum"],
-            "sum": ["straight_to_pages", "straight_to_pages", "sum", "sum"],
-        }[fails]
-    )
-    for load_id, (kind, index) in enumerate(entries):
-        is_there = fails != "sum" or kind != EntryKind.KV  # the first batch
-        load = a_load(load_id)
-        pools.arena.carry_out([pools.unit(kind, index + 2, 2 * index + kind, load)])
-        pools.arena.loads.wait_for(load)
-        assert pools.arena.loads.is_wrong(load) != is_there
-        if is_there:
-            values = [tensor.unique().tolist() for tensor in pools.read(kind, index + 2)]
-            assert values == [[3.0 + index + number] for number in range(len(values))]
-
-
 def test_another_tag_is_noticed():
     pools = Pools("cpu")
     own = a_load(1), a_load(2)
@@ -1011,7 +962,8 @@ def test_many_entries_of_one_batch_arrive(device, monkeypatch):
     for index in range(count):
         pools.write(EntryKind.KV, index, 0)
     load = a_load()
-    (batch,) = pools.arena.copies.batches([pools.unit(EntryKind.KV, n, e, load) for n, e in enumerate(entries)], None)
+    units, staging = [pools.unit(EntryKind.KV, n, e, load) for n, e in enumerate(entries)], pools.arena.loads._staging
+    (batch,) = pools.arena.copies.batches(units, staging)
     assert len(batch.units) == count > entry_copies.FIRST_RANGES
     pools.arena.carry_out(batch.units)
     pools.arena.loads.wait_for(load)
@@ -1077,11 +1029,10 @@ class Marks(HostQueue):
 
 
 def test_the_model_waits_until_its_targets_were_read(monkeypatch):
-    """It waits for what is copied straight to the host, and for the last gather or sum; once, and not for other copies to the host."""
+    """It waits for the last gather; once, and not for the copies to the host."""
     monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
     monkeypatch.setattr(stores, "STAGING_BYTES", 1)  # a batch each
     pools = Pools("cpu")
-    monkeypatch.setattr(stores, "FIRST_BYTES", pools.pages_of[EntryKind.KV] * pools.page_bytes)
     pools.arena.stores.queue = marks = Marks()
     pools.arena.stores.wait()
     assert marks.waited == []
@@ -1091,7 +1042,7 @@ def test_the_model_waits_until_its_targets_were_read(monkeypatch):
     pools.arena.carry_out(units)
     pools.arena.stores.wait()
     pools.arena.stores.wait()
-    assert made == [2, 3] and marks.waited == [1, -4]
+    assert made == [1, 2, 3] and marks.waited == [-3]
 
 
 @pytest.mark.gpu

@@ -73,13 +73,12 @@ class Launches:
             monkeypatch.setattr(module, "STAGING_BYTES", 1)  # half of a buffer holds one entry
         self.pools = Pools("cpu")
         self.entry_bytes = self.pools.pages_of[EntryKind.KV] * self.pools.page_bytes
-        monkeypatch.setattr(stores, "FIRST_BYTES", self.entry_bytes)
         self.arena = self.pools.arena
         device = torch.device("cpu")
         self.arena.stores.queue, self.arena.loads.queue = DeviceQueue(device), DeviceQueue(device, BUFFERS)
         self.arena.stores.stored = Event()  # a store that is on its way
         for owner, names in (
-            (self.arena.copies, ("straight_to_pages", "gather", "to_pages", "sum", "to_staging")),
+            (self.arena.copies, ("gather", "to_pages", "to_staging")),
             (self.arena.loads, ("_load",)),
         ):
             for name in names:
@@ -108,7 +107,7 @@ class Launches:
         """One launch, which does several things at a time."""
         stream = Stream.current[-1]
         for name in names:
-            if name.startswith(("gather", "to_pages", "sum", "_load")):  # `straight_to_pages` needs no ids
+            if name.startswith(("gather", "to_pages", "_load")):
                 assert self._uploaded[name.split()[1]] in stream.known
             self.before[name] = set(stream.known)
         stream.known.update(names)
@@ -148,50 +147,14 @@ def test_stores_wait_for_what_they_need(world: Launches) -> None:
     assert {f"gather {n}" for n in range(3)} <= before["next forward"]
 
 
-def test_the_first_entries_of_a_store_go_straight_to_the_host(world: Launches) -> None:
-    """While the others are gathered. The model and loads wait for both, but not for the other copies to the host."""
-    before, pools = world.before, world.pools
-    world.launch("forward")
-    world.arena.stores.stored.is_over = True
-    world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)])
-    world.arena.carry_out([pools.unit(EntryKind.KV, 9, 20, a_load())])
-    world.arena.stores.wait()
-    world.launch("next forward")
-    world.arena.carry_out([pools.unit(EntryKind.KV, 2, 2)])  # behind a store that is on its way
-    assert [name for name in before if name.startswith("straight")] == ["straight_to_pages 0"]
-    assert {name for name in before if name.startswith("gather")} == {"gather 1", "gather 2"}
-    assert "forward" in before["straight_to_pages 0"]
-    for launch in ("gather 1", "sum 0"):
-        assert not {"straight_to_pages 0", "to_pages 1"} & before[launch]
-    for launch in ("to_staging 9", "next forward"):
-        assert {"forward", "straight_to_pages 0", "sum 0", "gather 1"} <= before[launch]
-        assert "to_pages 1" not in before[launch]
-
-
-def test_the_first_entries_of_a_store_are_launched_before_the_others_are_prepared(world: Launches) -> None:
-    """The host link is busy while the CPU prepares the others."""
-    world.arena.stores.stored.is_over = True
-    world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(3)])
-    launches = [name.split()[0] for name in world.before]
-    assert launches == [
-        "straight_to_pages",
-        "_upload",
-        *2 * ["gather", "to_pages"],
-        "sum",
-        *3 * ["put_sums"],
-        "show_sums",
-    ]
-
-
 def test_checksums_are_noted_after_they_are_computed_and_before_they_are_compared(world: Launches) -> None:
-    """By the gather, or where an entry is, if it goes straight to the host."""
-    world.arena.stores.stored.is_over = True
+    """By the gather."""
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(3)])
     load = a_load()
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 5 + n, n, load) for n in range(3)])
-    for n, computed in enumerate(("sum 0", "gather 1", "gather 2")):
+    for n in range(3):
         noted = f"put_sums {world.first_page(n)}"
-        assert computed in world.before[noted]
+        assert f"gather {n}" in world.before[noted]
         assert noted in world.before["_load 5"]
     assert not world.arena.loads.is_wrong(load)
     noted = {name for name in world.before if name.startswith("put_sums")}
@@ -208,15 +171,15 @@ def test_stores_to_the_same_pages_run_one_after_the_other(world: Launches) -> No
         world.pools.write(EntryKind.KV, device_id, 1.0 + device_id)
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, 5) for n in range(3)])
     assert noted == [[world.first_page(5)]] * 3
-    assert "straight_to_pages 0" in world.before["to_pages 1"] and "to_pages 1" in world.before["to_pages 2"]
+    assert "to_pages 0" in world.before["to_pages 1"] and "to_pages 1" in world.before["to_pages 2"]
     assert {"to_pages 1", "to_pages 2"} <= world.before.keys()  # the model does not wait until they are on the host
     load = a_load()
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 7, 5, load)])
     assert not world.arena.loads.is_wrong(load) and world.pools.read(EntryKind.KV, 7)[0].unique().tolist() == [3.0]
 
 
-def test_what_was_launched_before_an_error_is_waited_for(world: Launches) -> None:
-    """An error that is not of one copy goes to the caller. The model and loads wait for the entries that are on their way."""
+def test_what_an_error_kept_from_the_host_is_not_there(world: Launches) -> None:
+    """An error that is not of one copy goes to the caller; its entries are not on the host."""
     world.arena.stores.stored.is_over = True
 
     def fails(*args: Any) -> Any:
@@ -230,68 +193,17 @@ def test_what_was_launched_before_an_error_is_waited_for(world: Launches) -> Non
     assert not any(world.arena.contents.holds(unit) for unit in units), "no checksum was computed"
     load = a_load()
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 5, 0, load)])
-    world.arena.stores.wait()
-    world.launch("next forward")
     assert world.arena.loads.is_wrong(load)
-    for launch in ("to_staging 5", "next forward"):
-        assert "straight_to_pages 0" in world.before[launch]
-
-
-def test_an_entry_that_is_too_large_is_gathered(world: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model would wait for the host link."""
-    world.arena.stores.stored.is_over = True
-    monkeypatch.setattr(stores, "FIRST_BYTES", world.entry_bytes - 1)
-    world.arena.carry_out([world.pools.unit(EntryKind.KV, 0, 0)])
-    assert [name for name in world.before if name.startswith(("gather", "to_pages"))] == ["gather 0", "to_pages 0"]
 
 
 def test_small_pages_are_gathered(world: Launches) -> None:
-    """The engines pause after each copy."""
     world.arena.stores.stored.is_over = True
     world.arena.copies.by_engine = False
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
     world.arena.stores.wait()
     world.launch("next forward")
-    assert {name for name in world.before if name.startswith(("to_pages", "straight"))} == {
-        f"to_pages {n}" for n in range(5)
-    }
+    assert {name for name in world.before if name.startswith("to_pages")} == {f"to_pages {n}" for n in range(5)}
     assert {f"gather {n}" for n in range(5)} <= world.before["next forward"]
-
-
-def test_what_cannot_be_summed_is_not_overwritten_while_others_are(
-    world: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error that is not logged must not end the wait for sums that were launched."""
-    world.arena.stores.stored.is_over = True
-    monkeypatch.setattr(stores, "FIRST_BYTES", 3 * world.entry_bytes)
-    run = world.arena.copies.sum
-
-    def second_fails(batch: Any) -> None:
-        if batch.units[0].device_id == 1:
-            raise TypeError("not a tensor")
-        run(batch)
-
-    monkeypatch.setattr(world.arena.copies, "sum", second_fails)
-    units = [world.pools.unit(EntryKind.KV, 0, 0), world.pools.unit(EntryKind.STATE, 1, 1)]
-    with pytest.raises(TypeError, match="not a tensor"):
-        world.arena.carry_out(units)
-    world.arena.stores.wait()
-    world.launch("next forward")
-    assert {"straight_to_pages 0", "straight_to_pages 1", "sum 0"} <= world.before["next forward"]
-
-
-def test_what_the_buffer_has_no_room_for_goes_straight_to_the_host(world: Launches) -> None:
-    """So the model waits for these, and not until half of the buffer has been copied, too."""
-    world.arena.stores.stored.is_over = True
-    world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
-    world.arena.stores.wait()
-    world.launch("next forward")
-    assert {name for name in world.before if name.startswith("to_pages")} == {"to_pages 3", "to_pages 4"}
-    straight = {f"straight_to_pages {n}" for n in range(3)}
-    reads = ["sum 0", "sum 1", "sum 2", "gather 3", "gather 4"]
-    assert straight | set(reads) <= world.before["next forward"]
-    assert not {"to_pages 3", "to_pages 4"} & world.before["next forward"]
-    assert not any(straight & world.before[read] for read in reads), "these do not wait for the host link"
 
 
 def test_what_shares_a_half_of_the_buffer_is_gathered_while_the_rest_is_copied(world: Launches) -> None:
@@ -303,7 +215,7 @@ def test_what_shares_a_half_of_the_buffer_is_gathered_while_the_rest_is_copied(w
 
 
 def test_copies_that_are_sent_later_do_not_wait_for_the_forward(world: Launches) -> None:
-    """Nor does the forward wait for them: nothing goes straight to the host, though no store is on its way."""
+    """Nor does the forward wait for them."""
     before, pools = world.before, world.pools
     world.arena.stores.stored.is_over = True
     world.launch("forward")
@@ -419,7 +331,6 @@ def test_what_needs_the_copies_to_the_host_sends_them(world: Launches) -> None:
 
 
 def test_copies_are_sent_where_the_buffer_or_a_page_is_needed_again(world: Launches) -> None:
-    """Behind a store that is on its way, so that nothing goes straight to the host."""
     before, pools = world.before, world.pools
     for n in range(6):
         pools.write(EntryKind.KV, n, 1.0 + n)

@@ -286,7 +286,6 @@ def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
 
     if fault == "store raises":
         monkeypatch.setattr(arena.copies, "to_pages", fails)
-        monkeypatch.setattr(arena.copies, "straight_to_pages", fails)
     push_out(served, count=5)
     monkeypatch.undo()
     assert on_device(served, prompt) == 0

@@ -24,7 +24,7 @@ import torch
 from megatron_hybrid_prefix.ops import page_copies
 from megatron_hybrid_prefix.ops.engine_copies import copy_ranges
 from megatron_hybrid_prefix.ops.page_copies import copy_pages
-from megatron_hybrid_prefix.tiers import entry_copies, stores
+from megatron_hybrid_prefix.tiers import entry_copies
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.pinned import allocate, choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Load, LoadState, Tag
@@ -256,36 +256,31 @@ def transfers(table: Table, scale: float, kv_blocks: int, states: int) -> None:
         phases(table, arena, own, name)
     arena.finish()
     assert not arena.loads.is_wrong(load)
-    straight(table, arena, units(True), plain[True], moved, sizes[EntryKind.KV])
+    by_programs(table, arena, units(True), plain[True], moved, sizes[EntryKind.KV])
     arena.close()
 
 
-def straight(
+def by_programs(
     table: Table, arena: HostArena, own: list[BlockTransfer], plain_ms: float, moved: int, kv_bytes: int
 ) -> None:
-    """How many programs copy to the host, and how much of a store goes there straight. "GPU" is how long the model waits for its reads."""
+    """How many programs copy to the host. "GPU" is how long the model waits for its reads."""
 
     def move(units: list[BlockTransfer]) -> None:
         arena.carry_out(units)
         arena.stores.wait()
 
     for programs in (1, 2, 3, 4, 32):
-        for mib in (0, 16, 24):
-            with (
-                patch.object(page_copies, "_TO_HOST_PROGRAMS", programs),
-                patch.object(stores, "FIRST_BYTES", mib * 2**20),
-            ):
-                name = f"store by {programs} programs, {mib} MiB straight, the model waits"
-                table.add(name, moved, partial(move, own), plain_ms)
-                for count in (1, 5):
-                    row = f"  of {count} KV block{'s' * (count > 1)}"
-                    table.add(row, count * kv_bytes, partial(move, own[:count]))
+        with patch.object(page_copies, "_TO_HOST_PROGRAMS", programs):
+            table.add(f"store by {programs} programs, the model waits", moved, partial(move, own), plain_ms)
+            for count in (1, 5):
+                row = f"  of {count} KV block{'s' * (count > 1)}"
+                table.add(row, count * kv_bytes, partial(move, own[:count]))
 
 
 def phases(table: Table, arena: HostArena, own: list[BlockTransfer], name: str) -> None:
     """Calls of the kernels in a transfer: when the CPU launches them, when the GPU begins and ends."""
     found: list[dict[str, list[float]]] = []
-    names = ["copy_pages", "copy_ranges", "copy_to_host", "ids_on_device"]
+    names = ["copy_pages", "copy_ranges", "ids_on_device"]
     originals = {each: getattr(entry_copies, each) for each in names}
     for _ in range(REPEATS):
         synchronize()
