@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
-from megatron_hybrid_prefix.mcore.engine.sampling import EndsOfDrafts, RowSampling
+from megatron_hybrid_prefix.mcore.engine.sampling import RowSampling, reject_ends
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.controller import ControllerSeam
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
@@ -26,10 +25,6 @@ class HybridPrefixController(ControllerSeam):
     end_tokens: Mapping[int, tuple[int, ...]] = MappingProxyType({})
     other_ends: Mapping[int, tuple[int, ...]] = MappingProxyType({})
     record_of: Callable[[int], DynamicInferenceRequestRecord]
-
-    @cached_property
-    def _ends_of_drafts(self) -> EndsOfDrafts:
-        return EndsOfDrafts()  # here, because `install` calls megatron's constructor alone
 
     def sampling_around(self, backend: Any) -> Any:
         return RowSampling(backend, self.sampling_rng, self)
@@ -58,7 +53,7 @@ class HybridPrefixController(ControllerSeam):
         """See the seam. An answer ends at its first end token, also if that is a draft."""
         if self.end_tokens:
             ends = [self.end_tokens.get(request_id, ()) for request_id in self._request_ids()[: len(drafts)]]
-            self._ends_of_drafts.reject(drafts, ends)
+            reject_ends(drafts, ends)
 
     def tokens_on_host(self, tokens: torch.Tensor, ends: torch.Tensor) -> None:
         """See the seam. Megatron knows one end token: of several the sampled one, if it is among them."""

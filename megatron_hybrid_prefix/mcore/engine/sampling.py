@@ -187,33 +187,21 @@ def end_tokens_of(params: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in (first, *more) if token is not None and token >= 0))
 
 
-class EndsOfDrafts:
-    """Rejects drafts that are an end token, and so all drafts after them.
+def reject_ends(drafts: torch.Tensor, ends: Sequence[tuple[int, ...]]) -> None:
+    """Set drafts that are an end token to -1, so that they and all drafts after them are rejected. Does not wait for the device.
 
     Megatron ends an answer if its newest token is ``termination_id``. It does not look at the drafts that a step accepted before
     that token.
 
     If the draft was right, the step samples the same token in its place, and the answer ends there. KV, states and log-probs of the drafts
     after it go as those of any rejected draft.
+
+    Args:
+        drafts: (rows, drafts) integer, on the device. Is changed.
+        ends: For each row: the request's end tokens.
     """
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, ...]] = []
-        self._tokens = torch.empty(0)  # (rows, most end tokens of a row) on the device, filled with -1
-
-    def reject(self, drafts: torch.Tensor, ends: list[tuple[int, ...]]) -> None:
-        """Set drafts that are an end token to -1. Does not wait for the device.
-
-        Args:
-            drafts: (rows, drafts) integer, on the device. Is changed.
-            ends: For each row: the request's end tokens.
-        """
-        if not any(ends):
-            return
-        if self._rows != ends:  # as a rule rows stay the same for many steps
-            most = max(map(len, ends))
-            padded = torch.tensor([[*row, *[-1] * (most - len(row))] for row in ends], dtype=torch.int64)
-            self._rows, self._tokens = ends, padded.pin_memory().to(drafts.device, non_blocking=True)
-        tokens = self._tokens
-        is_end = drafts == tokens if tokens.shape[1] == 1 else (drafts[:, :, None] == tokens[:, None, :]).any(dim=-1)
-        drafts.masked_fill_(is_end, -1)
+    most = max(map(len, ends), default=0)
+    if most:
+        padded = torch.tensor([[*row, *[-1] * (most - len(row))] for row in ends], dtype=torch.int64)
+        tokens = padded.to(drafts.device, non_blocking=True)  # so few bytes the driver reads at once
+        drafts.masked_fill_((drafts[:, :, None] == tokens[:, None, :]).any(dim=-1), -1)
