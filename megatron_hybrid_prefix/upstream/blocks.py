@@ -71,16 +71,26 @@ class BlockAllocatorSeam(KVBlockAllocator):
         self.dummy_block_idx = total_count - 1
         self.block_routing: dict[int, Any] = {}
 
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that can be allocated now, evictable blocks included. A subclass counts them."""
+        raise NotImplementedError
+
+    @property
+    def total_avail(self) -> int:
+        """See `available_blocks` (megatron's own count leaves out evictable blocks)."""
+        return self.available_blocks
+
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
         """See upstream. Counts evictable blocks, too."""
-        return num_blocks <= self.total_avail - potential_matched_count
+        return num_blocks <= self.available_blocks - potential_matched_count
 
     def get_active_avail(self) -> int:
         """Blocks for running requests: upstream's limit, or fewer if states use their memory.
 
         Blocks of paused requests count, too: they keep them when they resume.
         """
-        return min(int(super().get_active_avail()), self.total_avail + int(self.get_paused_used()))
+        return min(int(super().get_active_avail()), self.available_blocks + int(self.get_paused_used()))
 
     def update_timestamps(self, block_ids: torch.Tensor) -> None:
         """Do nothing: the cache keeps its own clocks."""
@@ -90,4 +100,4 @@ class BlockAllocatorSeam(KVBlockAllocator):
 
     def evict_lru_blocks(self, num_blocks_needed: int) -> bool:
         """Whether that many blocks can be allocated; the cache evicts on allocation."""
-        return num_blocks_needed <= self.total_avail
+        return num_blocks_needed <= self.available_blocks

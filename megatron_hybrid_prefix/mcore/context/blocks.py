@@ -58,8 +58,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         self._cached_keys = _CachedKeys(cache)  # the scheduler asks for it once per key
 
     @property
-    def total_avail(self) -> int:
-        """Blocks that can be allocated now; megatron's own count leaves out evictable blocks."""
+    def available_blocks(self) -> int:
         return self.cache.blocks.available_count
 
     def get_evictable_block_count(self) -> int:
@@ -74,7 +73,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
     @property
     def block_ref_counts(self) -> torch.Tensor:
         """(total_count,) int32: live requests that hold each block. A copy: megatron's writes to it have no effect."""
-        counts = torch.zeros(self.total_count, dtype=torch.int32)  # no request holds the dummy block
+        counts = torch.zeros(block_counts(self).total, dtype=torch.int32)  # no request holds the dummy block
         counts[:-1] = torch.frombuffer(bytearray(self.cache.blocks.ref_counts()), dtype=torch.int32)
         return counts
 
