@@ -55,121 +55,93 @@ def add_removed_flags(parser: argparse.ArgumentParser, removed: Mapping[str, str
         parser.add_argument(flag, type=partial(refuse, instead), **hidden)
 
 
-def _help(text: str, **more: Any) -> dict[str, Any]:
-    """Metadata of a field: its help text, for the class's docstring and for ``--help``, and argparse options."""
-    return {"help": text, **more}
+def _setting(default: Any, text: str, **more: Any) -> Any:
+    """A field, with its help text, for the class's docstring and for ``--help``, and argparse options."""
+    return field(default=default, metadata={"help": text, **more})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridPrefixConfig(_RefusesRemoved):
     """Settings of the prefix cache, validated once. All sizes are per rank."""
 
-    cache_gb: float | None = field(
-        default=None,
-        metadata=_help(
-            "GPU memory for KV blocks, checkpoints and the states of running requests together, in GiB per rank. What is "
-            "worth least per byte is evicted, KV or states. Replaces megatron's buffer_size_gb. None: buffer_size_gb, plus "
-            "mamba_gb. If megatron offloads its buffers on suspend, it pins as much host memory."
-        ),
+    cache_gb: float | None = _setting(
+        None,
+        "GPU memory for KV blocks, checkpoints and the states of running requests together, in GiB per rank. What is "
+        "worth least per byte is evicted, KV or states. Replaces megatron's buffer_size_gb. None: buffer_size_gb, plus "
+        "mamba_gb. If megatron offloads its buffers on suspend, it pins as much host memory.",
     )
-    mamba_gb: float | None = field(
-        default=None,
-        metadata=_help(
-            "Most bytes of checkpoints, in GiB per rank. A cap, no reservation: KV may take what checkpoints leave. 0, or less "
-            "than one checkpoint, disables reuse. None: no cap."
-        ),
+    mamba_gb: float | None = _setting(
+        None,
+        "Most bytes of checkpoints, in GiB per rank. A cap, no reservation: KV may take what checkpoints leave. 0, or less "
+        "than one checkpoint, disables reuse. None: no cap.",
     )
-    eviction_policy: str = field(
-        default=DEFAULT_EVICTION_POLICY,
-        metadata=_help(
-            "Which checkpoint to evict when a slot is needed. 'recompute_cost': the one that is cheapest to lose, by "
-            "the tokens it saves and by how often such states are reused. 'lru': the least recently used one. Plugins "
-            "may add others.",
-            choices=eviction_policy_names,
-        ),
+    eviction_policy: str = _setting(
+        DEFAULT_EVICTION_POLICY,
+        "Which checkpoint to evict when a slot is needed. 'recompute_cost': the one that is cheapest to lose, by "
+        "the tokens it saves and by how often such states are reused. 'lru': the least recently used one. Plugins "
+        "may add others.",
+        choices=eviction_policy_names,
     )
-    verify_hits: float = field(
-        default=0.0,
-        metadata=_help(
-            "Share of the hits, 0 to 1, to compute without the cache and compare with it. Mismatches are logged and "
-            "counted. A verified hit saves no time. Use it to test a new model or machine."
-        ),
+    verify_hits: float = _setting(
+        0.0,
+        "Share of the hits, 0 to 1, to compute without the cache and compare with it. Mismatches are logged and "
+        "counted. A verified hit saves no time. Use it to test a new model or machine.",
     )
-    state_dtype: StateDtypeName | None = field(
-        default=None,
-        metadata=_help(
-            "Dtype of the matrix states, live and cached: 'float32' or 'bfloat16'. None: the dtype of the parameters for "
-            "Mamba2, 'float32' for Gated DeltaNet. 'float32' is more precise and takes more memory. Convolution states "
-            "always have the dtype of the parameters."
-        ),
+    state_dtype: StateDtypeName | None = _setting(  # noqa: RUF009  (a field)
+        None,
+        "Dtype of the matrix states, live and cached: 'float32' or 'bfloat16'. None: the dtype of the parameters for "
+        "Mamba2, 'float32' for Gated DeltaNet. 'float32' is more precise and takes more memory. Convolution states "
+        "always have the dtype of the parameters.",
     )
-    exact: ExactName | None = field(
-        default=None,
-        metadata=_help(
-            "'bits': tokens and log-probs of a request have the same bits on a hit and on a miss, alone and in any batch, "
-            "however its prompt is cut into chunks, and after a preemption. Slower; answers are not cached; see "
-            "docs/bit-for-bit.md. None: they are the same up to rounding."
-        ),
+    exact: ExactName | None = _setting(  # noqa: RUF009  (a field)
+        None,
+        "'bits': tokens and log-probs of a request have the same bits on a hit and on a miss, alone and in any batch, "
+        "however its prompt is cut into chunks, and after a preemption. Slower; answers are not cached; see "
+        "docs/bit-for-bit.md. None: they are the same up to rounding.",
     )
-    retention_interval_tokens: int | None = field(
-        default=None,
-        metadata=_help(
-            "Also checkpoint every N prompt tokens while slots are free, so that the second request with a prefix can "
-            "already reuse it. A multiple of the block size; 0 disables; None: 16 evenly spaced ones, and some near the end."
-        ),
+    retention_interval_tokens: int | None = _setting(
+        None,
+        "Also checkpoint every N prompt tokens while slots are free, so that the second request with a prefix can "
+        "already reuse it. A multiple of the block size; 0 disables; None: 16 evenly spaced ones, and some near the end.",
     )
-    decode_checkpoints: bool = field(
-        default=True,
-        metadata=_help(
-            "Cache generated tokens, too, so that the next turn of a chat does not recompute the answer. Turn it off "
-            "if answers never come back in a prompt."
-        ),
+    decode_checkpoints: bool = _setting(
+        True,
+        "Cache generated tokens, too, so that the next turn of a chat does not recompute the answer. Turn it off "
+        "if answers never come back in a prompt.",
     )
-    coalesce_prefixes: bool = field(
-        default=True,
-        metadata=_help(
-            "A request waits for a prefix that another request is computing, instead of computing it, too. Turn it off "
-            "only to compare."
-        ),
+    coalesce_prefixes: bool = _setting(
+        True,
+        "A request waits for a prefix that another request is computing, instead of computing it, too. Turn it off "
+        "only to compare.",
     )
-    keep_on_resume: bool = field(
-        default=False,
-        metadata=_help(
-            "Keep what is cached when a suspended engine resumes. By default it is dropped, because trainers change the "
-            "weights meanwhile. Turn it on only where they do not change, or where engine.invalidate() is called if they do."
-        ),
+    keep_on_resume: bool = _setting(
+        False,
+        "Keep what is cached when a suspended engine resumes. By default it is dropped, because trainers change the "
+        "weights meanwhile. Turn it on only where they do not change, or where engine.invalidate() is called if they do.",
     )
-    prompt_log_probs_gb: float = field(
-        default=0.25,
-        metadata=_help(
-            "Most host memory for log-probs of cached prompts, in GiB per rank. Requests that want the log-probs of their "
-            "prompt fill it, and skip only tokens whose log-probs are there. Not allocated before. 0: these requests are "
-            "always computed whole."
-        ),
+    prompt_log_probs_gb: float = _setting(
+        0.25,
+        "Most host memory for log-probs of cached prompts, in GiB per rank. Requests that want the log-probs of their "
+        "prompt fill it, and skip only tokens whose log-probs are there. Not allocated before. 0: these requests are "
+        "always computed whole.",
     )
-    host_gb: float = field(
-        default=0.0,
-        metadata=_help(
-            "Pinned host memory for evicted KV blocks and states, in GiB per rank. They load back when a prompt needs "
-            "them. Allocated at start, with 0.75 GiB of GPU memory for staging (0.63 GiB and two states, if that is "
-            "more). 0: no host tier."
-        ),
+    host_gb: float = _setting(
+        0.0,
+        "Pinned host memory for evicted KV blocks and states, in GiB per rank. They load back when a prompt needs "
+        "them. Allocated at start, with 0.75 GiB of GPU memory for staging (0.63 GiB and two states, if that is "
+        "more). 0: no host tier.",
     )
-    shared: str | None = field(
-        default=None,
-        metadata=_help(
-            "Tier behind the host tier that outlives the process, and that others may use: a folder, a Mooncake Store, or "
-            "the scheme of a plugin: 'file:///var/cache/prefix?gb=200', 'mooncake://10.0.0.1:50051'. A restarted process, or "
-            "another replica with the same weights, reuses what is there. Needs host_gb, and a secret: "
-            "HYBRID_PREFIX_SECRET, or secret_file in the URL. None: no such tier."
-        ),
+    shared: str | None = _setting(
+        None,
+        "Tier behind the host tier that outlives the process, and that others may use: a folder, a Mooncake Store, or "
+        "the scheme of a plugin: 'file:///var/cache/prefix?gb=200', 'mooncake://10.0.0.1:50051'. A restarted process, or "
+        "another replica with the same weights, reuses what is there. Needs host_gb, and a secret: "
+        "HYBRID_PREFIX_SECRET, or secret_file in the URL. None: no such tier.",
     )
-    check_ranks: bool = field(
-        default=False,
-        metadata=_help(
-            "Before each forward, compare the cache's decisions on all tensor- and pipeline-parallel ranks, and stop "
-            "at the first difference. Slow, because every step waits for all ranks. For tests and debugging."
-        ),
+    check_ranks: bool = _setting(
+        False,
+        "Before each forward, compare the cache's decisions on all tensor- and pipeline-parallel ranks, and stop "
+        "at the first difference. Slow, because every step waits for all ranks. For tests and debugging.",
     )
 
     def __post_init__(self) -> None:

@@ -85,11 +85,6 @@ class SamplingOptions:
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p < _GREEDY_TOP_P
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether there is a bias or a penalty."""
-        return bool(self.logit_bias) or self.has_penalties
-
-    @property
     def has_penalties(self) -> bool:
         """Whether the tokens so far matter."""
         return bool(self.frequency_penalty or self.presence_penalty) or self.repetition_penalty != 1
@@ -97,7 +92,7 @@ class SamplingOptions:
     @property
     def are_megatrons(self) -> bool:
         """Whether megatron's ``temperature``, ``top_k`` and ``top_p`` say the same."""
-        if self.changes_logits:
+        if self.logit_bias or self.has_penalties:
             return False
         both = self.top_k > 0 and self.top_p < 1
         return self.is_greedy or (self.seed is None and not self.min_p and not both)

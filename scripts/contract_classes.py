@@ -10,8 +10,6 @@ import pkgutil
 
 import megatron_hybrid_prefix
 from megatron_hybrid_prefix.upstream.check import attributes_of
-from megatron_hybrid_prefix.upstream.rebinding import resolve
-from scripts.contract_names import STANDS_FOR
 
 PACKAGE = "megatron_hybrid_prefix"
 # Made by Python for every class.
@@ -67,5 +65,4 @@ def overridden(cls: type) -> list[str]:
 
 def megatrons_class_of_each() -> dict[str, type]:
     """By name of our class: the class of megatron that its objects are of."""
-    found = {part.__name__: bases_of(cls)[0] for cls in our_classes() for part in our_parts(cls) if is_ours(part)}
-    return found | {name: resolve(owner) for name, owner in STANDS_FOR.items()}
+    return {part.__name__: bases_of(cls)[0] for cls in our_classes() for part in our_parts(cls) if is_ours(part)}

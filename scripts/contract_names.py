@@ -60,8 +60,6 @@ DICTIONARIES = {
     "step": _ENGINES,
     "step_modern": _ENGINES,
 }
-# Our classes that are put before a class of megatron at run time.
-STANDS_FOR = {"GatedDeltaNetBySlots": "megatron.core.ssm.gated_delta_net:GatedDeltaNet"}
 # Private names of others than megatron, and whose they are.
 NOT_MEGATRONS = {
     "_exit": "os: a process that must end at once",

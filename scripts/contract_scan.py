@@ -3,7 +3,7 @@
 Found are: names that a class of ours defines over megatron's; imports; names that are read, written or called on an object
 of megatron, also by ``getattr`` and by keyword; items of its dictionaries. The class of an object is known
 
-- of ``self`` and ``super()``, where our class derives from megatron's, or stands for one (``STANDS_FOR`` of ``contract_names.py``);
+- of ``self`` and ``super()``, where our class derives from megatron's;
 - of a parameter or variable with an annotation, or after ``isinstance``, or made by a call of the class;
 - of any other variable or attribute by its name (``RECEIVERS`` there).
 

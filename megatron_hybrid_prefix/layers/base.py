@@ -76,10 +76,7 @@ class LayerKind(ABC):
         Returns:
             Whether the layer changed; False if it already uses slots.
         """
-        if isinstance(module, self.slot_class):
-            return False
-        module.__class__ = _with_slots(self.slot_class, type(module))
-        return True
+        return put_before("Slot", self.slot_class, module)
 
     def take_off(self, module: torch.nn.Module) -> bool:
         """Undo `put_on`; returns whether the layer changed."""
@@ -110,11 +107,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _with_slots(slot_class: type, original: type) -> type:
-    """``original`` with the mixin before it; one class per pair."""
-    derived = _DERIVED.get((slot_class, original))
-    if derived is None:
-        derived = type(f"Slot{original.__name__}", (slot_class, original), {"__doc__": original.__doc__})
-        _DERIVED[slot_class, original] = derived
-        _ORIGINALS[derived] = original
-    return derived
+def put_before(prefix: str, mixin: type, module: torch.nn.Module) -> bool:
+    """Put a mixin before the class of a module, in place. Returns False if it is there already.
+
+    Args:
+        prefix: Of the new class's name. There is one class for each mixin and class.
+        mixin: The mixin.
+        module: The module.
+    """
+    if isinstance(module, mixin):
+        return False
+    original = type(module)
+    if (mixin, original) not in _DERIVED:
+        derived = type(prefix + original.__name__, (mixin, original), {"__doc__": original.__doc__})
+        _DERIVED[mixin, original], _ORIGINALS[derived] = derived, original
+    module.__class__ = _DERIVED[mixin, original]
+    return True

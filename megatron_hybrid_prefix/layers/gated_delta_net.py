@@ -27,37 +27,19 @@ TAPS = range(2, 5)
 """Taps of the convolution that megatron's decode kernel supports; with others it is silently wrong."""
 
 
-class GatedDeltaNetBySlots(SlotLayer):
-    """Mixin before a ``GatedDeltaNet``: dynamic inference by slots."""
-
-    # Of megatron's layer, on this rank.
-    in_proj: Any
-    conv1d: torch.nn.Conv1d
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
-    out_norm: Any
-    out_proj: Any
-    act_fn: Any
-    use_qk_l2norm: bool
-    key_head_dim: int
-    value_head_dim: int
-    num_v_heads_local_tp: int
-    qk_dim_local_tp: int
-    v_dim_local_tp: int
+class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
+    """Megatron's layer, with dynamic inference by slots."""
 
     def slot_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See SlotLayer: query, key, value, output gate, beta and decay of each token, packed."""
-        projected: torch.Tensor = self.in_proj(hidden_states)[0]
-        return projected
+        return self.in_proj(hidden_states)[0]
 
     def slot_outputs(self, outputs: torch.Tensor | None) -> Any:
-        """See SlotLayer."""
         return self.out_proj(outputs)
 
     def slot_decode(
         self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], slots: torch.Tensor
     ) -> torch.Tensor:
-        """See SlotLayer."""
         return self.slot_decode_drafts(inputs.unsqueeze(1), states, slots, {}).squeeze(1)
 
     def slot_decode_drafts(
@@ -67,7 +49,6 @@ class GatedDeltaNetBySlots(SlotLayer):
         slots: torch.Tensor,
         drafted: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """See SlotLayer."""
         qkv, *gates = self._parts(inputs)
         windows = states[GDN_CONV]
         convolved = convolve_step(
@@ -94,7 +75,6 @@ class GatedDeltaNetBySlots(SlotLayer):
         return self._gated(y, z)
 
     def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
-        """See SlotLayer."""
         chunks, slots = step.chunks[CHUNK], step.slots(CHUNK)
         qkv, *gates = self._parts(inputs)
         windows, bias = states[GDN_CONV], self.conv1d.bias
@@ -125,8 +105,7 @@ class GatedDeltaNetBySlots(SlotLayer):
         """(..., width) to query, key and value together, output gate, beta and decay: all (..., width of the part)."""
         qkv = 2 * self.qk_dim_local_tp + self.v_dim_local_tp
         heads = self.num_v_heads_local_tp
-        parts: tuple[torch.Tensor, ...] = torch.split(inputs, [qkv, self.v_dim_local_tp, heads, heads], dim=-1)
-        return parts
+        return torch.split(inputs, [qkv, self.v_dim_local_tp, heads, heads], dim=-1)
 
     def _by_head(
         self, qkv: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor
@@ -161,7 +140,6 @@ class GatedDeltaNetKind(LayerKind):
     whole_chunks = True
 
     def is_layer(self, module: torch.nn.Module) -> bool:
-        """See LayerKind."""
         return isinstance(module, GatedDeltaNet)
 
     def components(
@@ -195,7 +173,6 @@ class GatedDeltaNetKind(LayerKind):
         )
 
     def chunk_tokens(self, module: torch.nn.Module) -> int:
-        """See LayerKind."""
         return CHUNK
 
     def invalidate(self, module: torch.nn.Module) -> None:

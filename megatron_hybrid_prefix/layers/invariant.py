@@ -1,10 +1,10 @@
 """Layers whose rows do not depend on each other, for ``HybridPrefixConfig(exact="bits")``.
 
-`use_invariant_layers` puts mixins before the classes of a model's layers, in place. A mixin computes as megatron does unless
-`scope.is_on`: the model's own mixin turns the scope on while it runs a step of a context that ``is_exact``. So engines with and
+`use_invariant_layers` puts these classes before those of a model's layers, in place. Each computes as megatron does unless
+`scope.is_on`: the model's own turns the scope on while it runs a step of a context that ``is_exact``. So engines with and
 without the mode may share a model.
 
-The recurrent layers need no mixin: their chunks lie on the absolute token grid, and their operations are invariant to the rows.
+The recurrent layers need none: their chunks lie on the absolute token grid, and their operations are invariant to the rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid_prefix.layers.base import put_before
 from megatron_hybrid_prefix.ops.elementwise import sigmoid, silu
 from megatron_hybrid_prefix.ops.invariant import scope
 from megatron_hybrid_prefix.ops.invariant.attention import attend_paged
@@ -32,165 +33,102 @@ from megatron_hybrid_prefix.upstream.invariant import (
 )
 
 
-class InvariantModel:
-    """Mixin before a ``HybridModel``: turns the scope on for steps of an exact context."""
+class InvariantModel(HybridModel):
+    """Turns the scope on for steps of an exact context."""
 
     def forward(self, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
         """See upstream. Says which context a step is of."""
         with scope.invariant(bool(getattr(inference_context, "is_exact", False))):
-            # The class after this mixin has it.
-            return super().forward(*args, inference_context=inference_context, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, inference_context=inference_context, **kwargs)
 
 
 class InvariantColumns(ProductSeam):
-    """Mixin before a ``ColumnParallelLinear``."""
-
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """See ProductSeam."""
         return linear(x, weight) if scope.is_on() else None
 
 
-class InvariantRows:
-    """Mixin before a ``RowParallelLinear``: adds the ranks' products in the order of the ranks."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    skip_bias_add: bool
-    tp_group: Any
+class InvariantRows(RowParallelLinear):
+    """Adds the ranks' products in the order of the ranks."""
 
     def forward(self, input_: torch.Tensor) -> Any:
         """See upstream. Neither the product nor the sum over ranks depends on other rows."""
         if not scope.is_on():
-            return super().forward(input_)  # type: ignore[misc]  # the class after this mixin has it
+            return super().forward(input_)
         output = sum_over_ranks(linear(input_, self.weight), self.tp_group)
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return output + self.bias, None
 
 
-class InvariantNorm:
-    """Mixin before a ``torch.nn.RMSNorm``."""
-
-    weight: torch.nn.Parameter
-    eps: float | None
-
+class InvariantNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See torch."""
         if scope.is_on():
             return rms_norm(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
-        output: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the class after this mixin has it
-        return output
+        return super().forward(x)
 
 
 class InvariantAttention(SelfAttentionSeam):
-    """Mixin before a ``SelfAttention``. On a GPU, flash-attention with one split is invariant by itself."""
+    """On a GPU, flash-attention with one split is invariant by itself."""
 
-    def attend(
+    def flash_decode_and_prefill(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        starts: torch.Tensor,
-        lengths: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        seqlens_k: torch.Tensor,
         block_table: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """See SelfAttentionSeam."""
-        if q.is_cuda or not scope.is_on():
-            return None
-        return attend_paged(
-            q,
-            k,
-            v,
-            starts=starts.tolist(),
-            lengths=lengths.tolist(),
-            block_table=block_table,
-            scale=q.shape[-1] ** -0.5,
-        )
+        is_decode_only: bool,
+        softmax_offset: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See upstream. Attention over pages whose rows do not depend on each other."""
+        if q.is_cuda or softmax_offset is not None or not scope.is_on():
+            sizes = max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqlens_k
+            return super().flash_decode_and_prefill(q, k, v, *sizes, block_table, is_decode_only, softmax_offset)
+        starts = range(len(seqlens_k) + 1) if is_decode_only else cu_seqlens_q.tolist()
+        queries, lengths, scale = q.squeeze(1), seqlens_k.tolist(), q.shape[-1] ** -0.5
+        out = attend_paged(queries, k, v, starts=list(starts), lengths=lengths, block_table=block_table, scale=scale)
+        return out.unsqueeze(1)
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor | None:
-        """See SelfAttentionSeam."""
         if x.is_cuda or not scope.is_on():
             return None
         return (x * sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
-class InvariantMLP:
-    """Mixin before an ``MLP``. On a GPU, PyTorch's activations round alike everywhere in a tensor."""
-
-    config: Any
-    linear_fc1: Any
-    linear_fc2: Any
+class InvariantMLP(MLP):
+    """On a GPU, PyTorch's activations round alike everywhere in a tensor."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See upstream. An activation that rounds alike everywhere."""
         if hidden_states.is_cuda or not self.config.gated_linear_unit or not scope.is_on():
-            # The class after this mixin has it.
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            return super().forward(hidden_states, *args, **kwargs)
         output, bias = self.linear_fc1(hidden_states)
         gate, values = (output if bias is None else output + bias).chunk(2, dim=-1)
         return self.linear_fc2(silu(gate) * values)
 
 
-class InvariantHybridModel(InvariantModel, HybridModel):
-    """Megatron's ``HybridModel``."""
-
-
-class InvariantColumnParallelLinear(InvariantColumns, ColumnParallelLinear):
-    """Megatron's ``ColumnParallelLinear``."""
-
-
-class InvariantRowParallelLinear(InvariantRows, RowParallelLinear):
-    """Megatron's ``RowParallelLinear``."""
-
-
-class InvariantRMSNorm(InvariantNorm, torch.nn.RMSNorm):
-    """PyTorch's ``RMSNorm``."""
-
-
-class InvariantSelfAttention(InvariantAttention, SelfAttention):
-    """Megatron's ``SelfAttention``."""
-
-
-class InvariantGatedMLP(InvariantMLP, MLP):
-    """Megatron's ``MLP``."""
-
-
-_MIXINS: dict[type, type] = {
-    HybridModel: InvariantModel,
-    ColumnParallelLinear: InvariantColumns,
-    RowParallelLinear: InvariantRows,
-    torch.nn.RMSNorm: InvariantNorm,
-    SelfAttention: InvariantAttention,
-    MLP: InvariantMLP,
-}
-# The class with the mixin of each class of a module; more are made for subclasses, as models have them.
-_DERIVED: dict[type, type] = {
-    HybridModel: InvariantHybridModel,
-    ColumnParallelLinear: InvariantColumnParallelLinear,
-    RowParallelLinear: InvariantRowParallelLinear,
-    torch.nn.RMSNorm: InvariantRMSNorm,
-    SelfAttention: InvariantSelfAttention,
-    MLP: InvariantGatedMLP,
-}
+_CLASSES: tuple[tuple[type, type], ...] = (
+    (HybridModel, InvariantModel),
+    (ColumnParallelLinear, InvariantColumns),
+    (RowParallelLinear, InvariantRows),
+    (torch.nn.RMSNorm, InvariantNorm),
+    (SelfAttention, InvariantAttention),
+    (MLP, InvariantMLP),
+)
 
 
 def use_invariant_layers(model: torch.nn.Module) -> int:
-    """Put the mixins on a built model, in place. Weights, training and other engines do not change.
+    """Put the classes on a built model, in place. Weights, training and other engines do not change.
 
     Returns:
-        How many modules changed; 0 if all had their mixin.
+        How many modules changed; 0 if all had theirs.
     """
-    changed = 0
-    for module in model.modules():
-        original = type(module)
-        mixin = next((mixin for base, mixin in _MIXINS.items() if isinstance(module, base)), None)
-        if mixin is None or original in _DERIVED.values():
-            continue
-        if original not in _DERIVED:
-            _DERIVED[original] = type(f"Invariant{original.__name__}", (mixin, original), {"__doc__": original.__doc__})
-        module.__class__ = _DERIVED[original]
-        changed += 1
-    return changed
+    found = ((ours, module) for module in model.modules() for base, ours in _CLASSES if isinstance(module, base))
+    return sum(put_before("Invariant", ours, module) for ours, module in found)
 
 
 def invariant_problem(model: torch.nn.Module) -> str | None:

@@ -6,8 +6,8 @@ other contexts run megatron's methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -93,31 +93,16 @@ def _scan_on_host(states: torch.Tensor, chunks: Chunks, slots: Mapping[str, torc
         states[targets[wanted]] = values[wanted]
 
 
-class HybridPrefixPrefill(PrefillSeam):
-    """Mixin before a ``MambaMixer``: prefill by slots."""
-
-    if TYPE_CHECKING:  # attributes of megatron's mixer
-        D_has_hdim: bool
-        chunk_size: int
-        cp: Any
-        d_inner_local_tp: int
-        d_state: int
-        headdim: int
-        ngroups_local_tp: int
-        nheads_local_tp: int
-        norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-        rmsnorm: bool
+class HybridPrefixMambaMixer(PrefillSeam):
+    """Megatron's ``MambaMixer`` with prefill by slots, put before a mixer's class or named in a ``ModuleSpec``."""
 
     def prefill(
         self, zxBCdt: torch.Tensor, step: PrefillStep, conv_state: torch.Tensor, ssm_state: torch.Tensor
     ) -> torch.Tensor:
-        """See PrefillSeam."""
-        tokens = zxBCdt.shape[0]
+        tokens, groups = zxBCdt.shape[0], self.ngroups_local_tp * self.d_state
         chunks, slots = step.chunks[self.chunk_size], step.slots(self.chunk_size)
         z, xBC, dt = torch.split(
-            zxBCdt.squeeze(1),
-            [self.d_inner_local_tp, self._conv_width, self.nheads_local_tp],
-            dim=-1,
+            zxBCdt.squeeze(1), [self.d_inner_local_tp, self.d_inner_local_tp + 2 * groups, self.nheads_local_tp], dim=-1
         )
         convolved = convolve_from_slots(  # reads the sources before windows are written
             xBC,
@@ -128,11 +113,7 @@ class HybridPrefixPrefill(PrefillSeam):
             starts=step.token_starts,
         )
         write_conv_windows(xBC, conv_state, chunk_bounds=chunks.bounds, **slots)
-        x, B, C = torch.split(
-            convolved,
-            [self.d_inner_local_tp, self.ngroups_local_tp * self.d_state, self.ngroups_local_tp * self.d_state],
-            dim=-1,
-        )
+        x, B, C = torch.split(convolved, [self.d_inner_local_tp, groups, groups], dim=-1)
         D = self.cp.get_D()
         by_head = (-1, self.headdim)
         y = scan_by_slots(
@@ -152,25 +133,16 @@ class HybridPrefixPrefill(PrefillSeam):
         y = y.view(tokens, 1, -1)
         return self.norm(y, z.unsqueeze(1)) if self.rmsnorm else y
 
-    @property
-    def _conv_width(self) -> int:
-        return self.d_inner_local_tp + 2 * self.ngroups_local_tp * self.d_state
-
-
-class HybridPrefixMambaMixer(HybridPrefixPrefill, MambaMixer):
-    """Megatron's ``MambaMixer`` with prefill by slots, for a ``ModuleSpec``."""
-
 
 class Mamba2(LayerKind):
     """State of a layer: ``conv``, the last inputs of its convolution, and ``ssm``, one matrix per head."""
 
     name = "mamba2"
-    slot_class = HybridPrefixPrefill
+    slot_class = HybridPrefixMambaMixer
     drafts = True
     cuda_graphs = True
 
     def is_layer(self, module: torch.nn.Module) -> bool:
-        """See LayerKind."""
         return isinstance(module, MambaMixer)
 
     def components(
@@ -183,12 +155,10 @@ class Mamba2(LayerKind):
         return mamba2_components(conv_shape, dtype_name(window_dtype or own), ssm_shape, dtype_name(state_dtype or own))
 
     def chunk_tokens(self, module: torch.nn.Module) -> int:
-        """See LayerKind."""
         mixer: MambaMixer = module
         return int(mixer.chunk_size)
 
     def invalidate(self, module: torch.nn.Module) -> None:
-        """See LayerKind."""
         refresh_decode_parameters(module)
 
 

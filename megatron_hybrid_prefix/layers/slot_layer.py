@@ -27,7 +27,7 @@ class SlotLayer:
     slot_layer_number: int
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
-        """See the class.
+        """In a step of an engine of this package states are read and written by slot; see the class.
 
         Args:
             hidden_states: (tokens, 1, hidden), packed, decoded tokens first.

@@ -95,33 +95,28 @@ class Chunks:
     ids: torch.Tensor
 
 
-@dataclass(slots=True)
-class _Buffers:
-    """Arrays in one pinned buffer, and in one device buffer with the same layout.
+def _allocate(
+    sizes: Sequence[tuple[str, int, type[np.int32 | np.int64]]], device: torch.device | int | str
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, _Integers], dict[str, torch.Tensor]]:
+    """A pinned and a device buffer with the same layout, and the arrays in each by name (numpy, torch).
 
-    Attributes:
-        sizes: (name, length, type) of each array.
+    Args:
+        sizes: Name, length and type of each array.
+        device: The device.
     """
-
-    sizes: list[tuple[str, int, type[np.int32 | np.int64]]] = field(default_factory=list)
-
-    def allocate(
-        self, device: torch.device | int | str
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, _Integers], dict[str, torch.Tensor]]:
-        """The pinned and the device buffer, and the arrays in each by name (numpy, torch)."""
-        offsets, total = [], 0
-        for _, length, dtype in self.sizes:
-            offsets.append(total)
-            total += round_up(length * dtype().itemsize, _ALIGNMENT_BYTES)
-        pinned = torch.zeros(total, dtype=torch.uint8).pin_memory()
-        on_device = torch.zeros(total, dtype=torch.uint8, device=device)
-        arrays: dict[str, _Integers] = {}
-        tensors: dict[str, torch.Tensor] = {}
-        for (name, length, dtype), offset in zip(self.sizes, offsets, strict=True):
-            part = slice(offset, offset + length * dtype().itemsize)
-            arrays[name] = pinned[part].numpy().view(dtype)
-            tensors[name] = on_device[part].view(torch.int64 if dtype is np.int64 else torch.int32)
-        return pinned, on_device, arrays, tensors
+    offsets, total = [], 0
+    for _, length, dtype in sizes:
+        offsets.append(total)
+        total += round_up(length * dtype().itemsize, _ALIGNMENT_BYTES)
+    pinned = torch.zeros(total, dtype=torch.uint8).pin_memory()
+    on_device = torch.zeros(total, dtype=torch.uint8, device=device)
+    arrays: dict[str, _Integers] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for (name, length, dtype), offset in zip(sizes, offsets, strict=True):
+        part = slice(offset, offset + length * dtype().itemsize)
+        arrays[name] = pinned[part].numpy().view(dtype)
+        tensors[name] = on_device[part].view(torch.int64 if dtype is np.int64 else torch.int32)
+    return pinned, on_device, arrays, tensors
 
 
 class PrefillStep:
@@ -162,23 +157,17 @@ class PrefillStep:
         self._grids = {
             quantum: ChunkGrid(chunk_tokens=quantum, block_tokens=block_tokens) for quantum in sorted(set(quanta))
         }
-        buffers = _Buffers()
-        buffers.sizes += [("source", max_sequences, np.int64), ("live", max_sequences, np.int64)]
         most_chunks = {q: grid.max_chunks(max_tokens, max_sequences) for q, grid in self._grids.items()}
+        sizes: list[tuple[str, int, type[np.int32 | np.int64]]]
+        sizes = [("source", max_sequences, np.int64), ("live", max_sequences, np.int64)]
         for quantum, chunks in most_chunks.items():
-            buffers.sizes += [(f"first{quantum}", max_sequences + 1, np.int64), (f"slots{quantum}", chunks, np.int64)]
-        buffers.sizes += [
-            ("bounds", max_sequences + 1, np.int32),
-            ("token_source", max_tokens, np.int32),
-            ("token_start", max_tokens, np.int32),
-        ]
+            sizes += [(f"first{quantum}", max_sequences + 1, np.int64), (f"slots{quantum}", chunks, np.int64)]
+        sizes += [("bounds", max_sequences + 1, np.int32)]
+        sizes += [("token_source", max_tokens, np.int32), ("token_start", max_tokens, np.int32)]
         for quantum, chunks in most_chunks.items():
-            buffers.sizes += [
-                (f"bounds{quantum}", chunks + 1, np.int32),
-                (f"of_sequence{quantum}", chunks, np.int32),
-                (f"last{quantum}", max_sequences, np.int32),
-            ]
-        self._pinned, self.buffer, self._arrays, self._tensors = buffers.allocate(device)
+            sizes += [(f"bounds{quantum}", chunks + 1, np.int32), (f"of_sequence{quantum}", chunks, np.int32)]
+            sizes += [(f"last{quantum}", max_sequences, np.int32)]
+        self._pinned, self.buffer, self._arrays, self._tensors = _allocate(sizes, device)
         self._ids = torch.arange(max(most_chunks.values(), default=0), dtype=torch.int32, device=device)
         self._sizes = (0, 0)
         self._shown: tuple[int, int] | None = None

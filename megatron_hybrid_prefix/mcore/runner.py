@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,21 +66,10 @@ class RequestResult:
 
 
 @dataclass(slots=True)
-class _Prefill:
-    """Tokens of one request's admissions. ``first`` is the request before any preemption."""
-
-    first: DynamicInferenceRequest
-    computed_tokens: int = 0
-    skipped_tokens: int = 0
-    lost_tokens: int = 0
-    recomputed_tokens: int = 0
-
-
-@dataclass(slots=True)
 class _Batch:
     """The requests of one `run_batch`, by id. ``added_s`` has the order in which they were added."""
 
-    prefills: dict[int, _Prefill]
+    prefills: dict[int, Counter[str]]
     added_s: dict[int, float] = field(default_factory=dict)
     first_token_s: dict[int, float] = field(default_factory=dict)
     results: dict[int, RequestResult] = field(default_factory=dict)
@@ -144,14 +134,15 @@ def run_batch(
 
 
 @contextmanager
-def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, _Prefill]]:
-    """Count prefilled and skipped tokens per request while the block runs.
+def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, Counter[str]]]:
+    """Count prefilled and skipped tokens per request while the block runs, under the names of `RequestResult`.
 
     Upstream's ``num_cached_tokens`` counts tokens with matching KV, skipped or not, and its counters are per engine. So this
     wraps ``context.add_request``, which admits one chunk of one request, on the instance: tokens that it adds to the context's
     prefill counter are computed, the rest of the chunk is skipped.
     """
-    counts: dict[int, _Prefill] = {}
+    counts: dict[int, Counter[str]] = {}
+    first: dict[int, DynamicInferenceRequest] = {}  # each request before any preemption
     add_request = context.add_request
     shadowed = vars(context).get("add_request")
     lost_tokens = getattr(context, "lost_tokens", lambda req: 0)
@@ -161,13 +152,13 @@ def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, _Prefi
         before = context.lifetime_prefill_token_count
         add_request(req, prefill_chunk_length)
         computed_tokens = context.lifetime_prefill_token_count - before
-        count = counts.setdefault(req.request_id, _Prefill(req))
-        if count.first is req:
-            count.lost_tokens = lost_tokens(req)
-            count.computed_tokens += computed_tokens
-            count.skipped_tokens += chunk_tokens - computed_tokens
+        count = counts.setdefault(req.request_id, Counter())
+        if first.setdefault(req.request_id, req) is req:
+            count["lost_tokens"] = lost_tokens(req)
+            count["computed_tokens"] += computed_tokens
+            count["reused_tokens"] += chunk_tokens - computed_tokens
         else:
-            count.recomputed_tokens += computed_tokens
+            count["recomputed_tokens"] += computed_tokens
 
     context.add_request = counting
     try:
@@ -230,7 +221,6 @@ def _collect(engine: DynamicInferenceEngine, batch: _Batch, finished: Sequence[D
 
 def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool = False) -> RequestResult:
     request = record.merge()
-    prefill = batch.prefills.get(record.request_id) or _Prefill(request)
     generated = [int(token) for token in request.generated_tokens]
     first_s = batch.first_token_s.get(record.request_id)
     decode_s = 0.0 if first_s is None else _now_s() - first_s
@@ -238,10 +228,6 @@ def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool 
     return RequestResult(
         prompt_tokens=len(request.prompt_tokens),
         status=status,
-        computed_tokens=prefill.computed_tokens,
-        reused_tokens=prefill.skipped_tokens,
-        lost_tokens=prefill.lost_tokens,
-        recomputed_tokens=prefill.recomputed_tokens,
         generated=generated,
         # Upstream cuts a stop word off the tokens, but not off the log-probs of earlier steps.
         log_probs=[float(value) for value in request.generated_log_probs or ()][: len(generated)],
@@ -250,6 +236,7 @@ def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool 
         time_to_first_token_s=None if first_s is None else first_s - batch.added_s[record.request_id],
         tokens_per_second=(len(generated) - 1) / decode_s if len(generated) > 1 and decode_s > 0 else None,
         error=_error_of(request) if status == "failed" else None,
+        **batch.prefills.get(record.request_id, Counter()),
     )
 
 

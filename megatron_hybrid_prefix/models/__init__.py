@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig, get_preset
@@ -25,17 +26,15 @@ __all__ = [
 ]
 
 
+_NEED_MEGATRON = {
+    "build_hybrid_model": "build",
+    "load_checkpoint": "checkpoint",
+    "save_checkpoint": "checkpoint",
+    "save_hf_folder": "hf_save",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "build_hybrid_model":
-        from megatron_hybrid_prefix.models.build import build_hybrid_model
-
-        return build_hybrid_model
-    if name == "save_hf_folder":
-        from megatron_hybrid_prefix.models.hf_save import save_hf_folder
-
-        return save_hf_folder
-    if name in ("save_checkpoint", "load_checkpoint"):
-        from megatron_hybrid_prefix.models import checkpoint
-
-        return getattr(checkpoint, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _NEED_MEGATRON:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_NEED_MEGATRON[name]}"), name)

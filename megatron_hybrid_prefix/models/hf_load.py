@@ -41,7 +41,7 @@ def load_hf_weights(model: Any, folder: HfFolder, *, on_read: Callable[[int, int
         on_read: Called after each slice with the values that this rank has read, and those that it will read.
 
     Raises:
-        ValueError: As of `HfFolder.weights` and `copy_hf_weights`, or a file cannot be read. In the last case some weights are
+        ValueError: As of `HfFolder.weights` and `plan_copies`, or a file cannot be read. In the last case some weights are
             written: the model must not be used.
     """
     from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron

@@ -1,4 +1,4 @@
-"""`copy_hf_weights`: weights under Hugging Face's names into this rank's shard of a hybrid model."""
+"""`plan_copies`: which weights under Hugging Face's names this rank's shard of a hybrid model is made of."""
 
 from __future__ import annotations
 
@@ -21,41 +21,6 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (Nemotron
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-@torch.no_grad()
-def copy_hf_weights(
-    model: Any,
-    state_dict: Mapping[str, Any],
-    config: HybridModelConfig,
-    model_type: str | None = None,
-    *,
-    source: str = "the state dict",
-) -> None:
-    """Copy a Hugging Face state dict into ``model``, whatever its tensor-, pipeline- and expert-parallel layout.
-
-    The whole state dict is checked before the first weight is written. Values are converted to the model's dtype. Only the
-    rows and columns of this rank are read.
-
-    Args:
-        model: This rank's shard, as `build_hybrid_model` returned it.
-        state_dict: Unsharded tensors by name, or what is sliced as they are and has ``get_shape`` (slices of a safetensors
-            file). Weights of multi-token-prediction layers (``mtp.``) are left out.
-        config: The whole model's dimensions.
-        model_type: Hugging Face's name of the family; None: the one that has such dimensions.
-        source: What errors call the state dict.
-
-    Raises:
-        ValueError: No such family, or no model of it has these dimensions; or a weight is missing, unknown or has another
-            shape, or the model has one that the family lacks; or no parameter takes a weight; or the embedding is the output
-            layer of ``config``, and the state dict has another.
-    """
-    from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
-
-    weights, copies = plan_copies(model, state_dict, config, model_type, source=source)
-    for copy in copies:
-        copy.parameter.copy_(copy.rule.read(weights, rows=copy.rows, columns=copy.columns))
-    invalidate_layers(model)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copy:
     """One parameter of this rank, and what it is made of.
@@ -75,12 +40,25 @@ class Copy:
 def plan_copies(
     model: Any, state_dict: Mapping[str, Any], config: HybridModelConfig, model_type: str | None, *, source: str
 ) -> tuple[dict[str, Any], list[Copy]]:
-    """Check a state dict against ``model``; arguments and errors as of `copy_hf_weights`, which takes these steps.
+    """Check a Hugging Face state dict against ``model``, whatever its tensor-, pipeline- and expert-parallel layout.
 
     Nothing of the values is read, except where the embedding is the output layer and the state dict has both.
 
+    Args:
+        model: This rank's shard, as `build_hybrid_model` returned it.
+        state_dict: Unsharded tensors by name, or what is sliced as they are and has ``get_shape`` (slices of a safetensors
+            file). Weights of multi-token-prediction layers (``mtp.``) are left out.
+        config: The whole model's dimensions.
+        model_type: Hugging Face's name of the family; None: the one that has such dimensions.
+        source: What errors call the state dict.
+
     Returns:
         The state dict under the names of the rules; and for each parameter of this rank what it is made of.
+
+    Raises:
+        ValueError: No such family, or no model of it has these dimensions; or a weight is missing, unknown or has another
+            shape, or the model has one that the family lacks; or no parameter takes a weight; or the embedding is the output
+            layer of ``config``, and the state dict has another.
     """
     family = family_of(config, model_type)
     weights = {}
@@ -90,7 +68,7 @@ def plan_copies(
             weights[canonical] = value
     rules = {rule.target: rule for rule in family.rules(config, weights)}
     optional = {"lm_head.weight"} if config.tie_embeddings else set[str]()
-    _check_shapes(weights, _shapes(rules.values()), optional, source)
+    _check_shapes(weights, shapes_of(rules.values()), optional, source)
     copies, found = [], set[str]()
     for name, parameter in parameters_by_global_name(model):
         if name not in rules:
@@ -123,16 +101,8 @@ def family_of(config: HybridModelConfig, model_type: str | None = None) -> Famil
     raise ValueError("; ".join(mismatches))
 
 
-def hf_shapes(config: HybridModelConfig, model_type: str | None = None) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in the files of a Hugging Face model with these dimensions.
-
-    Raises:
-        ValueError: As of `family_of`.
-    """
-    return _shapes(family_of(config, model_type).rules(config))
-
-
-def _shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
+def shapes_of(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that these rules take."""
     return {source.name: source.shape for rule in rules for source in rule.sources}
 
 

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, lru_cache
-from itertools import chain, count
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import chain
+from typing import Any, cast
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.ops.page_copies import EntryGeometry, geometry_of
-
-_HOST_MEMORY, _DEVICE_MEMORY = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
-_MOST_PITCH = 2**31 - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 
@@ -122,78 +117,6 @@ def _copy_together(copies: Iterable[_Copy], stream: int) -> None:
             raise RuntimeError(f"cuMemcpyAsync returned error {error}")
 
 
-def copy_to_host(
-    entries: torch.Tensor, memory: torch.Tensor, moves: Iterable[tuple[int, Sequence[int]]], *, start_bytes: int = 0
-) -> None:
-    """Copies entries to their pages on the host by the copy engines, on the current stream.
-
-    Without sums, and with one call of the driver for all layers that are in one page.
-
-    Args:
-        entries: (layers, all entries, *shape) on the device, strided over layers and entries, contiguous inside an entry.
-        memory: (all pages, page bytes) uint8 on the host, contiguous; pinned if ``entries`` are on a GPU.
-        moves: Entries, and the pages of each in order; all pages differ.
-        start_bytes: Bytes in the pages of an entry before this tensor's.
-
-    Raises:
-        ValueError: The pages of an entry are too few.
-        RuntimeError: The driver refuses a copy.
-    """
-    page_bytes = memory.shape[1]
-    of = geometry_of(entries, start_bytes, page_bytes)
-    assert of.is_contiguous and memory.is_contiguous()
-    if not of.row_bytes:
-        return
-    boxes, own_pages = _boxes(of, start_bytes, page_bytes), ceil_div(start_bytes + of.row_bytes, page_bytes)
-    if entries.is_cuda:
-        copy = _by_engine(of.layer_step_bytes, torch.cuda.current_stream(entries.device.index))
-    else:
-        copy = _by_host(of.layer_step_bytes)
-    first, host_first = entries.data_ptr(), memory.data_ptr()
-    for entry, pages in moves:
-        # The driver does not know these bounds.
-        assert 0 <= entry < entries.shape[1] and min(pages) >= 0 and max(pages) < len(memory)
-        if len(pages) < own_pages:
-            raise ValueError(f"{start_bytes} + {of.row_bytes} bytes do not fit in {len(pages)} pages of {page_bytes}")
-        source = first + entry * of.entry_step_bytes
-        for box in boxes:
-            target = host_first + pages[box.page] * page_bytes + box.start_in_page
-            copy(target, source + box.start, box.rows, box.row_bytes)
-
-
-class _Box(NamedTuple):
-    """A part of an entry that one copy takes: bytes of one layer, or whole layers.
-
-    Attributes:
-        page: Number of its page, in the entry.
-        start_in_page: Its first byte there.
-        start: Its first byte on the device, from the entry's.
-        rows: Layers.
-        row_bytes: Bytes of each.
-    """
-
-    page: int
-    start_in_page: int
-    start: int
-    rows: int
-    row_bytes: int
-
-
-@lru_cache(maxsize=256)
-def _boxes(of: EntryGeometry, start_bytes: int, page_bytes: int) -> tuple[_Box, ...]:
-    """The boxes of an entry, in the order of its bytes."""
-    boxes, at = [], 0
-    while at < of.row_bytes:
-        (page, start_in_page), (layer, in_layer) = divmod(start_bytes + at, page_bytes), divmod(at, of.layer_bytes)
-        room = page_bytes - start_in_page
-        rows, row_bytes = 1, min(of.layer_bytes - in_layer, room)
-        if row_bytes == of.layer_bytes:
-            rows = min(room, of.row_bytes - at) // row_bytes
-        boxes.append(_Box(page, start_in_page, layer * of.layer_step_bytes + in_layer, rows, row_bytes))
-        at += rows * row_bytes
-    return tuple(boxes)
-
-
 class _CopyAttributes(ctypes.Structure):
     """The driver's ``CUmemcpyAttributes``."""
 
@@ -201,66 +124,6 @@ class _CopyAttributes(ctypes.Structure):
         (name, ctypes.c_int)
         for name in ("source_order", "source_kind", "source_id", "target_kind", "target_id", "flags")
     ]
-
-
-class _CopyArguments(ctypes.Structure):
-    """The driver's ``CUDA_MEMCPY3D``."""
-
-    _fields_ = [
-        *((f"source_{name}", ctypes.c_size_t) for name in ("x", "y", "z", "lod")),
-        ("source_type", ctypes.c_int),
-        *((f"source_{name}", ctypes.c_uint64) for name in ("host", "device", "array", "reserved", "pitch", "height")),
-        *((f"target_{name}", ctypes.c_size_t) for name in ("x", "y", "z", "lod")),
-        ("target_type", ctypes.c_int),
-        *((f"target_{name}", ctypes.c_uint64) for name in ("host", "device", "array", "reserved", "pitch", "height")),
-        *((name, ctypes.c_size_t) for name in ("width", "height", "depth")),
-    ]
-
-
-type _CopyBox = Callable[[int, int, int, int], None]
-"""Copies a box: (target, source, rows, bytes of a row). Rows are a fixed step apart at the source, adjacent at the target."""
-
-
-def _by_host(step_bytes: int) -> _CopyBox:
-    def copy(target: int, source: int, rows: int, row_bytes: int) -> None:
-        for row in range(rows):
-            ctypes.memmove(target + row * row_bytes, source + row * step_bytes, row_bytes)
-
-    return copy
-
-
-def _by_engine(step_bytes: int, stream: torch.cuda.Stream) -> _CopyBox:
-    """With one call of the driver for a box. Others may pass after `TURN_BYTES` or a little more."""
-    # Layers of a pool of many GB are further apart than a pitch may be: each is a plane of several lines then.
-    lines = next(lines for lines in count(1) if step_bytes % lines == 0 and step_bytes // lines <= _MOST_PITCH)
-    arguments = _CopyArguments(
-        source_type=_DEVICE_MEMORY,
-        source_height=lines,
-        target_type=_HOST_MEMORY,
-        target_height=1,
-        height=1,
-        depth=1,
-    )
-    reference, run, are_planes = ctypes.byref(arguments), _driver_box_copy(), lines > 1
-    handle, turn_bytes = stream.cuda_stream, 0
-
-    def copy(target: int, source: int, rows: int, row_bytes: int) -> None:
-        nonlocal turn_bytes
-        arguments.source_device, arguments.target_host = source, target
-        arguments.width = arguments.target_pitch = row_bytes
-        arguments.source_pitch = step_bytes // lines if rows > 1 else row_bytes  # a single layer may have any step
-        if are_planes:
-            arguments.depth = rows
-        else:
-            arguments.height = arguments.source_height = arguments.target_height = rows
-        if error := run(reference, handle):
-            raise RuntimeError(f"cuMemcpy3DAsync returned error {error}")
-        turn_bytes += rows * row_bytes
-        if turn_bytes >= TURN_BYTES:
-            _let_others_pass(stream)
-            turn_bytes = 0
-
-    return copy
 
 
 @cache
@@ -292,12 +155,6 @@ def _driver_batch_copy() -> Callable[[array[int], array[int], array[int], int], 
 def _driver_write() -> Callable[[int, int, int, int], int]:
     """The CUDA driver's ``cuStreamWriteValue32(stream, address, value, flags)``."""
     return _driver_function("cuStreamWriteValue32_v2", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-
-
-@cache
-def _driver_box_copy() -> Callable[[Any, int], int]:
-    """The CUDA driver's ``cuMemcpy3DAsync(arguments, stream)``. It reads the arguments before it returns."""
-    return _driver_function("cuMemcpy3DAsync_v2", ctypes.c_void_p, ctypes.c_void_p)
 
 
 def _driver_function(name: str, *argument_types: Any) -> Callable[..., int]:

@@ -48,18 +48,6 @@ class EntryGeometry:
     is_contiguous: bool
 
 
-def geometry_of(entries: torch.Tensor, start_bytes: int, page_bytes: int) -> EntryGeometry:
-    """The geometry of ``entries``, (layers, all entries, *shape), whose rows begin ``start_bytes`` into pages of ``page_bytes``."""
-    return _geometry(
-        entries.shape,
-        entries.stride(),
-        entries.storage_offset(),
-        entries.element_size(),
-        start_bytes=start_bytes,
-        page_bytes=page_bytes,
-    )
-
-
 @lru_cache(maxsize=256)  # the same few tensors again and again; each launch would take the CPU 20 us longer
 def _geometry(
     shape: torch.Size, strides: tuple[int, ...], offset: int, item_bytes: int, *, start_bytes: int, page_bytes: int
@@ -112,7 +100,8 @@ def copy_pages(
         ValueError: The pages of a row are too few, or hold 2 GiB or more.
     """
     page_bytes = memory.shape[1]
-    of = geometry_of(entries, start_bytes, page_bytes)
+    strides, offset, item_bytes = entries.stride(), entries.storage_offset(), entries.element_size()
+    of = _geometry(entries.shape, strides, offset, item_bytes, start_bytes=start_bytes, page_bytes=page_bytes)
     if start_bytes + of.row_bytes > pages.shape[1] * page_bytes:
         raise ValueError(f"{start_bytes} + {of.row_bytes} bytes do not fit in {pages.shape[1]} pages of {page_bytes}")
     if pages.shape[1] * page_bytes >= 2**31:
@@ -152,42 +141,6 @@ def copy_pages(
         of.entry_step_bytes // word_bytes,
         TO_PAGES=to_pages,
         SUM=sums is not None,
-        WORDS_A_SUM=WORD_BYTES // word_bytes,
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
-
-
-def sum_entries(entries: torch.Tensor, ids: torch.Tensor, sums: torch.Tensor, *, start_bytes: int = 0) -> None:
-    """Sums entries as `copy_pages` sums what it copies: one launch.
-
-    Args:
-        entries: (layers, all entries, *shape), strided over layers and entries, contiguous inside an entry.
-        ids: (rows,) int64 on the device: entries.
-        sums: (rows,) int64 on the device. What an entry's bytes add to `checksum_rows` of its pages is added.
-        start_bytes: Bytes in the pages of a row before this tensor's.
-    """
-    of = geometry_of(entries, start_bytes, WORD_BYTES)
-    if not len(ids) or not of.row_bytes:
-        return
-    if not runs_kernel(entries):
-        for row, entry in enumerate(ids.tolist()):
-            sums[row] += _sum_of(entries[:, entry].reshape(-1).view(torch.uint8), start_bytes)
-        return
-    assert of.is_contiguous
-    word_bytes = of.word.itemsize
-    words = of.row_bytes // word_bytes
-    blocks = ceil_div(words, _BLOCK)
-    _sum_entries_kernel[(len(ids) * blocks,)](
-        entries.flatten(2).view(of.word),
-        ids,
-        sums,
-        blocks,
-        start_bytes // word_bytes,
-        words,
-        of.layer_bytes // word_bytes,
-        of.layer_step_bytes // word_bytes,
-        of.entry_step_bytes // word_bytes,
         WORDS_A_SUM=WORD_BYTES // word_bytes,
         BLOCK=_BLOCK,
         num_warps=8,
@@ -280,28 +233,6 @@ if triton is not None:
                 tl.store(in_entry, values, mask=mask)
             if SUM:
                 tl.atomic_add(sums_ptr + row, _sum_of_words(values, there, WORDS_A_SUM))
-
-    @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["ids_ptr", "sums_ptr"])
-    def _sum_entries_kernel(
-        entries_ptr: tl.tensor,  # (layers, all entries, layer_words), strided over layers and entries
-        ids_ptr: tl.tensor,  # (rows,)
-        sums_ptr: tl.tensor,  # (rows,)
-        blocks: tl.tensor,  # of an entry
-        start: tl.tensor,  # words in the pages before this tensor's
-        words: tl.tensor,  # of a row
-        layer_words: tl.tensor,
-        stride_layer: tl.int64,
-        stride_entry: tl.int64,
-        WORDS_A_SUM: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ) -> None:
-        """One program: BLOCK words of one entry."""
-        row = tl.program_id(0) // blocks
-        word = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-        entry = tl.load(ids_ptr + row).to(tl.int64)
-        in_entry = entries_ptr + entry * stride_entry + (word // layer_words).to(tl.int64) * stride_layer
-        values = tl.load(in_entry + word % layer_words, mask=word < words, other=0)
-        tl.atomic_add(sums_ptr + row, _sum_of_words(values, start + word, WORDS_A_SUM))
 
     @triton.jit
     def _sum_of_words(values: tl.tensor, at: tl.tensor, WORDS_A_SUM: tl.constexpr) -> tl.tensor:

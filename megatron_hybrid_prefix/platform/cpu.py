@@ -39,8 +39,7 @@ class HostEvent:
     def wait(self, stream: Any = None) -> None:
         """Nothing to wait for."""
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    synchronize = wait
 
 
 class HostStream:
@@ -58,14 +57,10 @@ class HostStream:
         event.record()
         return event
 
-    def wait_event(self, event: Any) -> None:
+    def synchronize(self, other: Any = None) -> None:
         """Nothing to wait for."""
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    wait_event = wait_stream = synchronize
 
     def query(self) -> bool:
         """Always idle."""
@@ -183,8 +178,7 @@ def torch_without_pinning(original: types.ModuleType) -> types.ModuleType:
     def unpinned(factory: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
             kwargs.pop("pin_memory", None)
-            made: torch.Tensor = factory(*args, **kwargs)
-            return made
+            return factory(*args, **kwargs)
 
         return make
 

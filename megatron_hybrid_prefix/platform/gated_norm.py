@@ -65,7 +65,7 @@ class GatedRMSNorm(torch.nn.Module):
         from megatron_hybrid_prefix.upstream.packages import make_sharded_tensors_for_checkpoint
 
         group = getattr(self, "tp_group", None)  # the mixer sets it
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"weight": 0},
@@ -73,4 +73,3 @@ class GatedRMSNorm(torch.nn.Module):
             tp_group=parallel_state.get_tensor_model_parallel_group() if group is None else group,
             dp_cp_group=None if metadata is None else metadata["dp_cp_group"],
         )
-        return sharded

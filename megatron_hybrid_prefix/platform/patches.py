@@ -47,6 +47,10 @@ def _kernel(module: str, name: str) -> Callable[[Any], Any]:
     return make
 
 
+def _alike(owner: str, name: str, make: Callable[[Any], Any], why: str) -> Rebinding:
+    return Rebinding(owner, name, make, why, same_signature=True)
+
+
 def _cuda(name: str, value: Any, why: str, owner: str = "torch.cuda") -> Rebinding:
     def make(original: Any) -> Any:
         # torch.compile keeps one rule per function object of torch: every name needs its own object.
@@ -54,7 +58,7 @@ def _cuda(name: str, value: Any, why: str, owner: str = "torch.cuda") -> Rebindi
             return FunctionType(value.__code__, value.__globals__, name, value.__defaults__, value.__closure__)
         return value
 
-    return Rebinding(owner=owner, name=name, make=make, why=why)
+    return Rebinding(owner, name, make, why)
 
 
 HOST_TORCH = (
@@ -80,23 +84,19 @@ HOST_TORCH = (
     _cuda("_lazy_call", host.lazy_call, "deferred until CUDA starts, which never happens"),
     _cuda("get_rng_state", host.get_rng_state, "model-parallel seeds fork the generator", owner="torch.cuda.random"),
     _cuda("set_rng_state", host.set_rng_state, "model-parallel seeds fork the generator", owner="torch.cuda.random"),
-    Rebinding(owner="torch:Tensor", name="cuda", make=_replace_by(host.same_tensor), why="everything is on the host"),
-    Rebinding(
-        owner="torch:Tensor", name="pin_memory", make=_replace_by(host.same_tensor), why="pinning needs a driver"
-    ),
-    Rebinding(
-        owner="torch.nn:Module", name="cuda", make=_replace_by(host.same_module), why="everything is on the host"
-    ),
+    Rebinding("torch:Tensor", "cuda", _replace_by(host.same_tensor), "everything is on the host"),
+    Rebinding("torch:Tensor", "pin_memory", _replace_by(host.same_tensor), "pinning needs a driver"),
+    Rebinding("torch.nn:Module", "cuda", _replace_by(host.same_module), "everything is on the host"),
     _cuda("range_push", host.do_nothing, "a CPU build of torch has no NVTX", owner="torch.cuda.nvtx"),
     _cuda("range_pop", host.do_nothing, "a CPU build of torch has no NVTX", owner="torch.cuda.nvtx"),
 )
 
 HOST_IMPORT = (
     Rebinding(
-        owner="torch",
-        name="compile",
-        make=_replace_by(host.compile_nothing),
-        why="megatron's fused functions: decorating imports all of inductor; the first call takes 20 s and a C++ compiler",
+        "torch",
+        "compile",
+        _replace_by(host.compile_nothing),
+        "megatron's fused functions: decorating imports all of inductor; the first call takes 20 s and a C++ compiler",
     ),
 )
 
@@ -109,7 +109,7 @@ def _accept_any_device(original: Any) -> Any:
 
 
 def _triton(owner: str, name: str, module: str) -> Rebinding:
-    return Rebinding(owner=owner, name=name, make=_kernel(module, name), why="a Triton kernel", same_signature=True)
+    return _alike(owner, name, _kernel(module, name), "a Triton kernel")
 
 
 def _gated_norm(original: Any) -> Any:
@@ -141,63 +141,57 @@ def _packing_is_supported(original: Any) -> Any:
 
 
 MAMBA_PARTS = (
-    Rebinding(owner=modules.MAMBA_MIXER, name="ExtendedRMSNorm", make=_gated_norm, why="derives from mamba-ssm's norm"),
+    Rebinding(modules.MAMBA_MIXER, "ExtendedRMSNorm", _gated_norm, "derives from mamba-ssm's norm"),
     Rebinding(
-        owner=modules.MAMBA_MIXER,
-        name="causal_conv1d_varlen_states",
-        make=_kernel("conv", "causal_conv1d_varlen_states"),
-        why="of causal-conv1d; megatron's own prefill calls it",
+        modules.MAMBA_MIXER,
+        "causal_conv1d_varlen_states",
+        _kernel("conv", "causal_conv1d_varlen_states"),
+        "of causal-conv1d; megatron's own prefill calls it",
         same_signature=True,
         may_be_absent=True,
     ),
-    Rebinding(
-        owner=modules.MAMBA_MIXER,
-        name="_check_mamba_sequence_packing_support",
-        make=_packing_is_supported,
-        why="checks versions of mamba-ssm and causal-conv1d, whose parts are replaced",
-        same_signature=True,
+    _alike(
+        modules.MAMBA_MIXER,
+        "_check_mamba_sequence_packing_support",
+        _packing_is_supported,
+        "checks versions of mamba-ssm and causal-conv1d, whose parts are replaced",
     ),
 )
 _NOT_DYNAMIC = "not called by dynamic inference; raises a clear error in place of calling None"
 MAMBA_TRAINING = (
     Rebinding(
-        owner=modules.MAMBA_MIXER,
-        name="mamba_split_conv1d_scan_combined",
-        make=_kernel("training", "mamba_split_conv1d_scan_combined"),
-        why="training calls it, and it calls compiled extensions; this one is differentiable PyTorch, for small models",
+        modules.MAMBA_MIXER,
+        "mamba_split_conv1d_scan_combined",
+        _kernel("training", "mamba_split_conv1d_scan_combined"),
+        "training calls it, and it calls compiled extensions; this one is differentiable PyTorch, for small models",
     ),
     Rebinding(
-        owner=modules.MAMBA_MIXER,
-        name="causal_conv1d_fn",
-        make=_replace_by(None),
-        why="a compiled extension, called by layers that predict drafts; megatron uses PyTorch where it is None",
+        modules.MAMBA_MIXER,
+        "causal_conv1d_fn",
+        _replace_by(None),
+        "a compiled extension, called by layers that predict drafts; megatron uses PyTorch where it is None",
     ),
 )
 NO_MAMBA_SSM = (
+    Rebinding(modules.MAMBA_MIXER, "HAVE_MAMBA_SSM", _replace_by(True), "the mixer's constructor requires mamba-ssm"),
     Rebinding(
-        owner=modules.MAMBA_MIXER,
-        name="HAVE_MAMBA_SSM",
-        make=_replace_by(True),
-        why="the mixer's constructor requires mamba-ssm",
-    ),
-    Rebinding(
-        owner=modules.MAMBA_MIXER,
-        name="mamba_chunk_scan_combined",
-        make=_kernel("training", "mamba_chunk_scan_combined"),
-        why="layers that predict drafts call it; static batching gets a clear error",
+        modules.MAMBA_MIXER,
+        "mamba_chunk_scan_combined",
+        _kernel("training", "mamba_chunk_scan_combined"),
+        "layers that predict drafts call it; static batching gets a clear error",
     ),
 )
 
 
 NO_FLA = (
     Rebinding(
-        owner=modules.GATED_DELTA_NET_BASE,
-        name="HAVE_FLA",
-        make=_replace_by(True),
-        why="the layer's constructor asks for flash-linear-attention",
+        modules.GATED_DELTA_NET_BASE,
+        "HAVE_FLA",
+        _replace_by(True),
+        "the layer's constructor asks for flash-linear-attention",
     ),
     *(
-        Rebinding(owner=owner, name=name, make=_needs_fla, why=_NOT_DYNAMIC)
+        Rebinding(owner, name, _needs_fla, _NOT_DYNAMIC)
         for owner, name in (
             (modules.GATED_DELTA_NET, "chunk_gated_delta_rule"),
             (modules.GATED_DELTA_NET, "causal_conv1d"),
@@ -214,59 +208,44 @@ def _not_compiled(original: Any) -> Any:
 HOST_MEGATRON = (
     *(
         Rebinding(
-            owner=owner,
-            name="torch",
-            make=host.torch_without_pinning,
-            why="makes bookkeeping tensors with pin_memory=True, which needs a driver",
+            owner,
+            "torch",
+            host.torch_without_pinning,
+            "makes bookkeeping tensors with pin_memory=True, which needs a driver",
         )
         for owner in (modules.DYNAMIC_CONTEXT, modules.CONTROLLER)
     ),
-    Rebinding(
-        owner=modules.RANDOM,
-        name="_lazy_call",
-        make=_replace_by(host.lazy_call),
-        why="imported by value from torch.cuda",
+    Rebinding(modules.RANDOM, "_lazy_call", _replace_by(host.lazy_call), "imported by value from torch.cuda"),
+    Rebinding(modules.RANDOM, "device_ctx_manager", _replace_by(host.no_context), "imported by value from torch.cuda"),
+    _alike(
+        modules.RANDOM,
+        "_set_cuda_rng_state",
+        lambda original: lambda new_state, device=-1, graph_safe=False: host.set_rng_state(new_state),
+        "sets the generator through torch._C where CUDA is compiled in",
     ),
-    Rebinding(
-        owner=modules.RANDOM,
-        name="device_ctx_manager",
-        make=_replace_by(host.no_context),
-        why="imported by value from torch.cuda",
+    _alike(
+        modules.COMMUNICATION,
+        "_is_cuda",
+        _accept_any_device,
+        "pipeline stages assert that the logits they broadcast are on a GPU",
     ),
-    Rebinding(
-        owner=modules.RANDOM,
-        name="_set_cuda_rng_state",
-        make=lambda original: lambda new_state, device=-1, graph_safe=False: host.set_rng_state(new_state),
-        why="sets the generator through torch._C where CUDA is compiled in",
-        same_signature=True,
+    _alike(
+        modules.FUSED_SOFTMAX,
+        "get_default_causal_mask",
+        _replace_by(host.causal_mask),
+        "attention outside the dynamic path (drafting tokens) makes its mask on 'cuda'",
     ),
-    Rebinding(
-        owner=modules.COMMUNICATION,
-        name="_is_cuda",
-        make=_accept_any_device,
-        why="pipeline stages assert that the logits they broadcast are on a GPU",
-        same_signature=True,
+    _alike(
+        modules.TOKEN_DISPATCHER,
+        "maybe_move_tensor_to_cpu",
+        _replace_by(host.move_to_host),
+        "makes arrays of the sizes of the expert exchange only if they come from a GPU",
     ),
-    Rebinding(
-        owner=modules.FUSED_SOFTMAX,
-        name="get_default_causal_mask",
-        make=_replace_by(host.causal_mask),
-        why="attention outside the dynamic path (drafting tokens) makes its mask on 'cuda'",
-        same_signature=True,
-    ),
-    Rebinding(
-        owner=modules.TOKEN_DISPATCHER,
-        name="maybe_move_tensor_to_cpu",
-        make=_replace_by(host.move_to_host),
-        why="makes arrays of the sizes of the expert exchange only if they come from a GPU",
-        same_signature=True,
-    ),
-    Rebinding(
-        owner=modules.ATTENTION_CLASS,
-        name="_apply_output_gate",
-        make=_not_compiled,
-        why="compiled at its first call: 20 s and a C++ compiler for a product of two tensors",
-        same_signature=True,
+    _alike(
+        modules.ATTENTION_CLASS,
+        "_apply_output_gate",
+        _not_compiled,
+        "compiled at its first call: 20 s and a C++ compiler for a product of two tensors",
     ),
     _triton(modules.DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),
     _triton(modules.MAMBA_MIXER, "mamba_chunk_scan_combined_varlen", "ssd"),
@@ -291,27 +270,13 @@ def _has_attention(original: Any) -> Any:
 def _gathering_attention(module: str) -> tuple[Rebinding, ...]:
     why = "no flash-attention of any generation: pages are gathered"
     return (
-        Rebinding(
-            owner=modules.ATTENTION,
-            name="is_fa_min_version",
-            make=_has_attention,
-            why="dynamic batching requires flash-attention >= 2.7.3",
-            same_signature=True,
+        _alike(
+            modules.ATTENTION, "is_fa_min_version", _has_attention, "dynamic batching requires flash-attention >= 2.7.3"
         ),
-        Rebinding(
-            owner=modules.ATTENTION,
-            name="flash_attn_varlen_func",
-            make=_kernel(module, "flash_attn_varlen_func"),
-            why=why,
-        ),
-        Rebinding(
-            owner=modules.ATTENTION,
-            name="flash_attn_with_kvcache",
-            make=_kernel(module, "flash_attn_with_kvcache"),
-            why=why,
-        ),
-        Rebinding(owner=modules.ATTENTION, name="HAVE_FA3", make=_replace_by(False), why=why),
-        Rebinding(owner=modules.ATTENTION, name="HAVE_FA4", make=_replace_by(False), why=why),
+        Rebinding(modules.ATTENTION, "flash_attn_varlen_func", _kernel(module, "flash_attn_varlen_func"), why),
+        Rebinding(modules.ATTENTION, "flash_attn_with_kvcache", _kernel(module, "flash_attn_with_kvcache"), why),
+        Rebinding(modules.ATTENTION, "HAVE_FA3", _replace_by(False), why),
+        Rebinding(modules.ATTENTION, "HAVE_FA4", _replace_by(False), why),
     )
 
 
@@ -329,10 +294,10 @@ def _fa4(original: Any) -> Any:
 
 FA4 = (
     Rebinding(
-        owner=modules.ATTENTION,
-        name="flash_attn4_varlen_func",
-        make=_fa4,
-        why="FA4 raises 'SplitKV not supported on SM 9.0' unless num_splits=1; it supports neither float32 nor every head size",
+        modules.ATTENTION,
+        "flash_attn4_varlen_func",
+        _fa4,
+        "FA4 raises 'SplitKV not supported on SM 9.0' unless num_splits=1; it supports neither float32 nor every head size",
     ),
 )
 
@@ -345,16 +310,16 @@ def _torch_norm(original: Any) -> Any:
 
 NO_TRANSFORMER_ENGINE = (
     Rebinding(
-        owner=modules.HYBRID_BLOCK,
-        name="TENorm",
-        make=_torch_norm,
-        why="HybridStack hard-codes Transformer Engine's norm as its final norm",
+        modules.HYBRID_BLOCK,
+        "TENorm",
+        _torch_norm,
+        "HybridStack hard-codes Transformer Engine's norm as its final norm",
     ),
     Rebinding(
-        owner=modules.MOE_UTILS,
-        name="te_general_gemm",
-        make=_replace_by(None),
-        why="routers multiply with Transformer Engine where it is installed, also on a CPU; with PyTorch where it is None",
+        modules.MOE_UTILS,
+        "te_general_gemm",
+        _replace_by(None),
+        "routers multiply with Transformer Engine where it is installed, also on a CPU; with PyTorch where it is None",
     ),
 )
 
@@ -370,10 +335,10 @@ def _with_checked_sizes(original: Callable[[], Any]) -> Any:
 
 TRAINING = (
     Rebinding(
-        owner="megatron.training.initialize",
-        name="get_args",
-        make=_with_checked_sizes,
-        why="it keeps the process groups that run, and ignores that its flags ask for others",
+        "megatron.training.initialize",
+        "get_args",
+        _with_checked_sizes,
+        "it keeps the process groups that run, and ignores that its flags ask for others",
         same_signature=True,
         on_import=True,
     ),

@@ -19,12 +19,10 @@ from operator import attrgetter
 
 import torch
 
-from megatron_hybrid_prefix.tiers import loads, stores
 from megatron_hybrid_prefix.tiers.base import TierBehind
-from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, Staging, Tensors
+from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, Tensors
 from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
 from megatron_hybrid_prefix.tiers.loads import LoadCopies
-from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue
 from megatron_hybrid_prefix.tiers.stores import StoreCopies
 from megatron_hybrid_prefix.tiers.tier_moves import TierMoves
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Load, LoadState
@@ -68,40 +66,26 @@ class HostArena:
         self.pages = HostPages(pages, page_bytes, device)
         self.contents = PageContents(pages, device, for_threads=behind is not None)
         self.copies = EntryCopies(tensors, self.pages, pages_of=pages_of, device=device)
-        store_queue, load_queue = (
-            DeviceQueue(device, ahead=ahead) if device.type == "cuda" else HostQueue() for ahead in (1, BUFFERS)
-        )
-        store_staging, load_staging = (
-            Staging(min(size, pages * page_bytes), self.copies.row_bytes, device)
-            for size in (stores.STAGING_BYTES, loads.STAGING_BYTES)
-        )
-        self.stores = StoreCopies(self.copies, self.contents, store_queue, store_staging)
-        self.loads = LoadCopies(
-            self.copies,
-            self.contents,
-            self.stores,
-            load_queue,
-            load_staging,
-            device=device,
-        )
+        self.stores = StoreCopies(self.copies, self.contents)
+        self.loads = LoadCopies(self.stores)
         self.behind: TierMoves | None = None
         if behind is not None:
-            self.behind = TierMoves(behind, self.copies, self.pages, self.contents, self.stores, self.loads)
+            self.behind = TierMoves(behind, self.stores, self.loads)
 
     def close(self) -> None:
         """Free the memory; garbage collection of the arena does so, too."""
         if self.behind is not None:
-            self.behind.close()
+            self.behind.threads.close()
         self.pages.close()
 
     def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True, beside: bool = False) -> None:
-        """Launch transfers in order. The model may overwrite stored entries after `wait_for_stores`.
+        """Launch transfers in order. The model may overwrite stored entries after `StoreCopies.wait`.
 
         A transfer that fails is logged. Its load counts as failed, on this rank. A load that fetches waits for `fetched`.
 
         Args:
             units: The transfers.
-            send: False: gather what is stored, and leave its copies to the host to `send`. What needs them launches them, too.
+            send: False: gather what is stored, and leave its copies to the host to `StoreCopies.send`. What needs them launches them, too.
             beside: Leave half of the device to the model's later launches while entries are gathered.
         """
         for (source, target), group in groupby(units, key=attrgetter("source", "target")):
@@ -115,7 +99,7 @@ class HostArena:
                 self._begin_loads(run)
             else:
                 assert self.behind is not None
-                self.send()
+                self.stores.send()
                 (self.behind.store if source == HOST else self.behind.read)(run)
 
     def _begin_loads(self, units: Sequence[BlockTransfer]) -> None:
@@ -132,17 +116,9 @@ class HostArena:
                 launched += own
         self.loads.run(launched)
 
-    def send(self) -> None:
-        """Launch the copies to the host that `carry_out` left. They do not wait for what the model launched since."""
-        self.stores.send()
-
-    def wait_for_stores(self) -> None:
-        """The model's later launches run after all stores have read their entries."""
-        self.stores.wait()
-
     def finish(self) -> None:
         """The CPU waits for all transfers between the device and the host."""
-        self.send()
+        self.stores.send()
         for queue in (self.stores.queue, self.loads.queue):
             with queue.running():
                 mark = queue.mark()

@@ -186,16 +186,11 @@ class TierBehind:
     """
 
     def __init__(self, tier: Tier, agree: Callable[[int], int] | None = None) -> None:
-        self.tier = tier
+        self.tier, self.least_blocks = tier, tier.least_blocks
         self._agree: Callable[[int], int] = agree or int
         self._make_namespace: Callable[[], bytes] | None = None
         self._namespace = b""
         self._epoch = 0
-
-    @property
-    def least_blocks(self) -> int:
-        """See `Tier`."""
-        return self.tier.least_blocks
 
     def name_entries(self, make_namespace: Callable[[], bytes]) -> None:
         """Use a namespace.
@@ -229,7 +224,6 @@ class TierBehind:
         return self._ask(False, self.tier.contains, kind, key)
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
-        """See `DepthTier`."""
         return self._agree(self._ask(first, self.tier.kv_depth, keys, first))
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
@@ -240,7 +234,6 @@ class TierBehind:
         return limit if limit - after >= max(1, self.least_blocks) else after
 
     def remove(self, tags: Iterable[Tag]) -> None:
-        """See `Tier`."""
         self._ask(None, self.tier.remove, tags)
 
     def _ask[T](self, otherwise: T, question: Callable[..., T], *arguments: Any) -> T:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
 
 import torch
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.ops.engine_copies import copy_ranges, copy_to_host
-from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages, sum_entries
+from megatron_hybrid_prefix.ops.engine_copies import copy_ranges
+from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages
 from megatron_hybrid_prefix.ops.slot_copies import as_words, ids_on_device
 from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
 from megatron_hybrid_prefix.tiers.host_pages import HostPages
@@ -35,11 +35,12 @@ class Batch:
     """Entries of one kind that are copied together. Ids are int64 on the device, and there once they are uploaded."""
 
     units: list[BlockTransfer]
+    staging: Staging
     half: int  # of the staging buffer
     start: int  # byte of the staging buffer
-    device_ids: torch.Tensor  # (units,) KV blocks or slots
-    pages: torch.Tensor  # (units, pages of an entry)
-    sums: torch.Tensor  # (units,) checksums of what is copied; zeros before
+    device_ids: torch.Tensor = field(init=False)  # (units,) KV blocks or slots
+    pages: torch.Tensor = field(init=False)  # (units, pages of an entry)
+    sums: torch.Tensor = field(init=False)  # (units,) checksums of what is copied; zeros before
     is_here: bool = True  # False: it could not be copied to the staging buffer
 
     @property
@@ -49,13 +50,7 @@ class Batch:
 
 
 class Staging:
-    """A buffer on the device. Its halves are used in turn.
-
-    Args:
-        size: Bytes of both halves, at most; each holds an entry at least.
-        row_bytes: Bytes of the pages of an entry, by kind.
-        device: The device.
-    """
+    """A buffer on the device of at most ``size`` bytes. Its halves are used in turn; each holds an entry at least."""
 
     def __init__(self, size: int, row_bytes: Mapping[EntryKind, int], device: torch.device) -> None:
         most_bytes = max(row_bytes.values(), default=0)
@@ -75,6 +70,7 @@ class EntryCopies:
         device: Device of the tensors.
 
     Attributes:
+        pages, device: See Args.
         bytes: Bytes of an entry on this rank, by kind.
         entry_bytes: The same, rounded up to whole checksum words.
         row_bytes: Bytes of the pages of an entry, by kind.
@@ -89,7 +85,7 @@ class EntryCopies:
         pages_of: Mapping[EntryKind, int],
         device: torch.device,
     ) -> None:
-        self._tensors, self._pages, self._device = tensors, pages, device
+        self._tensors, self.pages, self.device = tensors, pages, device
         self.by_engine = pages.page_bytes >= ENGINE_BYTES
         self.row_bytes = {kind: count * pages.page_bytes for kind, count in pages_of.items()}
         sizes = {kind: [each[:, 0].nbytes for each in own] for kind, own in tensors().items()}
@@ -99,41 +95,35 @@ class EntryCopies:
         self._starts = {
             kind: list(accumulate(own[:-1], initial=0)) for kind, own in sizes.items()
         }  # of each tensor, in a row
-        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def batches(self, units: Sequence[BlockTransfer], staging: Staging | None) -> Iterator[Batch]:
+    def staging(self, size: int) -> Staging:
+        """A buffer of so many bytes at most, and no more than there are pages."""
+        return Staging(min(size, self.pages.memory.numel()), self.row_bytes, self.device)
+
+    def batches(self, units: Sequence[BlockTransfer], staging: Staging) -> Iterator[Batch]:
         """Batches, in the order of the transfers. Those that follow each other in one half of the buffer fit there together.
 
         A batch has consecutive transfers of one kind that write to different places.
-
-        Args:
-            units: The transfers.
-            staging: The buffer; None for those that do not use it.
         """
-        batch: list[BlockTransfer] = []
+        batch: Batch | None = None
         written: set[int | None] = set()
-        start = used = 0  # of the batch; of the half
-        if staging is not None and units:
-            staging.used_last = 1 - staging.used_last
+        used = staging.half_bytes  # of the half: a new one is begun
         for unit in units:
             target = unit.device_id if unit.target == DEVICE else unit.pages[0]
             size = self.row_bytes[unit.tag.kind]
-            full = staging is not None and used + size > staging.half_bytes
-            if batch and (full or target in written or unit.tag.kind != batch[0].tag.kind):
-                yield self._batch(batch, staging, start)
-                batch, written, start = [], set[int | None](), used
-            if staging is not None and full:
-                staging.used_last, start, used = 1 - staging.used_last, 0, 0
-            batch.append(unit)
+            full = used + size > staging.half_bytes
+            if full:
+                staging.used_last, used = 1 - staging.used_last, 0
+            if batch is None or full or target in written or unit.tag.kind != batch.kind:
+                if batch is not None:
+                    yield batch
+                half = staging.used_last
+                batch, written = Batch([], staging, half, half * staging.half_bytes + used), set()
+            batch.units.append(unit)
             written.add(target)
             used += size
-        if batch:
-            yield self._batch(batch, staging, start)
-
-    def _batch(self, units: list[BlockTransfer], staging: Staging | None, start: int) -> Batch:
-        half, nothing = 0 if staging is None else staging.used_last, self._nothing
-        place = start if staging is None else half * staging.half_bytes + start
-        return Batch(units, half, place, nothing, nothing, nothing)
+        if batch is not None:
+            yield batch
 
     def upload(self, batches: Sequence[Batch], *more: Sequence[int]) -> list[torch.Tensor]:
         """Uploads the ids of these batches, in one copy with more of them. Returns the batches' sums as one tensor, and the others."""
@@ -151,71 +141,40 @@ class EntryCopies:
 
     def ids(self, *groups: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Each group on the device, (ids,) int64; in one copy."""
-        together = ids_on_device(chain(*groups), self._device)
+        together = ids_on_device(chain(*groups), self.device)
         return together.split_with_sizes([len(group) for group in groups])
 
-    def gather(self, batch: Batch, staging: Staging, *, beside: bool = False) -> None:
-        """From their places to the staging buffer. Sums what is copied.
+    def gather(self, batch: Batch, *, beside: bool = False) -> None:
+        """From their places to the staging buffer. Sums what is copied. ``beside``: leaves half of the device to other kernels."""
+        self._copy_parts(batch, staged=True, to_pages=True, beside=beside)
 
-        Args:
-            batch: The entries.
-            staging: The buffer.
-            beside: Leave half of the device to other kernels.
-        """
-        rows = _rows(staging, batch, self.row_bytes[batch.kind])
-        self._copy_parts(batch, rows, staging.row_ids, to_pages=True, beside=beside)
-
-    def to_pages(self, batch: Batch, staging: Staging) -> None:
+    def to_pages(self, batch: Batch) -> None:
         """From the staging buffer to the pages; by the copy engines, if pages are large enough."""
-        (self._to_pages_by_engine if self.by_engine else self._to_pages_by_kernel)(batch, staging)
+        (self._to_pages_by_engine if self.by_engine else self._to_pages_by_kernel)(batch)
 
-    def _to_pages_by_engine(self, batch: Batch, staging: Staging) -> None:
-        copy_ranges(staging.memory, self._pages.memory, self._ranges(batch), to_host=True)
+    def _to_pages_by_engine(self, batch: Batch) -> None:
+        copy_ranges(batch.staging.memory, self.pages.memory, self._ranges(batch), to_host=True)
 
-    def _to_pages_by_kernel(self, batch: Batch, staging: Staging) -> None:
-        rows = _rows(staging, batch, self.row_bytes[batch.kind])[None, :, : self.entry_bytes[batch.kind]]
-        copy_pages(rows, self._pages.rows, staging.row_ids[: rows.shape[1]], batch.pages, to_pages=True)
+    def _to_pages_by_kernel(self, batch: Batch) -> None:
+        rows, row_ids = self._rows(batch)
+        copy_pages(rows[None, :, : self.entry_bytes[batch.kind]], self.pages.rows, row_ids, batch.pages, to_pages=True)
 
-    def straight_to_pages(self, batch: Batch) -> None:
-        """From their places to the pages, by the copy engines. The batch need not be uploaded yet."""
-        moves = list(zip(device_ids(batch.units), (unit.pages for unit in batch.units), strict=True))
-        for tensor, start in self._parts(batch.kind):
-            copy_to_host(tensor, self._pages.rows, moves, start_bytes=start)
-
-    def sum(self, batch: Batch) -> None:
-        """Sums the entries in their places."""
-        for tensor, start in self._parts(batch.kind):
-            sum_entries(tensor, batch.device_ids, batch.sums, start_bytes=start)
-
-    def to_staging(self, batch: Batch, staging: Staging) -> None:
+    def to_staging(self, batch: Batch) -> None:
         """From the pages to the staging buffer, by the copy engines."""
         ranges = self._ranges(batch)
         for few in (islice(ranges, FIRST_RANGES), ranges):  # the host link is busy while the others are prepared
-            copy_ranges(staging.memory, self._pages.memory, few, to_host=False)
+            copy_ranges(batch.staging.memory, self.pages.memory, few, to_host=False)
 
-    def _ranges(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
-        """The bytes of a batch: (first in the staging buffer, first in the pages, count)."""
-        for start, page, length in self.pieces(batch.units):
-            yield batch.start + start, page * self._pages.page_bytes, length
+    def to_places(self, batch: Batch) -> None:
+        """From where `to_staging` copies them to, or from the pages if those are small, to their places. Sums what is copied."""
+        self._copy_parts(batch, staged=self.by_engine, to_pages=False)
 
-    def to_places(self, batch: Batch, staging: Staging | None) -> None:
-        """From the staging buffer to their places, or from the pages if it is None. Sums what is copied."""
-        rows = None if staging is None else _rows(staging, batch, self.row_bytes[batch.kind])
-        self._copy_parts(batch, rows, None if staging is None else staging.row_ids, to_pages=False)
-
-    def _copy_parts(
-        self,
-        batch: Batch,
-        rows: torch.Tensor | None,
-        row_ids: torch.Tensor | None,
-        *,
-        to_pages: bool,
-        beside: bool = False,
-    ) -> None:
-        """Copies the tensors of entries to or from rows of a staging buffer, or None: the pages. Sums what is copied."""
-        memory, pages = self._pages.rows, batch.pages
-        if rows is not None and row_ids is not None:
-            memory, pages = rows, row_ids[: len(rows), None]
+    def _copy_parts(self, batch: Batch, *, staged: bool, to_pages: bool, beside: bool = False) -> None:
+        """Copies the tensors of entries to or from the staging buffer, or the pages. Sums what is copied."""
+        memory, pages = self.pages.rows, batch.pages
+        if staged:
+            memory, row_ids = self._rows(batch)
+            pages = row_ids[:, None]
         for tensor, start in self._parts(batch.kind):
             copy_pages(
                 tensor,
@@ -228,27 +187,28 @@ class EntryCopies:
                 beside=beside,
             )
 
+    def _rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch in its staging buffer, (units, bytes of all pages of an entry), and the rows' ids, (units,)."""
+        count, row_bytes = len(batch.units), self.row_bytes[batch.kind]
+        rows = batch.staging.memory[batch.start : batch.start + count * row_bytes].view(count, row_bytes)
+        return rows, batch.staging.row_ids[:count]
+
     def _parts(self, kind: EntryKind) -> Iterator[tuple[torch.Tensor, int]]:
         """The tensors of a kind, and the byte of an entry's pages from which each lies there."""
         return zip(self._tensors()[kind], self._starts[kind], strict=True)
 
-    def pieces(self, units: Sequence[BlockTransfer]) -> Iterator[tuple[int, int, int]]:
-        """The copies for these rows: (start in the rows, first page, bytes). Adjacent pieces are one copy.
-
-        Args:
-            units: Transfers of one kind; their rows follow each other.
-        """
-        kind = units[0].tag.kind
-        page_bytes, row_bytes, valid_bytes = self._pages.page_bytes, self.row_bytes[kind], self.entry_bytes[kind]
-        start = first = length = 0  # of the piece that may grow
-        for row, unit in enumerate(units):
+    def _ranges(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
+        """The bytes of a batch: (first in the staging buffer, first in the pages, count). Adjacent ones are one copy."""
+        kind, page_bytes = batch.kind, self.pages.page_bytes
+        start = first = length = 0  # of the range that may grow
+        for row, unit in enumerate(batch.units):
             for index in range(self._used_pages[kind]):
-                at, page = row * row_bytes + index * page_bytes, unit.pages[index]
-                if start + length != at or first * page_bytes + length != page * page_bytes:
+                at, page = batch.start + row * self.row_bytes[kind] + index * page_bytes, unit.pages[index] * page_bytes
+                if start + length != at or first + length != page:
                     if length:
                         yield start, first, length
                     start, first, length = at, page, 0
-                length += min(page_bytes, valid_bytes - index * page_bytes)
+                length += min(page_bytes, self.entry_bytes[kind] - index * page_bytes)
         if length:
             yield start, first, length
 
@@ -266,26 +226,17 @@ class EntryCopies:
                 words.index_fill_(1, ids, 0)
 
 
-def _rows(staging: Staging, batch: Batch, row_bytes: int) -> torch.Tensor:
-    """A batch in a staging buffer, (units, bytes of all pages of an entry)."""
-    count = len(batch.units)
-    return staging.memory[batch.start : batch.start + count * row_bytes].view(count, row_bytes)
-
-
 def succeeds(move: Callable[[Batch], None], batch: Batch) -> bool:
     """Calls ``move(batch)``, which copies it; logs its error. Returns whether there was none."""
     try:
         move(batch)
     except (RuntimeError, OSError) as error:
-        logger.error("a copy of %d %s failed: %s", len(batch.units), kinds(batch.units[0]), error)
+        what, unit = "KV blocks" if batch.kind == EntryKind.KV else "states", batch.units[0]
+        logger.error(
+            "a copy of %d %s from the %s to the %s failed: %s", len(batch.units), what, unit.source, unit.target, error
+        )
         return False
     return True
-
-
-def kinds(unit: BlockTransfer) -> str:
-    """What such transfers move, for a message."""
-    what = "KV blocks" if unit.tag.kind == EntryKind.KV else "states"
-    return f"{what} from the {unit.source} to the {unit.target}"
 
 
 def places(unit: BlockTransfer) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ The locks are released by the kernel when a process dies, however it dies. No de
 The byte budget counts all namespaces. A process that needs room deletes, in this order: KV that no state needs; entries
 of namespaces that no process uses, oldest first; and states of its own namespace, by the value that the eviction policy
 gives them, with the KV that only they need. It does the same if the disk is full before the budget is used up.
+
+All is in one class, because looks, writes and deletions share the index, the bytes that are counted, and the locks.
 """
 
 from __future__ import annotations
@@ -134,7 +136,7 @@ class SharedFolder:
             with self.lock:
                 for name, stat in batch:
                     if listing.add(name.part, str(name), stat.st_size):
-                        space.add(name, stat.st_size, stat.st_mtime_ns)
+                        space.add(name, stat.st_mtime_ns)
             time.sleep(0)  # else others that wait for the lock do not get it
 
     def path(self, name: FileName) -> Path:
@@ -150,7 +152,7 @@ class SharedFolder:
     def bytes_used(self) -> int:
         """Bytes of all namespaces, as of the last look."""
         with self.lock:
-            return self._others_bytes + (0 if self.space is None else self.space.bytes)
+            return self._others_bytes + (0 if self._listing is None else self._listing.bytes)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class SharedFolder:
             self._write_with_room(place, pieces, size)
             with self.lock:
                 if self._listing is not None and self.space is space and self._listing.add(name.part, str(name), size):
-                    space.add(name, size, time.time_ns())
+                    space.add(name, time.time_ns())
         finally:
             with self.lock:
                 self._reserved_bytes -= size
@@ -407,7 +409,7 @@ class SharedFolder:
 
     def _delete_oldest(self, other: Listing) -> int:
         ages, before = [], other.bytes
-        for text in other.names():
+        for text in other.files():
             name = FileName.of(text)
             if name is not None:
                 with suppress(OSError):

@@ -130,6 +130,7 @@ class TierThreads:
     Attributes:
         stats: Bytes that were written, seconds of all moves, and entries that were not written (``full``): the tier refused
             them, or their pages were needed before.
+        close: Called without arguments, ends the threads, once they have written all entries.
     """
 
     def __init__(self, tier: Tier, largest_bytes: int) -> None:
@@ -140,8 +141,8 @@ class TierThreads:
         work: list[tuple[str, Callable[[], None]]] = [("tier-read", partial(_read_all, shared))] * tier.threads
         work += [("tier-write", partial(_write_all, shared, largest_bytes))] * _WRITERS
         self._threads = [threading.Thread(target=serve, name=name, daemon=True) for name, serve in work]
-        self._close = weakref.finalize(self, _end_of_work, shared, len(work))
-        self._close.atexit = False  # see `_at_exit`
+        self.close = weakref.finalize(self, _end_of_work, shared, len(work))
+        self.close.atexit = False  # see `_at_exit`
         _LIVING.add(self)
         for thread in self._threads:
             thread.start()
@@ -193,10 +194,6 @@ class TierThreads:
         late = time.monotonic() + seconds
         return all([group.wait(late - time.monotonic()) for group in self._stores])
 
-    def close(self) -> None:
-        """End the threads, once they have written all entries."""
-        self._close()
-
     def finish(self) -> None:
         """The process ends: write what can be written in the time that a request may wait, and end the threads.
 
@@ -204,7 +201,7 @@ class TierThreads:
         """
         self.drain(self._shared.tier.wait_s)
         self._shared.ended = True
-        self._close()
+        self.close()
         late = time.monotonic() + _END_S
         for thread in self._threads:
             thread.join(max(0.0, late - time.monotonic()))

@@ -56,15 +56,14 @@ class Listing:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._place = str(folder)
         self._sizes: dict[str, dict[str, int]] = {part: {} for part in _PARTS}  # by part, by name
         # By part: its time of change, when that was first seen (monotonic), and whether it need not be read again.
         self._looks: dict[str, tuple[int, float, bool]] = {}
         self.bytes = 0
 
-    def names(self) -> list[str]:
-        """Names of all files."""
-        return [name for part in self._sizes.values() for name in part]
+    def files(self) -> dict[str, int]:
+        """All files and their bytes."""
+        return {name: size for part in self._sizes.values() for name, size in part.items()}
 
     def add(self, part: str, name: str, size: int) -> bool:
         """A file is there. Returns whether it is new."""
@@ -90,7 +89,7 @@ class Listing:
             Name of a part, files that are gone, files that are new. What was changed since the part was read is neither.
         """
         for part, sizes in self._sizes.items():
-            place, before = f"{self._place}/{part}", set[str]()
+            place, before = f"{self.folder}/{part}", set[str]()
             found: dict[str, os.stat_result | None] = {}
             try:
                 changed_ns, now = os.stat(place).st_mtime_ns, time.monotonic()

@@ -17,9 +17,8 @@ from operator import attrgetter
 
 import torch
 
-from megatron_hybrid_prefix.tiers.entry_copies import Batch, EntryCopies, Staging, places, succeeds
-from megatron_hybrid_prefix.tiers.host_pages import PageContents
-from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
+from megatron_hybrid_prefix.tiers.entry_copies import Batch, places, succeeds
+from megatron_hybrid_prefix.tiers.queue import BUFFERS, Mark, queue_for
 from megatron_hybrid_prefix.tiers.stores import StoreCopies
 from megatron_hybrid_prefix.tiers.units import BlockTransfer, Load
 
@@ -41,40 +40,22 @@ class PreparedLoads:
 
 
 class LoadCopies:
-    """See the top of this file.
-
-    Args:
-        copies: How entries are copied.
-        contents: What the pages hold.
-        stores: The stores, whose entries are loaded, and which read from where loads write to.
-        queue: Where the copies run.
-        staging: The buffer on the device.
-        device: The device.
+    """See the top of this file. Entries of the stores are loaded, and these read from where loads write to.
 
     Attributes:
         queue: Where the copies run.
         bytes: Bytes loaded.
         last: End of the last loads.
         running: Loads of which something was launched, until `forget`.
-        by_engine: Whether the copy engines fill the buffer.
     """
 
-    def __init__(
-        self,
-        copies: EntryCopies,
-        contents: PageContents,
-        stores: StoreCopies,
-        queue: DeviceQueue | HostQueue,
-        staging: Staging,
-        *,
-        device: torch.device,
-    ) -> None:
-        self._copies, self._contents, self._stores, self.queue = copies, contents, stores, queue
-        self._staging, self.by_engine = staging, copies.by_engine
+    def __init__(self, stores: StoreCopies) -> None:
+        self._stores, self._copies, self._contents = stores, stores.copies, stores.contents
+        device = self._copies.device
+        self.queue = queue_for(device, ahead=BUFFERS)
+        self._staging = self._copies.staging(STAGING_BYTES)
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int64, device=device)  # by load
-        self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int64)
-        if device.type == "cuda":
-            self._bad_rows_seen = self._bad_rows_seen.pin_memory()
+        self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.running: list[Load] = []
         self.last: Mark = None
         self.bytes = 0
@@ -189,17 +170,14 @@ class LoadCopies:
 
     def _bring(self, *rounds: list[Batch]) -> None:
         """Copies entries to the staging buffer, if the copy engines do that."""
-        for round_ in rounds if self.by_engine else ():
+        for round_ in rounds if self._copies.by_engine else ():
             with self.queue.ahead(round_[0].half):
                 for batch in round_:
-                    batch.is_here = succeeds(self._copy_from_pages, batch)
-
-    def _copy_from_pages(self, batch: Batch) -> None:
-        self._copies.to_staging(batch, self._staging)
+                    batch.is_here = succeeds(self._copies.to_staging, batch)
 
     def _load(self, batch: Batch) -> None:
         """Copies entries to their places."""
-        self._copies.to_places(batch, self._staging if self.by_engine else None)
+        self._copies.to_places(batch)
         self._copies.zero_wrong(batch, self._contents.sums)
         missing = [unit for unit in batch.units if not self._contents.holds(unit)]
         for unit in missing:
@@ -214,10 +192,7 @@ class LoadCopies:
         """The batch could not be copied."""
         self._contents.drop(batch.units)
         _note_wrong(batch.units)
-        succeeds(self._zero, batch)
-
-    def _zero(self, batch: Batch) -> None:
-        self._copies.zero(batch.units)
+        succeeds(lambda failed: self._copies.zero(failed.units), batch)
 
 
 def _loads_of(units: Sequence[BlockTransfer]) -> list[Load]:

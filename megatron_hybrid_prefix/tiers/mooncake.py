@@ -165,9 +165,8 @@ class MooncakeTier(Tier):
         memory = self._memory(entry_bytes)
         with self._reading():
             (code,) = self._client.call("batch_get_into_multi_buffers", *_arguments(name, memory))
-        checksum = None
-        if code == len(memory):
-            checksum = checksum_in(memory[:HEADER_BYTES].tobytes(), namespace, tag, entry_bytes)
+        header = memory[:HEADER_BYTES].tobytes()
+        checksum = checksum_in(header, namespace, tag, entry_bytes) if code == len(memory) else None
         if checksum is None:
             if code >= 0 or self._has_other_size(name, code, entry_bytes):
                 self.count("not_valid")

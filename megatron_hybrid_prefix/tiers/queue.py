@@ -136,26 +136,19 @@ class HostQueue:
         yield
         self._seconds += time.perf_counter() - start
 
-    def ahead(self, buffer: int) -> contextlib.AbstractContextManager[None]:
+    def ahead(self, buffer: int = 0) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def beside(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def use(self, point: int | Mark = None) -> None:
+        """Nothing to wait for."""
 
-    def use(self, buffer: int) -> None:
-        """See DeviceQueue."""
-
-    def free(self, buffer: int) -> None:
-        """See DeviceQueue."""
-
-    def mark(self) -> Mark:
-        return None
-
-    def wait(self, mark: Mark) -> None:
-        """See DeviceQueue."""
-
-    def finish(self, mark: Mark) -> None:
-        """See DeviceQueue."""
+    beside = ahead
+    free = wait = finish = mark = use
 
     def seconds(self) -> tuple[float, float]:
         return self._seconds, self._seconds
+
+
+def queue_for(device: torch.device, ahead: int = 1) -> DeviceQueue | HostQueue:
+    """A queue for transfers to and from this device."""
+    return DeviceQueue(device, ahead) if device.type == "cuda" else HostQueue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
@@ -23,20 +22,18 @@ class KeptFile:
     Attributes:
         key, parent, depth_blocks: As in the prefix tree.
         names: Files by kind.
-        sizes: Bytes by kind.
         children: Number of child nodes.
         since: When this process learned of the block (monotonic).
         used_ns: Time of the state's last use, as its file says.
     """
 
-    __slots__ = ("children", "depth_blocks", "key", "names", "parent", "since", "sizes", "used_ns")
+    __slots__ = ("children", "depth_blocks", "key", "names", "parent", "since", "used_ns")
 
     reason = CheckpointReason.TAIL  # why the state was kept is not stored
 
     def __init__(self, name: FileName, parent: KeptFile | None) -> None:
         self.key, self.parent, self.depth_blocks = name.key, parent, name.depth_blocks
         self.names: dict[EntryKind, str] = {}
-        self.sizes: dict[EntryKind, int] = {}
         self.children = self.used_ns = 0
         self.since = time.monotonic()
 
@@ -44,7 +41,7 @@ class KeptFile:
 class Space(TierIndex[KeptFile]):
     """Index of one namespace. It only notes; nothing is read or deleted here.
 
-    Callers hold a lock, except those of `get`. No method takes longer if there are more entries, except `files`.
+    Callers hold a lock, except those of `get`. No method takes longer if there are more entries.
 
     Args:
         eviction: Ranks the states.
@@ -53,12 +50,11 @@ class Space(TierIndex[KeptFile]):
     def __init__(self, eviction: EvictionPolicy[KeptFile]) -> None:
         super().__init__(eviction)
         self._nodes: dict[bytes, KeptFile] = {}
-        # Files whose parent is not here, by name, with bytes, time of last use, and when they were seen (monotonic).
-        self._orphans: dict[str, tuple[FileName, int, int, float]] = {}
+        # Files whose parent is not here, by name, with the time of last use, and when they were seen (monotonic).
+        self._orphans: dict[str, tuple[FileName, int, float]] = {}
         self._orphans_of: dict[bytes, set[str]] = {}  # their names, by the parent's key
         # Nodes that may still get a state below, in the order in which they were seen. (KV is written before its state.)
         self._young: dict[KeptFile, None] = {}
-        self.bytes = 0
         self.counts: Counter[EntryKind] = Counter()
 
     def get(self, kind: EntryKind, key: bytes) -> str | None:
@@ -66,27 +62,25 @@ class Space(TierIndex[KeptFile]):
         node = self._nodes.get(key)
         return None if node is None else node.names.get(kind)
 
-    def add(self, name: FileName, size: int, used_ns: int) -> None:
+    def add(self, name: FileName, used_ns: int) -> None:
         """A file appeared."""
         text = str(name)
         if text in self._orphans or self.get(name.kind, name.key) is not None:
             return
-        self.bytes += size
-        if self._place(name, size, used_ns):
+        if self._place(name, used_ns):
             self._adopt(name.key)
         else:
-            self._orphans[text] = name, size, used_ns, time.monotonic()
+            self._orphans[text] = name, used_ns, time.monotonic()
             self._orphans_of.setdefault(name.parent, set()).add(text)
 
     def remove(self, name: FileName) -> None:
         """A file is gone, or about to be deleted."""
         if str(name) in self._orphans:
-            self.bytes -= self._pop_orphan(str(name))[1]
+            self._pop_orphan(str(name))
             return
         node = self._nodes.get(name.key)
         if node is None or name.kind not in node.names:
             return
-        self.bytes -= node.sizes.pop(name.kind)
         del node.names[name.kind]
         self.counts[name.kind] -= 1
         if name.kind == EntryKind.STATE:
@@ -132,13 +126,7 @@ class Space(TierIndex[KeptFile]):
         node = self.next_kv()
         return None if node is None else node.names[EntryKind.KV]
 
-    def files(self) -> Iterator[tuple[str, int]]:
-        """All files and their bytes."""
-        yield from ((name, size) for name, (_, size, *_) in self._orphans.items())
-        for node in self._nodes.values():
-            yield from ((node.names[kind], node.sizes[kind]) for kind in node.names)
-
-    def _place(self, name: FileName, size: int, used_ns: int) -> bool:
+    def _place(self, name: FileName, used_ns: int) -> bool:
         node = self._nodes.get(name.key)
         if node is None:
             parent = self._nodes.get(name.parent) if name.parent else None
@@ -151,7 +139,7 @@ class Space(TierIndex[KeptFile]):
             if parent is not None:
                 parent.children += 1
                 self.drop_kv(parent)
-        node.names[name.kind], node.sizes[name.kind] = str(name), size
+        node.names[name.kind] = str(name)
         self.counts[name.kind] += 1
         if name.kind == EntryKind.STATE:
             node.used_ns = used_ns
@@ -165,18 +153,17 @@ class Space(TierIndex[KeptFile]):
         parents = [key]
         while parents:
             for text in sorted(self._orphans_of.get(parents.pop(), ())):
-                name, size, used_ns, _ = self._orphans[text]
-                if self._place(name, size, used_ns):
+                name, used_ns, _ = self._orphans[text]
+                if self._place(name, used_ns):
                     self._pop_orphan(text)
                     parents.append(name.key)
 
-    def _pop_orphan(self, text: str) -> tuple[FileName, int, int, float]:
-        orphan = self._orphans.pop(text)
-        siblings = self._orphans_of[orphan[0].parent]
+    def _pop_orphan(self, text: str) -> None:
+        name, *_ = self._orphans.pop(text)
+        siblings = self._orphans_of[name.parent]
         siblings.discard(text)
         if not siblings:
-            del self._orphans_of[orphan[0].parent]
-        return orphan
+            del self._orphans_of[name.parent]
 
     def _prune(self, node: KeptFile) -> None:
         while not node.names and not node.children:

@@ -1,12 +1,10 @@
 """`StoreCopies`: runs transfers from the device to host memory.
 
 A store gathers entries into a staging buffer on the device, and copies that to the pages: by the copy engines, or by a kernel if pages
-are small. If no store is on its way, the engines copy the first entries straight to their pages: the host link is busy while the others
-are prepared and gathered. What overwrites a stored block (a forward, a load) waits until it is gathered, or was copied straight, but
-not for the other copies to the host.
+are small. What overwrites a stored block (a forward, a load) waits until it is gathered, but not for the copies to the host.
 
 These copies can also be launched later (`StoreCopies.send`): a forward that needs the room, and the GPU with it, would wait while the CPU
-launches them. Then only what the buffer has no room for goes straight to the host, because a forward waits for it.
+launches them.
 """
 
 from __future__ import annotations
@@ -14,41 +12,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, groupby, takewhile
+from itertools import groupby
 from operator import attrgetter
 
 import torch
 
-from megatron_hybrid_prefix.tiers.entry_copies import Batch, EntryCopies, Staging, succeeds, without_shared_pages
+from megatron_hybrid_prefix.tiers.entry_copies import Batch, EntryCopies, succeeds, without_shared_pages
 from megatron_hybrid_prefix.tiers.host_pages import PageContents
-from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue, HostQueue, Mark
+from megatron_hybrid_prefix.tiers.queue import Mark, queue_for
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
 
 STAGING_BYTES = 640 * 2**20  # this much can be evicted at once without waiting for the host link
-FIRST_BYTES = 24 * 2**20  # of a store: go straight to the host; the model waits 0.45 ms for them
 
 
 class StoreCopies:
     """See the top of this file.
 
-    Args:
+    Attributes:
         copies: How entries are copied.
         contents: What the pages hold.
-        queue: Where the copies run.
-        staging: The buffer on the device.
-
-    Attributes:
         queue: Where the copies run.
         bytes: Bytes stored.
         stored: End of the copies to the host that are launched.
     """
 
-    def __init__(
-        self, copies: EntryCopies, contents: PageContents, queue: DeviceQueue | HostQueue, staging: Staging
-    ) -> None:
-        self._copies, self._contents, self.queue, self._staging = copies, contents, queue, staging
-        self._sent: Mark = None  # end of the last copy straight to the host; None once the model waits for it
-        self._gathered: Mark = None  # end of the last gather or sum; likewise
+    def __init__(self, copies: EntryCopies, contents: PageContents) -> None:
+        self.copies, self.contents = copies, contents
+        self.queue = queue_for(copies.device)
+        self._staging = copies.staging(STAGING_BYTES)
+        self._gathered: Mark = None  # end of the last gather; None once the model waits for it
         self._new_pages: set[int] = set()  # first pages of entries that may still be in flight to the host
         self._waiting: dict[int, list[Batch]] = {}  # by half of the buffer: gathered, and not on the way to the host
         self._waiting_pages: set[int] = set()  # where these go to
@@ -78,13 +70,12 @@ class StoreCopies:
             return
         if send or any(not self._waiting_pages.isdisjoint(unit.pages) for unit in units):
             self.send()
-        is_idle = self.stored is None or self.stored.query()  # changes the way, but nothing that arrives
         self._new_pages.update(_first_pages(units))
         with self._storing(after):
             for number, different in enumerate(without_shared_pages(units)):
                 if number:
                     self._send()  # to the same pages
-                self._run_different(different, is_idle=is_idle and not number, send=send, beside=beside)
+                self._run_different(different, send=send, beside=beside)
 
     def send(self) -> None:
         """Launch the copies that `run` left. They need not run after what the model launched since."""
@@ -101,48 +92,29 @@ class StoreCopies:
             finally:
                 self.stored = self.queue.mark()
 
-    def _run_different(self, units: Sequence[BlockTransfer], *, is_idle: bool, send: bool, beside: bool) -> None:
-        """Launches stores to different pages.
-
-        Args:
-            units: The stores.
-            is_idle: Whether no store is on its way. Then nothing that can wait is done before the first launch.
-            send, beside: See `run`.
-        """
+    def _run_different(self, units: Sequence[BlockTransfer], *, send: bool, beside: bool) -> None:
+        """Launches stores to different pages; arguments as of `run`."""
         units = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
-        self._contents.drop(units)  # until they are copied
+        self.contents.drop(units)  # until they are copied
         self._waiting_pages.update(page for unit in units for page in unit.pages)
-        straight = self._run_straight(units[: self._straight_count(units, send=send)]) if is_idle else []
-        count = sum(len(batch.units) for batch in straight)
-        staged = list(self._copies.batches(units[count:], self._staging))
+        batches = list(self.copies.batches(units, self._staging))
         with self.queue.beside():  # the queue may be busy for long
-            sums, first_pages = self._copies.upload([*straight, *staged], _first_pages(units))
+            sums, first_pages = self.copies.upload(batches, _first_pages(units))
         if sums.is_cuda:
             sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
-        for half, round_ in groupby(staged, key=attrgetter("half")):
-            self._run_staged(half, round_, send=send, beside=beside)
-        if straight:  # last: meanwhile the host link is busy
-            self._sum(straight)
+        for half, round_ in groupby(batches, key=attrgetter("half")):
+            self._gather(half, round_, send=send, beside=beside)
         self._summed.append((first_pages, sums))
         if send:
             self._send()
 
-    def _run_straight(self, units: Sequence[BlockTransfer]) -> list[Batch]:
-        """Copies entries straight to the host, by the copy engines, until that fails. Returns those on their way."""
-        batches = list(self._copies.batches(units, None))
-        try:
-            return list(takewhile(partial(succeeds, self._copies.straight_to_pages), batches))
-        finally:
-            if batches:
-                self._sent = self.queue.mark()
-
-    def _run_staged(self, half: int, batches: Iterable[Batch], *, send: bool, beside: bool) -> None:
-        """Copies entries to the host through a half of the staging buffer."""
+    def _gather(self, half: int, batches: Iterable[Batch], *, send: bool, beside: bool) -> None:
+        """Gathers entries in a half of the staging buffer, and with ``send`` copies them to the host."""
         self._send_half(half)  # what is still there
         self._waiting[half] = []
         for batch in batches:
             with self.queue.ahead(half):
-                is_here = succeeds(partial(self._gather, beside=beside), batch)
+                is_here = succeeds(partial(self.copies.gather, beside=beside), batch)
                 self._gathered = self.queue.mark()
             if is_here:
                 self._waiting[half].append(batch)
@@ -156,8 +128,8 @@ class StoreCopies:
         for half in list(self._waiting):
             self._send_half(half)
         while self._summed:
-            self._contents.put_sums(*self._summed.pop(0))
-        self._contents.show_sums()
+            self.contents.put_sums(*self._summed.pop(0))
+        self.contents.show_sums()
         self._waiting_pages.clear()
 
     def _send_half(self, half: int) -> None:
@@ -173,30 +145,15 @@ class StoreCopies:
         self.queue.use(half)
         while self._waiting[half]:
             batch = self._waiting[half].pop(0)
-            if succeeds(self._store, batch):
-                self._note(batch)
-
-    def _sum(self, batches: Sequence[Batch]) -> None:
-        """Sums entries that go straight to the host."""
-        with self.queue.beside():
-            try:
-                for batch in batches:
-                    if succeeds(self._copies.sum, batch):
-                        self._note(batch)
-            finally:
-                self._gathered = self.queue.mark()
-
-    def _note(self, batch: Batch) -> None:
-        """The entries are on the host, once the queue gets here."""
-        self._contents.put_tags(batch.units)
-        self.bytes += self._copies.entry_bytes[batch.kind] * len(batch.units)
+            if succeeds(self.copies.to_pages, batch):  # on the host, once the queue gets here
+                self.contents.put_tags(batch.units)
+                self.bytes += self.copies.entry_bytes[batch.kind] * len(batch.units)
 
     def wait(self) -> None:
         """The model's later launches run after all stores have read their entries."""
-        for mark in (self._sent, self._gathered):
-            if mark is not None:
-                self.queue.wait(mark)
-        self._sent = self._gathered = None
+        if self._gathered is not None:
+            self.queue.wait(self._gathered)
+        self._gathered = None
 
     def marks_before_loads(self, units: Sequence[BlockTransfer]) -> tuple[Mark, ...]:
         """The marks after which these loads may write to the device and read their pages."""
@@ -207,39 +164,7 @@ class StoreCopies:
         if is_new:
             # These loads wait for all copies that are launched, and other loads run after these.
             self._new_pages &= self._waiting_pages
-        return self._sent, self._gathered, self.stored if is_new else None
-
-    def _gather(self, batch: Batch, *, beside: bool) -> None:
-        """Gathers entries in the staging buffer."""
-        self._copies.gather(batch, self._staging, beside=beside)
-
-    def _store(self, batch: Batch) -> None:
-        """Copies entries from the staging buffer to the host."""
-        self._copies.to_pages(batch, self._staging)
-
-    def _straight_count(self, units: Sequence[BlockTransfer], *, send: bool) -> int:
-        """How many of these stores, the first ones, go straight to the host.
-
-        None if pages are small. Else those that fit in `FIRST_BYTES`, unless the others are sent later, and those that the
-        staging buffer has no room for: the model would wait longer for half of the buffer than it waits for the host link for
-        these.
-        """
-        if not self._copies.by_engine:
-            return 0
-        sizes = (self._copies.row_bytes[unit.tag.kind] for unit in units)
-        first = sum(total <= FIRST_BYTES for total in accumulate(sizes)) if send else 0
-        return max(first, self._without_room(units))
-
-    def _without_room(self, units: Sequence[BlockTransfer]) -> int:
-        """How many of these stores, the first ones, the staging buffer has no room for."""
-        sizes = [self._copies.row_bytes[unit.tag.kind] for unit in units]
-        count = len(sizes)
-        for _ in range(BUFFERS):
-            used = 0
-            while count and used + sizes[count - 1] <= self._staging.half_bytes:
-                count -= 1
-                used += sizes[count]
-        return count
+        return self._gathered, self.stored if is_new else None
 
 
 def _first_pages(units: Sequence[BlockTransfer]) -> list[int]:

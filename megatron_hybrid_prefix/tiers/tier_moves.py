@@ -14,8 +14,7 @@ from functools import partial
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import TierBehind
-from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, without_shared_pages
-from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
+from megatron_hybrid_prefix.tiers.entry_copies import without_shared_pages
 from megatron_hybrid_prefix.tiers.jobs import Job, JobGroup, TierThreads, marks
 from megatron_hybrid_prefix.tiers.loads import LoadCopies, PreparedLoads
 from megatron_hybrid_prefix.tiers.stores import StoreCopies
@@ -32,44 +31,28 @@ class TierMoves:
 
     Args:
         behind: The tier.
-        copies: How entries are copied.
-        pages: The pages on the host.
-        contents: What they hold.
         stores: The stores, which write to the pages.
         loads: The loads, which read the pages.
+
+    Attributes:
+        threads: They move the entries.
     """
 
-    def __init__(
-        self,
-        behind: TierBehind,
-        copies: EntryCopies,
-        pages: HostPages,
-        contents: PageContents,
-        stores: StoreCopies,
-        loads: LoadCopies,
-    ) -> None:
-        self._behind = behind
-        self._copies, self._pages, self._contents, self._stores, self._loads = copies, pages, contents, stores, loads
-        self._threads = TierThreads(behind.tier, max(copies.entry_bytes.values()))
+    def __init__(self, behind: TierBehind, stores: StoreCopies, loads: LoadCopies) -> None:
+        self._behind, self._stores, self._loads = behind, stores, loads
+        self._copies, self._contents = stores.copies, stores.contents
+        self.threads = TierThreads(behind.tier, max(self._copies.entry_bytes.values()))
         self._refused = self._bytes_loaded = 0
         self._seconds_waited = 0.0
-
-    def close(self) -> None:
-        """End the threads, once they have written all entries."""
-        self._threads.close()
 
     @property
     def stats(self) -> TierStats:
         """Transfers to and from the tier, and what the tier says of itself."""
-        by_threads = self._threads.stats
+        by_threads = self.threads.stats
         stats = dataclasses.replace(by_threads, full=by_threads.full + self._refused)
         stats.bytes_loaded, stats.seconds_waited = self._bytes_loaded, self._seconds_waited
         self._behind.tier.describe(stats)
         return stats
-
-    def drain(self, seconds: float) -> bool:
-        """Wait until the tier has been given all entries, at most this long. Returns whether it has."""
-        return self._threads.drain(seconds)
 
     def overwrite(self, units: Sequence[BlockTransfer]) -> list[BlockTransfer]:
         """The pages of these transfers are about to get other bytes. Returns the transfers that can be done.
@@ -77,7 +60,7 @@ class TierMoves:
         The others have a page that a thread is still reading into, for a load that was given up. An entry that is lost so has no
         tag, so its load fails.
         """
-        busy = self._threads.overwrite(page for unit in units for page in unit.pages)
+        busy = self.threads.overwrite(page for unit in units for page in unit.pages)
         if not busy:
             return list(units)
         refused = [unit for unit in units if not busy.isdisjoint(unit.pages)]
@@ -96,13 +79,13 @@ class TierMoves:
             job = self._job(unit, after)
             if not job.namespace or not self._contents.holds(unit):
                 self._refused += 1
-            elif not self._threads.is_moving(unit.tag, first):  # else it was offered twice
-                read = self._threads.read_of(unit.tag, first)
+            elif not self.threads.is_moving(unit.tag, first):  # else it was offered twice
+                read = self.threads.read_of(unit.tag, first)
                 given = None if read is None else read.checksum
                 seen = partial(self._contents.seen_checksum, first, unit.tag)
                 job.sum_of = seen if given is None else partial(int, given)
                 jobs.append(job)
-        self._threads.store(jobs)
+        self.threads.store(jobs)
 
     def read(self, units: Sequence[BlockTransfer]) -> None:
         """Begin to read entries from the tier into these pages."""
@@ -118,12 +101,12 @@ class TierMoves:
         for unit in sorted(units, key=lambda unit: unit.tag.kind is EntryKind.KV):
             job = self._job(unit, after)
             if group and (group_bytes + job.entry_bytes > GROUP_BYTES or len(group) == _GROUP_ENTRIES):
-                self._threads.read(group)
+                self.threads.read(group)
                 group, group_bytes = [], 0
             group_bytes += job.entry_bytes
             job.cancelled = not job.namespace or unit.pages not in free
             group.append(job)  # also then: it is missing
-        self._threads.read(group)
+        self.threads.read(group)
 
     def _job(self, unit: BlockTransfer, after: Sequence[Callable[[], None]]) -> Job:
         size = self._copies.entry_bytes[unit.tag.kind]
@@ -132,7 +115,7 @@ class TierMoves:
             tag=unit.tag,
             entry_bytes=size,
             pages=unit.pages,
-            views=self._pages.views(unit.pages, size),
+            views=self._copies.pages.views(unit.pages, size),
             after=after,
         )
 
@@ -141,7 +124,7 @@ class TierMoves:
     def begin(self, load: Load) -> None:
         """The load's transfers wait for reads that have begun."""
         for unit in load.left:
-            job = self._threads.read_of(unit.tag, unit.pages[0])
+            job = self.threads.read_of(unit.tag, unit.pages[0])
             if job is not None:
                 load.jobs[unit.pages[0]] = job
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -72,45 +71,15 @@ class BlockAllocatorSeam(KVBlockAllocator):
         self.dummy_block_idx = total_count - 1
         self.block_routing: dict[int, Any] = {}
 
-    # -- methods of a subclass -----------------------------------------------------------------------------------------
-
     @property
     def available_blocks(self) -> int:
-        """Blocks that can be allocated now, evictable blocks included."""
+        """Blocks that can be allocated now, evictable blocks included. A subclass counts them."""
         raise NotImplementedError
-
-    @property
-    def evictable_blocks(self) -> int:
-        """Cached blocks that no request holds."""
-        raise NotImplementedError
-
-    @property
-    def cached_keys(self) -> Mapping[str, int]:
-        """Ids of cached blocks, by key in hex."""
-        raise NotImplementedError
-
-    def ref_counts(self) -> bytes:
-        """Number of live requests that hold each block, without the dummy block; int32 in native byte order."""
-        raise NotImplementedError
-
-    # -- megatron's methods --------------------------------------------------------------------------------------------
 
     @property
     def total_avail(self) -> int:
         """See `available_blocks` (megatron's own count leaves out evictable blocks)."""
         return self.available_blocks
-
-    @property
-    def kv_hash_to_block_id(self) -> Mapping[str, int]:
-        """See `cached_keys`."""
-        return self.cached_keys
-
-    @property
-    def block_ref_counts(self) -> torch.Tensor:
-        """(total_count,) int32: live requests that hold each block. A copy: megatron's writes to it have no effect."""
-        counts = torch.zeros(self.total_count, dtype=torch.int32)  # no request holds the dummy block
-        counts[:-1] = torch.frombuffer(bytearray(self.ref_counts()), dtype=torch.int32)
-        return counts
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
         """See upstream. Counts evictable blocks, too."""
@@ -122,10 +91,6 @@ class BlockAllocatorSeam(KVBlockAllocator):
         Blocks of paused requests count, too: they keep them when they resume.
         """
         return min(int(super().get_active_avail()), self.available_blocks + int(self.get_paused_used()))
-
-    def get_evictable_block_count(self) -> int:
-        """Cached blocks that no request holds: see `evictable_blocks`."""
-        return self.evictable_blocks
 
     def update_timestamps(self, block_ids: torch.Tensor) -> None:
         """Do nothing: the cache keeps its own clocks."""

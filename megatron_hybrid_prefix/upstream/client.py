@@ -29,8 +29,7 @@ class ClientSeam(InferenceClient):
     def submission(request_id: int, prompt: list[int], params: SamplingParams) -> bytes:
         """Megatron's message that submits a request."""
         message = [Headers.SUBMIT_REQUEST.value, request_id, prompt, params.serialize()]
-        packed: bytes = msgpack.packb(message, use_bin_type=True)
-        return packed
+        return msgpack.packb(message, use_bin_type=True)
 
     @staticmethod
     def finished_request(message: bytes) -> tuple[int, DynamicInferenceRequest] | None:

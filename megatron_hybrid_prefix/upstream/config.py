@@ -5,15 +5,7 @@ from megatron.core.inference.config import (
     InferenceConfig,
     KVCacheManagementMode,
     MambaInferenceStateConfig,
+    PrefixCachingCoordinatorPolicy,
     PrefixCachingEvictionPolicy,
 )
-from megatron.core.utils import get_attr_wrapped_model
-
-__all__ = [
-    "AsyncScheduleMode",
-    "InferenceConfig",
-    "KVCacheManagementMode",
-    "MambaInferenceStateConfig",
-    "PrefixCachingEvictionPolicy",
-    "get_attr_wrapped_model",
-]
+from megatron.core.utils import get_attr_wrapped_model, get_pg_size

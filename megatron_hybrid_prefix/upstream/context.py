@@ -181,13 +181,9 @@ class ContextSeam(DynamicInferenceContext):
         """Where in the tensors of states those with these live indices are: (rows,) int64 on the CPU, -1 where the index is."""
         raise NotImplementedError
 
-    def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolution windows and SSM states of a Mamba layer, by slot; with ``intermediate`` those after each draft."""
-        raise NotImplementedError
-
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
         """What the next chunk of a prompt shares and skips; None: ask megatron's own cache."""
-        raise NotImplementedError
+        return None
 
     def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Log-probs of each row of logits, (rows, vocabulary) float32; None: megatron's."""
@@ -259,13 +255,6 @@ class ContextSeam(DynamicInferenceContext):
         needed[self.rows_past_the_end()] = False  # no row is paused here
         return needed
 
-    def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """See upstream. States of a layer of any kind, by slot."""
-        if not self.is_hybrid_model:
-            conv, ssm = super().mamba_states_cache(layer_number, intermediate)
-            return conv, ssm
-        return self.layer_states(layer_number, intermediate=intermediate)
-
     def _compute_prefix_match(
         self, req: DynamicInferenceRequest, prefill_chunk_length: int, record_mamba_match: bool = False
     ) -> tuple[list[int], int, int, int, int, int]:
@@ -275,10 +264,7 @@ class ContextSeam(DynamicInferenceContext):
         else:
             found = self.blocks_of_chunk(req, prefill_chunk_length)
         if found is None:
-            shared, new, held, required, skip, computed = super()._compute_prefix_match(
-                req, prefill_chunk_length, record_mamba_match
-            )
-            return shared, new, held, required, skip, computed
+            return super()._compute_prefix_match(req, prefill_chunk_length, record_mamba_match)
         finished = req.finished_chunk_token_count
         held = -(-finished // self.block_size_tokens)
         required = -(-(finished + prefill_chunk_length) // self.block_size_tokens)
@@ -290,10 +276,7 @@ class ContextSeam(DynamicInferenceContext):
     def _processed_log_probs(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Log-probs of rows that do not depend on each other."""
         found = self.log_probs_of(logits)
-        if found is None:
-            log_probs: torch.Tensor = super()._processed_log_probs(logits, *args, **kwargs)
-            return log_probs
-        return found
+        return super()._processed_log_probs(logits, *args, **kwargs) if found is None else found
 
     # -- megatron's private state --------------------------------------------------------------------------------------
 
@@ -322,8 +305,7 @@ class ContextSeam(DynamicInferenceContext):
 
         Megatron numbers the running requests so; a request keeps its number while its row moves.
         """
-        indices: torch.Tensor = self.mamba_metadata.request_to_mamba_state_idx
-        return indices
+        return self.mamba_metadata.request_to_mamba_state_idx
 
     @property
     def kv_shape(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -9,77 +9,8 @@ import torch
 from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
-
-class SamplingSeam(Sampling):
-    """A sampling backend around megatron's; a subclass overrides `samples_rows` and `sampled`.
-
-    Args:
-        backend: Megatron's.
-    """
-
-    def __init__(self, backend: Sampling) -> None:
-        self._backend = backend
-
-    def sample_kernel(
-        self,
-        logits: torch.Tensor,
-        n: int,
-        context: Any,
-        *args: Any,
-        gather_indices: torch.Tensor | None = None,
-        token_to_request_index: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """See upstream. Sampling options that megatron does not have."""
-        tokens: torch.Tensor = self._backend.sample_kernel(
-            logits,
-            n,
-            context,
-            *args,
-            gather_indices=gather_indices,
-            token_to_request_index=token_to_request_index,
-            **kwargs,
-        )
-        drafts = context.num_speculative_tokens
-        if self.samples_rows and (token_to_request_index is not None or not drafts):  # else the tokens are drafts
-            ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
-            rows = [(request_id, 0) for request_id in ids]
-            if drafts:  # requests that decode come first, and have a row for each draft, too
-                decodes = context.num_decode_requests
-                rows[:decodes] = [(request_id, ahead) for request_id in ids[:decodes] for ahead in range(drafts + 1)]
-            self.sampled(logits if gather_indices is None else _Rows(logits, gather_indices), tokens, rows[:n])
-        return tokens
-
-    def log_probs_kernel(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """See upstream. Passed on to megatron's backend."""
-        result: torch.Tensor = self._backend.log_probs_kernel(*args, **kwargs)
-        return result
-
-    # -- hooks ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def samples_rows(self) -> bool:
-        """Whether `sampled` has anything to do in this step."""
-        return False
-
-    def sampled(self, logits: Any, tokens: torch.Tensor, rows: list[tuple[int, int]]) -> None:
-        """Called after megatron sampled a step; may overwrite tokens. Not called for the tokens that become drafts.
-
-        Args:
-            logits: ``logits[row]`` is (vocabulary,), on the device.
-            tokens: (rows,) int64 on the device.
-            rows: For each row: id of its request, and how many drafts of it come before the token to sample.
-        """
-
-
-class _Rows:
-    """Chosen rows of a tensor, without a copy of all of them."""
-
-    def __init__(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
-        self._tensor, self._rows = tensor, rows
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        return self._tensor[self._rows[row : row + 1].long()][0]
+# Options of each request's log-probs: rows of the context's tables.
+_LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs")
 
 
 class ControllerSeam(TextGenerationController):
@@ -133,40 +64,57 @@ class ControllerSeam(TextGenerationController):
         return result
 
     def _compact_async_sched_logits(self, survivor_idxs: torch.Tensor) -> None:
-        """The log-prob options move with the rows."""
+        """The log-prob options move with the rows; megatron leaves them in place."""
         super()._compact_async_sched_logits(survivor_idxs)
-        self.pending_logits_moved(survivor_idxs)
+        wanted = self.inference_wrapped_model.inference_context.active_request_metadata
+        rows = survivor_idxs.to("cpu")
+        for field in _LOG_PROB_FIELDS:
+            wanted[field][: len(rows)] = wanted[field][rows]  # indexing by a tensor copies
 
     def _build_async_sched_request_state(
         self, sampled_tokens_cpu: torch.Tensor, resolved_sequence_lengths: torch.Tensor
     ) -> Any:
-        """A prompt between two chunks may have no row in a step; several end tokens."""
+        """A prompt between two chunks may have no row in a step; several end tokens.
+
+        Megatron assumes that a chunked prompt has a chunk in every step. It has none if decodes took the KV blocks for it.
+        """
         context = self.inference_wrapped_model.inference_context
         rows = slice(context.paused_request_count, context.total_request_count)
         self.tokens_on_host(sampled_tokens_cpu, context.request_metadata["termination_id"][rows])
-        return self.build_request_state(sampled_tokens_cpu, resolved_sequence_lengths)
+        chunked = context.chunked_prefill_request_id
+        if chunked == -1 or context.get_index_of_chunked_prefill_request() != -1:
+            return super()._build_async_sched_request_state(sampled_tokens_cpu, resolved_sequence_lengths)
+        context.chunked_prefill_request_id = -1
+        try:
+            return super()._build_async_sched_request_state(sampled_tokens_cpu, resolved_sequence_lengths)
+        finally:
+            context.chunked_prefill_request_id = chunked
 
     def _run_async_sched_sample_mtp(self) -> Any:
-        """Prefills accepted no drafts."""
-        self.before_draft_sampling()
+        """Prefills accepted no drafts.
+
+        A prefill does not write its rows, and only legacy scheduling clears them: megatron would use the drafts that another
+        request accepted before.
+        """
+        self.clear_accepted_drafts()
         return super()._run_async_sched_sample_mtp()
 
     def _rewind_kv_cache(self, accepted_counts_cpu: torch.Tensor | None = None) -> Any:
         """States of all layer kinds go back to the last accepted token."""
         context: Any = self.inference_wrapped_model.inference_context
-        rolls_back = self.rolls_back_states
+        states = getattr(context, "states", None)  # `StateMemory`
         # Megatron would copy two tensors, of Mamba2 layers; the rest of what it rewinds is the same for all models.
-        is_hybrid, context.is_hybrid_model = context.is_hybrid_model, context.is_hybrid_model and not rolls_back
+        is_hybrid, context.is_hybrid_model = context.is_hybrid_model, context.is_hybrid_model and states is None
         try:
             blocks, released = super()._rewind_kv_cache(accepted_counts_cpu)
         finally:
             context.is_hybrid_model = is_hybrid
-        if rolls_back:
+        if states is not None:
             rows = slice(context.paused_request_count, context.total_request_count)
             count = rows.stop - rows.start
             decodes = context.gpu_view.request_in_prefill_status[:count] != 1
-            states = context.live_rows(context.live_indices[rows]).to(decodes.device, non_blocking=True)
-            self.roll_back_states(torch.where(decodes, states, -1), self._accepted_token_counts_per_request[:count])
+            live = context.live_rows(context.live_indices[rows]).to(decodes.device, non_blocking=True)
+            states.roll_back(torch.where(decodes, live, -1), self._accepted_token_counts_per_request[:count])
         return blocks, released & (blocks != context.kv_block_allocator.dummy_block_idx)  # drafts past an answer's end
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -196,47 +144,17 @@ class ControllerSeam(TextGenerationController):
             ends: (rows,) int64 on the host: the token that ends each request. May be changed.
         """
 
-    def pending_logits_moved(self, rows: torch.Tensor) -> None:
-        """Called after the pending logits of continuing requests moved to the front.
-
-        Args:
-            rows: (requests,): their previous rows.
-        """
-
-    def build_request_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Request state with which asynchronous scheduling continues after a step; arguments and result are megatron's."""
-        return super()._build_async_sched_request_state(*args, **kwargs)
-
-    @property
-    def rolls_back_states(self) -> bool:
-        """Whether `roll_back_states` is called, in place of megatron's."""
-        return False
-
-    def roll_back_states(self, slots: torch.Tensor, accepted: torch.Tensor) -> None:
-        """Drafts were verified: live states become those after the last accepted token.
-
-        Args:
-            slots: (rows,) int64 on the device: live slots of rows that decode; negative: no such row.
-            accepted: (rows,) integer on the device: how many drafts were accepted.
-        """
-        raise NotImplementedError
-
-    def before_draft_sampling(self) -> None:
-        """Called before asynchronous scheduling samples with drafts."""
-
     # -- private state -------------------------------------------------------------------------------------------------
 
     @property
     def sampled_tokens(self) -> torch.Tensor:
         """The step's sampled tokens by active row, on the device."""
-        tokens: torch.Tensor = self._sampled_tokens_cuda
-        return tokens
+        return self._sampled_tokens_cuda
 
     @property
     def step_logits(self) -> torch.Tensor:
         """The step's logits, on the device: (1, rows, vocabulary); a row per token if prompts may have log-probs."""
-        logits: torch.Tensor = self._all_logits_cuda
-        return logits
+        return self._all_logits_cuda
 
     def clear_accepted_drafts(self) -> None:
         """Set the accepted drafts of all rows to none. Does nothing without drafts."""

@@ -17,28 +17,15 @@ from typing import Any
 
 import msgpack
 import zmq
-from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 from megatron.core.inference.contexts.dynamic_context import ContextOverflowError
 from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
-from megatron.core.utils import get_pg_size
 
 from megatron_hybrid_prefix.errors import FieldError, shown
 from megatron_hybrid_prefix.sampling import check_integer
 from megatron_hybrid_prefix.upstream import modules
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
-
-__all__ = [
-    "LAUNCHED",
-    "MARK",
-    "OWN",
-    "CoordinatorSeam",
-    "PrefixCachingCoordinatorPolicy",
-    "get_pg_size",
-    "refused",
-    "replica_of",
-]
 
 OWN = b"\xc1"
 """Start of the first frame of this package's messages. Msgpack, of which megatron's are made, never uses this byte."""
@@ -60,8 +47,7 @@ def refused(request_id: int, why: str) -> dict[str, Any]:
     request = DynamicInferenceRequest(request_id=request_id, generated_text="", status=Status.FAILED)
     request.add_event_error_nontransient(ContextOverflowError(request_id, why, is_transient=False))
     request.add_event_fail()
-    serialized: dict[str, Any] = request.serialize()
-    return serialized
+    return request.serialize()
 
 
 class CoordinatorSeam(DataParallelInferenceCoordinator):
@@ -156,19 +142,16 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
     @property
     def replicas_by_block(self) -> dict[int, dict[int, int]]:
         """The replicas that hold a block, by the block's key; oldest key first."""
-        replicas: dict[int, dict[int, int]] = self._hash_table
-        return replicas
+        return self._hash_table
 
     @property
     def pending_requests(self) -> list[int]:
         """Unfinished requests of each replica."""
-        counts: list[int] = self._pending_counts.tolist()
-        return counts
+        return self._pending_counts.tolist()
 
     def name_of(self, replica: int) -> bytes:
         """A replica's ZeroMQ identity, by its index in `pending_requests`."""
-        name: bytes = self._identities_list[replica]
-        return name
+        return self._identities_list[replica]
 
     def remove_replica(self, replica: int) -> None:
         """Send a replica no more requests, and ignore what it sends."""

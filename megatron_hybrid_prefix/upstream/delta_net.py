@@ -8,8 +8,6 @@ import torch
 from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
-__all__ = ["GatedDeltaNet", "GatedDeltaNetSubmodules", "has_fla", "mark_packed_parameters"]
-
 
 def has_fla() -> bool:
     """Whether flash-linear-attention is there, whose kernels megatron trains the layer with."""

@@ -112,10 +112,7 @@ class EngineSeam(DynamicInferenceEngine):
 
     def _find_cg_chunk_size(self, max_chunk_tokens: int) -> int | None:
         """Chunks end on the grid of the scans."""
-        if self.cuts_chunks:
-            return None
-        found: int | None = super()._find_cg_chunk_size(max_chunk_tokens)
-        return found
+        return None if self.cuts_chunks else super()._find_cg_chunk_size(max_chunk_tokens)
 
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """The prompt is hashed on arrival."""
@@ -169,13 +166,11 @@ class EngineSeam(DynamicInferenceEngine):
         self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None
     ) -> asyncio.Future[DynamicInferenceRequest]:
         """Make a request from a prompt, and accept it."""
-        future: asyncio.Future[DynamicInferenceRequest] = super().add_request(request_id, prompt, sampling_params)
-        return future
+        return super().add_request(request_id, prompt, sampling_params)
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """Record and queue a new request, or refuse it. The future gives its result."""
-        future: asyncio.Future[DynamicInferenceRequest] = super()._add_request(request)
-        return future
+        return super()._add_request(request)
 
     def refuse_request(self, request_id: int) -> None:
         """Refuse a request that can never run; the next step returns it."""
@@ -196,13 +191,11 @@ class EngineSeam(DynamicInferenceEngine):
 
     def check_stop_words(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
         """Whether the answer now ends with a stop word, and the number of tokens cut off."""
-        found, cut_tokens = super()._check_stop_words_for_request_post_append(request)
-        return found, cut_tokens
+        return super()._check_stop_words_for_request_post_append(request)
 
     def take_stopped_ids(self, active_request_ids: list[int]) -> set[int]:
         """Active requests that end with this step's bookkeeping, regardless of the sampled token."""
-        stopped: set[int] = super()._get_and_clear_stop_word_finished_ids(active_request_ids)
-        return stopped
+        return super()._get_and_clear_stop_word_finished_ids(active_request_ids)
 
     def invalidate(self) -> None:
         """The weights changed."""

@@ -22,8 +22,7 @@ def delete_graphs_of(model: Any) -> None:
 
 def captured_graphs() -> list[Any]:
     """Megatron's records of the graphs that inference captured."""
-    records: list[Any] = _CudagraphGlobalRecord.cudagraph_inference_record
-    return records
+    return _CudagraphGlobalRecord.cudagraph_inference_record
 
 
 def set_captured_graphs(records: list[Any]) -> None:

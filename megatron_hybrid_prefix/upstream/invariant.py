@@ -1,4 +1,4 @@
-"""Megatron's layers whose products, sums and attention depend on the rows of a step; their hooks under neutral names."""
+"""Megatron's layers whose products, sums and attention depend on the rows of a step; their private hooks under neutral names."""
 
 from __future__ import annotations
 
@@ -11,29 +11,16 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-__all__ = [
-    "MLP",
-    "BaseMoELayer",
-    "ColumnParallelLinear",
-    "HybridModel",
-    "ProductSeam",
-    "RowParallelLinear",
-    "SelfAttention",
-    "SelfAttentionSeam",
-]
 
-
-class ProductSeam:
-    """Mixin before a ``ColumnParallelLinear``: `product` replaces its matrix product."""
+class ProductSeam(ColumnParallelLinear):
+    """Megatron's layer: `product` replaces its matrix product."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A product whose rows do not depend on each other."""
         bias = args[0] if args else kwargs.get("bias")
         found = self.product(input, weight)
         if found is None:
-            # The class after this mixin has it.
-            output: torch.Tensor = super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-            return output
+            return super()._forward_impl(input, weight, *args, **kwargs)
         return found if bias is None else found + bias
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -41,75 +28,13 @@ class ProductSeam:
         raise NotImplementedError
 
 
-class SelfAttentionSeam:
-    """Mixin before a ``SelfAttention``: `attend` and `gate` replace parts of a step."""
-
-    def flash_decode_and_prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        seqlens_k: torch.Tensor,
-        block_table: torch.Tensor,
-        is_decode_only: bool,
-        softmax_offset: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See upstream. Attention over pages whose rows do not depend on each other."""
-        found = None
-        if softmax_offset is None:
-            starts = torch.arange(len(seqlens_k) + 1) if is_decode_only else cu_seqlens_q
-            found = self.attend(q.squeeze(1), k, v, starts, seqlens_k, block_table)
-        if found is not None:
-            return found.unsqueeze(1)
-        # The class after this mixin has it.
-        output: torch.Tensor = super().flash_decode_and_prefill(  # type: ignore[misc]
-            q,
-            k,
-            v,
-            max_seqlen_q,
-            max_seqlen_k,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqlens_k,
-            block_table,
-            is_decode_only,
-            softmax_offset,
-        )
-        return output
+class SelfAttentionSeam(SelfAttention):
+    """Megatron's layer: `gate` replaces the gate of its output."""
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """A sigmoid that rounds alike everywhere."""
         found = self.gate(x, gate)
-        if found is None:
-            # The class after this mixin has it.
-            output: torch.Tensor = super()._apply_output_gate(x, gate)  # type: ignore[misc]
-            return output
-        return found
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        starts: torch.Tensor,
-        lengths: torch.Tensor,
-        block_table: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Causal attention of a step's queries over the paged cache; None: megatron's.
-
-        Args:
-            q: (tokens, heads, head_dim).
-            k: (blocks, block_tokens, kv_heads, head_dim).
-            v: As k.
-            starts: (requests + 1,) integer, first row of each request.
-            lengths: (requests,) integer, valid tokens of each request; its queries are the last of them.
-            block_table: (requests, most blocks), integer.
-        """
-        raise NotImplementedError
+        return super()._apply_output_gate(x, gate) if found is None else found
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor | None:
         """``x`` times the sigmoid of its gate; None: megatron's."""

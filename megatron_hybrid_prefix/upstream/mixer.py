@@ -8,21 +8,9 @@ import torch
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 
-__all__ = [
-    "MambaMixer",
-    "MambaMixerSubmodules",
-    "PrefillSeam",
-    "convolve_step",
-    "merge_rows",
-    "refresh_decode_parameters",
-    "rows_after",
-    "rows_of_step",
-    "scan_on_host",
-]
 
-
-class PrefillSeam:
-    """Mixin before a ``MambaMixer``: `prefill` replaces megatron's prefill of a step."""
+class PrefillSeam(MambaMixer):
+    """Megatron's mixer: `prefill` replaces its prefill of a step."""
 
     def _dynamic_inference_prefill(
         self,
@@ -35,11 +23,9 @@ class PrefillSeam:
         """Prefill from and to any slot."""
         if getattr(context, "prefill_step", None) is not None:
             return self.prefill(zxBCdt, context.prefill_step, conv_state, ssm_state)
-        # The class after this mixin has it.
-        output: torch.Tensor = super()._dynamic_inference_prefill(  # type: ignore[misc]
+        return super()._dynamic_inference_prefill(
             zxBCdt, context, conv_state, ssm_state, mamba_layer_idx=mamba_layer_idx
         )
-        return output
 
     def prefill(
         self, zxBCdt: torch.Tensor, step: Any, conv_state: torch.Tensor, ssm_state: torch.Tensor
@@ -73,8 +59,7 @@ def refresh_decode_parameters(module: MambaMixer) -> None:
 
 def convolve_step(**arguments: Any) -> torch.Tensor:
     """Megatron's causal convolution of decoded tokens, which moves windows on in place; see there."""
-    convolved: torch.Tensor = mamba_mixer.causal_conv1d_update(**arguments)
-    return convolved
+    return mamba_mixer.causal_conv1d_update(**arguments)
 
 
 def scan_on_host(**arguments: Any) -> Any:

@@ -10,16 +10,3 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
-
-__all__ = [
-    "MoELayer",
-    "MoETokenDispatcher",
-    "SequentialMLP",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "all_to_all",
-    "get_default_pg_collection",
-    "get_moe_module_spec",
-    "make_sharded_object_for_checkpoint",
-    "reduce_from_tensor_model_parallel_region",
-]

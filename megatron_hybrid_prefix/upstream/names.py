@@ -16,24 +16,6 @@ from megatron.core.inference.inference_request import (
     Status,
 )
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
-
-__all__ = [
-    "BlockOverflowError",
-    "ContextOverflowError",
-    "DynamicInferenceContext",
-    "DynamicInferenceEngine",
-    "DynamicInferenceRequest",
-    "DynamicInferenceRequestRecord",
-    "EngineState",
-    "EngineSuspendedError",
-    "GPTInferenceWrapper",
-    "InferenceClient",
-    "KVCacheManagementMode",
-    "RequestOverflowError",
-    "SamplingParams",
-    "Status",
-    "TextGenerationController",
-    "TokenOverflowError",
-]

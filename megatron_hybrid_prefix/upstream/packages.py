@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
-from megatron.core.models.hybrid import hybrid_model  # noqa: F401  (imported here to silence its warnings, too)
+from megatron.core.models.hybrid import hybrid_model  # imported here to silence its warnings, too
 from megatron.core.ssm import mamba_mixer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import attention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-__all__ = [
-    "HAVE_TE",
-    "TENorm",
-    "attention_family",
-    "has_mamba_parts",
-    "has_mamba_ssm",
-    "make_sharded_tensors_for_checkpoint",
-    "model_parallel_cuda_manual_seed",
-]
 
 
 def has_mamba_ssm() -> bool:

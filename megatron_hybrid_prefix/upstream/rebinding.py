@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_hybrid_prefix.errors import UpstreamDriftError
 _MISSING = object()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rebinding:
     """One replaced name.
 
@@ -40,6 +40,7 @@ class Rebinding:
     name: str
     make: Callable[[Any], Any]
     why: str
+    _: KW_ONLY
     same_signature: bool = False
     may_be_absent: bool = False
     on_import: bool = False
@@ -140,7 +141,6 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See MetaPathFinder."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname == self._module else None
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module

@@ -11,8 +11,6 @@ from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd as chunk_cum
 from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd_kernel, _chunk_state_fwd_kernel
 from megatron.core.ssm.ops.ssd_chunk_state import _chunk_state_fwd as chunk_states
 
-__all__ = ["AUTOTUNED", "chunk_cumsum", "chunk_scan", "chunk_scores", "chunk_states"]
-
 AUTOTUNED = {
     "chunk_cumsum": _chunk_cumsum_fwd_kernel,
     "chunk_states": _chunk_state_fwd_kernel,

@@ -35,10 +35,7 @@ def as_subclass(config: RecurrentStateConfig, cls: Any) -> MambaInferenceStateCo
     """The same description as an object of ``cls``; a subclass by users gets the field ``states`` as well."""
     if isinstance(config, cls):
         return config
-    described: MambaInferenceStateConfig = _with_states(cls)(
-        **{field.name: getattr(config, field.name) for field in fields(config)}
-    )
-    return described
+    return _with_states(cls)(**{field.name: getattr(config, field.name) for field in fields(config)})
 
 
 @cache
@@ -48,8 +45,7 @@ def _with_states(cls: Any) -> Any:
 
 def decoder(model: Any) -> torch.nn.Module:
     """The decoder of a model on this pipeline stage; layers that draft are not in it."""
-    found: torch.nn.Module = get_attr_wrapped_model(model, "decoder")
-    return found
+    return get_attr_wrapped_model(model, "decoder")
 
 
 def process_groups(model: Any) -> Any:

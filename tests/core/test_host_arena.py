@@ -109,7 +109,7 @@ class Pools:
     def give_to_tier(self, kind: EntryKind, index: int, entry: int, key: bytes) -> None:
         """Stores an entry, and writes it to the tier behind."""
         self.arena.carry_out([self.unit(kind, index, entry, key=key), self.behind_unit(kind, entry, key, take=True)])
-        assert self.arena.behind is not None and self.arena.behind.drain(HANG_S)
+        assert self.arena.behind is not None and self.arena.behind.threads.drain(HANG_S)
 
 
 class OnItsWay:
@@ -127,7 +127,6 @@ class AnyOrder:
 
     def __init__(self, device: str, seed: int, monkeypatch: pytest.MonkeyPatch, tier: Tier | None = None) -> None:
         scale = 1 if device == "cpu" else 20_000
-        monkeypatch.setattr(stores, "FIRST_BYTES", 30 * scale * 8)
         if seed % 2:  # by the copy engines
             monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
         monkeypatch.setattr(stores, "STAGING_BYTES", 3 * 30 * scale * 8)
@@ -148,13 +147,13 @@ class AnyOrder:
                 with torch.cuda.stream(queue._stream):
                     torch.cuda._sleep(2_000_000)
         arena.carry_out(units, send=self._delays.random() < 0.5)
-        arena.wait_for_stores()
+        arena.stores.wait()
 
     def write_some(self, value: float) -> None:
         for _ in range(self.dice.randint(0, 4)):
             self._write(self.dice.choice(self.places), value)
         if self._delays.random() < 0.5:  # else what needs the copies launches them
-            self.pools.arena.send()
+            self.pools.arena.stores.send()
 
     def check(self) -> None:
         for place, value in self.on_device.items():
@@ -325,7 +324,7 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
         for load, values in own.items():
             is_fetch, arrived = load.state is LoadState.FETCHING, True
             if is_fetch:
-                arena.send()
+                arena.stores.send()
                 arrived = arena.behind.fetched(load, dice.choice([0.0, HANG_S]))
             failed = False
             if arrived:
@@ -350,12 +349,12 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
     assert min(ends["here"], ends["waited"]) > 0
     # However long the threads took before: once they have done what they can, an entry comes back.
     tier.dice = Never()
-    assert arena.behind.drain(HANG_S)
+    assert arena.behind.threads.drain(HANG_S)
     first, second = (pools.unit(EntryKind.KV, 0, entry, key=b"end") for entry in (0, 1))
-    threads = arena.behind._threads
+    threads = arena.behind.threads
     wait_until(lambda: not threads.overwrite([*first.pages, *second.pages]), "no page is being read into")
     world.carry_out([first, pools.behind_unit(EntryKind.KV, 0, b"end", take=True)])
-    assert arena.behind.drain(HANG_S) and arena.behind.stats.bytes_stored > 0
+    assert arena.behind.threads.drain(HANG_S) and arena.behind.stats.bytes_stored > 0
     load = pools.bring(EntryKind.KV, 1, 1, b"end", load_id=next(load_ids))
     assert arena.behind.fetched(load, HANG_S)
     arena.loads.wait_for(load)
@@ -398,7 +397,7 @@ def test_an_entry_that_arrived_for_one_load_and_is_gone_is_a_miss_for_the_other(
     assert arena.behind.fetched(first, HANG_S) is True and not arena.loads.is_wrong(first)
     if written_again:
         arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"a", take=True)])
-        assert arena.behind.drain(HANG_S)
+        assert arena.behind.threads.drain(HANG_S)
     arena.carry_out([pools.unit(EntryKind.KV, 1, 1, key=b"b")])
     assert arena.behind.fetched(second, HANG_S) is False
     arena.carry_out([pools.unit(EntryKind.KV, 5, 1, third, key=b"b")])
@@ -530,7 +529,7 @@ def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(monkeypatch):
     monkeypatch.setattr(pools.arena.contents, "sums_seen", sums)  # as of before it arrived
     tier.entries.clear()
     pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"k", take=True)])
-    assert pools.arena.behind.drain(HANG_S) and tier.entries == stored
+    assert pools.arena.behind.threads.drain(HANG_S) and tier.entries == stored
     pools.arena.close()
 
 
@@ -573,7 +572,7 @@ def test_a_page_that_is_being_read_into_takes_nothing_else(caplog):
     tier.may_read.set()
     assert arena.behind.fetched(load, HANG_S) is False
     arena.drop(load)
-    wait_until(lambda: not arena.behind._threads.overwrite(store.pages), "the disk answers")
+    wait_until(lambda: not arena.behind.threads.overwrite(store.pages), "the disk answers")
     load = a_load(11)
     arena.carry_out([store, pools.unit(EntryKind.KV, 5, 1, load, key=b"b")])
     assert not arena.loads.is_wrong(load) and pools.read(EntryKind.KV, 5)[0].unique().tolist() == [3.0]
@@ -586,7 +585,7 @@ def test_what_is_not_on_the_host_is_not_written():
     pools = Pools("cpu", tier=tier)
     pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0, key=b"other")])
     pools.arena.carry_out([pools.behind_unit(EntryKind.KV, 0, b"k", take=True)])
-    assert pools.arena.behind.drain(HANG_S) and tier.entries == {} and pools.arena.behind.stats.full == 1
+    assert pools.arena.behind.threads.drain(HANG_S) and tier.entries == {} and pools.arena.behind.stats.full == 1
     pools.arena.close()
 
 
@@ -598,7 +597,7 @@ def test_an_entry_that_is_offered_twice_is_written_once():
     pools.arena.carry_out([pools.unit(EntryKind.KV, 0, 0, key=b"k"), offer])
     pools.arena.carry_out([offer])
     tier.may_write.set()
-    assert pools.arena.behind.drain(HANG_S)
+    assert pools.arena.behind.threads.drain(HANG_S)
     (stored,) = tier.entries.values()
     assert pools.arena.behind.stats.bytes_stored == len(stored[1]) and pools.arena.behind.stats.full == 0
     pools.arena.close()
@@ -620,7 +619,7 @@ def test_a_thread_waits_for_the_transfers_that_use_its_pages(way, monkeypatch):
         monkeypatch.setattr(tier, name, lambda *args, f=original, name=name: (done.append(name), f(*args))[1])
     if way == "write":
         arena.carry_out([pools.behind_unit(EntryKind.KV, 1, b"b", take=True)])
-        assert arena.behind.drain(HANG_S) and done == [("stores", marks[0]), "put"]
+        assert arena.behind.threads.drain(HANG_S) and done == [("stores", marks[0]), "put"]
     else:
         load = pools.bring(EntryKind.KV, 3, 2, b"a")
         assert arena.behind.fetched(load, HANG_S) and done == [("stores", marks[0]), ("loads", marks[1]), "get"]
@@ -634,7 +633,7 @@ def test_what_is_overwritten_while_a_thread_copies_it_is_not_written(monkeypatch
     arena, seen_checksum = pools.arena, pools.arena.contents.seen_checksum
 
     def overwritten(page: int, tag: Tag) -> int:
-        assert not arena.behind._threads.overwrite([page])
+        assert not arena.behind.threads.overwrite([page])
         return seen_checksum(page, tag)
 
     monkeypatch.setattr(arena.contents, "seen_checksum", overwritten)
@@ -658,7 +657,7 @@ def test_what_is_written_late_is_what_was_stored_or_nothing(page):
     other = pools.unit(EntryKind.KV, 0, 9, key=b"other")
     arena.carry_out([other._replace(pages=(pools.unit(EntryKind.STATE, 0, 3).pages[page], *other.pages[1:]))])
     tier.may_write.set()
-    assert arena.behind.drain(HANG_S)
+    assert arena.behind.threads.drain(HANG_S)
     assert sorted(key for _, _, key in tier.entries) == [b"0", b"1", b"2"] and arena.behind.stats.full == 1
     arena.close()
 
@@ -718,7 +717,7 @@ def test_an_arena_that_ends_writes_what_is_left_and_ends_its_threads(how):
         key = str(index).encode()
         store = pools.unit(EntryKind.KV, index, index, key=key)
         pools.arena.carry_out([store, pools.behind_unit(EntryKind.KV, index, key, take=True)])
-    threads = pools.arena.behind._threads._threads
+    threads = pools.arena.behind.threads._threads
     assert len(threads) == 4 and all(thread.is_alive() for thread in threads)
     if how == "closed":
         pools.arena.close()
@@ -742,9 +741,9 @@ def test_a_process_that_ends_writes_what_is_left(monkeypatch):
     threading.Timer(0.05, tier.may_write.set).start()
     monkeypatch.setattr(tier, "wait_s", HANG_S)
     monkeypatch.setattr(jobs, "_END_S", HANG_S)
-    pools.arena.behind._threads.finish()
+    pools.arena.behind.threads.finish()
     assert len(tier.entries) == 4
-    assert not any(thread.is_alive() for thread in pools.arena.behind._threads._threads)
+    assert not any(thread.is_alive() for thread in pools.arena.behind.threads._threads)
 
 
 def test_a_process_that_ends_does_not_wait_for_a_disk_that_hangs(monkeypatch):
@@ -756,7 +755,7 @@ def test_a_process_that_ends_does_not_wait_for_a_disk_that_hangs(monkeypatch):
     pools.arena.carry_out(
         [pools.unit(EntryKind.KV, 1, 1, key=b"k"), pools.behind_unit(EntryKind.KV, 1, b"k", take=True)]
     )
-    pools.arena.behind._threads.finish()
+    pools.arena.behind.threads.finish()
     assert tier.entries == {}
     tier.may_write.set()
 
@@ -832,10 +831,10 @@ def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
     copies, name = pools.arena.copies, "to_staging" if fault == "copy engine" else "to_places"
     original = getattr(copies, name)
 
-    def fails(batch, staging):
+    def fails(batch):
         if wrong in batch.units:
             raise RuntimeError("the copy engine is on fire")
-        original(batch, staging)
+        original(batch)
 
     if fault.startswith("copy"):
         monkeypatch.setattr(copies, name, fails)
@@ -923,7 +922,7 @@ def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
         assert pools.arena.loads.is_wrong(load) == (entry == 5), load_id
 
 
-@pytest.mark.parametrize("copy", ["_gather", "_store"])
+@pytest.mark.parametrize("copy", ["gather", "to_pages"])
 def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
     """Some of the earlier entry there may be overwritten."""
 
@@ -933,60 +932,12 @@ def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
     pools = Pools("cpu")
     pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5, key=b"old")])
     pools.arena.stores.stored = OnItsWay()
-    monkeypatch.setattr(pools.arena.stores, copy, fails)
+    monkeypatch.setattr(pools.arena.copies, copy, fails)
     pools.arena.carry_out([pools.unit(EntryKind.KV, 2, 5, key=b"new")])
     for load_id, key in enumerate((b"old", b"new")):
         load = a_load(load_id)
         pools.arena.carry_out([pools.unit(EntryKind.KV, 3, 5, load, key=key)])
         assert pools.arena.loads.is_wrong(load), key
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fails", ["nothing", "straight_to_pages", "the second straight_to_pages", "sum"])
-def test_what_goes_straight_to_the_host_arrives_or_is_not_there(device, fails, monkeypatch):
-    """What the engines refuse is copied as the others are. A checksum that could not be computed is not taken for one."""
-    monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
-    pools = Pools(device)
-    entries = [(kind, index) for kind in EntryKind for index in (1, 2)]
-    for kind, index in entries:
-        pools.write(kind, index, 3.0 + index)
-    ways: list[str] = []
-    for owner, name in (
-        (pools.arena.copies, "straight_to_pages"),
-        (pools.arena.copies, "sum"),
-        (pools.arena.stores, "_store"),
-    ):
-        original = getattr(owner, name)
-
-        def run(batch: Any, name: str = name, original: Any = original) -> None:
-            ways.append(name)
-            if fails in (name, f"the second {name}") and ways.count(name) == fails.startswith("the second") + 1:
-                raise RuntimeError("on fire")
-            original(batch)
-
-        monkeypatch.setattr(owner, name, run)
-    pools.arena.carry_out([pools.unit(kind, index, 2 * index + kind) for kind, index in entries])
-    pools.arena.wait_for_stores()
-    for kind, index in entries:
-        pools.write(kind, index, 9.0)
-    assert (
-        ways
-        == {
-            "nothing": ["straight_to_pages", "straight_to_pages", "sum", "sum"],
-            "straight_to_pages": ["straight_to_pages", "_store", "_store"],
-            "the second straight_to_pages": ["straight_to_pages", "straight_to_pages", "_store", "sum"],
-            "sum": ["straight_to_pages", "straight_to_pages", "sum", "sum"],
-        }[fails]
-    )
-    for load_id, (kind, index) in enumerate(entries):
-        is_there = fails != "sum" or kind != EntryKind.KV  # the first batch
-        load = a_load(load_id)
-        pools.arena.carry_out([pools.unit(kind, index + 2, 2 * index + kind, load)])
-        pools.arena.loads.wait_for(load)
-        assert pools.arena.loads.is_wrong(load) != is_there
-        if is_there:
-            values = [tensor.unique().tolist() for tensor in pools.read(kind, index + 2)]
-            assert values == [[3.0 + index + number] for number in range(len(values))]
 
 
 def test_another_tag_is_noticed():
@@ -1007,11 +958,12 @@ def test_many_entries_of_one_batch_arrive(device, monkeypatch):
         pools.write(EntryKind.KV, index, 5 + index)
     entries = random.Random(0).sample(range(0, PAGES, 2), count)
     pools.arena.carry_out([pools.unit(EntryKind.KV, index, entry) for index, entry in enumerate(entries)])
-    pools.arena.wait_for_stores()
+    pools.arena.stores.wait()
     for index in range(count):
         pools.write(EntryKind.KV, index, 0)
     load = a_load()
-    (batch,) = pools.arena.copies.batches([pools.unit(EntryKind.KV, n, e, load) for n, e in enumerate(entries)], None)
+    units, staging = [pools.unit(EntryKind.KV, n, e, load) for n, e in enumerate(entries)], pools.arena.loads._staging
+    (batch,) = pools.arena.copies.batches(units, staging)
     assert len(batch.units) == count > entry_copies.FIRST_RANGES
     pools.arena.carry_out(batch.units)
     pools.arena.loads.wait_for(load)
@@ -1077,21 +1029,20 @@ class Marks(HostQueue):
 
 
 def test_the_model_waits_until_its_targets_were_read(monkeypatch):
-    """It waits for what is copied straight to the host, and for the last gather or sum; once, and not for other copies to the host."""
+    """It waits for the last gather; once, and not for the copies to the host."""
     monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
     monkeypatch.setattr(stores, "STAGING_BYTES", 1)  # a batch each
     pools = Pools("cpu")
-    monkeypatch.setattr(stores, "FIRST_BYTES", pools.pages_of[EntryKind.KV] * pools.page_bytes)
     pools.arena.stores.queue = marks = Marks()
-    pools.arena.wait_for_stores()
+    pools.arena.stores.wait()
     assert marks.waited == []
     made = []
-    monkeypatch.setattr(pools.arena.stores, "_store", lambda batch: made.append(marks.made))
+    monkeypatch.setattr(pools.arena.copies, "to_pages", lambda batch: made.append(marks.made))
     units = [pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.KV, 2, 6), pools.unit(EntryKind.STATE, 2, 7)]
     pools.arena.carry_out(units)
-    pools.arena.wait_for_stores()
-    pools.arena.wait_for_stores()
-    assert made == [2, 3] and marks.waited == [1, -4]
+    pools.arena.stores.wait()
+    pools.arena.stores.wait()
+    assert made == [1, 2, 3] and marks.waited == [-3]
 
 
 @pytest.mark.gpu(gib=1)
@@ -1104,7 +1055,7 @@ def test_a_write_right_after_a_store_does_not_spoil_it():
     with torch.cuda.stream(pools.arena.stores.queue._stream):
         torch.cuda._sleep(200_000_000)
     pools.arena.carry_out([pools.unit(EntryKind.KV, 1, 5), pools.unit(EntryKind.STATE, 2, 6)])
-    pools.arena.wait_for_stores()
+    pools.arena.stores.wait()
     for kind, index in ((EntryKind.KV, 1), (EntryKind.STATE, 2)):
         pools.write(kind, index, 7.0)
     load = a_load()
@@ -1186,7 +1137,7 @@ def test_the_cpu_does_not_wait_for_transfers():
     torch.cuda.set_sync_debug_mode("error")
     try:
         pools.arena.carry_out(stores)
-        pools.arena.wait_for_stores()
+        pools.arena.stores.wait()
         pools.arena.carry_out(loads)
         pools.arena.loads.wait_for(load)
     finally:

@@ -99,8 +99,10 @@ def check(folder: Path, *tiers: FileTier) -> None:
         tier.folder.refresh()
         assert tier.folder.space is not None
         assert tier.folder.bytes_used == sum(found.values())
-        assert dict(tier.folder.space.files()).items() <= found.items()
-        assert sum(size for _, size in tier.folder.space.files()) == tier.folder.space.bytes
+        listed, nodes = tier.folder._listing.files(), tier.folder.space._nodes.values()
+        assert listed.items() <= found.items()
+        indexed = [*tier.folder.space._orphans, *(name for node in nodes for name in node.names.values())]
+        assert sorted(indexed) == sorted(listed)
 
 
 @pytest.fixture
@@ -381,7 +383,7 @@ def test_every_bit_of_a_header_counts(tmp_path):
         spoilt = bytearray(content)
         spoilt[bit // 8] ^= 1 << bit % 8
         path.write_bytes(spoilt)
-        tier.folder.space.add(tier._file_name(of), len(content), 0)
+        tier.folder.space.add(tier._file_name(of), 0)
         assert get(tier, of)[0] is None
     assert tier.counts == {"not_valid": 8 * HEADER_BYTES}
 
@@ -584,11 +586,11 @@ def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
     monkeypatch.setattr(spaces.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
     space = spaces.Space(make_eviction_policy("recompute_cost"))
     for prompt in range(100):
-        space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 1, 0)
+        space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 0)
     for prompt in range(100, 200):
-        space.add(FileName(KV, 1, key(prompt, 1), b""), 1, 0)
+        space.add(FileName(KV, 1, key(prompt, 1), b""), 0)
     assert len(placed) == 200
-    space.add(FileName(KV, 1, key(0, 1), b""), 1, 0)
+    space.add(FileName(KV, 1, key(0, 1), b""), 0)
     assert len(placed) == 202 and space.get(KV, key(0, 2)) is not None
 
 
@@ -636,9 +638,9 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
     for step in range(200):
         prompt, depth = dice.randrange(3**4), dice.randint(1, 4)
         for at in range(1, depth + 1):
-            space.add(name(KV, prompt, at), 1, 0)
+            space.add(name(KV, prompt, at), 0)
         if dice.random() < 0.3:
-            space.add(name(STATE, prompt, depth), 1, 0)
+            space.add(name(STATE, prompt, depth), 0)
         if step % 3 == 0:
             node = dice.choice([node for node in space._nodes.values() if node.names])
             space.remove(FileName.of(dice.choice(list(node.names.values()))))
@@ -698,7 +700,7 @@ def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
 
     assert gone() == [key(1, 1)], "the other state needs its KV"
     assert gone() == [key(1, 3), key(1, 3), key(1, 2), key(1, 1)], "the state, then the deepest KV first"
-    assert not space.bytes
+    assert not space.counts.total()
 
 
 def test_kv_that_waits_for_its_state_stays(tmp_path):

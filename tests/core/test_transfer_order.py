@@ -73,15 +73,13 @@ class Launches:
             monkeypatch.setattr(module, "STAGING_BYTES", 1)  # half of a buffer holds one entry
         self.pools = Pools("cpu")
         self.entry_bytes = self.pools.pages_of[EntryKind.KV] * self.pools.page_bytes
-        monkeypatch.setattr(stores, "FIRST_BYTES", self.entry_bytes)
         self.arena = self.pools.arena
         device = torch.device("cpu")
         self.arena.stores.queue, self.arena.loads.queue = DeviceQueue(device), DeviceQueue(device, BUFFERS)
         self.arena.stores.stored = Event()  # a store that is on its way
         for owner, names in (
-            (self.arena.stores, ("_gather", "_store")),
-            (self.arena.copies, ("straight_to_pages", "sum")),
-            (self.arena.loads, ("_copy_from_pages", "_load")),
+            (self.arena.copies, ("gather", "to_pages", "to_staging")),
+            (self.arena.loads, ("_load",)),
         ):
             for name in names:
                 monkeypatch.setattr(owner, name, self._launches(name, getattr(owner, name)))
@@ -109,7 +107,7 @@ class Launches:
         """One launch, which does several things at a time."""
         stream = Stream.current[-1]
         for name in names:
-            if name.startswith(("_gather", "_store", "sum", "_load")):  # `straight_to_pages` needs no ids
+            if name.startswith(("gather", "to_pages", "_load")):
                 assert self._uploaded[name.split()[1]] in stream.known
             self.before[name] = set(stream.known)
         stream.known.update(names)
@@ -137,62 +135,26 @@ def test_stores_wait_for_what_they_need(world: Launches) -> None:
     before, pools = world.before, world.pools
     world.launch("forward")
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(3)])
-    world.arena.wait_for_stores()
+    world.arena.stores.wait()
     world.launch("next forward")
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in (3, 4)])
     for n in range(5):
-        assert {"forward", *(f"_gather {m}" for m in range(n))} <= before[f"_gather {n}"]
-        assert f"_gather {n}" in before[f"_store {n}"]
+        assert {"forward", *(f"gather {m}" for m in range(n))} <= before[f"gather {n}"]
+        assert f"gather {n}" in before[f"to_pages {n}"]
         # The half is free once its last entry is on its way to the host; the other half's may be in flight.
-        stored = {name for name in before[f"_gather {n}"] if name.startswith("_store")}
-        assert stored == {f"_store {m}" for m in range(n - 1)}
-    assert {f"_gather {n}" for n in range(3)} <= before["next forward"]
-
-
-def test_the_first_entries_of_a_store_go_straight_to_the_host(world: Launches) -> None:
-    """While the others are gathered. The model and loads wait for both, but not for the other copies to the host."""
-    before, pools = world.before, world.pools
-    world.launch("forward")
-    world.arena.stores.stored.is_over = True
-    world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)])
-    world.arena.carry_out([pools.unit(EntryKind.KV, 9, 20, a_load())])
-    world.arena.wait_for_stores()
-    world.launch("next forward")
-    world.arena.carry_out([pools.unit(EntryKind.KV, 2, 2)])  # behind a store that is on its way
-    assert [name for name in before if name.startswith("straight")] == ["straight_to_pages 0"]
-    assert {name for name in before if name.startswith("_gather")} == {"_gather 1", "_gather 2"}
-    assert "forward" in before["straight_to_pages 0"]
-    for launch in ("_gather 1", "sum 0"):
-        assert not {"straight_to_pages 0", "_store 1"} & before[launch]
-    for launch in ("_copy_from_pages 9", "next forward"):
-        assert {"forward", "straight_to_pages 0", "sum 0", "_gather 1"} <= before[launch]
-        assert "_store 1" not in before[launch]
-
-
-def test_the_first_entries_of_a_store_are_launched_before_the_others_are_prepared(world: Launches) -> None:
-    """The host link is busy while the CPU prepares the others."""
-    world.arena.stores.stored.is_over = True
-    world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(3)])
-    launches = [name.split()[0] for name in world.before]
-    assert launches == [
-        "straight_to_pages",
-        "_upload",
-        *2 * ["_gather", "_store"],
-        "sum",
-        *3 * ["put_sums"],
-        "show_sums",
-    ]
+        stored = {name for name in before[f"gather {n}"] if name.startswith("to_pages")}
+        assert stored == {f"to_pages {m}" for m in range(n - 1)}
+    assert {f"gather {n}" for n in range(3)} <= before["next forward"]
 
 
 def test_checksums_are_noted_after_they_are_computed_and_before_they_are_compared(world: Launches) -> None:
-    """By the gather, or where an entry is, if it goes straight to the host."""
-    world.arena.stores.stored.is_over = True
+    """By the gather."""
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(3)])
     load = a_load()
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 5 + n, n, load) for n in range(3)])
-    for n, computed in enumerate(("sum 0", "_gather 1", "_gather 2")):
+    for n in range(3):
         noted = f"put_sums {world.first_page(n)}"
-        assert computed in world.before[noted]
+        assert f"gather {n}" in world.before[noted]
         assert noted in world.before["_load 5"]
     assert not world.arena.loads.is_wrong(load)
     noted = {name for name in world.before if name.startswith("put_sums")}
@@ -209,15 +171,15 @@ def test_stores_to_the_same_pages_run_one_after_the_other(world: Launches) -> No
         world.pools.write(EntryKind.KV, device_id, 1.0 + device_id)
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, 5) for n in range(3)])
     assert noted == [[world.first_page(5)]] * 3
-    assert "straight_to_pages 0" in world.before["_store 1"] and "_store 1" in world.before["_store 2"]
-    assert {"_store 1", "_store 2"} <= world.before.keys()  # the model does not wait until they are on the host
+    assert "to_pages 0" in world.before["to_pages 1"] and "to_pages 1" in world.before["to_pages 2"]
+    assert {"to_pages 1", "to_pages 2"} <= world.before.keys()  # the model does not wait until they are on the host
     load = a_load()
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 7, 5, load)])
     assert not world.arena.loads.is_wrong(load) and world.pools.read(EntryKind.KV, 7)[0].unique().tolist() == [3.0]
 
 
-def test_what_was_launched_before_an_error_is_waited_for(world: Launches) -> None:
-    """An error that is not of one copy goes to the caller. The model and loads wait for the entries that are on their way."""
+def test_what_an_error_kept_from_the_host_is_not_there(world: Launches) -> None:
+    """An error that is not of one copy goes to the caller; its entries are not on the host."""
     world.arena.stores.stored.is_over = True
 
     def fails(*args: Any) -> Any:
@@ -231,96 +193,45 @@ def test_what_was_launched_before_an_error_is_waited_for(world: Launches) -> Non
     assert not any(world.arena.contents.holds(unit) for unit in units), "no checksum was computed"
     load = a_load()
     world.arena.carry_out([world.pools.unit(EntryKind.KV, 5, 0, load)])
-    world.arena.wait_for_stores()
-    world.launch("next forward")
     assert world.arena.loads.is_wrong(load)
-    for launch in ("_copy_from_pages 5", "next forward"):
-        assert "straight_to_pages 0" in world.before[launch]
-
-
-def test_an_entry_that_is_too_large_is_gathered(world: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model would wait for the host link."""
-    world.arena.stores.stored.is_over = True
-    monkeypatch.setattr(stores, "FIRST_BYTES", world.entry_bytes - 1)
-    world.arena.carry_out([world.pools.unit(EntryKind.KV, 0, 0)])
-    assert [name for name in world.before if name.startswith(("_gather", "_store"))] == ["_gather 0", "_store 0"]
 
 
 def test_small_pages_are_gathered(world: Launches) -> None:
-    """The engines pause after each copy."""
     world.arena.stores.stored.is_over = True
     world.arena.copies.by_engine = False
     world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
-    world.arena.wait_for_stores()
+    world.arena.stores.wait()
     world.launch("next forward")
-    assert {name for name in world.before if name.startswith(("_store", "straight"))} == {
-        f"_store {n}" for n in range(5)
-    }
-    assert {f"_gather {n}" for n in range(5)} <= world.before["next forward"]
-
-
-def test_what_cannot_be_summed_is_not_overwritten_while_others_are(
-    world: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error that is not logged must not end the wait for sums that were launched."""
-    world.arena.stores.stored.is_over = True
-    monkeypatch.setattr(stores, "FIRST_BYTES", 3 * world.entry_bytes)
-    run = world.arena.copies.sum
-
-    def second_fails(batch: Any) -> None:
-        if batch.units[0].device_id == 1:
-            raise TypeError("not a tensor")
-        run(batch)
-
-    monkeypatch.setattr(world.arena.copies, "sum", second_fails)
-    units = [world.pools.unit(EntryKind.KV, 0, 0), world.pools.unit(EntryKind.STATE, 1, 1)]
-    with pytest.raises(TypeError, match="not a tensor"):
-        world.arena.carry_out(units)
-    world.arena.wait_for_stores()
-    world.launch("next forward")
-    assert {"straight_to_pages 0", "straight_to_pages 1", "sum 0"} <= world.before["next forward"]
-
-
-def test_what_the_buffer_has_no_room_for_goes_straight_to_the_host(world: Launches) -> None:
-    """So the model waits for these, and not until half of the buffer has been copied, too."""
-    world.arena.stores.stored.is_over = True
-    world.arena.carry_out([world.pools.unit(EntryKind.KV, n, n) for n in range(5)])
-    world.arena.wait_for_stores()
-    world.launch("next forward")
-    assert {name for name in world.before if name.startswith("_store")} == {"_store 3", "_store 4"}
-    straight = {f"straight_to_pages {n}" for n in range(3)}
-    reads = ["sum 0", "sum 1", "sum 2", "_gather 3", "_gather 4"]
-    assert straight | set(reads) <= world.before["next forward"]
-    assert not {"_store 3", "_store 4"} & world.before["next forward"]
-    assert not any(straight & world.before[read] for read in reads), "these do not wait for the host link"
+    assert {name for name in world.before if name.startswith("to_pages")} == {f"to_pages {n}" for n in range(5)}
+    assert {f"gather {n}" for n in range(5)} <= world.before["next forward"]
 
 
 def test_what_shares_a_half_of_the_buffer_is_gathered_while_the_rest_is_copied(world: Launches) -> None:
     pools, staging = world.pools, world.arena.stores._staging
     staging.half_bytes, staging.memory = 2 * staging.half_bytes, staging.memory.repeat(2)
     world.arena.carry_out([pools.unit(EntryKind.KV, 0, 0), pools.unit(EntryKind.STATE, 1, 1)])
-    assert {"_gather 0", "_store 0", "_gather 1"} <= world.before["_store 1"]
-    assert "_store 0" not in world.before["_gather 1"]
+    assert {"gather 0", "to_pages 0", "gather 1"} <= world.before["to_pages 1"]
+    assert "to_pages 0" not in world.before["gather 1"]
 
 
 def test_copies_that_are_sent_later_do_not_wait_for_the_forward(world: Launches) -> None:
-    """Nor does the forward wait for them: nothing goes straight to the host, though no store is on its way."""
+    """Nor does the forward wait for them."""
     before, pools = world.before, world.pools
     world.arena.stores.stored.is_over = True
     world.launch("forward")
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(2)], send=False)
-    world.arena.wait_for_stores()
+    world.arena.stores.wait()
     world.launch("next forward")
-    assert {name.split()[0] for name in before} == {"forward", "_upload", "_gather", "next"}
-    assert {"forward", "_gather 0", "_gather 1"} <= before["next forward"]
-    world.arena.send()
+    assert {name.split()[0] for name in before} == {"forward", "_upload", "gather", "next"}
+    assert {"forward", "gather 0", "gather 1"} <= before["next forward"]
+    world.arena.stores.send()
     for n in range(2):
-        assert f"_gather {n}" in before[f"_store {n}"]
-        assert "next forward" not in before[f"_store {n}"]
-        assert f"_gather {n}" in before[f"put_sums {world.first_page(n)}"]
-    assert {"_store 0", "_store 1"} <= world.arena.stores.stored.known
+        assert f"gather {n}" in before[f"to_pages {n}"]
+        assert "next forward" not in before[f"to_pages {n}"]
+        assert f"gather {n}" in before[f"put_sums {world.first_page(n)}"]
+    assert {"to_pages 0", "to_pages 1"} <= world.arena.stores.stored.known
     launches = len(before)
-    world.arena.send()
+    world.arena.stores.send()
     assert len(before) == launches, "they are sent once"
 
 
@@ -355,13 +266,13 @@ def test_what_publication_queued_is_stored_after_the_forward_that_writes_it(worl
     moves.launch(send=False)
     world.launch("forward")
     moves.forward_launched()
-    assert "forward" in before["_gather 1"] and "_gather 1" in before["_store 1"]
-    assert world.options["_gather 1"]["beside"], "sampling does not wait for its programs"
+    assert "forward" in before["gather 1"] and "gather 1" in before["to_pages 1"]
+    assert world.options["gather 1"]["beside"], "sampling does not wait for its programs"
     world.launch("sampling")
-    assert "_gather 1" not in before["sampling"]
+    assert "gather 1" not in before["sampling"]
     moves.launch(send=False)
     world.launch("next forward")
-    assert "_gather 1" in before["next forward"] and "_store 1" not in before["next forward"]
+    assert "gather 1" in before["next forward"] and "to_pages 1" not in before["next forward"]
 
 
 def test_what_publication_queued_waits_for_a_controller_that_does_not_say_when_a_forward_is(world: Launches) -> None:
@@ -397,40 +308,39 @@ def test_what_needs_the_copies_to_the_host_sends_them(world: Launches) -> None:
     world.arena.stores.stored.is_over = True
     carry_out(pools.unit(EntryKind.KV, 0, 0), pools.unit(EntryKind.KV, 1, 1))
     carry_out(pools.unit(EntryKind.KV, 9, 20, a_load(1)))
-    assert {"_gather 0", "_gather 1"} <= before["_copy_from_pages 9"], "it may write there"
-    assert "_store 0" not in before, "a load of another entry"
+    assert {"gather 0", "gather 1"} <= before["to_staging 9"], "it may write there"
+    assert "to_pages 0" not in before, "a load of another entry"
     load = a_load(2)
     carry_out(pools.unit(EntryKind.KV, 10, 1, load))
-    assert {"_store 0", "_store 1"} <= before["_copy_from_pages 10"]
+    assert {"to_pages 0", "to_pages 1"} <= before["to_staging 10"]
     assert not world.arena.loads.is_wrong(load)
     carry_out(pools.unit(EntryKind.KV, 2, 2), pools.unit(EntryKind.KV, 3, 3))
     world.launch("forward")
     carry_out(pools.unit(EntryKind.KV, 4, 2))
-    assert "_store 2" in before["_gather 4"], "it takes its half of the buffer, and its pages"
-    assert not any("forward" in before[name] for name in ("_store 2", "_store 3")) and "_store 4" not in before
+    assert "to_pages 2" in before["gather 4"], "it takes its half of the buffer, and its pages"
+    assert not any("forward" in before[name] for name in ("to_pages 2", "to_pages 3")) and "to_pages 4" not in before
     carry_out(pools.unit(EntryKind.KV, 5, 6))
-    assert "_gather 5" in before and "_store 4" not in before, "there is room beside it"
+    assert "gather 5" in before and "to_pages 4" not in before, "there is room beside it"
     carry_out(pools.unit(EntryKind.KV, 11, 3, a_load(3)))
-    assert "_store 3" in before["_copy_from_pages 11"] and "_store 4" not in before, "a load of what was sent"
+    assert "to_pages 3" in before["to_staging 11"] and "to_pages 4" not in before, "a load of what was sent"
     carry_out(pools.unit(EntryKind.KV, 8, 2, a_load(4)))
-    assert {"_store 4", "_store 5"} <= before["_copy_from_pages 8"]
+    assert {"to_pages 4", "to_pages 5"} <= before["to_staging 8"]
     carry_out(pools.unit(EntryKind.KV, 6, 7))
     world.arena.finish()
-    assert "_store 6" in before
+    assert "to_pages 6" in before
 
 
 def test_copies_are_sent_where_the_buffer_or_a_page_is_needed_again(world: Launches) -> None:
-    """Behind a store that is on its way, so that nothing goes straight to the host."""
     before, pools = world.before, world.pools
     for n in range(6):
         pools.write(EntryKind.KV, n, 1.0 + n)
     world.arena.carry_out([pools.unit(EntryKind.KV, n, n) for n in range(3)], send=False)
-    assert "_store 0" in before["_gather 2"] and not {"_store 1", "_store 2"} & before.keys()
+    assert "to_pages 0" in before["gather 2"] and not {"to_pages 1", "to_pages 2"} & before.keys()
     world.arena.carry_out([pools.unit(EntryKind.KV, n, 5) for n in (3, 4, 5)], send=False)
-    assert {"_store 2", "_store 3"} <= before["_store 4"] and "_store 5" not in before
+    assert {"to_pages 2", "to_pages 3"} <= before["to_pages 4"] and "to_pages 5" not in before
     load = a_load()
     world.arena.carry_out([pools.unit(EntryKind.KV, 7, 5, load)], send=False)
-    assert "_store 5" in before["_copy_from_pages 7"]
+    assert "to_pages 5" in before["to_staging 7"]
     assert not world.arena.loads.is_wrong(load) and pools.read(EntryKind.KV, 7)[0].unique().tolist() == [6.0]
 
 
@@ -442,15 +352,15 @@ def test_loads_wait_for_what_they_need(world: Launches) -> None:
     world.arena.carry_out([pools.unit(EntryKind.KV, 5 + n, n % 2, load) for n in range(5)])
     world.arena.carry_out([pools.unit(EntryKind.KV, 10, 1, a_load(2))])
     for n in range(5, 11):
-        assert {"forward", "_gather 1", "_store 1"} <= before[f"_copy_from_pages {n}"]
-        assert f"_copy_from_pages {n}" in before[f"_load {n}"]
+        assert {"forward", "gather 1", "to_pages 1"} <= before[f"to_staging {n}"]
+        assert f"to_staging {n}" in before[f"_load {n}"]
         # Copies to one half go on while the other half is used.
-        loaded = {name for name in before[f"_copy_from_pages {n}"] if name.startswith("_load")}
+        loaded = {name for name in before[f"to_staging {n}"] if name.startswith("_load")}
         assert loaded == {f"_load {m}" for m in range(5, n - 1)}
-        assert f"_copy_from_pages {n + 1}" not in before[f"_load {n}"]
+        assert f"to_staging {n + 1}" not in before[f"_load {n}"]
     world.arena.loads.wait_for(load)
     world.launch("next forward")
     assert {f"_load {n}" for n in range(5, 10)} <= before["next forward"]
     # A store to a page, or from a block, that an unfinished load uses.
     world.arena.carry_out([pools.unit(EntryKind.KV, 3, 1)])
-    assert "_load 10" in before["_gather 3"]
+    assert "_load 10" in before["gather 3"]

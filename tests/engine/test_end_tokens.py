@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_hybrid_prefix.mcore.engine.sampling import EndsOfDrafts, end_tokens_of
+from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of, reject_ends
 from tests.harness.defect_helpers import WrongAnswer, defect, make_side
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
@@ -204,7 +204,6 @@ def test_end_tokens_of_a_request(fields, ends):
 def test_rejected_drafts_at_random():
     """Against a loop over rows and drafts."""
     generator = torch.Generator().manual_seed(0)
-    of_drafts = EndsOfDrafts()
     for _ in range(200):
         rows, width = (int(torch.randint(1, high, (1,), generator=generator)) for high in (5, 6))
         drafts = torch.randint(0, 6, (rows, width), generator=generator)
@@ -215,7 +214,7 @@ def test_rejected_drafts_at_random():
         right = [
             [-1 if token in own else token for token in row] for row, own in zip(drafts.tolist(), ends, strict=True)
         ]
-        of_drafts.reject(drafts, ends)
+        reject_ends(drafts, ends)
         assert drafts.tolist() == right
 
 

@@ -26,7 +26,7 @@ PREFIX = HybridPrefixConfig(mamba_gb=0.01)
 
 @pytest.fixture(autouse=True)
 def nothing_installed():
-    assert not installation.installed_rebindings()
+    assert not installation._applied.rebindings
     yield
     uninstall()
 
@@ -114,7 +114,7 @@ def test_uninstalling_restores_megatron(tiny):
     owners = [(cls, vars(cls)["__init__"]) for cls in upstream_classes()]
     install(PREFIX)
     install(PREFIX)
-    assert len(installation.installed_rebindings()) == len(patches.constructors(lambda: None)) == 4
+    assert len(installation._applied.rebindings) == len(patches.constructors(lambda: None)) == 4
     assert all(vars(cls)["__init__"] is not original for cls, original in owners)
     engine = ENGINE(tiny, CONFIG(tiny))
     uninstall()
@@ -324,12 +324,12 @@ def test_a_constructor_that_changed_is_an_error_that_names_it(monkeypatch, numbe
     with pytest.raises(UpstreamDriftError, match=f"{cls.__name__}.__init__.*something_else"):
         install(PREFIX)
     assert [vars(cls)["__init__"] for cls in upstream_classes()] == originals
-    assert not installation.installed_rebindings()
+    assert not installation._applied.rebindings
 
 
 def test_replacements_are_listed():
     install(PREFIX)
-    listed = installation.installed_rebindings()
+    listed = installation._applied.rebindings
     assert all(isinstance(item, Rebinding) and item.why for item in listed)
     assert [item.symbol.rsplit(".", 2)[-2] for item in listed] == [
         "MambaInferenceStateConfig",

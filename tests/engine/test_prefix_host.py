@@ -11,7 +11,7 @@ import torch
 
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers import entry_copies, loads, stores
+from megatron_hybrid_prefix.tiers import entry_copies, loads
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.cached import on_device as block_of
 from tests.harness.engine_helpers import random_tokens
@@ -82,8 +82,8 @@ def noted_launches(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> li
     order: list[str] = []
     model = served.engine.controller.inference_wrapped_model
     for owner, name in (
-        (stores.StoreCopies, "_gather"),
-        (stores.StoreCopies, "_store"),
+        (entry_copies.EntryCopies, "gather"),
+        (entry_copies.EntryCopies, "to_pages"),
         (loads.LoadCopies, "run"),
         (model, "run_one_forward_step"),
     ):
@@ -104,7 +104,7 @@ def test_a_forward_does_not_wait_until_copies_to_the_host_are_launched(model, mo
     order = noted_launches(served, monkeypatch)
     served.send(tokens(6, 7, seed=990), count=1)
     gathers = order.count("gather")
-    assert gathers and order.count("store") == gathers
+    assert gathers and order.count("pages") == gathers
     assert order[: gathers + 1] == [*gathers * ["gather"], "step"]
     served.check()
 
@@ -116,7 +116,7 @@ def test_copies_to_the_host_are_launched_at_once_if_nobody_says_when_a_forward_i
     push_out(served)
     order = noted_launches(served, monkeypatch)
     served.send(tokens(6, 7, seed=990), count=1)
-    assert order.index("gather") < order.index("store") < order.index("step")
+    assert order.index("gather") < order.index("pages") < order.index("step")
 
 
 @each_mode
@@ -128,8 +128,8 @@ def test_a_load_does_not_wait_until_copies_to_the_host_are_launched(model, mode,
     push_out(served)
     order = noted_launches(served, monkeypatch)
     served.send(prompt, count=1)
-    assert order.count("gather") == order.count("store")
-    assert order.index("gather") < order.index("run") < order.index("step") < order.index("store")
+    assert order.count("gather") == order.count("pages")
+    assert order.index("gather") < order.index("run") < order.index("step") < order.index("pages")
     served.check()
 
 
@@ -285,8 +285,7 @@ def test_a_fault_costs_time_only(model, case, fault, caplog, monkeypatch):
         raise RuntimeError("the copy engine is on fire")
 
     if fault == "store raises":
-        monkeypatch.setattr(arena.stores, "_store", fails)
-        monkeypatch.setattr(arena.copies, "straight_to_pages", fails)
+        monkeypatch.setattr(arena.copies, "to_pages", fails)
     push_out(served, count=5)
     monkeypatch.undo()
     assert on_device(served, prompt) == 0
@@ -443,11 +442,11 @@ def test_states_of_answers_and_preempted_requests_are_sent_after_the_next_forwar
     served.check()
     assert served.engine.evicted_request_count > 0
     between = [list(launches) for is_step, launches in groupby(order, lambda name: name == "step") if not is_step]
-    sent = [launches for launches in between[:-1] if "store" in launches]  # the last one is over: nothing waits
+    sent = [launches for launches in between[:-1] if "pages" in launches]  # the last one is over: nothing waits
     assert sent
     for launches in sent:
-        last = len(launches) - launches[::-1].index("store")
-        assert set(launches[:last]) == {"store"}, "what was gathered before the forward; the next waits"
+        last = len(launches) - launches[::-1].index("pages")
+        assert set(launches[:last]) == {"pages"}, "what was gathered before the forward; the next waits"
 
 
 def test_swapped_out_data_is_private_to_its_request(model):
@@ -484,7 +483,7 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     while not served.context.prefix_stats().tiers["host"].preempted:
         served.step()
     arena, tier = served.context.host_moves.arena, served.cache._store.host
-    arena.send()
+    arena.stores.send()
     for entry in tier.entries.private():
         arena.pages.memory[tier.entries.pages(entry)[0] * arena.pages.page_bytes] ^= 1
     served.run()

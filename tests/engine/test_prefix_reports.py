@@ -319,7 +319,7 @@ def mixers_of(model: Any) -> list[Any]:
 def test_a_built_model_is_served_and_given_back(model, mode):
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixPrefill
+    from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixMambaMixer
     from megatron_hybrid_prefix.mcore import restore_mixers, use_slot_mixers
 
     mixers = mixers_of(model)
@@ -328,7 +328,7 @@ def test_a_built_model_is_served_and_given_back(model, mode):
     prompt = tokens(2, 20, seed=1)
 
     ours = EngineHarness(model, async_sched_mode=mode)
-    assert all(isinstance(mixer, HybridPrefixPrefill) for mixer in mixers)
+    assert all(isinstance(mixer, HybridPrefixMambaMixer) for mixer in mixers)
     assert use_slot_mixers(model) == 0  # done already
     # Two engines around one model, one with caching off, in turns.
     off = EngineHarness(model, slots=None, async_sched_mode=mode)

@@ -18,8 +18,8 @@ from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
 from megatron_hybrid_prefix.ops.invariant.linear_triton import linear
-from megatron_hybrid_prefix.ops.invariant.log_softmax_triton import log_softmax
-from megatron_hybrid_prefix.ops.invariant.norm_triton import rms_norm
+from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
+from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from tests.harness.named_models import named

@@ -44,7 +44,7 @@ def mode(name):
 
 def forbid_syncs(engine):
     """Waiting for the GPU raises in plan, publish, and all parts of a forward that this package runs."""
-    from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixPrefill  # needs a platform that runs
+    from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixMambaMixer  # needs a platform that runs
     from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 
     context = engine.context
@@ -55,7 +55,7 @@ def forbid_syncs(engine):
         (context.prefill_step, ("prepare", "copy", "show")),
     ]
     names_of = {
-        HybridPrefixPrefill: ("prefill",),
+        HybridPrefixMambaMixer: ("prefill",),
         SlotLayer: ("slot_inputs", "slot_prefill", "slot_decode", "slot_outputs"),
     }
     parts += [

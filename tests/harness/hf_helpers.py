@@ -14,8 +14,8 @@ import torch
 
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import HybridModelConfig
-from megatron_hybrid_prefix.models.hf_weights import hf_shapes
 from tests.harness.engine_helpers import greedy, run_to_end
+from tests.harness.hf_state_dict import hf_shapes
 from tests.harness.limits import HANG_S
 
 REFERENCE = Path(__file__).parent / "workers" / "hf_reference.py"

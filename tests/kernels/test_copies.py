@@ -150,23 +150,6 @@ def test_merge(rows_a, rows_b, out_rows, pos):
     assert same(target, expected)
 
 
-def test_rows_checks():
-    a, out = torch.randn(4, 3), nan(4, 3)
-    with pytest.raises(ValueError, match="dtype"):
-        tensor_get_slice_after(a, out.double(), count(1))
-    with pytest.raises(ValueError, match="contiguous"):
-        tensor_merge(a, a.T.contiguous().T, count(1), out)
-    with pytest.raises(ValueError, match="do not fit"):
-        tensor_get_slice_after(a, nan(2, 3), count(1), check_bounds=True)
-    with pytest.raises(ValueError, match="position"):
-        tensor_merge(a, a, count(5), nan(9, 3), check_bounds=True)
-    with pytest.raises(ValueError, match="row shapes"):
-        tensor_merge(a, torch.randn(4, 2), count(1), out, check_bounds=True)
-    with pytest.raises(ValueError, match="do not fit"):
-        tensor_merge(a, a, count(1), nan(2, 3), check_bounds=True)
-    assert out.isnan().all()
-
-
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 3, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_update_skips_padding(shape, dtype):

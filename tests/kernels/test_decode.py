@@ -130,33 +130,6 @@ def test_parameters_that_differ_within_a_head():
                 torch.testing.assert_close(out[row, 0, h, p], y)
 
 
-def test_one_step_may_drop_the_step_dimension():
-    state, a = make(0, 3, 1, 2)
-    again = state.clone()
-    expected = selective_state_update(state, **a, dt_softplus=True)
-    flat = {k: v[:, 0] if k in ("x", "dt", "B", "C", "z") else v for k, v in a.items()}
-    out = selective_state_update(again, **flat, dt_softplus=True)
-    assert torch.equal(out, expected[:, 0])
-    assert torch.equal(again, state)
-
-
-@pytest.mark.parametrize("steps", [None, 2])
-def test_without_heads(steps):
-    full_state, full = make(0, 3, steps or 1, 1)
-    state, expected_state = full_state[:, 0].clone(), full_state[:, :1].clone()
-    one = {k: full[k][:, :, :1] for k in ("x", "dt", "z")} | {k: full[k] for k in ("B", "C")}
-    one |= {k: full[k][:1] for k in ("A", "D", "dt_bias")}
-    inter = torch.full((SLOTS, steps or 1, 1, DIM, DSTATE), NAN, dtype=torch.float64)
-    flat_inter = inter[:, :, 0].clone()
-    expected = selective_state_update(expected_state, **one, dt_softplus=True, intermediate_ssm_states=inter)
-    flat = {k: one[k][:, :, 0] if steps else one[k][:, 0, 0] for k in ("x", "dt", "z", "B", "C")}
-    flat |= {k: one[k][0] for k in ("A", "D", "dt_bias")}
-    out = selective_state_update(state, **flat, dt_softplus=True, intermediate_ssm_states=flat_inter)
-    assert torch.equal(out, expected[:, :, 0] if steps else expected[:, 0, 0])
-    assert torch.equal(state, expected_state[:, 0])
-    assert torch.equal(flat_inter[:3], inter[:3, :, 0])
-
-
 @pytest.mark.parametrize("changed", ["state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias"])
 def test_every_argument_matters(changed):
     state, a = make(0, 2, 2, 2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_hybrid_prefix.ops.invariant import linear_triton, log_softmax_triton, norm_triton
+from megatron_hybrid_prefix.ops.invariant import linear_triton, log_softmax, norm
 from megatron_hybrid_prefix.ops.invariant.linear_triton import Tile
 from tests.kernels import rounding
 
@@ -107,26 +107,24 @@ def test_a_product_of_no_rows():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("features", [12, 64, 300])
 def test_a_norm_is_within_its_bound_and_row_by_row(features, dtype, monkeypatch):
-    monkeypatch.setattr(
-        norm_triton, "_FEATURES", 128
-    )  # of 300 features it needs three reads, of 12 it takes rows together
+    monkeypatch.setattr(norm, "_FEATURES", 128)  # of 300 features it needs three reads, of 12 it takes rows together
     x, weight = rand(5, 11, features, dtype=dtype, gap=4), rand(6, features)
-    y = norm_triton.rms_norm(x, weight, 1e-3)
+    y = norm.rms_norm(x, weight, 1e-3)
     assert y.dtype == dtype and y.is_contiguous()
     wide, factor = x.double().cpu(), weight.double().cpu()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * factor
     allowed = rounding.allowed(exact, exact.abs() * (features + rounding.EXP + 6), dtype, truncated=DEVICE == "cpu")
     rounding.check(y.cpu(), exact, allowed)
-    assert torch.equal(torch.cat([norm_triton.rms_norm(part, weight, 1e-3) for part in parts_of(x)]), y)
+    assert torch.equal(torch.cat([norm.rms_norm(part, weight, 1e-3) for part in parts_of(x)]), y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [33, 512, 1000])
 def test_log_probs_are_within_their_bound_and_row_by_row(vocabulary, dtype, monkeypatch):
-    monkeypatch.setattr(log_softmax_triton, "_COLUMNS", 256)
+    monkeypatch.setattr(log_softmax, "_COLUMNS", 256)
     logits = rand(7, 9, vocabulary, dtype=dtype, gap=3)
     logits[:, 3] = float("-inf")  # a token that is not allowed
-    y = log_softmax_triton.log_softmax(logits)
+    y = log_softmax.log_softmax(logits)
     assert y.dtype == torch.float32 and bool((y[:, 3] == float("-inf")).all())
     exact = torch.log_softmax(logits.double().cpu(), -1)
     allowed_tokens = [i for i in range(vocabulary) if i != 3]
@@ -136,7 +134,7 @@ def test_log_probs_are_within_their_bound_and_row_by_row(vocabulary, dtype, monk
     spread = ((wide - top).exp() * (top - wide)).sum(-1, keepdim=True) / (wide - top).exp().sum(-1, keepdim=True)
     weighted = (wide - top).abs() + spread + vocabulary + 2 * rounding.EXP + 2 * exact.abs() + 2
     rounding.check(y.cpu()[:, allowed_tokens], exact, rounding.allowed(exact, weighted, torch.float32))
-    assert torch.equal(torch.cat([log_softmax_triton.log_softmax(part) for part in parts_of(logits)]), y)
+    assert torch.equal(torch.cat([log_softmax.log_softmax(part) for part in parts_of(logits)]), y)
 
 
 def test_the_bits_of_a_sum_depend_on_its_order():

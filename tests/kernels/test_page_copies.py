@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import random
-from functools import partial
 
 import pytest
 import torch
 
 from megatron_hybrid_prefix.ops import engine_copies, page_copies
-from megatron_hybrid_prefix.ops.engine_copies import copy_ranges, copy_to_host
-from megatron_hybrid_prefix.ops.page_copies import copy_pages, sum_entries
+from megatron_hybrid_prefix.ops.engine_copies import copy_ranges
+from megatron_hybrid_prefix.ops.page_copies import copy_pages
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 PAGES, ENTRIES, UNTOUCHED = 40, 5, -7
@@ -89,11 +88,6 @@ def test_each_byte_is_copied_and_summed(device, layers, shape, dtype, page_bytes
     assert memory.tolist() == after_memory
     assert words.tolist() == after_words
     assert [value % 2**64 for value in found.tolist()] == [value % 2**64 for value in sums]
-    found.fill_(UNTOUCHED)
-    sum_entries(entries, torch.tensor(ids, device=device), found, start_bytes=start)
-    assert [value % 2**64 for value in found.tolist()] == [value % 2**64 for value in sums], (
-        "of what is in the entries now"
-    )
 
 
 class Stream:
@@ -115,79 +109,6 @@ class BatchDriver:
             for each in zip(targets, sources, sizes, strict=True):
                 ctypes.memmove(*each)
         return self.error
-
-
-class Driver:
-    """What the driver's copy of boxes does, on the CPU. It takes no pitch above ``most_pitch``."""
-
-    def __init__(self, most_pitch):
-        self.most_pitch, self.calls = most_pitch, 0
-
-    def __call__(self, reference, stream):
-        it, self.calls = reference._obj, self.calls + 1
-        assert (it.source_type, it.target_type, stream) == (2, 1, 7)
-        assert it.width <= it.source_pitch <= self.most_pitch and it.width <= it.target_pitch
-        assert it.height <= min(it.source_height, it.target_height)
-        for plane in range(it.depth):
-            for line in range(it.height):
-                source = it.source_device + (plane * it.source_height + line) * it.source_pitch
-                target = it.target_host + (plane * it.target_height + line) * it.target_pitch
-                ctypes.memmove(target, source, it.width)
-        return 0
-
-
-def boxes_of(row_bytes, layer_bytes, page_bytes, start):
-    """Parts of a row that are whole layers in one page, or a part of a layer in one page."""
-    boxes = 0
-    for first in range(-start, row_bytes, page_bytes):
-        at, end = max(0, first), min(first + page_bytes, row_bytes)
-        head, whole = min(-at % layer_bytes, end - at), 0
-        if head < end - at:
-            whole = (end - at - head) // layer_bytes
-        boxes += (head > 0) + (whole > 0) + (at + head + whole * layer_bytes < end)
-    return boxes
-
-
-@pytest.mark.parametrize(
-    "way", ["host", "simulated driver", "far", *DEVICES[1:], pytest.param("cuda, far", marks=pytest.mark.gpu(gib=1))]
-)
-@pytest.mark.parametrize(("layers", "shape", "dtype", "page_bytes", "start"), CASES)
-def test_copies_to_the_host_by_the_engines(way, layers, shape, dtype, page_bytes, start, monkeypatch):
-    """Also from layers that are further apart than the driver's pitch ("far": for the simulated driver)."""
-    words, memory, ids, of_row = case(layers, shape, dtype, page_bytes, start)
-    after, layer_bytes = memory.tolist(), words.shape[-1]
-    for entry, pages in zip(ids, of_row, strict=True):
-        for at in range(layers * layer_bytes):
-            page, inside = divmod(start + at, page_bytes)
-            after[pages[page]][inside] = words[at // layer_bytes, entry, 1, at % layer_bytes].item()
-    if "far" in way:
-        monkeypatch.setattr(engine_copies, "_MOST_PITCH", words.stride(0) - 1)
-    driver, passed, turn_bytes = Driver(engine_copies._MOST_PITCH), [], 50
-    if "cuda" in way:
-        words, memory = words.cuda(), memory.pin_memory()
-    elif way != "host":
-        monkeypatch.setattr(engine_copies, "_driver_box_copy", lambda: driver)
-        monkeypatch.setattr(engine_copies, "_by_host", partial(engine_copies._by_engine, stream=Stream()))
-        monkeypatch.setattr(engine_copies, "_let_others_pass", passed.append)
-        monkeypatch.setattr(engine_copies, "TURN_BYTES", turn_bytes)
-    copy_to_host(entries_of(words, dtype, shape), memory, zip(ids, of_row, strict=True), start_bytes=start)
-    if "cuda" in way:
-        torch.cuda.synchronize()
-    assert memory.tolist() == after
-    if way in ("simulated driver", "far"):
-        assert driver.calls == len(ids) * boxes_of(layers * layer_bytes, layer_bytes, page_bytes, start)
-        # Each turn has `turn_bytes` at least, and ends with a box, which is in one page.
-        copied = len(ids) * layers * layer_bytes
-        assert copied // (turn_bytes + page_bytes) <= len(passed) <= copied // turn_bytes
-
-
-def test_places_outside_are_not_copied_to_the_host():
-    entries, memory = torch.zeros(1, 2, 62, dtype=torch.uint8), torch.zeros(4, 64, dtype=torch.uint8)
-    for entry, pages in ((2, (0,)), (-1, (0,)), (0, (4,)), (0, (-1,))):
-        with pytest.raises(AssertionError):
-            copy_to_host(entries, memory, [(entry, pages)])
-    with pytest.raises(ValueError, match=r"8 \+ 62 bytes do not fit in 1 pages of 64"):
-        copy_to_host(entries, memory, [(0, (1,))], start_bytes=8)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -316,9 +237,6 @@ def test_many_ranges_on_a_stream_of_their_own(to_host, batched, monkeypatch):
 
 @pytest.mark.gpu(gib=1)
 def test_a_refused_copy_is_an_error(monkeypatch):
-    monkeypatch.setattr(engine_copies, "_driver_box_copy", lambda: lambda *args: 700)
-    with pytest.raises(RuntimeError, match="cuMemcpy3DAsync returned error 700"):
-        copy_to_host(torch.zeros(1, 1, 8, device="cuda"), torch.zeros(1, 64, dtype=torch.uint8), [(0, (0,))])
     monkeypatch.setattr(engine_copies, "_driver_batch_copy", lambda: None)
     monkeypatch.setattr(engine_copies, "_driver_copy", lambda: lambda *args: 700)
     with pytest.raises(RuntimeError, match="cuMemcpyAsync returned error 700"):

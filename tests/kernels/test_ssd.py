@@ -357,19 +357,3 @@ def test_without_raw_states_only_the_final_ones_are_returned():
         args["x"], args["dt"], args["A"], args["B"], args["C"], 4, cu, last, seq, out, args["D"]
     )
     assert states.shape == (1, 4, 3, 5)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"), [("A", (3,)), ("D", (2, 3)), ("B", (4, 2, 5)), ("initial_states", (2, 4, 3, 5))]
-)
-def test_wrong_shapes_are_named(name, shape):
-    args = make([5]) | {name: torch.zeros(shape, dtype=torch.float64)}
-    with pytest.raises(ValueError, match=name):
-        scan(args, [5], 4)
-
-
-def test_a_chunk_longer_than_chunk_size_is_an_error():
-    with pytest.raises(ValueError, match=r"chunk \[0, 5\)"):
-        scan(make([5]), [5], 4, cuts=[[5]])
-    with pytest.raises(ValueError, match="power of 2"):
-        scan(make([5]), [5], 3)

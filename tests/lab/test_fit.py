@@ -14,8 +14,8 @@ from megatron_hybrid_prefix.lab.budget import plan_budget
 from megatron_hybrid_prefix.lab.capacity import sizes_of_config
 from megatron_hybrid_prefix.lab.fit import KEPT_FREE, fits, parameter_count
 from megatron_hybrid_prefix.models import get_preset
-from megatron_hybrid_prefix.models.hf_weights import hf_shapes
 from tests.harness.hf_helpers import MODELS, make_folder
+from tests.harness.hf_state_dict import hf_shapes
 
 GIB = 2**30
 

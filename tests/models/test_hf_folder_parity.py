@@ -16,7 +16,6 @@ pytest.importorskip("transformers")
 
 from megatron_hybrid_prefix.cli import convert
 from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder
-from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.hf_helpers import (
     BAMBA_ASKED,
@@ -29,6 +28,7 @@ from tests.harness.hf_helpers import (
     assert_same_answer,
     make_references,
 )
+from tests.harness.hf_state_dict import copy_hf_weights
 from tests.harness.workers.launch import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,10 @@ from megatron.core import parallel_state
 
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.hf.mapping import Rule, Source
-from megatron_hybrid_prefix.models.hf_weights import _belongs_here, copy_hf_weights, family_of, hf_shapes
+from megatron_hybrid_prefix.models.hf_weights import _belongs_here, family_of
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.hf_helpers import BAMBA, NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_NEXT
+from tests.harness.hf_state_dict import copy_hf_weights, hf_shapes
 
 CONFIGS = {"nemotron_h": NEMOTRON_H, "nemotron_h_experts": NEMOTRON_H_EXPERTS, "qwen3_next": QWEN3_NEXT, "bamba": BAMBA}
 

@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights
 from tests.harness.engine_helpers import greedy, run_to_end
 from tests.harness.hf_helpers import NEMOTRON_H as CONFIG
 from tests.harness.hf_helpers import (
@@ -21,6 +20,7 @@ from tests.harness.hf_helpers import (
     assert_same_answer,
     make_reference,
 )
+from tests.harness.hf_state_dict import copy_hf_weights
 
 pytestmark = pytest.mark.slow
 

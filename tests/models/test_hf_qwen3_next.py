@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("transformers")
 
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights
 from tests.harness.hf_helpers import QWEN3_NEXT as CONFIG
 from tests.harness.hf_helpers import (
     QWEN3_NEXT_ASKED,
@@ -20,6 +19,7 @@ from tests.harness.hf_helpers import (
     assert_same_answer,
     make_reference,
 )
+from tests.harness.hf_state_dict import copy_hf_weights
 from tests.harness.workers.launch import run_ranks
 
 pytestmark = pytest.mark.slow

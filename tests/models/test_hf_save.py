@@ -16,9 +16,9 @@ pytest.importorskip("safetensors")
 from megatron.core.inference.utils import InferenceMode
 
 from megatron_hybrid_prefix.models import build_hybrid_model, open_folder, save_hf_folder
-from megatron_hybrid_prefix.models.hf_weights import hf_shapes
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.hf_helpers import NEMOTRON_H, NEMOTRON_H_EXPERTS, PromptLogits
+from tests.harness.hf_state_dict import hf_shapes
 from tests.harness.limits import HANG_S
 from tests.harness.naive_model import NaiveHybridModel
 

@@ -312,7 +312,7 @@ def test_checked_before_the_first_engine_and_once(tiny, monkeypatch, fresh):
         fresh()
         with pytest.raises(UpstreamDriftError, match=r"DynamicInferenceEngine\.gone"):
             build()
-        assert not installation.installed_rebindings()
+        assert not installation._applied.rebindings
     uninstall()
     asked: list[str] = []
     monkeypatch.setattr(contract, "problem_of", lambda entry: asked.append(entry.name))

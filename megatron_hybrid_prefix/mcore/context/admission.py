@@ -79,7 +79,7 @@ class Admissions:
             req.num_cached_tokens = chunk.skip_tokens
         start = int(context.request_kv_length_offsets[row])
         plan = cache.plan(request_id, start, start + int(context.request_query_lengths[row]))
-        self._requests.put_in_step(known, plan)
+        self._requests.in_step[request_id] = known, plan
         context.decisions.note(
             lambda: (
                 f"request {request_id} shares KV blocks {chunk.shared}, gets {chunk.own}, computes [{start}, "

@@ -61,16 +61,21 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
     def available_blocks(self) -> int:
         return self.cache.blocks.available_count
 
-    @property
-    def evictable_blocks(self) -> int:
+    def get_evictable_block_count(self) -> int:
+        """Cached blocks that no request holds."""
         return self.cache.blocks.evictable_count
 
     @property
-    def cached_keys(self) -> Mapping[str, int]:
+    def kv_hash_to_block_id(self) -> Mapping[str, int]:
+        """Ids of cached blocks, by key in hex."""
         return self._cached_keys
 
-    def ref_counts(self) -> bytes:
-        return self.cache.blocks.ref_counts()
+    @property
+    def block_ref_counts(self) -> torch.Tensor:
+        """(total_count,) int32: live requests that hold each block. A copy: megatron's writes to it have no effect."""
+        counts = torch.zeros(block_counts(self).total, dtype=torch.int32)  # no request holds the dummy block
+        counts[:-1] = torch.frombuffer(bytearray(self.cache.blocks.ref_counts()), dtype=torch.int32)
+        return counts
 
     def take_routing(self, routing: Mapping[int, Any]) -> None:
         """Set the routing of KV blocks that were loaded back, by block id; None: the block has no routing."""

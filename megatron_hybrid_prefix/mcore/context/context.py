@@ -137,11 +137,8 @@ class HybridPrefixContext(SlotContext):
         self.enable_prefix_caching = True
         self.decisions = DecisionLog(self.config.pg_collection, is_on=prefix.check_ranks)
         assert self._budget is not None
-        self.moves = Moves(self)
-        host_fields: dict[str, Any] = {}
-        if prefix.host_gb and self.checkpoint_slots:
-            self.moves = HostMoves(self, prefix)
-            host_fields = self.moves.cache_fields
+        host = HostMoves.open(self, prefix) if prefix.host_gb and self.checkpoint_slots else None
+        self.moves = host or Moves(self)
         cache = self.prefix_cache = HybridPrefixCache(
             CacheSettings(
                 block_tokens=self.block_size_tokens,
@@ -154,20 +151,20 @@ class HybridPrefixContext(SlotContext):
                 beside=self._scores,
                 on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
                 routing_of=self._routing_of if self.moe_enable_routing_replay else None,
-                **host_fields,
+                **self.moves.cache_settings(),
             )
         )
         total_blocks, paused = self.layout.total_blocks, block_counts(self.kv_block_allocator).paused
         self.kv_block_allocator: HybridPrefixBlockAllocator = HybridPrefixBlockAllocator(
             self, total_blocks + 1, min(paused, total_blocks - 1), cache=cache
         )
-        if self.checkpoint_slots and (prefix.caches_answers or self.host_moves is not None):
+        if self.checkpoint_slots and (prefix.caches_answers or host is not None):
             self._decodes = DecodedStates(self, cache, keep=prefix.caches_answers)
         self.scored = ScoredPrompts(self, cache, self._scores)
         self._admissions = Admissions(self, cache, self._requests)
         self.moves.serve(cache)
-        if self.host_moves is not None:
-            self.loads = RequestLoads(self, cache, self.host_moves, self._requests)
+        if host is not None:
+            self.loads = RequestLoads(self, cache, host, self._requests)
         reports.report_start(self)
 
     def _routing_of(self, block_id: int) -> Any:
@@ -239,7 +236,8 @@ class HybridPrefixContext(SlotContext):
         self.checkpoint_slots = budget.layout.slots
         if prefix.mamba_gb is not None:
             slots = self.state_layout.slots_within(int(prefix.mamba_gb * 2**30))
-            self.checkpoint_slots = min_over_model_ranks(slots, config.pg_collection) or 0
+            # A stage without recurrent layers has room for any number.
+            self.checkpoint_slots = min_over_model_ranks(2**62 if slots is None else slots, config.pg_collection)
         return budget
 
     def zero_live_states(self, live_indices: list[int]) -> None:
@@ -324,13 +322,13 @@ class HybridPrefixContext(SlotContext):
 
     def step_plans(self) -> list[StepPlan]:
         """Plans of the cache for the next or running forward."""
-        return list(self._requests.plans())
+        return [plan for _, plan in self._requests.in_step.values()]
 
     def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int) -> PrefillSpan:
         """See SlotContext: by the cache's plan."""
-        plan = self._requests.plan_of(request_id)
-        if plan is None:  # rows that warm up CUDA graphs
+        if request_id not in self._requests.in_step:  # rows that warm up CUDA graphs
             return super().prefill_span(request_id, start_tokens, tokens, live_row)
+        _, plan = self._requests.in_step[request_id]
         assert self.shared_memory is not None
         row_of = self.shared_memory.row
         return PrefillSpan(
@@ -345,15 +343,15 @@ class HybridPrefixContext(SlotContext):
         """See upstream. The CPU waits for upstream's copies, and so for all launches before them. Loads are waited for afterwards."""
         self.moves.launch(send=False)
         done = super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
-        self.moves.wait_for_loads(self._requests.plans())
+        self.moves.wait_for_loads(self.step_plans())
         return done
 
     def forward_launched(self) -> None:
         """Do what need not precede a forward, nor wait for it: the device is busy now. Publish, and launch copies to the host."""
-        plans = self.step_plans()
-        if self._can_be_published(plans):
+        plans = len(self._requests.in_step)
+        if self._can_be_published():
             self._publish(failed=set())
-            self._published_plans = len(plans)
+            self._published_plans = plans
         self.moves.forward_launched()
 
     def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
@@ -361,8 +359,8 @@ class HybridPrefixContext(SlotContext):
 
     def step_sampled(self, logits: torch.Tensor) -> None:
         """See SlotContext. Keeps what later prompts need of a forward's logits."""
-        if requests := self._requests.in_step():
-            self.scored.capture(requests, logits)
+        if self._requests.in_step:
+            self.scored.capture(self._requests.in_step.values(), logits)
 
     # -- publish -------------------------------------------------------------------------------------------------------
 
@@ -405,13 +403,13 @@ class HybridPrefixContext(SlotContext):
         Also those whose prompt's log-probs another request promised and did not deliver.
         """
         failed = set() if self.loads is None else set(self.loads.failed())
-        for known in self._requests.in_step():
-            if known.plan is not None and known.scored is not None and known.scored.waits_for_promises:
+        for request_id, (known, _) in self._requests.in_step.items():
+            if known.scored is not None and known.scored.waits_for_promises:
                 known.scored.lose_step()
-                failed.add(known.plan.request_id)
+                failed.add(request_id)
         return failed
 
-    def _can_be_published(self, plans: list[StepPlan]) -> bool:
+    def _can_be_published(self) -> bool:
         """Whether what a forward that was just launched computes may be matched.
 
         False if something about it is known, or kept, only once it is over: whether loads were right, hits that are verified, log-probs
@@ -419,14 +417,13 @@ class HybridPrefixContext(SlotContext):
         """
         if self.prefix_config.verify_hits or self.moe_enable_routing_replay or self.is_creating_cuda_graphs:
             return False
-        scored = any(known.scored is not None for known in self._requests.in_step())
-        return not scored and all(plan.load is None for plan in plans)
+        return all(known.scored is None and plan.load is None for known, plan in self._requests.in_step.values())
 
     def _publish_rest(self) -> None:
         self._publish(failed=set() if self.loads is None else self.loads.failed())
 
     def _publish(self, *, failed: set[int]) -> None:
-        for known, plan in self._requests.take_plans():
+        for known, plan in self._requests.take_step():
             if plan.request_id in failed:
                 self.prefix_cache.fail_load(plan)
                 continue
@@ -445,7 +442,7 @@ class HybridPrefixContext(SlotContext):
 
     def _abandon_plans(self, reason: str) -> None:
         self.scored.forget_step()
-        for _, plan in self._requests.take_plans():
+        for _, plan in self._requests.take_step():
             self.prefix_cache.abandon(plan, reason)
 
     # -- decode --------------------------------------------------------------------------------------------------------
@@ -473,16 +470,14 @@ class HybridPrefixContext(SlotContext):
         """See upstream: finished, preempted and aborted requests release everything; blocks with a key stay cached."""
         request_ids = self.request_ids[request_indexes].tolist()
         if self._swapping_out:
-            assert self.loads is not None and self.host_moves is not None and self._decodes is not None
-            assert self.states is not None
+            assert self.host_moves is not None and self._decodes is not None and self.states is not None
             for request_id, live_index in zip(request_ids, self.live_indices[request_indexes].tolist(), strict=True):
                 slot = self.states.live.slot(live_index)
-                self.loads.swap_out(request_id, self._decodes.processed(live_index), slot)
+                self.prefix_cache.loads.swap_out(request_id, self._decodes.processed(live_index), slot)
             self.host_moves.launch(send=False)
         for request_id in request_ids:
-            plan = self._requests.take_plan(request_id)
-            if plan is not None:
-                self.prefix_cache.abandon(plan, "released")
+            if request_id in self._requests.in_step:
+                self.prefix_cache.abandon(self._requests.in_step.pop(request_id)[1], "released")
             self.prefix_cache.release(request_id)
         self.request_to_kv_block_ids[request_indexes] = -1
         assert self.states is not None

@@ -52,8 +52,7 @@ class _DecodeRows:
 
     def processed(self, first: int, last: int) -> NDArray[np.integer]:
         """Computed tokens of each row, (last - first,)."""
-        tokens: NDArray[np.integer] = self.begun_tokens[first:last] + self.forward_tokens[first:last]
-        return tokens
+        return self.begun_tokens[first:last] + self.forward_tokens[first:last]
 
 
 class DecodedStates:
@@ -180,5 +179,4 @@ class DecodedStates:
             rows, positions, tokens = rows[kept], positions[kept], tokens[kept]
         self._recent[rows, positions % self._ring_tokens] = tokens
         self._processed[own] = ends[-1]
-        last_starts: NDArray[np.int64] = starts[-1]
-        return last_starts
+        return starts[-1]

@@ -1,4 +1,4 @@
-"""`PrefixRequest`: what the context knows about a megatron request: its keys, cache options, match and plan. `RequestLoads`: its loads.
+"""`PrefixRequest`: what the context knows about a megatron request: its keys, cache options and match. `RequestLoads`: its loads.
 
 Set cache options as attributes of a request's sampling parameters (``sampling_params.add_attributes({...})``). So they pass
 through megatron's data-parallel coordinator:
@@ -15,7 +15,7 @@ through megatron's data-parallel coordinator:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,6 @@ class PrefixRequest:
         scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
         counted_tokens: Tokens that the statistics have: forwards of them, or of the request that it continues, were published.
         gave_up_fetch: Whether a load from the tier behind the host was late or missing. The request tries no other.
-        plan: Its latest plan. It counts for requests of `KnownRequests.in_step`.
     """
 
     chain: KeyChain
@@ -73,7 +72,6 @@ class PrefixRequest:
     scored: ScoredPrompt | None = None
     counted_tokens: int = 0
     gave_up_fetch: bool = False
-    plan: StepPlan | None = None
 
     def match(self, cache: HybridPrefixCache, length_tokens: int) -> Match:
         """Match the first ``length_tokens`` with the cache; at least one token remains to be computed."""
@@ -109,13 +107,16 @@ class KnownRequests:
     Args:
         scores: Log-probs of cached prompts.
         verify_hits: Share of the hits to recompute and compare.
+
+    Attributes:
+        in_step: What the next or running forward computes: requests and their plans, by request id, in the order of their rows.
     """
 
     def __init__(self, scores: ScoreTable, verify_hits: float = 0.0) -> None:
         self._scores, self._verify_hits = scores, verify_hits
         self._hits = 0
         self._entries: dict[int, PrefixRequest] = {}  # by id(), while the request lives
-        self._in_step: dict[int, PrefixRequest] = {}  # by request id, in the order of their rows
+        self.in_step: dict[int, tuple[PrefixRequest, StepPlan]] = {}
 
     def __len__(self) -> int:
         """Number of known requests: those that are still referenced."""
@@ -145,35 +146,10 @@ class KnownRequests:
         known = self.of(new, cache)
         known.counted_tokens = len(new.prompt_tokens) if old.generated_tokens else self.of(old, cache).counted_tokens
 
-    # -- the next or running forward -----------------------------------------------------------------------------------
-
-    def put_in_step(self, request: PrefixRequest, plan: StepPlan) -> None:
-        """Add the request to the next forward, with this plan."""
-        request.plan = plan
-        self._in_step[plan.request_id] = request
-
-    def in_step(self) -> list[PrefixRequest]:
-        """All requests in that forward."""
-        return list(self._in_step.values())
-
-    def plan_of(self, request_id: int) -> StepPlan | None:
-        """Plan of a request in that forward, or None."""
-        request = self._in_step.get(request_id)
-        return None if request is None else request.plan
-
-    def plans(self) -> Iterator[StepPlan]:
-        """Plans of all requests in that forward."""
-        return (request.plan for request in self._in_step.values() if request.plan is not None)
-
-    def take_plan(self, request_id: int) -> StepPlan | None:
-        """Remove a request from the forward; returns its plan."""
-        request = self._in_step.pop(request_id, None)
-        return None if request is None else request.plan
-
-    def take_plans(self) -> list[tuple[PrefixRequest, StepPlan]]:
-        """Remove all requests, as the forward is published or failed; returns them with their plans."""
-        taken = [(request, request.plan) for request in self._in_step.values() if request.plan is not None]
-        self._in_step.clear()
+    def take_step(self) -> list[tuple[PrefixRequest, StepPlan]]:
+        """Empty ``in_step``, as the forward is published or failed; returns what was there."""
+        taken = list(self.in_step.values())
+        self.in_step.clear()
         return taken
 
     def _take_sample(self) -> bool:
@@ -214,7 +190,7 @@ def _breakpoints(request_id: int, value: Any) -> tuple[int, ...]:
 
 
 class RequestLoads:
-    """Loads waiting requests back from the host, and swaps preempted requests out to it.
+    """Loads waiting requests back from the host.
 
     Args:
         context: The context.
@@ -291,13 +267,9 @@ class RequestLoads:
 
         All ranks call it after each forward, before one with loads is published. The requests must be recomputed.
         """
-        failed = self._moves.failed(self._requests.plans())
-        for known in self._requests.in_step() if failed else ():
-            load = None if known.plan is None else known.plan.load
-            if load is not None and load.state in (LoadState.MISSING, LoadState.LATE):
+        in_step = self._requests.in_step.values()
+        failed = self._moves.failed([plan for _, plan in in_step])
+        for known, plan in in_step:
+            if plan.load is not None and plan.load.state in (LoadState.MISSING, LoadState.LATE):
                 known.last, known.gave_up_fetch = None, True
         return failed
-
-    def swap_out(self, request_id: int, computed_tokens: int, live_slot: int) -> None:
-        """Swap a preempted request out to the host if there is room. Call `HostMoves.launch` afterwards."""
-        self._cache.loads.swap_out(request_id, computed_tokens, live_slot)

@@ -8,7 +8,7 @@ without such requests copy nothing. Where bits have to be equal, their log-probs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -48,21 +48,20 @@ class ScoredPrompts:
         )
         known.kept = ()
 
-    def capture(self, requests: Iterable[PrefixRequest], logits: torch.Tensor) -> None:
+    def capture(self, in_step: Collection[tuple[PrefixRequest, StepPlan]], logits: torch.Tensor) -> None:
         """Begin to copy the next logits that this forward adds. Call it before megatron copies the step's log-probs.
 
         Args:
-            requests: Requests with a plan in this forward.
+            in_step: Requests in this forward, and their plans.
             logits: (1, tokens, vocabulary) of the forward, on the device. The tokens of rows that decode come first.
         """
         wanted: list[tuple[ScoredPrompt, StepPlan, list[int]]] = []
-        planned = [(request, request.plan) for request in requests if request.plan is not None]
         writing = {
             request.chain.keys[checkpoint.position_tokens // self._cache.block_tokens - 1]
-            for request, plan in planned
+            for request, plan in in_step
             for checkpoint in plan.checkpoints
         }
-        for request, plan in planned:
+        for request, plan in in_step:
             scored = request.scored
             if scored is not None and request.write:
                 scored.next_logits.clear()

@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.upstream.config import InferenceConfig
-from megatron_hybrid_prefix.upstream.context import ChunkBlocks, ContextSeam, one_thread
+from megatron_hybrid_prefix.upstream.context import ContextSeam, one_thread
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
 
@@ -113,7 +113,10 @@ class SlotContext(ContextSeam):
         assert self.states is not None
         return self.states.live.rows(live_indices)
 
-    def layer_states(self, layer_number: int, *, intermediate: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """See upstream. States of a layer, by row."""
+        if not self.is_hybrid_model:
+            return super().mamba_states_cache(layer_number, intermediate)
         states = self.states_of_layer(layer_number, drafted=intermediate)
         return states["conv"], states["ssm"]
 
@@ -135,9 +138,6 @@ class SlotContext(ContextSeam):
             self.states = self.prefill_step = self.shared_memory = None
 
     # -- admit ---------------------------------------------------------------------------------------------------------
-
-    def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
-        return None
 
     def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
         """See upstream. Admits a request and plans its step."""

@@ -341,8 +341,7 @@ class HybridPrefixEngine(EngineSeam):
         options = SamplingOptions.of(request.sampling_params)
         if options is not None:
             self._row_options[request.request_id] = options
-        future: asyncio.Future[DynamicInferenceRequest] = self.requests[request.request_id].future
-        return future
+        return self.requests[request.request_id].future
 
     @property
     def _by_request(self) -> tuple[dict[int, Any], ...]:

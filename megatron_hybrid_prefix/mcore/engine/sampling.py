@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_hybrid_prefix.sampling import SamplingOptions
-from megatron_hybrid_prefix.upstream.controller import SamplingSeam
+from megatron_hybrid_prefix.upstream.names import Sampling
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
@@ -51,7 +51,7 @@ class RowRequest:
         return cls(options=options, prompt=first.prompt_tokens, answer=answer, drafts_before=drafts_before)
 
 
-class RowSampling(SamplingSeam):
+class RowSampling(Sampling):
     """Samples with megatron's backend, then again the rows whose requests have `SamplingOptions`.
 
     Args:
@@ -61,24 +61,45 @@ class RowSampling(SamplingSeam):
     """
 
     def __init__(self, backend: Any, generator: torch.Generator, source: Any) -> None:
-        super().__init__(backend)
-        self._generator, self._source = generator, source
+        self._backend, self._generator, self._source = backend, generator, source
 
-    @property
-    def samples_rows(self) -> bool:
-        return bool(self._source.row_options or self._source.replays)
-
-    def sampled(self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[tuple[int, int]]) -> None:
-        for row, (request_id, drafts_before) in enumerate(rows):
-            replay = self._source.replays.get(request_id, ())
-            at = len(self._source.record_of(request_id)[-1].generated_tokens) if replay else 0
+    def sample_kernel(
+        self,
+        logits: torch.Tensor,
+        n: int,
+        context: Any,
+        *args: Any,
+        gather_indices: torch.Tensor | None = None,
+        token_to_request_index: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See upstream. Sampling options that megatron does not have."""
+        kwargs |= {"gather_indices": gather_indices, "token_to_request_index": token_to_request_index}
+        tokens: torch.Tensor = self._backend.sample_kernel(logits, n, context, *args, **kwargs)
+        drafts, source = context.num_speculative_tokens, self._source
+        if (drafts and token_to_request_index is None) or not (source.row_options or source.replays):
+            return tokens  # which become drafts, or which are right
+        ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+        rows = [(request_id, 0) for request_id in ids]
+        if drafts:  # requests that decode come first, and have a row for each draft, too
+            decodes = context.num_decode_requests
+            rows[:decodes] = [(request_id, ahead) for request_id in ids[:decodes] for ahead in range(drafts + 1)]
+        for row, (request_id, drafts_before) in enumerate(rows[:n]):
+            replay = source.replays.get(request_id, ())
+            at = len(source.record_of(request_id)[-1].generated_tokens) if replay else 0
             if at < len(replay):
                 tokens[row] = replay[at]
                 continue
-            options = self._source.row_options.get(request_id)
+            options = source.row_options.get(request_id)
             if options is not None:
-                request = RowRequest.of(self._source.record_of(request_id), options, drafts_before)
-                tokens[row] = sample(logits[row], request, self._generator)
+                request = RowRequest.of(source.record_of(request_id), options, drafts_before)
+                own = logits[row] if gather_indices is None else logits[gather_indices[row : row + 1].long()][0]
+                tokens[row] = sample(own, request, self._generator)
+        return tokens
+
+    def log_probs_kernel(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See upstream. Passed on to megatron's backend."""
+        return self._backend.log_probs_kernel(*args, **kwargs)
 
 
 def sample(logits: torch.Tensor, request: RowRequest, generator: torch.Generator) -> torch.Tensor:
@@ -166,33 +187,21 @@ def end_tokens_of(params: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in (first, *more) if token is not None and token >= 0))
 
 
-class EndsOfDrafts:
-    """Rejects drafts that are an end token, and so all drafts after them.
+def reject_ends(drafts: torch.Tensor, ends: Sequence[tuple[int, ...]]) -> None:
+    """Set drafts that are an end token to -1, so that they and all drafts after them are rejected. Does not wait for the device.
 
     Megatron ends an answer if its newest token is ``termination_id``. It does not look at the drafts that a step accepted before
     that token.
 
     If the draft was right, the step samples the same token in its place, and the answer ends there. KV, states and log-probs of the drafts
     after it go as those of any rejected draft.
+
+    Args:
+        drafts: (rows, drafts) integer, on the device. Is changed.
+        ends: For each row: the request's end tokens.
     """
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, ...]] = []
-        self._tokens = torch.empty(0)  # (rows, most end tokens of a row) on the device, filled with -1
-
-    def reject(self, drafts: torch.Tensor, ends: list[tuple[int, ...]]) -> None:
-        """Set drafts that are an end token to -1. Does not wait for the device.
-
-        Args:
-            drafts: (rows, drafts) integer, on the device. Is changed.
-            ends: For each row: the request's end tokens.
-        """
-        if not any(ends):
-            return
-        if self._rows != ends:  # as a rule rows stay the same for many steps
-            most = max(map(len, ends))
-            padded = torch.tensor([[*row, *[-1] * (most - len(row))] for row in ends], dtype=torch.int64)
-            self._rows, self._tokens = ends, padded.pin_memory().to(drafts.device, non_blocking=True)
-        tokens = self._tokens
-        is_end = drafts == tokens if tokens.shape[1] == 1 else (drafts[:, :, None] == tokens[:, None, :]).any(dim=-1)
-        drafts.masked_fill_(is_end, -1)
+    most = max(map(len, ends), default=0)
+    if most:
+        padded = torch.tensor([[*row, *[-1] * (most - len(row))] for row in ends], dtype=torch.int64)
+        tokens = padded.to(drafts.device, non_blocking=True)  # so few bytes the driver reads at once
+        drafts.masked_fill_((drafts[:, :, None] == tokens[:, None, :]).any(dim=-1), -1)

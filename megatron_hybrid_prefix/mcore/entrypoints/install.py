@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints.patches import constructors
 from megatron_hybrid_prefix.platform import running_platform
 from megatron_hybrid_prefix.upstream.contract import check_contract
-from megatron_hybrid_prefix.upstream.rebinding import Applied, Rebinding, apply
+from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
 from megatron_hybrid_prefix.upstream.version import check_version
 
 _applied = Applied()
@@ -69,8 +69,3 @@ def installed(prefix: HybridPrefixConfig | None = None) -> Iterator[None]:
             install(before)
         else:
             uninstall()
-
-
-def installed_rebindings() -> tuple[Rebinding, ...]:
-    """The replacements in force."""
-    return tuple(_applied.rebindings)

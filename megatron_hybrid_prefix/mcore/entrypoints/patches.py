@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
@@ -22,10 +23,10 @@ def _accepting_subclasses(original: Callable[[Any], None]) -> Callable[[Any], No
 
 CONTEXT_IN_CUDA_GRAPHS = (
     Rebinding(
-        owner=modules.CUDA_GRAPHS,
-        name="_check_supported_type",
-        make=_accepting_subclasses,
-        why="graphs of layers accept megatron's exact context class only; replaced only if graphs are enabled",
+        modules.CUDA_GRAPHS,
+        "_check_supported_type",
+        _accepting_subclasses,
+        "graphs of layers accept megatron's exact context class only; replaced only if graphs are enabled",
         same_signature=True,
     ),
 )
@@ -121,33 +122,13 @@ def constructors(settings: Callable[[], HybridPrefixConfig | None]) -> tuple[Reb
         settings: Called for each new context; returns the settings of its cache. None: only contexts whose
             ``InferenceConfig`` has ``enable_prefix_caching`` get a cache.
     """
+    why_config = "scripts and megatron.training ask it, and it describes Mamba2 layers of a stage only"
+    why_context = "scripts, MegatronLLM and the static engine name the class"
+    why = "scripts and MegatronLLM name the class"
+    make_context = partial(_our_context, settings=settings)
     return (
-        Rebinding(
-            owner=modules.STATE_CONFIG_CLASS,
-            name="from_model",
-            make=_our_state_config,
-            why="scripts and megatron.training ask it, and it describes Mamba2 layers of a stage only",
-            same_signature=True,
-        ),
-        Rebinding(
-            owner=modules.DYNAMIC_CONTEXT_CLASS,
-            name="__init__",
-            make=lambda original: _our_context(original, settings),
-            why="scripts, MegatronLLM and the static engine name the class",
-            same_signature=True,
-        ),
-        Rebinding(
-            owner=modules.CONTROLLER_CLASS,
-            name="__init__",
-            make=_our_controller,
-            why="scripts and MegatronLLM name the class",
-            same_signature=True,
-        ),
-        Rebinding(
-            owner=modules.DYNAMIC_ENGINE_CLASS,
-            name="__init__",
-            make=_our_engine,
-            why="scripts and MegatronLLM name the class",
-            same_signature=True,
-        ),
+        Rebinding(modules.STATE_CONFIG_CLASS, "from_model", _our_state_config, why_config, same_signature=True),
+        Rebinding(modules.DYNAMIC_CONTEXT_CLASS, "__init__", make_context, why_context, same_signature=True),
+        Rebinding(modules.CONTROLLER_CLASS, "__init__", _our_controller, why, same_signature=True),
+        Rebinding(modules.DYNAMIC_ENGINE_CLASS, "__init__", _our_engine, why, same_signature=True),
     )

@@ -14,21 +14,10 @@ import torch
 
 from megatron_hybrid_prefix.errors import RankDisagreementError
 
-_NO_CLAIM = 2**62
 
-
-def min_over_model_ranks(value: int | None, pg_collection: Any = None) -> int | None:
-    """Minimum over all ranks that run the same requests; a collective.
-
-    Args:
-        value: This rank's value; None if it has none (no recurrent layers).
-        pg_collection: See the module.
-
-    Returns:
-        The minimum; None if no rank has a value.
-    """
-    least = _reduce(_NO_CLAIM if value is None else value, torch.distributed.ReduceOp.MIN, pg_collection)
-    return None if least == _NO_CLAIM else least
+def min_over_model_ranks(value: int, pg_collection: Any = None) -> int:
+    """Minimum over all ranks that run the same requests; a collective. ``pg_collection``: see the module."""
+    return _reduce(value, torch.distributed.ReduceOp.MIN, pg_collection)
 
 
 def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = None) -> T:

@@ -31,12 +31,8 @@ from megatron_hybrid_prefix.mcore.ranks.messages import (
     pack,
     unpack,
 )
-from megatron_hybrid_prefix.upstream.coordinator import (
-    CoordinatorSeam,
-    PrefixCachingCoordinatorPolicy,
-    get_pg_size,
-    replica_of,
-)
+from megatron_hybrid_prefix.upstream.config import PrefixCachingCoordinatorPolicy, get_pg_size
+from megatron_hybrid_prefix.upstream.coordinator import CoordinatorSeam, replica_of
 
 _MEET_MS = 50
 
@@ -117,8 +113,7 @@ class PrefixCoordinator(CoordinatorSeam):
         """See upstream. Of equally loaded replicas takes the one after the last choice."""
         loads = self.pending_requests
         if not loads:
-            name: bytes = super().get_least_loaded_data_parallel_rank()  # raises
-            return name
+            return super().get_least_loaded_data_parallel_rank()  # raises
         least = min(loads)
         in_turn = ((self._last_replica + 1 + step) % len(loads) for step in range(len(loads)))
         self._last_replica = next(replica for replica in in_turn if loads[replica] == least)

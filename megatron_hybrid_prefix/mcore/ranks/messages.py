@@ -72,8 +72,7 @@ class Routing:
 
 def pack(value: Any) -> bytes:
     """A frame with this value."""
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
-    return packed
+    return msgpack.packb(value, use_bin_type=True)
 
 
 def unpack(frame: bytes) -> Any:

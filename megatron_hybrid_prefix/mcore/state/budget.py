@@ -39,7 +39,7 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
         most = min(MOST_REQUESTS, config.max_tokens or MOST_REQUESTS)
         share = 0.5 if config.mamba_memory_ratio is None else config.mamba_memory_ratio
         fitting = int(share * cache_gb * 2**30) // request_bytes if request_bytes else most
-        requests = min_over_model_ranks(min(most, fitting), config.pg_collection) or 0
+        requests = min_over_model_ranks(min(most, fitting), config.pg_collection)
         requests = max(1, requests // multiple) * multiple
     return dataclasses.replace(
         config,
@@ -94,7 +94,7 @@ def agree_on_budget(
 
     def blocks_beside(own_slots: int) -> int:
         left = memory_bytes - own_bytes(state_bytes, own_slots=own_slots, drafts=drafts)
-        return (min_over_model_ranks(left // step_bytes, groups) or 0) - 1  # the last one is megatron's dummy block
+        return min_over_model_ranks(left // step_bytes, groups) - 1  # the last one is megatron's dummy block
 
     blocks = 0 if drafts else blocks_beside(1)
     live_states = blocks > page.page_blocks

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,10 @@ class Moves:
         """Use this cache."""
         self._cache = cache
 
+    def cache_settings(self) -> dict[str, Any]:
+        """Arguments for `CacheSettings`: those of a host tier."""
+        return {}
+
     def launch(self, *, send: bool = True) -> None:
         """Launch the queued copies. Call it before anything writes to a slot or block.
 
@@ -107,7 +111,7 @@ class Moves:
 
 
 class HostMoves(Moves):
-    """The host tier of one context.
+    """The host tier of one context. `open` makes it.
 
     Args:
         context: The context.
@@ -117,53 +121,63 @@ class HostMoves(Moves):
         ValueError: The shared tier cannot be used.
 
     Attributes:
-        arena: The host memory and its transfers; None if the memory could not be allocated.
-        cache_fields: Arguments for the cache. ``host_pages`` is 0 if the memory could not be allocated.
+        arena: The host memory and its transfers.
         sends_later: Whether `forward_launched` is called. The engine sets it if its controller does that.
     """
+
+    arena: HostArena
 
     def __init__(self, context: Any, prefix: HybridPrefixConfig) -> None:
         super().__init__(context)
         self.sends_later = False
         self._groups = context.config.pg_collection
-        tensors, block_tokens = self._tensors, context.block_size_tokens
-        own_bytes = {kind: sum(tensor[:, 0].nbytes for tensor in of_kind) for kind, of_kind in tensors().items()}
+        own_bytes = {kind: sum(tensor[:, 0].nbytes for tensor in of_kind) for kind, of_kind in self._tensors().items()}
         # Pipeline stages differ in their layers. All use the largest entry size, so that they decide alike.
         entry_bytes = {kind: max_over_model_ranks(size, self._groups) for kind, size in own_bytes.items()}
-        page_bytes = choose_page_bytes(entry_bytes.values())
-        pages_of = {kind: max(1, ceil_div(size, page_bytes)) for kind, size in entry_bytes.items()}
-        pages = min_over_model_ranks(int(prefix.host_gb * 2**30) // page_bytes, self._groups) or 0
-        self.arena: HostArena | None = None
+        self._page_bytes = choose_page_bytes(entry_bytes.values())
+        self._pages_of = {kind: max(1, ceil_div(size, self._page_bytes)) for kind, size in entry_bytes.items()}
         self._behind: TierBehind | None = None
         if prefix.shared is not None:
-            tier = self._open_tier(prefix, prefix.shared, own_bytes, block_tokens)
-            self._behind = TierBehind(tier, self._agree)
-            self._layout = self._layout_of(tensors(), block_tokens, context.state_layout)
+            self._behind = TierBehind(self._open_tier(prefix, prefix.shared, own_bytes), self._agree)
+
+    @classmethod
+    def open(cls, context: Any, prefix: HybridPrefixConfig) -> HostMoves | None:
+        """The host tier with its memory. None, and a warning, if some rank lacks the memory. A collective.
+
+        Raises:
+            ValueError: The shared tier cannot be used.
+        """
+        moves = cls(context, prefix)
+        pages = min_over_model_ranks(int(prefix.host_gb * 2**30) // moves._page_bytes, moves._groups)
+        is_here = False
         try:
-            self.arena = HostArena(
-                tensors,
+            if pages < sum(moves._pages_of.values()):
+                raise MemoryError("it has no room for a state and a KV block")
+            moves.arena = HostArena(
+                moves._tensors,
                 pages=pages,
-                page_bytes=page_bytes,
-                pages_of=pages_of,
-                device=tensors()[EntryKind.KV][0].device,
-                behind=self._behind,
+                page_bytes=moves._page_bytes,
+                pages_of=moves._pages_of,
+                device=moves._tensors()[EntryKind.KV][0].device,
+                behind=moves._behind,
             )
+            is_here = True
         except (RuntimeError, MemoryError) as error:
-            logger.warning("no host tier: cannot allocate %g GiB of pinned memory: %s", prefix.host_gb, error)
-        if pages < sum(pages_of.values()):
-            logger.warning("host_gb=%g has no room for a state and a KV block: there is no host tier", prefix.host_gb)
-            pages = 0
-        if not min_over_model_ranks(int(self.arena is not None), self._groups):
-            self.close()
-            pages = 0
-        self._page_bytes = page_bytes
-        self.cache_fields: dict[str, Any] = {
-            "host_pages": pages,
-            "host_kv_pages": pages_of[EntryKind.KV],
-            "host_state_pages": pages_of[EntryKind.STATE],
+            logger.warning("no host tier: cannot allocate host_gb=%g of pinned memory: %s", prefix.host_gb, error)
+        if min_over_model_ranks(int(is_here), moves._groups):
+            return moves
+        moves.close()
+        return None
+
+    def cache_settings(self) -> dict[str, Any]:
+        sizes = {
+            "host_pages": len(self.arena.pages.rows),
+            "host_kv_pages": self._pages_of[EntryKind.KV],
+            "host_state_pages": self._pages_of[EntryKind.STATE],
         }
-        if self._behind is not None and pages:
-            self.cache_fields |= {"behind": self._behind, "secret": self._secret, "adapter_secret": os.urandom(16)}
+        if self._behind is None:
+            return sizes
+        return {**sizes, "behind": self._behind, "secret": self._secret, "adapter_secret": os.urandom(16)}
 
     def _tensors(self) -> dict[EntryKind, list[torch.Tensor]]:
         """The device tensors by kind, each (1, KV blocks or rows of states, bytes)."""
@@ -171,13 +185,11 @@ class HostMoves(Moves):
         return {EntryKind.KV: [memory.kv_rows], EntryKind.STATE: [memory.state_rows]}
 
     def _agree(self, depth_blocks: int) -> int:
-        return min_over_model_ranks(depth_blocks, self._groups) or 0
+        return min_over_model_ranks(depth_blocks, self._groups)
 
     # -- the tier behind the host --------------------------------------------------------------------------------------
 
-    def _open_tier(
-        self, prefix: HybridPrefixConfig, url: str, entry_bytes: Mapping[EntryKind, int], block_tokens: int
-    ) -> Tier:
+    def _open_tier(self, prefix: HybridPrefixConfig, url: str, entry_bytes: Mapping[EntryKind, int]) -> Tier:
         def make_ranking() -> Any:
             policy = make_eviction_policy(prefix.eviction_policy)
             if isinstance(policy, SharesMemory):  # entries of both kinds share the budget
@@ -189,26 +201,13 @@ class HostMoves(Moves):
         kind, settings = parse_url(url)
         problem = ""
         try:
-            self._secret = settings.secret()
-            tier = kind(settings, block_tokens=block_tokens, make_ranking=make_ranking)
+            self._secret, self._weights_name = settings.secret(), settings.weights
+            tier = kind(settings, block_tokens=self._context.block_size_tokens, make_ranking=make_ranking)
         except (ValueError, OSError) as error:
             problem = str(error) if isinstance(error, ValueError) else f"shared: cannot use {url}: {error}"
         if max_over_model_ranks(int(bool(problem)), self._groups):
             raise ValueError(problem or "shared: another rank cannot use it")
-        self._weights_name = settings.weights
         return tier
-
-    def _layout_of(
-        self, tensors: Mapping[EntryKind, Sequence[torch.Tensor]], block_tokens: int, components: object
-    ) -> str:
-        """All that entries depend on, but for the model."""
-        shapes = {
-            kind.name: [
-                (tensor.shape[0], *tensor.shape[2:], str(tensor.dtype), tensor.device.type) for tensor in of_kind
-            ]
-            for kind, of_kind in tensors.items()
-        }
-        return repr((block_tokens, components, sorted(shapes.items()), place_in_model(self._groups)))
 
     def name_entries(self, model: Any) -> None:
         """Use the entries of this model's weights in the tier behind the host, if there is one.
@@ -216,20 +215,33 @@ class HostMoves(Moves):
         Args:
             model: This rank's part of the model. Its weights are read now, and again after they were invalidated.
         """
-        if self._behind is not None and "behind" in self.cache_fields:
-            self._behind.name_entries(Fingerprint(model, self._layout, weights=self._weights_name))
+        if self._behind is None:
+            return
+        shapes = {
+            kind.name: [
+                (tensor.shape[0], *tensor.shape[2:], str(tensor.dtype), tensor.device.type) for tensor in of_kind
+            ]
+            for kind, of_kind in self._tensors().items()
+        }
+        # All that entries depend on, but for the model.
+        layout = (
+            self._context.block_size_tokens,
+            self._context.state_layout,
+            sorted(shapes.items()),
+            place_in_model(self._groups),
+        )
+        self._behind.name_entries(Fingerprint(model, repr(layout), weights=self._weights_name))
 
     def drain(self, seconds: float) -> bool:
         """Wait until everything launched so far is in the tier behind the host, at most this long. Returns whether it is."""
-        return self.arena is None or self.arena.behind is None or self.arena.behind.drain(seconds)
+        return self.arena.behind is None or self.arena.behind.threads.drain(seconds)
 
     def close(self) -> None:
         """Free the memory."""
         if self._behind is not None:
             self._behind.tier.close()
-        if self.arena is not None:
+        if hasattr(self, "arena"):
             self.arena.close()
-            self.arena = None
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
@@ -238,31 +250,26 @@ class HostMoves(Moves):
 
         They also run after cancelled loads, whose blocks and slots may be reused.
         """
-        if self.arena is None:
-            super().launch(send=send)
-            return
-        self.arena.wait_for_stores()  # of what publication queued
+        self.arena.stores.wait()  # of what publication queued
         self._wait_for_cancelled()  # a block may move to where such a load writes
         send = send or not self.sends_later
         super().launch(send=send)
         if send:
-            self.arena.send()
+            self.arena.stores.send()
         self._wait_for_cancelled()
 
     def forward_launched(self) -> None:
-        """See Moves."""
-        if self.arena is None or not self.sends_later:
+        if not self.sends_later:
             return
-        self.arena.send()
+        self.arena.stores.send()
         units = [copy for copy in self._cache.take_copies(published=True) if isinstance(copy, BlockTransfer)]
         # Beside sampling, whose token somebody waits for.
         self.arena.carry_out(self._with_rows(units), send=False, beside=True)
-        self.arena.send()
+        self.arena.stores.send()
 
     def _transfer(self, units: list[BlockTransfer], *, send: bool) -> None:
-        assert self.arena is not None
         self.arena.carry_out(self._with_rows(units), send=send)
-        self.arena.wait_for_stores()
+        self.arena.stores.wait()
 
     def _with_rows(self, units: list[BlockTransfer]) -> list[BlockTransfer]:
         """The transfers; states on the device are named by their rows (`SharedMemory.row`), not by their slots."""
@@ -277,7 +284,6 @@ class HostMoves(Moves):
 
     def _wait_for_cancelled(self) -> None:
         """Makes the model's later launches run after loads that were given up: their blocks and slots may be reused."""
-        assert self.arena is not None
         for load in [load for load in self.arena.loads.running if not load.is_running]:
             self.arena.drop(load)
 
@@ -286,15 +292,12 @@ class HostMoves(Moves):
     def start_load(self, load: Load) -> None:
         """Launch a load that the cache has begun. What comes from the tier behind is launched when it has arrived."""
         self.launch(send=False)
+        load.rounds = -(-load.pages * self._page_bytes // BYTES_A_ROUND)
         if load.state is LoadState.FETCHING:
             assert self._behind is not None
             load.deadline_s = time.monotonic() + self._behind.tier.wait_s
         else:
-            self._is_launched(load)
-
-    def _is_launched(self, load: Load) -> None:
-        load.state = LoadState.COPYING
-        load.rounds = -(-load.pages * self._page_bytes // BYTES_A_ROUND)
+            load.state = LoadState.COPYING
 
     def fetch(self, load: Load, *, wait: bool) -> LoadState:
         """See whether the entries of a load that fetches have arrived from the tier behind, and launch it if they have.
@@ -309,17 +312,15 @@ class HostMoves(Moves):
             The load's state: it still fetches, is launched, or has failed.
         """
         arena = self.arena
-        assert arena is not None and arena.behind is not None
-        arena.send()
+        assert arena.behind is not None
+        arena.stores.send()
         arrived = arena.behind.fetched(load, max(0.0, load.deadline_s - time.monotonic()) if wait else 0.0)
         if arrived is None:
             own = LoadState.LATE if time.monotonic() >= load.deadline_s else LoadState.FETCHING
         else:
             own = LoadState.COPYING if arrived else LoadState.MISSING
         agreed = _FETCHED[max_over_model_ranks(_FETCHED.index(own), self._groups)]
-        if agreed is LoadState.COPYING:
-            self._is_launched(load)
-        elif agreed is not LoadState.FETCHING:
+        if agreed in (LoadState.MISSING, LoadState.LATE):
             arena.drop(load, zero=load.admitted)
         if agreed is not LoadState.FETCHING:
             self._cache.loads.end_fetch(load, agreed)
@@ -330,7 +331,6 @@ class HostMoves(Moves):
         for load in [plan.load for plan in plans if plan.load is not None]:
             state = self.fetch(load, wait=True) if load.state is LoadState.FETCHING else load.state
             if state is LoadState.COPYING and not load.awaited:
-                assert self.arena is not None
                 self.arena.loads.wait_for(load)
 
     def failed(self, plans: Iterable[StepPlan]) -> set[int]:
@@ -341,7 +341,6 @@ class HostMoves(Moves):
         loads = [plan.load for plan in plans if plan.load is not None]
         unknown = [load for load in loads if load.state is LoadState.COPYING]
         if unknown:
-            assert self.arena is not None
             flags = [int(self.arena.loads.is_wrong(load)) for load in unknown]
             flags = max_over_model_ranks(flags, self._groups)
             for load, is_wrong in zip(unknown, flags, strict=True):
@@ -353,33 +352,25 @@ class HostMoves(Moves):
         return {load.request_id for load in loads if load.state is not LoadState.ARRIVED}
 
     def finish(self) -> None:
-        """See Moves."""
         self.launch()
-        if self.arena is not None:
-            self.arena.finish()
+        self.arena.finish()
 
     def count(self, stats: PrefixStats) -> None:
         """Add this rank's transfers to the statistics."""
-        if self.arena is not None:
-            host = stats.tiers[HOST]
-            host.bytes_budget = self.arena.pages.memory.numel()
-            host.bytes_stored, host.bytes_loaded = self.arena.stores.bytes, self.arena.loads.bytes
-            times = [each.queue.seconds() for each in (self.arena.stores, self.arena.loads)]
-            host.seconds, host.seconds_waited = (sum(part) for part in zip(*times, strict=True))
-            if self.arena.behind is not None and SHARED in stats.tiers:
-                counted, moved = stats.tiers[SHARED], self.arena.behind.stats
-                moved.loads, moved.stores, moved.failed = counted.loads, counted.stores, counted.failed
-                stats.tiers[SHARED] = moved
+        arena, host = self.arena, stats.tiers[HOST]
+        host.bytes_budget = arena.pages.memory.numel()
+        host.bytes_stored, host.bytes_loaded = arena.stores.bytes, arena.loads.bytes
+        times = [each.queue.seconds() for each in (arena.stores, arena.loads)]
+        host.seconds, host.seconds_waited = (sum(part) for part in zip(*times, strict=True))
+        if arena.behind is not None and SHARED in stats.tiers:
+            counted, moved = stats.tiers[SHARED], arena.behind.stats
+            moved.loads, moved.stores, moved.failed = counted.loads, counted.stores, counted.failed
+            stats.tiers[SHARED] = moved
 
     def report(self) -> str:
         """Size of the host tier, and the tier behind it, in one line."""
-        fields = self.cache_fields
-        behind = (
-            f"; behind it: {type(self._behind.tier).__name__}"
-            if self._behind is not None and "behind" in fields
-            else ""
-        )
+        behind = "" if self._behind is None else f"; behind it: {type(self._behind.tier).__name__}"
         return (
-            f"host tier: {fields['host_pages']} pages of {self._page_bytes / 2**20:.3f} MiB, {fields['host_kv_pages']} for a "
-            f"KV block, {fields['host_state_pages']} for a state{behind}"
+            f"host tier: {len(self.arena.pages.rows)} pages of {self._page_bytes / 2**20:.3f} MiB, "
+            f"{self._pages_of[EntryKind.KV]} for a KV block, {self._pages_of[EntryKind.STATE]} for a state{behind}"
         )

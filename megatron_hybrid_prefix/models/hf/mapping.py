@@ -138,9 +138,9 @@ class Family(ABC):
     def mismatch(self, config: HybridModelConfig) -> str | None:
         """What of these dimensions no model of this family has, in a few words; None: nothing."""
 
-    @abstractmethod
     def canonical(self, name: str) -> str | None:
         """The name that the rules have for a tensor of a state dict; None: it is not read."""
+        return name
 
     @abstractmethod
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
@@ -152,6 +152,12 @@ class Family(ABC):
             config: The whole model's dimensions.
             names: Canonical names of the state dict; they decide where a family writes one thing in two ways.
         """
+
+
+def made_of(target: str, sources: Mapping[str, tuple[int, ...]], order: torch.Tensor | None = None) -> Rule:
+    """The rule of a parameter that is made of these tensors: names with their shapes."""
+    parts = tuple(Source(name=name, shape=shape) for name, shape in sources.items())
+    return Rule(target=target, sources=parts, order=order)
 
 
 def row_numbers(*counts: int) -> tuple[torch.Tensor, ...]:

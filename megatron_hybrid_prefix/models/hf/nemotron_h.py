@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
-from megatron_hybrid_prefix.models.hf.mapping import Family, Rule, Source, row_numbers
+from megatron_hybrid_prefix.models.hf.mapping import Family, Rule, Source, made_of, row_numbers
 
 # Nemotron-H's name of a layer's norm, then megatron's: with local layers, and where Transformer Engine fuses it.
-_NORMS = {
+NORMS = {
     "M": ("norm.weight", "mixer.in_proj.layer_norm_weight"),
     "*": ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
     "-": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
@@ -28,7 +28,6 @@ class NemotronH(Family):
     model_type = "nemotron_h"
 
     def mismatch(self, config: HybridModelConfig) -> str | None:
-        """See Family."""
         if config.activation != "relu2" or config.rotary_base is not None:
             return (
                 f"squared ReLU and no position embedding, not activation={config.activation!r} "
@@ -55,27 +54,20 @@ class NemotronH(Family):
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
         """See Family. Experts are matrices each in files, and stacks of matrices in a model in memory."""
         hidden = config.hidden_size
-        yield Rule(
-            target="embedding.word_embeddings.weight",
-            sources=(Source(name="model.embeddings.weight", shape=(config.vocab_size, hidden)),),
-        )
+        vocabulary = config.vocab_size, hidden
+        yield made_of("embedding.word_embeddings.weight", {"model.embeddings.weight": vocabulary})
         stacked = any(name.endswith(".mixer.experts.down_proj") for name in names)
         parts = {"M": mamba_parts(config), "*": attention_parts(config), "-": _mlp(config), "E": _shared(config)}
         for layer, symbol in enumerate(config.layer_pattern.replace("|", "")):
             ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-            norm = Source(name=f"{theirs}norm.weight", shape=(hidden,))
-            for target in _NORMS[symbol]:
-                yield Rule(target=ours + target, sources=(norm,))
+            for target in NORMS[symbol]:
+                yield made_of(ours + target, {f"{theirs}norm.weight": (hidden,)})
             for target, (sources, order) in parts[symbol].items():
-                made_of = tuple(Source(name=f"{theirs}mixer.{name}", shape=shape) for name, shape in sources.items())
-                yield Rule(target=ours + target, sources=made_of, order=order)
+                yield made_of(ours + target, {f"{theirs}mixer.{name}": shape for name, shape in sources.items()}, order)
             if symbol == "E":
                 yield from _experts(f"{ours}mlp.experts.local_experts.", f"{theirs}mixer.experts.", config, stacked)
-        yield Rule(target="decoder.final_norm.weight", sources=(Source(name="model.norm_f.weight", shape=(hidden,)),))
-        yield Rule(
-            target="output_layer.weight",
-            sources=(Source(name="lm_head.weight", shape=(config.vocab_size, hidden)),),
-        )
+        yield made_of("decoder.final_norm.weight", {"model.norm_f.weight": (hidden,)})
+        yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
 
 
 # Of a layer: megatron's name to Nemotron-H's names with their shapes, and the order of their rows.

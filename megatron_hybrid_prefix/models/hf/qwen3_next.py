@@ -5,12 +5,12 @@ One layer of Hugging Face is two of megatron's. Norms multiply by 1 + weight the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import torch
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
-from megatron_hybrid_prefix.models.hf.mapping import Family, Rule, Source, plus_one, row_numbers
+from megatron_hybrid_prefix.models.hf.mapping import Family, Rule, Source, made_of, plus_one, row_numbers
 
 
 class Qwen3Next(Family):
@@ -23,7 +23,6 @@ class Qwen3Next(Family):
     model_type = "qwen3_next"
 
     def mismatch(self, config: HybridModelConfig) -> str | None:
-        """See Family."""
         pattern = config.layer_pattern.replace("|", "")
         if set(pattern[::2]) - set("G*") or set(pattern[1::2]) - set("E-") or len(pattern) % 2:
             return f"a layer G or *, then one E or -, and so on, not layer_pattern={config.layer_pattern!r}"
@@ -45,7 +44,7 @@ class Qwen3Next(Family):
         """See Family. Experts are matrices each in files, and stacks of matrices in a model in memory."""
         hidden, vocabulary = (config.hidden_size,), (config.vocab_size, config.hidden_size)
         stacked = any(name.endswith(".mlp.experts.down_proj") for name in names)
-        yield _rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": vocabulary})
+        yield made_of("embedding.word_embeddings.weight", {"model.embed_tokens.weight": vocabulary})
         pattern = config.layer_pattern.replace("|", "")
         qkv, in_proj = _order_of_qkv(config), _order_of_in_proj(config) if config.count("G") else None
         for number, (mixer, feed_forward) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
@@ -68,12 +67,7 @@ class Qwen3Next(Family):
             else:
                 yield from _mlp(f"{ours}mlp.", f"{theirs}mlp.", config.hidden_size, config.ffn_hidden_size)
         yield _norm("decoder.final_norm.weight", "model.norm.weight", hidden)
-        yield _rule("output_layer.weight", {"lm_head.weight": vocabulary})
-
-
-def _rule(target: str, sources: Mapping[str, tuple[int, ...]], order: torch.Tensor | None = None) -> Rule:
-    made_of = tuple(Source(name=name, shape=shape) for name, shape in sources.items())
-    return Rule(target=target, sources=made_of, order=order)
+        yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
 
 
 def _norm(target: str, source: str, shape: tuple[int, ...]) -> Rule:
@@ -83,7 +77,7 @@ def _norm(target: str, source: str, shape: tuple[int, ...]) -> Rule:
 def _delta_net(ours: str, theirs: str, config: HybridModelConfig, order: torch.Tensor | None) -> Iterator[Rule]:
     hidden, heads = config.hidden_size, config.gdn_num_value_heads
     keys, values = config.gdn_num_key_heads * config.gdn_key_head_dim, heads * config.gdn_value_head_dim
-    yield _rule(
+    yield made_of(
         f"{ours}in_proj.weight",
         {
             f"{theirs}in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
@@ -91,11 +85,11 @@ def _delta_net(ours: str, theirs: str, config: HybridModelConfig, order: torch.T
         },
         order,
     )
-    yield _rule(f"{ours}conv1d.weight", {f"{theirs}conv1d.weight": (2 * keys + values, 1, config.d_conv)})
-    yield _rule(f"{ours}dt_bias", {f"{theirs}dt_bias": (heads,)})
-    yield _rule(f"{ours}A_log", {f"{theirs}A_log": (heads,)})
-    yield _rule(f"{ours}out_norm.weight", {f"{theirs}norm.weight": (config.gdn_value_head_dim,)})
-    yield _rule(f"{ours}out_proj.weight", {f"{theirs}out_proj.weight": (hidden, values)})
+    yield made_of(f"{ours}conv1d.weight", {f"{theirs}conv1d.weight": (2 * keys + values, 1, config.d_conv)})
+    yield made_of(f"{ours}dt_bias", {f"{theirs}dt_bias": (heads,)})
+    yield made_of(f"{ours}A_log", {f"{theirs}A_log": (heads,)})
+    yield made_of(f"{ours}out_norm.weight", {f"{theirs}norm.weight": (config.gdn_value_head_dim,)})
+    yield made_of(f"{ours}out_proj.weight", {f"{theirs}out_proj.weight": (hidden, values)})
 
 
 def _order_of_in_proj(config: HybridModelConfig) -> torch.Tensor:
@@ -114,7 +108,7 @@ def _order_of_in_proj(config: HybridModelConfig) -> torch.Tensor:
 def _attention(ours: str, theirs: str, config: HybridModelConfig, order: torch.Tensor) -> Iterator[Rule]:
     hidden, channels = config.hidden_size, config.kv_channels
     heads, kv = config.num_attention_heads * channels, config.num_query_groups * channels
-    yield _rule(
+    yield made_of(
         f"{ours}linear_qkv.weight",
         {
             f"{theirs}q_proj.weight": (2 * heads, hidden),
@@ -125,7 +119,7 @@ def _attention(ours: str, theirs: str, config: HybridModelConfig, order: torch.T
     )
     yield _norm(f"{ours}q_layernorm.weight", f"{theirs}q_norm.weight", (channels,))
     yield _norm(f"{ours}k_layernorm.weight", f"{theirs}k_norm.weight", (channels,))
-    yield _rule(f"{ours}linear_proj.weight", {f"{theirs}o_proj.weight": (hidden, heads)})
+    yield made_of(f"{ours}linear_proj.weight", {f"{theirs}o_proj.weight": (hidden, heads)})
 
 
 def _order_of_qkv(config: HybridModelConfig) -> torch.Tensor:
@@ -139,7 +133,7 @@ def _order_of_qkv(config: HybridModelConfig) -> torch.Tensor:
 
 def _experts(ours: str, theirs: str, config: HybridModelConfig, stacked: bool) -> Iterator[Rule]:
     hidden, width, experts = config.hidden_size, config.expert_ffn_hidden_size, config.num_moe_experts
-    yield _rule(f"{ours}router.weight", {f"{theirs}gate.weight": (experts, hidden)})
+    yield made_of(f"{ours}router.weight", {f"{theirs}gate.weight": (experts, hidden)})
     for expert in range(experts):
         target = f"{ours}experts.local_experts.{expert}."
         if stacked:
@@ -153,10 +147,10 @@ def _experts(ours: str, theirs: str, config: HybridModelConfig, stacked: bool) -
             yield from _mlp(target, f"{theirs}experts.{expert}.", hidden, width)
     shared = config.moe_shared_expert_intermediate_size
     yield from _mlp(f"{ours}shared_experts.", f"{theirs}shared_expert.", hidden, shared)
-    yield _rule(f"{ours}shared_experts.gate_weight", {f"{theirs}shared_expert_gate.weight": (1, hidden)})
+    yield made_of(f"{ours}shared_experts.gate_weight", {f"{theirs}shared_expert_gate.weight": (1, hidden)})
 
 
 def _mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[Rule]:
     gate_and_up = {f"{theirs}{part}_proj.weight": (width, hidden) for part in ("gate", "up")}
-    yield _rule(f"{ours}linear_fc1.weight", gate_and_up)
-    yield _rule(f"{ours}linear_fc2.weight", {f"{theirs}down_proj.weight": (hidden, width)})
+    yield made_of(f"{ours}linear_fc1.weight", gate_and_up)
+    yield made_of(f"{ours}linear_fc2.weight", {f"{theirs}down_proj.weight": (hidden, width)})

@@ -26,8 +26,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.is_cuda:
         from megatron_hybrid_prefix.ops.invariant.linear_triton import linear as on_gpu
 
-        y: torch.Tensor = on_gpu(x, weight)
-        return y
+        return on_gpu(x, weight)
     rows = x.reshape(-1, x.shape[-1])
     size = (weight.dtype, *weight.shape, torch.get_num_threads())
     if size not in _tile_rows:

@@ -51,25 +51,10 @@ def paged_varlen_attention_cuda(
     block_table: torch.Tensor,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of packed queries over a paged cache.
-
-    Args:
-        q: (total_q, heads, head_dim), CUDA.
-        k: (blocks, block_size_tokens, kv_heads, head_dim).
-        v: as k.
-        cu_seqlens_q: (requests + 1,), integer.
-        lengths: (requests,), int64: valid tokens of each request.
-        max_seqlen_q: the maximum queries of a request.
-        softmax_scale: multiplies the scores; None means head_dim ** -0.5.
-        window: (-1, 0): causal, no limit to the left.
-        block_table: (requests, max_blocks), integer.
-        return_lse: False.
-
-    Returns:
-        (out, None): out (total_q, heads, head_dim) in q's dtype; zero for padding rows and requests without keys.
+    """Causal attention of packed queries over a paged cache: the `attend` of `flash_attn_functions`.
 
     Raises:
-        NotImplementedError: another window, or `return_lse` is True.
+        NotImplementedError: another window than (-1, 0), or `return_lse` is True.
     """
     if window != (-1, 0):
         raise NotImplementedError(

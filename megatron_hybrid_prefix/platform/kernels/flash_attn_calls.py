@@ -10,21 +10,7 @@ from typing import Any
 
 import torch
 
-Attend = Callable[
-    [
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        int,
-        float | None,
-        tuple[int, int],
-        torch.Tensor,
-        bool,
-    ],
-    tuple[torch.Tensor, torch.Tensor | None],
-]
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # see `flash_attn_functions`
 FlashAttention = Callable[..., torch.Tensor | tuple[torch.Tensor | None, ...]]
 
 
@@ -49,12 +35,14 @@ def window_of(causal: bool, window_size: tuple[int, int] | None) -> tuple[int, i
 def flash_attn_functions(attend: Attend) -> tuple[FlashAttention, FlashAttention]:
     """Returns `flash_attn_varlen_func` and `flash_attn_with_kvcache`, computed by `attend`.
 
+    Their parameters mean the same. Both need a block table, and are causal with `causal`: the last query sits at the last key.
+
     Args:
         attend: called with the positional arguments
             q: (total_q, heads, head_dim), floating; rows past `cu_seqlens_q[-1]` are padding;
-            k: (blocks, block_size_tokens, kv_heads, head_dim);
+            k: (blocks, block_size_tokens, kv_heads, head_dim), floating; kv_heads divides heads;
             v: as k;
-            cu_seqlens_q: (requests + 1,), integer;
+            cu_seqlens_q: (requests + 1,), integer; repeats mark requests without queries;
             lengths: (requests,), int64: valid tokens of each request; its queries are the last of them;
             max_seqlen_q: the maximum queries of a request;
             softmax_scale: multiplies the scores; None means head_dim ** -0.5;
@@ -85,25 +73,13 @@ def flash_attn_functions(attend: Attend) -> tuple[FlashAttention, FlashAttention
         return_attn_probs: bool = False,
         block_table: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """Attention of packed queries over a paged cache.
+        """Attention of packed queries over a paged cache: `attend`.
 
-        Args:
-            q: (total_q, heads, head_dim), floating. Rows past `cu_seqlens_q[-1]` are padding.
-            k: (blocks, block_size_tokens, kv_heads, head_dim), floating; kv_heads divides heads.
-            v: as k.
-            cu_seqlens_q: (requests + 1,), integer; repeats mark requests without queries.
-            cu_seqlens_k: (requests + 1,), integer: only the differences matter, the valid tokens of each request.
-            max_seqlen_q: the maximum queries of a request.
-            max_seqlen_k: ignored.
-            softmax_scale: multiplies the scores; None means head_dim ** -0.5.
-            causal: whether keys after a query's position are hidden; the last query sits at the last key.
-            window_size: (left, right) tokens visible around a query's position, -1 for no limit.
-            return_attn_probs: whether to return the log-sum-exp too.
-            block_table: (requests, max_blocks), integer. Required.
+        Of `cu_seqlens_k`, (requests + 1,), only the differences matter, the valid tokens of each request; `max_seqlen_k` is
+        ignored.
 
         Returns:
-            out (total_q, heads, head_dim) in q's dtype, zero for rows that see no key and for padding; or
-            (out, lse, None) with lse (heads, total_q), float32 (float64 for float64 queries), +inf for those rows.
+            out, or with `return_attn_probs` (out, lse, None).
 
         Raises:
             NotImplementedError: dropout, softcap, ALiBi, no block table, or what `attend` does not support.
@@ -151,19 +127,11 @@ def flash_attn_functions(attend: Attend) -> tuple[FlashAttention, FlashAttention
 
         Args:
             q: (requests, steps, heads, head_dim), floating: the last `steps` positions of each request.
-            k_cache: (blocks, block_size_tokens, kv_heads, head_dim), floating; kv_heads divides heads.
-            v_cache: as k_cache.
             cache_seqlens: (requests,), integer, or one int: valid tokens, the queries included. Required.
-            block_table: (requests, max_blocks), integer. Required.
-            softmax_scale: multiplies the scores; None means head_dim ** -0.5.
-            causal: whether keys after a query's position are hidden; the last query sits at the last key.
-            window_size: (left, right) tokens visible around a query's position, -1 for no limit.
             num_splits: ignored; it affects speed only.
-            return_softmax_lse: whether to return the log-sum-exp too.
 
         Returns:
-            out (requests, steps, heads, head_dim) in q's dtype, zero for rows that see no key; or (out, lse) with lse
-            (requests, heads, steps), float32 (float64 for float64 queries), +inf for those rows.
+            out, of q's shape; or with `return_softmax_lse` (out, lse) with lse (requests, heads, steps).
 
         Raises:
             NotImplementedError: any other option is set, there is no block table or no lengths, or `attend` does not

@@ -7,20 +7,6 @@ Replaces `tensor_get_slice_after`, `tensor_merge` and `tensor_masked_update` of
 import torch
 
 
-def _check_alike(*tensors: torch.Tensor) -> None:
-    if len({(t.dtype, t.device) for t in tensors}) != 1:
-        raise ValueError("tensors must have the same dtype and device")
-    if not all(t.is_contiguous() for t in tensors):
-        raise ValueError("tensors must be contiguous")
-
-
-def _check_rows(pos: int, limit: int, *tensors: torch.Tensor) -> None:
-    if len({t.shape[1:] for t in tensors}) != 1:
-        raise ValueError(f"row shapes differ: {[tuple(t.shape[1:]) for t in tensors]}")
-    if not 0 <= pos <= limit:
-        raise ValueError(f"position {pos} is not in [0, {limit}]")
-
-
 def rows_and_slots(indices: torch.Tensor | None, batch: torch.Tensor) -> tuple[slice | torch.Tensor, torch.Tensor]:
     """Returns the rows of a step that are not padding, and their slots (or KV blocks).
 
@@ -53,17 +39,9 @@ def tensor_get_slice_after(
         input_tensor: (rows, ...), contiguous.
         output_tensor: (any rows, ...), contiguous, written in place.
         pos_on_device: (>= 1,), integer; the first element is the position.
-        check_bounds: whether to check row shapes, position and room.
-
-    Raises:
-        ValueError: dtype, device or contiguity differ, or a requested check failed.
+        check_bounds: ignored; megatron asks for no check.
     """
-    _check_alike(input_tensor, output_tensor)
     pos = int(pos_on_device.reshape(-1)[0])
-    if check_bounds:
-        _check_rows(pos, input_tensor.shape[0], input_tensor, output_tensor)
-        if input_tensor.shape[0] - pos > output_tensor.shape[0]:
-            raise ValueError(f"{input_tensor.shape[0] - pos} rows do not fit in {output_tensor.shape[0]}")
     count = min(input_tensor.shape[0] - pos, output_tensor.shape[0])
     if count > 0:
         output_tensor[:count] = input_tensor[pos : pos + count]
@@ -86,18 +64,10 @@ def tensor_merge(
         tensor_b: (rows_b, ...), contiguous.
         pos_on_device: (>= 1,), integer; the first element is the position.
         output_tensor: (rows, ...), contiguous, written in place; None means `tensor_a`.
-        check_bounds: whether to check row shapes, position and room.
-
-    Raises:
-        ValueError: dtype, device or contiguity differ, or a requested check failed.
+        check_bounds: ignored; megatron asks for no check.
     """
     output = tensor_a if output_tensor is None else output_tensor
-    _check_alike(tensor_a, tensor_b, output)
     pos = int(pos_on_device.reshape(-1)[0])
-    if check_bounds:
-        _check_rows(pos, tensor_a.shape[0], tensor_a, tensor_b, output)
-        if output.shape[0] < tensor_a.shape[0]:
-            raise ValueError(f"{tensor_a.shape[0]} rows do not fit in {output.shape[0]}")
     if output is not tensor_a:
         head = min(pos, output.shape[0])
         output[:head] = tensor_a[:head]

@@ -101,44 +101,6 @@ def _scan_chunk(
     return y, torch.exp(log_decay[:, -1])[:, None, None] * carried + added
 
 
-def _check(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    bounds: list[int],
-    seq_idx: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    initial_states: torch.Tensor | None,
-    last_chunk_indices: torch.Tensor,
-) -> None:
-    seqlen, nheads, headdim = x.shape
-    _, ngroups, dstate = B.shape
-    if chunk_size < 1 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size must be a power of 2, got {chunk_size}")
-    if nheads % ngroups:
-        raise ValueError(f"{nheads} heads do not divide into {ngroups} groups")
-    expected: dict[str, tuple[torch.Tensor | None, set[tuple[int, ...]]]] = {
-        "dt": (dt, {(seqlen, nheads)}),
-        "A": (A, {(nheads,)}),
-        "B": (B, {(seqlen, ngroups, dstate)}),
-        "C": (C, {(seqlen, ngroups, dstate)}),
-        "D": (D, {(nheads,), (nheads, headdim)}),
-        "z": (z, {(seqlen, nheads, headdim)}),
-        "seq_idx": (seq_idx, {(len(bounds) - 1,)}),
-        "initial_states": (initial_states, {(last_chunk_indices.shape[0], nheads, headdim, dstate)}),
-    }
-    for name, (tensor, shapes) in expected.items():
-        if tensor is not None and tuple(tensor.shape) not in shapes:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {' or '.join(map(str, shapes))}")
-    for start, end in pairwise(bounds):
-        if not 0 <= start <= end <= min(seqlen, start + chunk_size):
-            raise ValueError(f"chunk [{start}, {end}) does not fit chunk_size {chunk_size} and {seqlen} tokens")
-
-
 @torch.no_grad()
 def mamba_chunk_scan_combined_varlen(
     x: torch.Tensor,
@@ -193,14 +155,9 @@ def mamba_chunk_scan_combined_varlen(
     Returns:
         states (batch, nheads, headdim, dstate) after each sequence's last chunk, or (states, raw_states) with
         raw_states (nchunks, nheads, headdim, dstate), all in `state_dtype`.
-
-    Raises:
-        ValueError: shapes do not agree, `chunk_size` is no power of 2, or a chunk is longer than `chunk_size`.
     """
-    if seq_idx is None or cu_chunk_seqlens is None or last_chunk_indices is None:
-        raise ValueError("seq_idx, cu_chunk_seqlens and last_chunk_indices are required")
+    assert seq_idx is not None and cu_chunk_seqlens is not None and last_chunk_indices is not None
     bounds = cu_chunk_seqlens.tolist()
-    _check(x, dt, A, B, C, chunk_size, bounds, seq_idx, D, z, initial_states, last_chunk_indices)
     dtype = compute_dtype(x)
     nheads, headdim, dstate = x.shape[1], x.shape[2], B.shape[2]
     sequences = seq_idx.tolist()

@@ -133,8 +133,7 @@ def mamba_split_conv1d_scan_combined(
     x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (ngroups, -1)), C.unflatten(-1, (ngroups, -1))
     dt = F.softplus(dt.to(dtype) + dt_bias.to(dtype))
     y = chunked_scan(x, dt, A.to(dtype), B, C, chunk_size) + x * D.to(dtype).view(heads, -1)
-    gated: torch.Tensor = (y.flatten(-2) * F.silu(z.to(dtype))).to(zxbcdt.dtype)
-    return gated
+    return (y.flatten(-2) * F.silu(z.to(dtype))).to(zxbcdt.dtype)
 
 
 def mamba_chunk_scan_combined(

@@ -12,9 +12,9 @@ from pathlib import Path
 from safetensors import safe_open
 
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.hf_helpers import QWEN3_NEXT, gaps, load_reference
+from tests.harness.hf_state_dict import copy_hf_weights
 from tests.harness.workers.launch import write_findings
 
 

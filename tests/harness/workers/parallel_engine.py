@@ -8,9 +8,9 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from megatron_hybrid_prefix.models.hf_weights import copy_hf_weights, hf_shapes
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down, undo_platform
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+from tests.harness.hf_state_dict import copy_hf_weights, hf_shapes
 from tests.harness.workers.launch import write_findings
 
 LENGTHS = (257, 1, 128, 3, 600, 2, 256, 127, 129, 255)
