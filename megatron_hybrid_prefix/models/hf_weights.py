@@ -28,7 +28,8 @@ class Copy:
     Attributes:
         parameter: The parameter, or this rank's part of it.
         rule: How the unsharded parameter is made.
-        rows, columns: This rank's part of it, as of `Rule.read`.
+        rows: Ranges (start, stop) of its rows that this rank has, one after the other; None: all.
+        columns: Range of its second dimension that this rank has; None: all.
     """
 
     parameter: torch.Tensor
@@ -42,12 +43,12 @@ def plan_copies(
 ) -> tuple[dict[str, Any], list[Copy]]:
     """Check a Hugging Face state dict against ``model``, whatever its tensor-, pipeline- and expert-parallel layout.
 
-    Nothing of the values is read, except where the embedding is the output layer and the state dict has both.
+    Nothing of the values is read.
 
     Args:
         model: This rank's shard, as `build_hybrid_model` returned it.
-        state_dict: Unsharded tensors by name, or what is sliced as they are and has ``get_shape`` (slices of a safetensors
-            file). Weights of multi-token-prediction layers (``mtp.``) are left out.
+        state_dict: Unsharded weights by name: what has their ``shape``. Weights of multi-token-prediction layers (``mtp.``)
+            are left out.
         config: The whole model's dimensions.
         model_type: Hugging Face's name of the family; None: the one that has such dimensions.
         source: What errors call the state dict.
@@ -58,7 +59,7 @@ def plan_copies(
     Raises:
         ValueError: No such family, or no model of it has these dimensions; or a weight is missing, unknown or has another
             shape, or the model has one that the family lacks; or no parameter takes a weight; or the embedding is the output
-            layer of ``config``, and the state dict has another.
+            layer of ``config``, and the state dict has one.
     """
     family = family_of(config, model_type)
     weights = {}
@@ -66,6 +67,8 @@ def plan_copies(
         canonical = family.canonical(name)
         if canonical is not None:
             weights[canonical] = value
+    if config.tie_embeddings and "lm_head.weight" in weights:
+        raise ValueError(f"tie_embeddings=True, but {source} has an lm_head.weight: use tie_embeddings=False")
     rules = {rule.target: rule for rule in family.rules(config, weights)}
     optional = {"lm_head.weight"} if config.tie_embeddings else set[str]()
     _check_shapes(weights, shapes_of(rules.values()), optional, source)
@@ -74,9 +77,6 @@ def plan_copies(
         if name not in rules:
             raise ValueError(f"the model has a weight that {family.model_type} lacks: {name}")
         part = _part_of_this_rank(name, parameter, config, rules[name].shape)
-        tied = name == EMBEDDING and config.tie_embeddings and "lm_head.weight" in weights
-        if tied and not torch.equal(rules[OUTPUT].read(weights, **part), rules[name].read(weights, **part)):
-            raise ValueError("tie_embeddings=True, but lm_head.weight is not the embedding")
         copies.append(Copy(parameter=parameter, rule=rules[name], **part))
         found.add(name)
     _check_every_source_is_taken(rules.values(), found, model, config)
@@ -118,9 +118,10 @@ def _check_shapes(
         if name not in weights:
             continue
         value = weights[name]
-        shape = tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape)
-        if shape != wanted:
-            raise ValueError(f"{name}{_place(value)} has shape {shape}, the model's dimensions require {wanted}")
+        if tuple(value.shape) != wanted:
+            raise ValueError(
+                f"{name}{_place(value)} has shape {tuple(value.shape)}, the model's dimensions require {wanted}"
+            )
 
 
 def _place(weight: Any) -> str:
@@ -171,7 +172,7 @@ def _belongs_here(model: Any, config: HybridModelConfig) -> Callable[[str], bool
 def _part_of_this_rank(
     name: str, parameter: torch.Tensor, config: HybridModelConfig, shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Arguments of `Rule.read`; ``shape`` is that of the unsharded parameter."""
+    """``rows`` and ``columns`` of a `Copy`; ``shape`` is that of the unsharded parameter."""
     from megatron.core import parallel_state
 
     partitioned = ranges_of_this_rank(name, parameter, config)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron_hybrid_prefix.models import HybridModelConfig
+from megatron_hybrid_prefix.models.hf.mapping import Rule
 from megatron_hybrid_prefix.models.hf_weights import family_of, plan_copies, shapes_of
 
 
@@ -20,8 +21,28 @@ def copy_hf_weights(
 
     weights, copies = plan_copies(model, state_dict, config, model_type, source="the state dict")
     for copy in copies:
-        copy.parameter.copy_(copy.rule.read(weights, rows=copy.rows, columns=copy.columns))
+        copy.parameter.copy_(read(copy.rule, weights, rows=copy.rows, columns=copy.columns))
     invalidate_layers(model)
+
+
+def read(
+    rule: Rule,
+    weights: Mapping[str, Any],
+    *,
+    rows: Sequence[tuple[int, int]] | None = None,
+    columns: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """The parameter of a rule, or a part of it as of `Copy`, from tensors by name; nothing else of them is touched."""
+    pieces = []
+    for run in rule.runs(rows):
+        where: tuple[int | slice, ...] = (slice(run.start, run.stop),)
+        if run.source.at is not None:
+            where = (run.source.at, *where)
+        if columns is not None:
+            where = (*where, slice(*columns))
+        pieces.append(weights[run.source.name][where])
+    found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return found if rule.finish is None else rule.finish(found)
 
 
 def hf_shapes(config: HybridModelConfig, model_type: str | None = None) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -68,39 +68,11 @@ class Rule:
         rows = sum(source.part_shape[0] for source in self.sources) if self.order is None else len(self.order)
         return (rows, *self.sources[0].part_shape[1:])
 
-    def read(
-        self,
-        weights: Mapping[str, Any],
-        *,
-        rows: Sequence[tuple[int, int]] | None = None,
-        columns: tuple[int, int] | None = None,
-    ) -> torch.Tensor:
-        """The parameter, or a part of it; nothing else of the sources is touched.
-
-        Args:
-            weights: By name, tensors or what is sliced as tensors are (``safe_open(...).get_slice(name)``).
-            rows: Ranges (start, stop) of the parameter's rows, one after the other; None: all.
-            columns: Range of its second dimension; None: all.
-
-        Returns:
-            The rows and columns asked for. It may be a view of a source.
-        """
-        pieces = []
-        for run in self.runs(rows):
-            where: tuple[int | slice, ...] = (slice(run.start, run.stop),)
-            if run.source.at is not None:
-                where = (run.source.at, *where)
-            if columns is not None:
-                where = (*where, slice(*columns))
-            pieces.append(weights[run.source.name][where])
-        found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return found if self.finish is None else self.finish(found)
-
     def runs(self, rows: Sequence[tuple[int, int]] | None = None) -> Iterator[Run]:
         """Neighbouring rows of one source, in the order of the parameter's rows.
 
         Args:
-            rows: As of `read`.
+            rows: Ranges (start, stop) of the parameter's rows, one after the other; None: all.
         """
         counts = [source.part_shape[0] for source in self.sources]
         wanted = [(0, self.shape[0])] if rows is None else rows

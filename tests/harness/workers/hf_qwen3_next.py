@@ -25,8 +25,9 @@ class CountedSlice:
         self._slice = file.get_slice(name)
         self.values_read = 0
 
-    def get_shape(self):
-        return self._slice.get_shape()
+    @property
+    def shape(self):
+        return tuple(self._slice.get_shape())
 
     def __getitem__(self, where):
         found = self._slice[where]
