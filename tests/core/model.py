@@ -311,7 +311,7 @@ class ModelEngine:
 
     def kept_slots(self) -> set[int]:
         """Slots with a state that can be resumed from."""
-        return {node.slot for node in [node for node in self.cache.nodes() if node.slot >= 0]}
+        return {node.slot for node in self.cache.nodes() if node.slot >= 0}
 
     def on_host(self, kind: EntryKind) -> set[Content]:
         """What the entries on the host should hold, by tag. (Their real contents may be garbage.)"""
@@ -584,7 +584,7 @@ class ModelEngine:
         if not self.grow(request, end):
             return None
         self.forget_lost()
-        self.probationary = {node for node in [node for node in self.cache.nodes() if node.slot >= 0] if is_guess(node)}
+        self.probationary = {node for node in self.cache.nodes() if node.slot >= 0 and is_guess(node)}
         asked = {position: reason for position, reason in self.live(request).boundaries if start < position <= end}
         before, stats = self.on_slots(), self.cache.stats()
         room = self.free_places()
@@ -613,7 +613,7 @@ class ModelEngine:
 
     def on_slots(self) -> dict[int, Node]:
         """The states on the device, by slot."""
-        return {node.slot: node for node in [node for node in self.cache.nodes() if node.slot >= 0]}
+        return {node.slot: node for node in self.cache.nodes() if node.slot >= 0}
 
     def is_full(self) -> bool:
         """Whether there are as many cached states as allowed."""

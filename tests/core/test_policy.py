@@ -78,11 +78,6 @@ def test_the_default_guesses(prompt_tokens, block_tokens):
     assert set(range(interval, prompt_tokens + 1, interval)) <= found
 
 
-def test_the_default_interval_of_usual_prompts():
-    found = [default_interval_tokens(prompt_tokens, 256) for prompt_tokens in (1, 4096, 4097, 8192, 8500, 100_000)]
-    assert found == [256, 256, 512, 512, 768, 6400]
-
-
 @given(st.lists(st.integers(1, 50), unique=True), st.lists(st.integers(1, 49), unique=True))
 def test_each_boundary_is_in_one_span_whatever_the_cuts(positions, cuts):
     boundaries = [Boundary(position, TAIL) for position in sorted(positions)]
