@@ -202,7 +202,8 @@ def test_no_file_stays_open(tmp_path, monkeypatch, reads):
     assert all(holds(tier, each) for each in tags[1:])
 
 
-def test_a_read_that_hangs_is_known_while_any_runs(tmp_path, monkeypatch):
+def test_no_state_is_known_while_a_read_hangs(tmp_path, monkeypatch):
+    """So other prompts do not wait for the folder."""
     tier, tags = tier_on(tmp_path, wait_s=1e-9), prompt_tags(1, 2)[1:]
     put(tier, *prompt_tags(1, 2))
     gates = {str(tier.folder.path(tier._file_name(each))): threading.Event() for each in tags}
@@ -220,10 +221,11 @@ def test_a_read_that_hangs_is_known_while_any_runs(tmp_path, monkeypatch):
         reader.start()
     wait_until(lambda: len(begun) == len(tags), "both read", pause_s=0.001)
     for gate, reader in zip(gates.values(), readers, strict=True):
-        assert tier._is_stuck()
+        assert tier.state_depth(NAME, keys(1, 2), 0, 2) == 0
         gate.set()
         reader.join()
-    assert found == [True, True] and not tier._is_stuck() and not tier._reads
+    assert found == [True, True] and not tier._reads and tier.counts == {"stuck": 2}
+    assert tier.state_depth(NAME, keys(1, 2), 0, 2) == 2
 
 
 def test_a_read_that_is_given_up_keeps_its_page_until_it_is_over(tmp_path, monkeypatch):
@@ -405,18 +407,6 @@ def test_a_disk_that_others_fill_is_not_tried_for_ever(tmp_path, monkeypatch, no
     check(tmp_path, tier)
 
 
-def test_a_limit_of_the_file_system(tmp_path):
-    """A real failure in the middle of a file: the process may not write more than this."""
-    tier = tier_on(tmp_path)
-    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
-        assert put(tier, *prompt_tags(1, 1)) == [True, False]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert tier.counts == {"write_EFBIG": 1}
-    assert list(files(tmp_path)) == [str(tier._file_name(tag(KV, 1, 1)))]
 
 
 def test_a_folder_that_is_deleted_is_made_again(tmp_path):
@@ -834,12 +824,3 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         tier_on(tmp_path)
 
 
-def test_a_disk_that_hangs_is_asked_once(tmp_path):
-    """While a read does not come back, other prompts do not wait for the folder."""
-    tier = tier_on(tmp_path, wait_s=0.01)
-    put(tier, *prompt_tags(1, 1))
-    assert tier.state_depth(NAME, [key(1, 1)], 0, 1) == 1
-    tier._reads[0] = time.monotonic() - 1
-    assert tier.state_depth(NAME, [key(1, 1)], 0, 1) == 0 and tier.counts == {"stuck": 1}
-    del tier._reads[0]
-    assert tier.state_depth(NAME, [key(1, 1)], 0, 1) == 1
