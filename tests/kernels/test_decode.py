@@ -62,7 +62,7 @@ def by_loops(state, a, row, dt_softplus=True):
     return naive.mamba_sequence(**sequence_of(state, a, row, dt_softplus))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     steps=st.integers(1, 4),
     slots=st.permutations(range(SLOTS)),
@@ -157,17 +157,6 @@ def test_without_heads(steps):
     assert torch.equal(flat_inter[:3], inter[:3, :, 0])
 
 
-@pytest.mark.parametrize("changed", ["state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias"])
-def test_every_argument_matters(changed):
-    state, a = make(0, 2, 2, 2)
-    base = selective_state_update(state.clone(), **a, dt_softplus=True)
-    if changed == "state":
-        state = state * 0.5
-    else:
-        a[changed] = a[changed] * 0.5
-    assert not torch.allclose(selective_state_update(state, **a, dt_softplus=True), base)
-
-
 def check_rounding(dtype, seed, update=selective_state_update):
     """Raises AssertionError if outputs or the state of a call of four steps exceed their rounding bounds."""
     state, a = make(seed, 1, 4, 2, dtype=dtype)
@@ -180,12 +169,6 @@ def check_rounding(dtype, seed, update=selective_state_update):
     assert out.dtype == state.dtype == dtype
     rounding.check(out[0], y, rounding.allowed(y, weighted, dtype))
     rounding.check(state[2], states[-1], rounding.allowed(states[-1], weighted_states[-1], dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_several_steps_keep_the_state_in_float32_within_a_call(dtype):
-    for seed in range(4):
-        check_rounding(dtype, seed)
 
 
 def rounded_each_step(state, *, state_batch_indices, **a):
@@ -205,20 +188,19 @@ def without_the_second_step(state, **a):
     return selective_state_update(state, **a)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("mutant", [rounded_each_step, without_the_second_step])
-def test_the_bound_sees(mutant, dtype):
-    for seed in range(4):
-        with pytest.raises(AssertionError, match="times the bound"):
-            check_rounding(dtype, seed, mutant)
+def in_bfloat16(state, **a):
+    """Sums are in bfloat16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "compute_dtype", lambda tensor: torch.bfloat16)
+        return selective_state_update(state, **a)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_bound_sees_sums_in_bfloat16(monkeypatch, dtype):
-    monkeypatch.setattr(decode, "compute_dtype", lambda tensor: torch.bfloat16)
+@pytest.mark.parametrize("mutant", [None, rounded_each_step, without_the_second_step, in_bfloat16])
+def test_several_steps_keep_the_state_in_float32_within_a_call_and_mutants_are_seen(mutant, dtype):
     for seed in range(4):
-        with pytest.raises(AssertionError, match="times the bound"):
-            check_rounding(dtype, seed)
+        with rounding.only(mutant):
+            check_rounding(dtype, seed, mutant or selective_state_update)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -238,11 +220,3 @@ def test_the_rest_of_the_batch_does_not_change_the_bits(threads):
             assert torch.equal(live[row], all_state[row])
     finally:
         torch.set_num_threads(before)
-
-
-def test_padding_only():
-    state, a = make(0, 3, 2, 2)
-    before = state.clone()
-    out = selective_state_update(state, **a, dt_softplus=True, state_batch_indices=torch.tensor([-1, -1, -1]))
-    assert (out == 0).all()
-    assert torch.equal(state, before)
