@@ -407,8 +407,6 @@ def test_a_disk_that_others_fill_is_not_tried_for_ever(tmp_path, monkeypatch, no
     check(tmp_path, tier)
 
 
-
-
 def test_a_folder_that_is_deleted_is_made_again(tmp_path):
     import shutil
 
@@ -822,5 +820,3 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(OSError, match="no locks available"):
         tier_on(tmp_path)
-
-
