@@ -90,6 +90,39 @@ class Kept:
     decoded: bool = False  # nobody asked for it, and nobody resumed from it
 
 
+def expected_boundaries(
+    prompt_tokens: int,
+    *,
+    block_tokens: int,
+    resume_tokens: int,
+    kv_depth_blocks: int,
+    min_computed_tokens: int,
+    interval_tokens: int | None,
+    breakpoints: Sequence[int],
+) -> list[tuple[int, CheckpointReason]]:
+    """For each position of a prompt, the first reason to keep a state there. ``interval_tokens``: None is the default, 0 none."""
+    guesses = set(range(0, prompt_tokens + 1, interval_tokens)) if interval_tokens else set()
+    if interval_tokens is None:
+        even = next(tokens for tokens in count(block_tokens, block_tokens) if 16 * tokens >= prompt_tokens)
+        near = [n * 2**doubled for n in (2, 3) for doubled in range(20)]
+        near_end = {(prompt_tokens // block_tokens - n) * block_tokens for n in (1, *near)}
+        guesses = {*range(0, prompt_tokens + 1, even), *near_end}
+    last = range(0, prompt_tokens + 1, block_tokens)
+    replay = [position for position in last if position <= prompt_tokens - min_computed_tokens]
+    found = []
+    for position in last:
+        reasons = {
+            CheckpointReason.JUNCTION: position == kv_depth_blocks * block_tokens,
+            CheckpointReason.BREAKPOINT: any(position <= named < position + block_tokens for named in breakpoints),
+            CheckpointReason.TAIL: position == last[-1],
+            CheckpointReason.REPEAT: [position] == replay[-1:],
+            CheckpointReason.INTERVAL: position in guesses,
+        }
+        if position > resume_tokens and any(reasons.values()):
+            found.append((position, min(reason for reason, holds in reasons.items() if holds)))
+    return found
+
+
 class ModelEngine:
     """Runs requests on the facade, writes pretend contents, and checks everything that is read.
 
@@ -278,7 +311,7 @@ class ModelEngine:
 
     def kept_slots(self) -> set[int]:
         """Slots with a state that can be resumed from."""
-        return {node.slot for node in [node for node in self.cache.nodes() if node.slot >= 0]}
+        return {node.slot for node in self.cache.nodes() if node.slot >= 0}
 
     def on_host(self, kind: EntryKind) -> set[Content]:
         """What the entries on the host should hold, by tag. (Their real contents may be garbage.)"""
@@ -306,31 +339,6 @@ class ModelEngine:
             if self.now(salt, tokens[: depth * self.block_tokens]) in states:
                 return kv_depth, depth
         return kv_depth, 0
-
-    def oracle_boundaries(
-        self, prompt_tokens: int, resume_tokens: int, kv_depth: int, breakpoints: Sequence[int]
-    ) -> list[tuple[int, CheckpointReason]]:
-        """For each position, the first reason to keep a state there."""
-        block, interval = self.block_tokens, self.cache.settings.retention_interval_tokens
-        guesses = set(range(0, prompt_tokens + 1, interval)) if interval else set()
-        if interval is None:
-            even = next(tokens for tokens in count(block, block) if 16 * tokens >= prompt_tokens)
-            near = [n * 2**doubled for n in (2, 3) for doubled in range(20)]
-            guesses = {*range(0, prompt_tokens + 1, even), *((prompt_tokens // block - n) * block for n in (1, *near))}
-        last = [position for position in range(prompt_tokens + 1) if position % block == 0]
-        replay = [position for position in last if position <= prompt_tokens - self.cache.settings.min_computed_tokens]
-        found = []
-        for position in last:
-            reasons = {
-                CheckpointReason.JUNCTION: position == kv_depth * block,
-                CheckpointReason.BREAKPOINT: any(position <= named < position + block for named in breakpoints),
-                CheckpointReason.TAIL: position == last[-1],
-                CheckpointReason.REPEAT: [position] == replay[-1:],
-                CheckpointReason.INTERVAL: position in guesses,
-            }
-            if position > resume_tokens and any(reasons.values()):
-                found.append((position, min(reason for reason, holds in reasons.items() if holds)))
-        return found
 
     # -- what is kept, and what goes -----------------------------------------------------------------------------------
 
@@ -472,7 +480,15 @@ class ModelEngine:
             self.use(match.source_slot)
         if write and before[1].slots_total:
             seen = max(kv_depth, self.seen_before(salt, tokens, match))
-            expected = self.oracle_boundaries(len(tokens), admission.resume_tokens, seen, breakpoints)
+            expected = expected_boundaries(
+                len(tokens),
+                block_tokens=self.block_tokens,
+                resume_tokens=admission.resume_tokens,
+                kv_depth_blocks=seen,
+                min_computed_tokens=self.cache.settings.min_computed_tokens,
+                interval_tokens=self.cache.settings.retention_interval_tokens,
+                breakpoints=breakpoints,
+            )
             assert list(admission.boundaries) == expected
         own_ids = admission.block_ids[admission.shared_blocks :]
         assert len(own_ids) == own and not set(own_ids) & (held | set(shared)), "own blocks belong to others"
@@ -568,7 +584,7 @@ class ModelEngine:
         if not self.grow(request, end):
             return None
         self.forget_lost()
-        self.probationary = {node for node in [node for node in self.cache.nodes() if node.slot >= 0] if is_guess(node)}
+        self.probationary = {node for node in self.cache.nodes() if node.slot >= 0 and is_guess(node)}
         asked = {position: reason for position, reason in self.live(request).boundaries if start < position <= end}
         before, stats = self.on_slots(), self.cache.stats()
         room = self.free_places()
@@ -597,7 +613,7 @@ class ModelEngine:
 
     def on_slots(self) -> dict[int, Node]:
         """The states on the device, by slot."""
-        return {node.slot: node for node in [node for node in self.cache.nodes() if node.slot >= 0]}
+        return {node.slot: node for node in self.cache.nodes() if node.slot >= 0}
 
     def is_full(self) -> bool:
         """Whether there are as many cached states as allowed."""

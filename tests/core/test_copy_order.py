@@ -88,20 +88,3 @@ def test_an_eviction_after_a_move_is_launched_with_those_before():
         [transfer(EntryKind.STATE, FIRST_SLOT + slot, slot % 6) for slot in (4, 7)],
     )
     assert stores_first([before, *moves, *after], *LAYOUT) == [before, *after, *moves]
-
-
-def test_what_was_moved_is_stored_after_its_move():
-    moves = [BlockMove(source_block=0, target_block=4)]
-    for store in (transfer(EntryKind.KV, 4, 0), *(transfer(EntryKind.STATE, FIRST_SLOT + slot, 0) for slot in (2, 3))):
-        assert stores_first([*moves, store], *LAYOUT) == [*moves, store]
-
-
-def test_a_state_is_stored_before_its_page_is_cleared():
-    clear, other = PageClear(1), transfer(EntryKind.KV, 7, 1)
-    before, after = transfer(EntryKind.STATE, FIRST_SLOT + 3, 0), transfer(EntryKind.KV, 4, 2)
-    assert stores_first([before, clear, other, after], *LAYOUT) == [before, other, clear, after]
-
-
-def test_stores_stay_behind_a_load_from_the_same_page():
-    copies = [transfer(EntryKind.KV, 2, 1, load=True), transfer(EntryKind.KV, 3, 1)]
-    assert stores_first(copies, *LAYOUT) == copies

@@ -46,7 +46,7 @@ class Generating:
 
     def depths(self) -> list[int]:
         """Depths in blocks at which a state is kept."""
-        return sorted(node.depth_blocks for node in [node for node in self.cache.nodes() if node.slot >= 0])
+        return sorted(node.depth_blocks for node in self.cache.nodes() if node.slot >= 0)
 
     def resume(self, blocks: int) -> int:
         """Admits another prompt of the first ``blocks`` blocks and one token. Returns the skipped tokens."""

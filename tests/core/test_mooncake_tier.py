@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import socket
 import threading
 from types import SimpleNamespace
@@ -12,18 +11,14 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.tiers import mooncake, mooncake_client
-from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
+from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.mooncake_client import MooncakeSettings
-from megatron_hybrid_prefix.tiers.registry import parse_url
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
+from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, checksum, data, entry, key, keys, prompt_tags, tag
 from tests.harness.fake_mooncake import FakeCluster, FakeStore, use_fake_mooncake
 from tests.harness.limits import HANG_S, wait_until
-
-BLOCK, SIZE = 4, {EntryKind.KV: 1000, EntryKind.STATE: 3000}
-KV, STATE = EntryKind.KV, EntryKind.STATE
-NAME = b"n" * 16
 
 
 @pytest.fixture
@@ -49,17 +44,15 @@ class Process:
         return dict(self.tier.counts)
 
     def put(self, *tags: Tag, writer: int = 0) -> list[bool]:
-        contents = [(each, data(each, writer)) for each in tags]
-        entries = [Entry(each, memoryview(content), hash(content) % 2**60) for each, content in contents]
-        return [self.tier.put(self.name, entry) for entry in entries]
+        return [self.tier.put(self.name, entry(each, writer)) for each in tags]
 
     def holds(self, of: Tag, writer: int = 0) -> bool:
         memory = bytearray(SIZE[of.kind])
         views = [memoryview(memory)[:700], memoryview(memory)[700:700], memoryview(memory)[700:]]
-        checksum = self.tier.get(self.name, of, views)
+        own = self.tier.get(self.name, of, views)
         assert threading.get_ident() not in self.tier._reads
-        assert checksum is None or (checksum, memory) == (hash(data(of, writer)) % 2**60, data(of, writer))
-        return checksum is not None
+        assert own is None or (own, memory) == (checksum(of, writer), data(of, writer))
+        return own is not None
 
     def kv_depth(self, prompt: list[bytes], first: int) -> int:
         return self.tier.kv_depth(self.name, prompt, first)
@@ -81,28 +74,6 @@ class Process:
         over = threading.Event()
         self.tier._asker.later(over.set)
         assert over.wait(HANG_S)
-
-
-def key(prompt: int, depth: int) -> bytes:
-    return bytes([prompt, depth]) * 8
-
-
-def keys(prompt: int, depth: int) -> list[bytes]:
-    return [key(prompt, at) for at in range(1, depth + 1)]
-
-
-def tag(kind: EntryKind, prompt: int, depth: int, epoch: int = 0) -> Tag:
-    parent = key(prompt, depth - 1) if depth > 1 else b""
-    return Tag(kind=kind, key=key(prompt, depth), depth_tokens=depth * BLOCK, epoch=epoch, parent=parent)
-
-
-def data(of: Tag, writer: int = 0) -> bytes:
-    return random.Random(f"{of.kind} {of.key.hex()} {writer}").randbytes(SIZE[of.kind])
-
-
-def prompt_tags(prompt: int, depth: int) -> list[Tag]:
-    """The entries of a prompt of so many blocks: KV, and the state at their end."""
-    return [*(tag(KV, prompt, at) for at in range(1, depth + 1)), tag(STATE, prompt, depth)]
 
 
 def object_of(process: Process, of: Tag) -> str:
@@ -388,46 +359,6 @@ def test_the_client_is_closed_after_its_last_call(cluster, end):
     cluster.gate.set()
     caller.join()
     wait_until(lambda: store.closed, "it is closed", pause_s=0.001)
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
-def test_settings():
-    kind, settings = parse_url(
-        "mooncake://10.0.0.1?gb=2&host=10.0.0.2&protocol=rdma&device=mlx5_0&wait_s=0.5&ask_s=0.2"
-    )
-    assert kind is MooncakeTier and settings == MooncakeSettings(
-        master_host="10.0.0.1",
-        master_port=50051,
-        lent_bytes=2 * 2**30,
-        host="10.0.0.2",
-        protocol="rdma",
-        device="mlx5_0",
-        wait_s=0.5,
-        ask_s=0.2,
-    )
-    assert parse_url("mooncake://localhost:7/")[1] == MooncakeSettings(master_host="localhost", master_port=7)
-    assert parse_url("file:///x?gb=1")[0] is not MooncakeTier
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("mooncake://", "needs the address of Mooncake's master"),
-        ("mooncake:///path", "needs the address of Mooncake's master"),
-        ("mooncake://a:b", "needs the address of Mooncake's master"),
-        ("mooncake://user@a:1", "needs the address of Mooncake's master"),
-        ("mooncake://a:1?ask_s=0", "ask_s='0' is not valid"),
-        ("mooncake://a:1?gb=-1", "gb='-1' is not valid"),
-        ("mooncake://a:1?size=1", "unknown parameter 'size'"),
-        ("redis://a:1", "must be a URL such as"),
-    ],
-)
-def test_settings_that_are_not_valid(url, message):
-    with pytest.raises(ValueError, match=message) as error:
-        parse_url(url)
-    assert "\n" not in str(error.value)
 
 
 def test_what_is_missing_is_one_line(monkeypatch):

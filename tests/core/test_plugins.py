@@ -135,13 +135,17 @@ def test_the_replay_uses_the_rule_of_a_plugin(folder):
     assert refused.returncode == 2 and "newest_first" in refused.stderr
 
 
-@pytest.mark.parametrize("tool", ["replay_trace.py", "plan_capacity.py"])
-def test_a_plugin_that_cannot_be_imported_is_one_line(folder, tool):
-    for name, reason in (("broken_rule", "RuntimeError: two lines"), ("no_such_rule", "ModuleNotFoundError: ")):
-        done = run_tool(folder, tool, "tiny", plugins=name)
-        assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr.startswith(f"error: HYBRID_PREFIX_PLUGINS: cannot import '{name}': {reason}")
-        assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("tool", "name", "reason"),
+    [
+        ("replay_trace.py", "broken_rule", "RuntimeError: two lines"),
+        ("plan_capacity.py", "no_such_rule", "ModuleNotFoundError: "),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported_is_one_line(folder, tool, name, reason):
+    done = run_tool(folder, tool, "tiny", plugins=name)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: HYBRID_PREFIX_PLUGINS: cannot import '{name}': {reason}")
 
 
 def test_settings_say_which_plugin_cannot_be_imported(plugged, monkeypatch):

@@ -103,13 +103,6 @@ def test_a_hit_reaches_as_deep_as_the_log_probs():
     assert prompts.lost_tokens == 24
 
 
-def test_without_a_budget_nothing_is_kept():
-    prompts = Prompts(scores_bytes=0)
-    for last in range(3):
-        assert prompts.send([*range(12), last], 0) == 0
-    assert prompts.table.used_bytes == 0
-
-
 def test_a_promise_that_is_withdrawn_is_gone_and_one_that_is_not_filled_is_an_error():
     prompts = Prompts(scores_bytes=1000)
     cache = prompts.cache

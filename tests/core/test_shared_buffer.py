@@ -109,17 +109,6 @@ def test_no_byte_has_two_owners(block, states, page_states, padding, rest, draft
     assert all(tensor.all() for tensor in made.state(own).values())
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("states", STATES)
-def test_own_slots_take_the_bytes_of_their_states(states, drafts):
-    size = slot_bytes(STATES[states])
-    own = own_bytes(size, own_slots=2, drafts=drafts)
-    assert own == 2 * size * (5 if drafts else 1) == len(without_kv(2, states, drafts).buffer)
-    made = memory("heads", states, drafts=drafts)
-    assert made.kv.data_ptr() - made.buffer.data_ptr() == own
-    assert (own == 0) == (states == "no layer here")
-
-
 @pytest.mark.parametrize("block", BLOCKS)
 def test_shapes_are_megatrons_and_states_begin_aligned(block):
     made, shape = memory(block, "two kinds", page_states=2), BLOCKS[block]

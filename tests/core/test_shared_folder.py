@@ -27,15 +27,10 @@ from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings, read_file
 from megatron_hybrid_prefix.tiers.jobs import Job, TierThreads
 from megatron_hybrid_prefix.tiers.listing import FileName
-from megatron_hybrid_prefix.tiers.registry import parse_url
-from megatron_hybrid_prefix.tiers.settings import TierSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
+from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, checksum, data, entry, key, keys, prompt_tags, tag
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
-
-BLOCK, SIZE = 4, {EntryKind.KV: 1000, EntryKind.STATE: 3000}
-KV, STATE = EntryKind.KV, EntryKind.STATE
-NAME = b"n" * 16
 
 
 def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes | None = NAME, **settings: Any) -> FileTier:
@@ -51,29 +46,9 @@ def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes | None = NAM
     return tier
 
 
-def key(prompt: int, depth: int) -> bytes:
-    return bytes([prompt, depth]) * 8
-
-
-def tag(kind: EntryKind, prompt: int, depth: int, epoch: int = 0) -> Tag:
-    parent = key(prompt, depth - 1) if depth > 1 else b""
-    return Tag(kind=kind, key=key(prompt, depth), depth_tokens=depth * BLOCK, epoch=epoch, parent=parent)
-
-
-def data(of: Tag, writer: int = 0) -> bytes:
-    return random.Random(f"{of.kind} {of.key.hex()} {writer}").randbytes(SIZE[of.kind])
-
-
 def put(tier: FileTier, *tags: Tag, writer: int = 0, name: bytes | None = None) -> list[bool]:
     """In this namespace, or in the one that the tier uses."""
-    contents = [(each, data(each, writer)) for each in tags]
-    entries = [Entry(each, memoryview(content), hash(content) % 2**60) for each, content in contents]
-    return [tier.put(name or tier._wanted, entry) for entry in entries]
-
-
-def prompt_tags(prompt: int, depth: int) -> list[Tag]:
-    """The entries of a prompt of so many blocks: KV, and the state at their end."""
-    return [*(tag(KV, prompt, at) for at in range(1, depth + 1)), tag(STATE, prompt, depth)]
+    return [tier.put(name or tier._wanted, entry(each, writer)) for each in tags]
 
 
 def get(tier: FileTier, of: Tag, name: bytes | None = None) -> tuple[int | None, bytes]:
@@ -82,9 +57,9 @@ def get(tier: FileTier, of: Tag, name: bytes | None = None) -> tuple[int | None,
 
 
 def holds(tier: FileTier, of: Tag, writer: int = 0) -> bool:
-    checksum, found = get(tier, of)
-    assert checksum is None or (checksum, found) == (hash(data(of, writer)) % 2**60, data(of, writer))
-    return checksum is not None
+    own, found = get(tier, of)
+    assert own is None or (own, found) == (checksum(of, writer), data(of, writer))
+    return own is not None
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -119,11 +94,14 @@ def test_what_one_process_puts_the_next_one_gets(tmp_path):
     tags = prompt_tags(1, 3)
     assert put(first, *tags) == [True] * 4
     second = tier_on(tmp_path)
-    keys = [key(1, depth) for depth in range(1, 6)]
+    prompt = keys(1, 5)
     for tier in (first, second):
-        assert tier.kv_depth(NAME, keys, 0) == 3 == tier.kv_depth(NAME, keys, 2) and tier.kv_depth(NAME, keys, 4) == 4
-        assert tier.state_depth(NAME, keys, 0, 5) == 3 and tier.state_depth(NAME, keys, 3, 5) == 3
-        assert tier.state_depth(NAME, keys, 0, 2) == 0
+        assert (
+            tier.kv_depth(NAME, prompt, 0) == 3 == tier.kv_depth(NAME, prompt, 2)
+            and tier.kv_depth(NAME, prompt, 4) == 4
+        )
+        assert tier.state_depth(NAME, prompt, 0, 5) == 3 and tier.state_depth(NAME, prompt, 3, 5) == 3
+        assert tier.state_depth(NAME, prompt, 0, 2) == 0
         assert all(holds(tier, each) for each in tags)
         assert not tier.counts
     check(tmp_path, first, second)
@@ -160,7 +138,7 @@ def test_entries_are_read_into_pieces(tmp_path, reads, ends):
     memory = [bytearray(SIZE[each.kind]) for each in tags]
     views = [pieces(one, *(end for end in ends if end < len(one))) for one in memory]
     found = [tier.get(NAME, each, of_one) for each, of_one in zip(tags, views, strict=True)]
-    assert found == [*(hash(data(each)) % 2**60 for each in tags[:-1]), None]
+    assert found == [*map(checksum, tags[:-1]), None]
     assert memory == [*(data(each) for each in tags[:-1]), bytes(SIZE[KV])]
     assert tier.counts == {"gone": 1}
 
@@ -174,7 +152,7 @@ def test_an_entry_without_bytes(tmp_path, reads):
 
 
 @pytest.mark.parametrize(
-    "wrong", ["shorter", "much shorter", "without a header", "empty", "longer", "a folder", "no file"]
+    "wrong", ["shorter", "much shorter", "without a header", "empty", "longer", "other bytes", "a folder", "no file"]
 )
 def test_a_file_that_is_not_right_is_a_miss_and_others_are_not(tmp_path, reads, wrong):
     tier, tags = tier_on(tmp_path), prompt_tags(1, 2)
@@ -185,11 +163,15 @@ def test_a_file_that_is_not_right_is_a_miss_and_others_are_not(tmp_path, reads, 
     if wrong == "a folder":
         path.mkdir()
     elif wrong != "no file":
-        kept = {"shorter": -1, "much shorter": -900, "without a header": HEADER_BYTES - 1, "empty": 0, "longer": None}
-        path.write_bytes(content[: kept[wrong]] + b"x" * (wrong == "longer"))
+        kept = {"shorter": -1, "much shorter": -900, "without a header": HEADER_BYTES - 1, "empty": 0, "other bytes": 0}
+        more = {"longer": b"x", "other bytes": b"x" * len(content)}
+        path.write_bytes(content[: kept.get(wrong)] + more.get(wrong, b""))
     assert [holds(tier, each) for each in tags] == [True, False, True]
     why = {"a folder": "read_EISDIR", "no file": "gone"}.get(wrong, "not_valid")
     assert tier.counts[why] == 1 and not tier.contains(NAME, KV, tags[1].key)
+    if wrong != "a folder":
+        assert not path.exists() and put(tier, tags[1]) == [True] and holds(tier, tags[1])
+        check(tmp_path, tier)
 
 
 def open_files(folder: Path) -> list[str]:
@@ -222,22 +204,8 @@ def test_no_file_stays_open(tmp_path, monkeypatch, reads):
     assert all(holds(tier, each) for each in tags[1:])
 
 
-@pytest.mark.parametrize("size", [0, 1, 699, 700, 701, 2999])
-def test_a_file_that_has_not_the_length_of_the_buffers(tmp_path, reads, size):
-    path, content = tmp_path / "file", random.Random(1).randbytes(3000)
-    path.write_bytes(content)
-    parts = [memoryview(bytearray(each)) for each in (size, 0, 3000 - size, 0)]
-    assert read_file(str(path), parts) and b"".join(parts) == content
-    for difference in (-1, 1, 700, -3000):
-        path.write_bytes(bytes(3000 + difference))
-        assert not read_file(str(path), parts)
-    path.unlink()
-    with pytest.raises(FileNotFoundError):
-        read_file(str(path), parts)
-    assert open_files(tmp_path) == []
-
-
-def test_a_read_that_hangs_is_known_while_any_runs(tmp_path, monkeypatch):
+def test_no_state_is_known_while_a_read_hangs(tmp_path, monkeypatch):
+    """So other prompts do not wait for the folder."""
     tier, tags = tier_on(tmp_path, wait_s=1e-9), prompt_tags(1, 2)[1:]
     put(tier, *prompt_tags(1, 2))
     gates = {str(tier.folder.path(tier._file_name(each))): threading.Event() for each in tags}
@@ -255,10 +223,11 @@ def test_a_read_that_hangs_is_known_while_any_runs(tmp_path, monkeypatch):
         reader.start()
     wait_until(lambda: len(begun) == len(tags), "both read", pause_s=0.001)
     for gate, reader in zip(gates.values(), readers, strict=True):
-        assert tier._is_stuck()
+        assert tier.state_depth(NAME, keys(1, 2), 0, 2) == 0
         gate.set()
         reader.join()
-    assert found == [True, True] and not tier._is_stuck() and not tier._reads
+    assert found == [True, True] and not tier._reads and tier.counts == {"stuck": 2}
+    assert tier.state_depth(NAME, keys(1, 2), 0, 2) == 2
 
 
 def test_a_read_that_is_given_up_keeps_its_page_until_it_is_over(tmp_path, monkeypatch):
@@ -354,25 +323,6 @@ def test_new_weights_do_not_wait_for_a_disk_that_hangs(tmp_path):
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["header bit", "truncated", "empty", "longer", "other file"])
-def test_a_file_that_is_not_valid_is_a_counted_miss_and_is_deleted(tmp_path, fault):
-    tier = tier_on(tmp_path)
-    of = tag(KV, 1, 1)
-    put(tier, of)
-    path = tier.folder.path(tier._file_name(of))
-    content = bytearray(path.read_bytes())
-    if fault == "header bit":
-        content[random.Random(0).randrange(HEADER_BYTES)] ^= 4
-    content = {"truncated": content[:-1], "empty": b"", "longer": content + b"x", "other file": b"x" * 80}.get(
-        fault, content
-    )
-    path.write_bytes(content)
-    assert not holds(tier, of) and tier.counts == {"not_valid": 1}
-    assert not path.exists() and not tier.contains(NAME, KV, of.key)
-    assert put(tier, of) == [True] and holds(tier, of)
-    check(tmp_path, tier)
-
-
 def test_every_bit_of_a_header_counts(tmp_path):
     tier = tier_on(tmp_path)
     of = tag(KV, 1, 1)
@@ -457,20 +407,6 @@ def test_a_disk_that_others_fill_is_not_tried_for_ever(tmp_path, monkeypatch, no
     assert disk.writes == folders._TRIES and tier.counts == {"write_ENOSPC": 1, "no_room": 2}
     assert tier.folder.space.counts[STATE] >= 9 - folders._TRIES
     check(tmp_path, tier)
-
-
-def test_a_limit_of_the_file_system(tmp_path):
-    """A real failure in the middle of a file: the process may not write more than this."""
-    tier = tier_on(tmp_path)
-    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
-        assert put(tier, *prompt_tags(1, 1)) == [True, False]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert tier.counts == {"write_EFBIG": 1}
-    assert list(files(tmp_path)) == [str(tier._file_name(tag(KV, 1, 1)))]
 
 
 def test_a_folder_that_is_deleted_is_made_again(tmp_path):
@@ -735,12 +671,12 @@ def test_an_entry_whose_parent_was_deleted_has_no_place(tmp_path):
     put(tier, *prompt_tags(1, 3))
     tier.folder.delete(tier._file_name(tag(KV, 1, 2)))
     other = tier_on(tmp_path)
-    keys = [key(1, depth) for depth in range(1, 4)]
-    assert tier.kv_depth(NAME, keys, 0) == 1 == other.kv_depth(NAME, keys, 0)
+    prompt = keys(1, 3)
+    assert tier.kv_depth(NAME, prompt, 0) == 1 == other.kv_depth(NAME, prompt, 0)
     assert not other.contains(NAME, STATE, key(1, 3))  # an orphan
     check(tmp_path, tier, other)
     put(other, tag(KV, 1, 2))
-    assert other.kv_depth(NAME, keys, 0) == 3 == other.state_depth(NAME, keys, 0, 3)
+    assert other.kv_depth(NAME, prompt, 0) == 3 == other.state_depth(NAME, prompt, 0, 3)
     check(tmp_path, other)
 
 
@@ -815,18 +751,6 @@ def test_two_changes_within_one_tick_are_both_seen(tmp_path):
     assert not other.contains(NAME, KV, key(1, 1))
 
 
-def test_a_file_that_one_deletes_and_another_writes_again(tmp_path):
-    tier, other = tier_on(tmp_path), tier_on(tmp_path)
-    put(tier, tag(KV, 1, 1))
-    tier.folder.refresh()
-    tier.folder.delete(tier._file_name(tag(KV, 1, 1)))
-    other.folder.refresh()
-    put(other, tag(KV, 1, 1))
-    tier.folder.refresh()
-    assert holds(tier, tag(KV, 1, 1))
-    check(tmp_path, tier, other)
-
-
 def test_a_settled_folder_is_not_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(listing, "_TICK_S", -1.0)
     tier = tier_on(tmp_path)
@@ -878,20 +802,17 @@ def test_only_the_owner_may_read(tmp_path):
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_others_can_write_to_is_warned_of(tmp_path, caplog):
+def test_a_folder_that_others_can_change_is_warned_of(tmp_path, monkeypatch, caplog):
     tmp_path.chmod(0o777)
     with caplog.at_level(logging.WARNING):
         tier_on(tmp_path)
-    assert "others can write" in caplog.text
-
-
-def test_a_folder_of_another_user_is_warned_of(tmp_path, monkeypatch, caplog):
+    tmp_path.chmod(0o700)
     if not tmp_path.stat().st_uid:  # what is root's is trusted
         os.chown(tmp_path, 1, -1)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with caplog.at_level(logging.WARNING):
         tier_on(tmp_path)
-    assert "another user owns" in caplog.text
+    assert "others can write" in caplog.text and "another user owns" in caplog.text
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
@@ -901,87 +822,3 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(OSError, match="no locks available"):
         tier_on(tmp_path)
-
-
-def test_a_disk_that_hangs_is_asked_once(tmp_path):
-    """While a read does not come back, other prompts do not wait for the folder."""
-    tier = tier_on(tmp_path, wait_s=0.01)
-    put(tier, *prompt_tags(1, 1))
-    assert tier.state_depth(NAME, [key(1, 1)], 0, 1) == 1
-    tier._reads[0] = time.monotonic() - 1
-    assert tier.state_depth(NAME, [key(1, 1)], 0, 1) == 0 and tier.counts == {"stuck": 1}
-    del tier._reads[0]
-    assert tier.state_depth(NAME, [key(1, 1)], 0, 1) == 1
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
-def settings_of(url: str) -> TierSettings:
-    return parse_url(url)[1]
-
-
-def test_a_url():
-    kind, settings = parse_url(
-        "file:///var/cache/a%20b?gb=0.5&min_tokens=0&wait_s=2&refresh_s=3&threads=1&secret_file=/s&weights=v1"
-    )
-    assert kind is FileTier and settings == FolderSettings(
-        folder=Path("/var/cache/a b"),
-        budget_bytes=2**29,
-        min_tokens=0,
-        wait_s=2.0,
-        refresh_s=3.0,
-        threads=1,
-        secret_file=Path("/s"),
-        weights="v1",
-    )
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("", "must be a URL such as file:///"),
-        ("/var/cache", "must be a URL such as file:///"),
-        ("http:///var/cache?gb=1", "must be a URL such as file:///"),
-        ("file://var/cache?gb=1", "three slashes"),
-        ("file:///?gb=1", "three slashes"),
-        ("file:///var/cache", "needs the size of the folder in GiB"),
-        ("file:///var/cache?gb=0", "gb='0' is not valid"),
-        ("file:///var/cache?gb=many", "gb='many' is not valid"),
-        ("file:///var/cache?gb=1&wait_s=-1", "wait_s='-1' is not valid"),
-        ("file:///var/cache?gb=1&min_tokens=1.5", "min_tokens='1.5' is not valid"),
-        ("file:///var/cache?gb=1&weights=", "weights='' is not valid"),
-        ("file:///var/cache?gb=1&size=3", "unknown parameter 'size'"),
-    ],
-)
-def test_a_url_that_cannot_be(url, message):
-    with pytest.raises(ValueError, match=message) as error:
-        settings_of(url)
-    assert "\n" not in str(error.value)
-
-
-def test_the_secret(tmp_path, monkeypatch):
-    url = f"file://{tmp_path}?gb=1"
-    monkeypatch.delenv("HYBRID_PREFIX_SECRET", raising=False)
-    with pytest.raises(ValueError, match="set HYBRID_PREFIX_SECRET"):
-        settings_of(url).check()
-    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "short")
-    with pytest.raises(ValueError, match="has 5 bytes; needs 16"):
-        settings_of(url).check()
-    with pytest.raises(ValueError, match=r"cannot read secret_file=.*No such file"):
-        settings_of(f"{url}&secret_file={tmp_path}/none").check()
-    (tmp_path / "secret").write_text("0123456789abcdef\n")
-    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "0123456789abcdef")
-    one, same = (settings_of(url + more).secret() for more in ("", f"&secret_file={tmp_path}/secret"))
-    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "0123456789abcdeF")
-    assert one == same != settings_of(url).secret() and len(one) == 32
-
-
-def test_a_place_that_is_no_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "x" * 16)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="file is not a folder"):
-        settings_of(f"file://{tmp_path}/file/below?gb=1").check()
-    monkeypatch.setattr(os, "access", lambda path, how: False)  # root may write anywhere
-    with pytest.raises(ValueError, match="cannot write to the folder"):
-        settings_of(f"file://{tmp_path}/below?gb=1").check()

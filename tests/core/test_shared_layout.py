@@ -31,32 +31,36 @@ def layout(layers=3, components=(CONV, SSM)):
     return StateLayout(kind="some", layers=layers, components=components)
 
 
+def component(shape=(1,), dtype="float32"):
+    return StateComponent(name="x", shape=shape, dtype=dtype)
+
+
 # -- a state -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float64", 8), ("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_bytes_are_those_of_the_tensor(dtype, size):
-    component = StateComponent(name="x", shape=(3, 1, 7), dtype=dtype)
-    tensor = torch.empty(component.shape, dtype=getattr(torch, dtype))
-    assert component.bytes == tensor.numel() * tensor.element_size() == 21 * size
+    tensor = torch.empty((3, 1, 7), dtype=getattr(torch, dtype))
+    assert component(tensor.shape, dtype).bytes == tensor.numel() * tensor.element_size() == 21 * size
 
 
-@pytest.mark.parametrize("dtype", ["int64", "float8", "", "torch.float32"])
-def test_an_unknown_type_is_refused(dtype):
-    with pytest.raises(ValueError, match=r"'x': unknown dtype"):
-        StateComponent(name="x", shape=(1,), dtype=dtype)
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (3, -1)])
-def test_a_shape_without_elements_is_refused(shape):
-    with pytest.raises(ValueError, match=r"'x': shape .* has no elements"):
-        StateComponent(name="x", shape=shape, dtype="float32")
-
-
-@pytest.mark.parametrize(("layers", "components"), [(-1, (CONV,)), (1, ()), (1, (CONV, CONV)), (0, (CONV, SSM, CONV))])
-def test_an_impossible_layout_is_refused(layers, components):
-    with pytest.raises(ValueError, match="state layout 'some'"):
-        layout(layers, components)
+@pytest.mark.parametrize(
+    ("message", "make", "arguments"),
+    [
+        *((r"'x': unknown dtype", component, {"dtype": dtype}) for dtype in ("int64", "float8", "", "torch.float32")),
+        *((r"'x': shape .* has no elements", component, {"shape": s}) for s in ((), (0,), (3, 0), (3, -1))),
+        ("state layout 'some'", layout, {"layers": -1}),
+        *(("state layout 'some'", layout, {"components": parts}) for parts in ((), (CONV, CONV), (CONV, SSM, CONV))),
+        *(
+            (r"layer kinds \[.*\] have components", SlotLayout, {"kinds": kinds})
+            for kinds in ((), (layout(), layout()))
+        ),
+    ],
+)
+def test_impossible_layouts_are_refused(message, make, arguments):
+    """Kinds are told apart by the names of their components."""
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)
 
 
 def test_slots_within_a_budget():
@@ -69,12 +73,6 @@ def test_slots_within_a_budget():
     assert (
         SlotLayout((layout(layers=0),)).slots_within(0) is SlotLayout((layout(layers=0),)).slots_within(2**40) is None
     )
-
-
-@pytest.mark.parametrize("kinds", [(), (layout(), layout())])
-def test_kinds_are_told_apart_by_the_names_of_their_components(kinds):
-    with pytest.raises(ValueError, match=r"layer kinds \[.*\] have components"):
-        SlotLayout(kinds)
 
 
 # -- a page ------------------------------------------------------------------------------------------------------------

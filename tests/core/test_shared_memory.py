@@ -27,25 +27,6 @@ BLOCK = 4  # tokens
 # -- layout and pages --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("cache_bytes", "block_bytes", "state_bytes", "expected"),
-    [  # bytes from block to block, blocks, blocks and states in a page, pages, padding
-        (100, 4, 16, (4, 25, 4, 1, 6, 0)),
-        (100, 4, 17, (4, 25, 9, 2, 2, 2)),  # one state in five blocks would lose 15 %
-        (103, 4, 3, (4, 25, 3, 4, 8, 0)),  # a block is larger than a state
-        (22, 10, 10, (10, 2, 1, 1, 2, 0)),
-        (1100, 100, 401, (101, 10, 4, 1, 2, 3)),  # a wider step: 4 blocks hold a state
-        (1100, 100, 450, (100, 11, 5, 1, 2, 50)),  # blocks of 113 would lose more than states in 5 blocks do
-        (1000, 100, 1, (100, 10, 1, 64, 10, 36)),  # tiny states: as many as may share a page
-    ],
-)
-def test_layout(cache_bytes, block_bytes, state_bytes, expected):
-    layout = PageLayout.within(cache_bytes, block_bytes=block_bytes, state_bytes=state_bytes)
-    sizes = layout.block_bytes, layout.total_blocks, layout.page_blocks, layout.page_states, layout.pages
-    assert (*sizes, layout.padding_bytes) == expected
-    assert layout.pages * layout.page_bytes <= cache_bytes and layout.slots == layout.pages * layout.page_states
-
-
 @pytest.mark.parametrize("alignment_bytes", [1, 16])
 def test_a_layout_loses_least_with_as_few_states_in_a_page_as_lose_little(alignment_bytes):
     """A tenth of a page and 4 % of a block at most. Against all layouts with up to 64 states in a page."""
@@ -95,22 +76,6 @@ def test_blocks_fill_pages_with_holes_first_and_empty_ones_last():
     assert (pages.free_blocks, pages.held_blocks, pages.unheld_pages) == (6, 5, 2)
 
 
-def test_the_page_with_the_fewest_moves_is_emptied():
-    pages = memory(pages=4)
-    taken = pages.take_blocks(12)
-    assert not pages.can_be_emptied()
-    for block_id in taken[3:]:
-        pages.let_go(block_id)  # cached, but for the first page
-    for block_id in (3, 4, 6):
-        pages.hold(block_id)
-        pages.free(block_id)
-    assert pages.can_be_emptied()
-    page, moves = pages.empty()
-    assert (page, moves) == (1, [(5, 6)])
-    pages.give_to_state(page)
-    assert pages.free_blocks == 0 and not pages.can_be_emptied()
-
-
 def test_pages_that_change_their_owner_are_counted():
     pages = memory(pages=3)
 
@@ -151,14 +116,6 @@ def test_a_page_with_an_old_state_is_cleared_before_it_gets_kv():
     assert isinstance(clear, PageClear) and 4 > clear.page >= 0
     cache.reset()
     assert fill() == [], "it has been cleared"
-
-
-def test_pages_with_a_held_block_cannot_be_emptied():
-    pages = memory(pages=2)
-    taken = pages.take_blocks(6)
-    for block_id in taken[:2] + taken[3:5]:
-        pages.free(block_id)
-    assert pages.free_blocks == 4 and pages.unheld_pages == 0 and not pages.can_be_emptied()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -229,57 +186,7 @@ def run(cache: HybridPrefixCache, name: str, blocks: int, *, prefix: int = 0) ->
 
 
 def depths(cache: HybridPrefixCache) -> list[int]:
-    return sorted(node.depth_blocks for node in [node for node in cache.nodes() if node.slot >= 0])
-
-
-def test_a_running_request_has_its_live_slot_from_the_same_memory():
-    cache = shared(12)
-    match = cache.match(cache.chain(range(2 * BLOCK + 1)))
-    admission = cache.admit(7, match)
-    use = cache.memory_use()
-    assert admission.live_slot == cache.live[7].live_slot is not None
-    assert (use.held_blocks, use.state_pages, use.live_slots) == (3, 1, 1)
-    cache.check_integrity()
-    cache.release(7)
-    assert cache.memory_use().free_blocks == 12
-
-
-def test_max_requests_reserves_nothing():
-    cache = shared(12)
-    admitted = []
-    for request_id in range(9):
-        match = cache.match(cache.chain([request_id]))
-        assert cache.can_admit(match) == (request_id < 4), "a block and a page of two each"
-        admitted.append(cache.admit(request_id, match) is not None)
-    assert admitted == [True] * 4 + [False] * 5
-    cache.check_integrity()
-
-
-def test_kv_that_no_state_needs_goes_first_the_deepest_block_first():
-    cache = shared(16)
-    run(cache, "a", 4)  # 4 blocks and a state: 6
-    run(cache, "b", 3)  # 3 blocks and a state: 5
-    (state,) = [node for node in [node for node in cache.nodes() if node.slot >= 0] if node.depth_blocks == 4]
-    cache._store.checkpoints.evict(state)
-    assert [node.depth_blocks for node in cache._store.blocks.unneeded] == [4, 3, 2, 1]
-    cache.check_integrity()
-    run(cache, "c", 4)
-    assert depths(cache) == [3, 4]
-    assert run(cache, "b", 3) == 3 * BLOCK
-
-
-def test_kv_above_a_fork_stays_while_a_state_below_it_is_kept():
-    cache = shared(24)
-    run(cache, "a", 5, prefix=3)
-    run(cache, "b", 5, prefix=3)  # makes a junction at 3
-    assert depths(cache) == [3, 5, 5]
-    for state in [node for node in [node for node in cache.nodes() if node.slot >= 0] if node.depth_blocks == 3]:
-        cache._store.checkpoints.evict(state)
-    assert not list(cache._store.blocks.unneeded), "both tails need what is above them"
-    (one, _) = [node for node in cache.nodes() if node.slot >= 0]
-    cache._store.checkpoints.evict(one)
-    assert [node.depth_blocks for node in cache._store.blocks.unneeded] == [5, 4]
-    cache.check_integrity()
+    return sorted(node.depth_blocks for node in cache.nodes() if node.slot >= 0)
 
 
 def test_a_junction_is_found_though_the_kv_before_it_is_gone():
@@ -303,17 +210,6 @@ def test_what_is_remembered_is_bounded():
     assert len(cache._store.ghosts) == 0
 
 
-def test_guesses_take_free_bytes_only():
-    cache = shared(24, retention_interval_tokens=BLOCK)
-    run(cache, "a", 5)
-    assert cache.stats().checkpoints_by_reason["interval"] == 4
-    for state in list([node for node in cache.nodes() if node.slot >= 0]):
-        if state.depth_blocks < 5:
-            cache._store.checkpoints.evict(state)
-    run(cache, "b", 9)  # ten blocks and two states: 14 of the 17 that are free; one page is left for a guess
-    assert depths(cache) == [1, 5, 9], "no guess took the page of another state"
-
-
 def test_a_state_that_finds_no_page_to_empty_evicts_another_state():
     cache = shared(15, page_blocks=3)
     scattered = cache.blocks.allocate(9)
@@ -324,26 +220,6 @@ def test_a_state_that_finds_no_page_to_empty_evicts_another_state():
     assert (use.blocked_slots, use.moved_blocks, use.state_pages) == (1, 0, 1) and cache.stats().evictions == 1
     cache.blocks.free([block_id for block_id in scattered if not block_id % 3])
     cache.check_integrity()
-
-
-def test_value_is_per_byte_that_is_freed():
-    """Two states that save as much each. One of them needs twice the KV: it goes first, though it was used last."""
-    cache = shared(40, page_blocks=4, eviction_policy="recompute_cost")
-    run(cache, "fork", 8)
-    run(cache, "fork", 8)
-    cache._store.blocks.eviction._known._likelihood.refresh(0)
-    policy = cache._store.blocks.eviction
-    (deep,) = [node for node in cache.nodes() if node.slot >= 0]
-    alone = policy.value(deep)
-    rate = policy._known.records[deep].cell.rate
-    assert alone == 8 / (4 + 8) * rate, "its own bytes and those of its KV"
-    keys = [b"fork %d" % n for n in range(8)]
-    extended = [*keys, b"more"]
-    admission = cache.admit(-1, cache.match(KeyChain(extended, 9 * BLOCK + 1)))
-    cache.publish(cache.plan(-1, admission.resume_tokens, 9 * BLOCK + 1))
-    cache.release(-1)
-    rate = policy._known.records[deep].cell.rate
-    assert policy.value(deep) == 8 / 4 * rate, "the KV is needed by the state below, too"
 
 
 def test_ranks_decide_alike():
@@ -369,53 +245,6 @@ def test_ranks_decide_alike():
         moves += len(decisions[0][2])
         live += [request_id] if decisions[0][0] else []
     assert moves > 20 and caches[0].stats() == caches[1].stats()
-
-
-# -- several states in a page, and a cap -------------------------------------------------------------------------------
-
-
-def test_a_page_of_states_goes_whole_and_only_if_none_of_them_is_in_use():
-    cache = shared(13, 3, page_states=2, live_states=False, eviction_policy="lru")
-    run(cache, "a", 1)
-    run(cache, "b", 1)  # in the page of a
-    run(cache, "c", 1)
-    assert cache.memory_use().state_pages == 2
-    match = cache.match(KeyChain([b"c 0"], BLOCK + 1))
-    assert cache.admit(-1, match).source_slot is not None  # its page stays, and its block
-    run(cache, "d", 1)  # in the page of c
-    assert len(cache.blocks.allocate(7)) == 7  # 4 are free, 3 are in the page of a and b
-    assert sorted(node.key for node in [node for node in cache.nodes() if node.slot >= 0]) == [b"c 0", b"d 0"]
-    assert cache.blocks.available_count == 1
-    cache.check_integrity()
-
-
-def test_kv_behind_a_state_in_a_page_that_is_in_use_can_be_had():
-    """The state shares its page with that of a running request: its page stays, its KV goes."""
-    cache = shared(10, 3, page_states=3)
-    assert cache.admit(-1, cache.match(cache.chain([1]))) is not None
-    run(cache, "a", 2)  # two blocks and the rest of the page
-    assert cache.memory_use().state_pages == 1 and depths(cache) == [2]
-    assert cache.blocks.available_count == 6 and len(cache.blocks.allocate(6)) == 6
-    assert depths(cache) == [] and cache.stats().evictions == 1
-    cache.check_integrity()
-
-
-def test_a_cap_bounds_the_cached_states_and_reserves_nothing():
-    cache = shared(30, state_slots=2, eviction_policy="lru")
-    running = [cache.admit(-number, cache.match(cache.chain([number]))) for number in range(1, 5)]
-    assert all(running), "live states do not count"
-    run(cache, "a", 1)
-    run(cache, "b", 1)
-    before = cache.memory_use()
-    slots = {node.slot for node in [node for node in cache.nodes() if node.slot >= 0]}
-    run(cache, "c", 1)  # takes the slot of a; what was above a stays
-    after = cache.memory_use()
-    assert (after.state_pages, after.unneeded_blocks) == (before.state_pages, before.unneeded_blocks + 1)
-    assert {node.slot for node in [node for node in cache.nodes() if node.slot >= 0]} == slots
-    assert [run(cache, name, 1) for name in "bca"] == [BLOCK, BLOCK, 0]
-    assert cache.stats().slots_used == cache.stats().slots_total == 2
-    assert len(cache.blocks.allocate(18)) == 18 and not depths(cache), "KV takes all but the pages of live states"
-    cache.check_integrity()
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -571,7 +400,7 @@ def test_a_guess_that_got_a_reason_is_no_guess_on_the_host():
     cache = with_host(kv_blocks=20, state_slots=8, host_pages=40, eviction_policy="lru")
     run(cache, "prompt", 6)
     host = cache._store.host
-    node = next(node for node in [node for node in cache.nodes() if node.slot >= 0] if is_guess(node))
+    node = next(node for node in cache.nodes() if node.slot >= 0 and is_guess(node))
     assert host.store_state(node)
     cache._store.checkpoints.confirm(node.key, CheckpointReason.JUNCTION)
     cache._store.checkpoints.evict(node)

@@ -22,36 +22,6 @@ def make(request):
     return request.param
 
 
-def test_the_way_of_a_slot(make):
-    pool = make(3, first_slot=10)
-    assert [pool.reserve(), pool.reserve(), pool.reserve(), pool.reserve()] == [10, 11, 12, None]
-    pool.publish(10)
-    pool.abandon(11)
-    pool.check()
-    assert (pool.used_slots, pool.cached_slots, pool.is_full) == (2, 2, False) and pool.free_slots
-    assert [pool.state(slot) for slot in (10, 11, 12)] == [SlotState.PUBLISHED, SlotState.FREE, SlotState.RESERVED]
-    pool.retire(10)
-    assert {pool.reserve(), pool.reserve()} == {10, 11} and pool.is_full
-    pool.check()
-
-
-def test_a_pinned_slot_is_free_only_with_its_last_unpin(make):
-    pool = make(1)
-    slot = pool.reserve()
-    assert slot == 0
-    pool.publish(slot)
-    pool.pin(slot)
-    pool.pin(slot)
-    pool.retire(slot)
-    assert pool.state(slot) == SlotState.RETIRED and pool.reserve() is None
-    pool.unpin(slot)
-    assert pool.reserve() is None
-    pool.check()
-    pool.unpin(slot)
-    assert pool.reserve() == slot
-    pool.check()
-
-
 def test_no_slots_is_legal(make):
     pool = make(0, first_slot=4)
     assert pool.reserve() is None and pool.used_slots == 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import megatron_hybrid_prefix.index.matcher as matcher_module
 from megatron_hybrid_prefix.bench import control_plane
+from megatron_hybrid_prefix.index.blocks import KVBlocks
+from tests.core.test_cache import engine, run
 from tests.harness.steps import steps
 
 
@@ -19,7 +22,7 @@ def steps_of_a_request(requests: int, **sizes: int) -> float:
 
 @pytest.mark.parametrize("sizes", [{}, {"kv_blocks": 2_048}, {"slots": 64}], ids=["all fit", "evictions", "few slots"])
 def test_requests_of_a_trace_take_no_more_steps_in_a_longer_one(sizes):
-    short, long = (steps_of_a_request(requests, **sizes) for requests in (500, 5_000))
+    short, long = (steps_of_a_request(requests, **sizes) for requests in (500, 2_500))
     assert short <= control_plane.PROMPT_BLOCKS * 125
     assert long <= 1.25 * short  # the first requests evict nothing
 
@@ -42,3 +45,29 @@ def test_long_prompts_and_evictions_take_no_more_steps_in_a_larger_cache():
     state, prompt, block = found[1]
     assert prompt <= 40 * 100_000 / control_plane.BLOCK_TOKENS
     assert state <= 900 and block <= 80
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[int]:
+    """Grows with each call of a function."""
+    calls: list[int] = []
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **fields: calls.append(1) or original(*args, **fields))
+    return calls
+
+
+def test_a_match_is_made_once_for_an_admission(monkeypatch):
+    model = engine(block_tokens=256)
+    run(model, list(range(3 * 256)))
+    cache, made = model.cache, counted(monkeypatch, matcher_module, "match_prefix")
+    match = cache.match(cache.chain(list(range(3 * 256 + 9))))
+    assert cache.can_admit(match) and cache.can_admit(match, length_tokens=3 * 256 + 1)
+    cache.admit(77, match)
+    assert len(made) == 1
+
+
+def test_evicting_looks_at_no_more_than_it_evicts(monkeypatch):
+    model = engine(kv_blocks=200, block_tokens=1)
+    run(model, list(range(200)))
+    looked = counted(monkeypatch, KVBlocks, "next_kv")
+    assert model.cache.blocks.allocate(7) is not None
+    assert len(looked) == 7 + model.cache.stats().evictions, "once more for each state that needed all KV"

@@ -33,7 +33,6 @@ NUMERIC_TESTS = (
     "tests/engine/test_prefix_exact.py",
     "tests/engine/test_prefix_speculative.py",
     "tests/engine/test_prefix_turns.py",
-    "tests/core/test_second_layer_kind.py",
     "tests/core/test_shared_buffer.py",
 )
 # What the libraries say they use: a setting that this processor ignores proves nothing.

@@ -12,7 +12,9 @@ have either sign); arithmetic in bfloat16 is 65,536 times coarser and does not: 
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
+import pytest
 import torch
 
 EXP = 4  # roundings that one exp, log or sqrt counts for: 2 units in the last place, the worst of the libraries in use
@@ -49,6 +51,11 @@ def check(got, exact, bound):
     wrong = ~(error <= bound)
     ratio = (error / bound)[wrong].max().item() if wrong.any() else 0.0
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are off, by up to {ratio:.3g} times the bound"
+
+
+def only(mutant) -> AbstractContextManager:
+    """A context in which `check` must fail if there is a mutant, and must not without one."""
+    return nullcontext() if mutant is None else pytest.raises(AssertionError, match="times the bound")
 
 
 def softplus_roundings(argument):

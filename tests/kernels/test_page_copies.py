@@ -57,9 +57,14 @@ def entries_of(words, dtype, shape):
     return entries.as_strided(entries.shape, (0, *entries.stride()[1:]), entries.storage_offset())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "pages_on"),
+    [
+        ("cpu", "device, beside others"),  # where all memory is one
+        *(pytest.param("cuda", place, marks=pytest.mark.gpu) for place in ("host", "device", "device, beside others")),
+    ],
+)
 @pytest.mark.parametrize(("layers", "shape", "dtype", "page_bytes", "start"), CASES)
-@pytest.mark.parametrize("pages_on", ["host", "device", "device, beside others"])
 @pytest.mark.parametrize("to_pages", [True, False], ids=["to_pages", "to_entries"])
 def test_each_byte_is_copied_and_summed(device, layers, shape, dtype, page_bytes, start, pages_on, to_pages):
     words, memory, ids, of_row = case(layers, shape, dtype, page_bytes, start)

@@ -16,6 +16,9 @@ NAN = float("nan")
 LONG_MEMORY = -4.0  # added to dt: a state outlives a chunk of 16 tokens, which it hardly does without
 
 
+PER_TOKEN = ("x", "dt", "B", "C", "z")
+
+
 def make(
     lengths, seed=0, dtype=torch.float64, heads=4, dim=3, groups=2, dstate=5, with_state=True, d_dim=True, gate=True
 ):
@@ -143,7 +146,7 @@ def check_rounding(dtype, seed, dt_shift):
         rounding.check(state, *expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 11), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
@@ -192,23 +195,6 @@ def test_a_batch_of_padding_only_writes_nothing():
     assert torch.equal(states, args["initial_states"])
 
 
-@pytest.mark.parametrize("changed", ["x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states"])
-def test_every_argument_matters(changed):
-    args = make([6, 3])
-    base, base_states, _, _ = scan(args, [6, 3], 4)
-    args[changed] = args[changed] * 0.5
-    out, states, _, _ = scan(args, [6, 3], 4)
-    assert not torch.allclose(out, base)
-    assert changed in ("C", "D", "z") or not torch.allclose(states, base_states)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("dt_shift", [0.0, LONG_MEMORY])
-def test_error_is_that_of_the_precision(dtype, dt_shift):
-    for seed in range(3):
-        check_rounding(dtype, seed, dt_shift)
-
-
 def spoil_accumulation(monkeypatch):
     """Matrix products add up in bfloat16."""
 
@@ -252,13 +238,15 @@ def spoil_previous(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("spoil", [spoil_accumulation, spoil_carried_state, spoil_chunk, spoil_previous])
-def test_the_bound_sees(monkeypatch, spoil, dtype):
+@pytest.mark.parametrize("spoil", [None, spoil_accumulation, spoil_carried_state, spoil_chunk, spoil_previous])
+def test_the_error_is_that_of_the_precision_and_mutants_are_seen(spoil, dtype):
     for seed in range(3):
-        with monkeypatch.context() as patch:
-            spoil(patch)
-            with pytest.raises(AssertionError, match="times the bound"):
-                check_rounding(dtype, seed, LONG_MEMORY)
+        with pytest.MonkeyPatch.context() as patch, rounding.only(spoil):
+            if spoil is None:
+                check_rounding(dtype, seed, 0.0)
+            else:
+                spoil(patch)
+            check_rounding(dtype, seed, LONG_MEMORY)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -272,7 +260,7 @@ def test_resuming_at_any_chunk_gives_the_same_bits(dtype, threads):
         args["initial_states"] = args["initial_states"].float()
         out, _, raw, _ = scan(args, [length], size, state_dtype=torch.float32)
         for start in range(size, length, size):
-            rest = {k: v[start:] if k in ("x", "dt", "B", "C", "z") else v for k, v in args.items()}
+            rest = {k: v[start:] if k in PER_TOKEN else v for k, v in args.items()}
             rest["initial_states"] = raw[start // size - 1][None].clone()
             resumed, states, _, _ = scan(rest, [length - start], size, state_dtype=torch.float32)
             assert torch.equal(resumed, out[start:])
@@ -288,7 +276,7 @@ def test_other_sequences_do_not_change_the_bits(seed):
     out, states, _, _ = scan(args, lengths, 16, padding=2)
     start = 0
     for i, length in enumerate(lengths):
-        alone = {k: v[start : start + length] if k in ("x", "dt", "B", "C", "z") else v for k, v in args.items()}
+        alone = {k: v[start : start + length] if k in PER_TOKEN else v for k, v in args.items()}
         alone["initial_states"] = args["initial_states"][i : i + 1]
         y, state, _, _ = scan(alone, [length], 16)
         assert torch.equal(y, out[start : start + length])
@@ -300,28 +288,17 @@ def test_a_short_chunk_gives_the_bits_of_a_full_one():
     args = make([32], dtype=torch.float32, dim=32, dstate=16)
     out, _, _, _ = scan(args, [32], 32)
     for n in range(1, 32):
-        part = {k: v[:n] if k in ("x", "dt", "B", "C", "z") else v for k, v in args.items()}
+        part = {k: v[:n] if k in PER_TOKEN else v for k, v in args.items()}
         y, states, _, _ = scan(part, [n], 32)
         assert torch.equal(y, out[:n])
         assert states.isfinite().all()
-
-
-def test_what_follows_a_chunk_in_memory_does_not_reach_it():
-    args = make([32], dtype=torch.float32)
-    out, states, _, _ = scan(args, [20], 16)
-    poisoned = {k: v.clone() if k in ("x", "dt", "B", "C", "z") else v for k, v in args.items()}
-    for name in ("x", "dt", "B", "C", "z"):
-        poisoned[name][20:] = NAN
-    again, again_states, _, _ = scan(poisoned, [20], 16)
-    assert torch.equal(again[:20], out[:20])
-    assert torch.equal(again_states, states)
 
 
 def test_a_broken_sequence_does_not_reach_its_neighbours():
     args = make([16, 3, 16, 5], dtype=torch.float32)
     out, states, _, _ = scan(args, [16, 3, 16, 5], 16)
     broken = {k: v.clone() for k, v in args.items()}
-    for name in ("x", "dt", "B", "C", "z"):
+    for name in PER_TOKEN:
         broken[name][:16] = NAN
         broken[name][19:35] = float("inf")
     again, again_states, _, _ = scan(broken, [16, 3, 16, 5], 16)

@@ -68,18 +68,6 @@ def loops(zxbcdt, weight, bias, dt_bias, A, D):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 37])
-def test_scan_is_the_recurrence(tokens):
-    x, dt, A, B, C = scan_arguments(tokens)
-    right = torch.stack(
-        [
-            naive.mamba_sequence(x[i], dt[i], A, B[i], C[i], torch.zeros(HEADS, DIM, STATE, dtype=torch.float64))[0]
-            for i in range(len(x))
-        ]
-    )
-    torch.testing.assert_close(chunked_scan(x, dt, A, B, C, 8), right, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_scan_of_layers_that_draft_is_the_recurrence(gated):
     x, dt, A, B, C = scan_arguments(9)

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.test_mooncake_tier import KV, Process, data, object_of, prompt_tags, tag
+from tests.core.entries import KV, data, prompt_tags, tag
+from tests.core.test_mooncake_tier import Process, object_of
 from tests.engine.test_mooncake_tier import check_mooncake_ranks
 from tests.harness.fake_mooncake import FakeCluster, FakeStore
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
