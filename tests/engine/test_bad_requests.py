@@ -74,14 +74,11 @@ def alone(tiny):
     return [answer(engine, asked) for asked in GOOD], answer(engine, LONG)
 
 
-@pytest.mark.parametrize("kind", BUILDS)
-def test_each_is_refused_at_once_and_names_what_is_wrong(model, alone, kind):
-    engine, finished = BUILDS[kind](model), {}
+def test_each_is_refused_at_once_and_names_what_is_wrong(model, alone):
+    engine, finished = build(model), {}
     send(engine, 0, LONG)
     run_to_end(engine, finished, steps=2)
     for name, asked in BAD.items():
-        if "cache_breakpoints" in asked.fields and not caches(engine):
-            continue  # they mean nothing there
         with pytest.raises(ValueError, match=asked.named) as error:
             send(engine, 1, asked)
         assert str(error.value).startswith("request 1: ") and "\n" not in str(error.value), name
@@ -115,26 +112,20 @@ def test_fuzz_of_bad_requests_among_good_ones(model, alone, kind):
 # -- what is valid -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", BUILDS)
-@pytest.mark.parametrize("fields", [{"top_k": 0}, {"top_k": 9}, {"top_p": 0.4, "top_k": 0}, {"top_p": 0.4, "top_k": 9}])
-def test_what_is_greedy_with_any_other_field(model, alone, kind, fields):
-    for own in (
-        {"temperature": 0},
-        {"temperature": 0.0},
-        {"temperature": 1e-45},
-        {"temperature": 1e-5},
-        {"top_p": 1e-300},
-    ):
-        assert answer(BUILDS[kind](model), LONG._replace(fields=LONG.fields | fields | own)) == alone[1]
+@pytest.mark.parametrize("kind", ["async", "megatron's context"])
+def test_what_is_greedy_with_any_other_field(model, alone, kind):
+    engine = BUILDS[kind](model)
+    for fields in ({"top_k": 0}, {"top_k": 9}, {"top_p": 0.4, "top_k": 0}, {"top_p": 0.4, "top_k": 9}):
+        for own in ({"temperature": 0}, {"temperature": 1e-45}, {"temperature": 1e-5}, {"top_p": 1e-300}):
+            assert answer(engine, LONG._replace(fields=LONG.fields | fields | own)) == alone[1]
 
 
-@pytest.mark.parametrize("kind", BUILDS)
-def test_top_k_with_top_p_is_sampled_as_the_options_say(model, kind):
+def test_top_k_with_top_p_is_sampled_as_the_options_say(model, alone):
     fields = {"top_k": 20, "top_p": 0.8, "temperature": 1.5}
     answers = []
     for own in (fields, {"sampling_options": fields}, {"top_k": 2, "top_p": 0.1, "sampling_options": fields}):
-        answers.append(answer(BUILDS[kind](model), LONG._replace(fields=LONG.fields | own)))
-    assert answers[0] == answers[1] == answers[2] != answer(BUILDS[kind](model), LONG)
+        answers.append(answer(build(model), LONG._replace(fields=LONG.fields | own)))
+    assert answers[0] == answers[1] == answers[2] != alone[1]
 
 
 def test_what_megatrons_controller_cannot_sample_is_refused(model):
@@ -162,12 +153,13 @@ def test_penalties_with_drafts_are_refused(tiny_mtp):
 
 
 def test_prompts_of_any_kind_of_integers(model, alone):
-    ids = LONG.prompt
-    for prompt in (tuple(ids), np.array(ids, dtype=np.int32), list(np.array(ids)), torch.tensor(ids).to(torch.int16)):
-        assert answer(build(model), LONG._replace(prompt=prompt)) == alone[1]
-    for prompt in (np.array([1.0]), np.array([[1]]), torch.tensor([True]), np.array(["a"])):
+    ids, engine = torch.tensor(LONG.prompt), build(model)
+    for prompt in (tuple(LONG.prompt), ids.int().numpy(), list(ids.numpy()), ids.to(torch.int16), ids):
+        assert answer(engine, LONG._replace(prompt=prompt)) == alone[1]
+    for prompt in (np.array([1.0]), np.array([[1]]), torch.tensor([True]), np.array(["a"]), torch.zeros(3)):
         with pytest.raises(ValueError, match="a prompt of shape"):
-            build(model).add_request(0, prompt, greedy(3))
+            engine.add_request(0, prompt, greedy(3))
+    assert engine.context.prefix_stats().reused_tokens == 4 * BLOCK
 
 
 def test_without_parameters_it_gets_megatrons_defaults(model):
@@ -279,9 +271,8 @@ def test_generate_runs_all_prompts_or_none(model):
 # -- futures -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_reset_resolves_all_futures(model, alone, mode):
-    engine = build(model, async_sched_mode=mode)
+def test_a_reset_resolves_all_futures(model, alone):
+    engine = build(model)
     futures = [send(engine, number, LONG) for number in range(6)]  # two of them wait
     run_to_end(engine, {}, steps=3)
     engine.abort_request(0)

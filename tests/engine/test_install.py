@@ -114,7 +114,9 @@ def test_uninstalling_restores_megatron(tiny):
     owners = [(cls, vars(cls)["__init__"]) for cls in upstream_classes()]
     install(PREFIX)
     install(PREFIX)
-    assert len(installation.installed_rebindings()) == len(patches.constructors(lambda: None)) == 4
+    listed = installation.installed_rebindings()
+    assert len(listed) == len(patches.constructors(lambda: None)) == 4
+    assert all(isinstance(item, Rebinding) and item.why for item in listed)
     assert all(vars(cls)["__init__"] is not original for cls, original in owners)
     engine = ENGINE(tiny, CONFIG(tiny))
     uninstall()
@@ -325,18 +327,6 @@ def test_a_constructor_that_changed_is_an_error_that_names_it(monkeypatch, numbe
         install(PREFIX)
     assert [vars(cls)["__init__"] for cls in upstream_classes()] == originals
     assert not installation.installed_rebindings()
-
-
-def test_replacements_are_listed():
-    install(PREFIX)
-    listed = installation.installed_rebindings()
-    assert all(isinstance(item, Rebinding) and item.why for item in listed)
-    assert [item.symbol.rsplit(".", 2)[-2] for item in listed] == [
-        "MambaInferenceStateConfig",
-        "DynamicInferenceContext",
-        "TextGenerationController",
-        "DynamicInferenceEngine",
-    ]
 
 
 def test_megatron_llm(tiny):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
@@ -49,12 +49,20 @@ class EngineHarness:
         blocks: KV blocks for which there is room beside running requests; by default many. Without ``slots`` checkpoints are in
             these blocks.
         paused_blocks: How many of them are for paused requests.
+        build: As `build_engine`.
         **fields: Fields of megatron's ``InferenceConfig`` and of `HybridPrefixConfig` (no interval checkpoints by
         default), and ``tokenizer``.
     """
 
     def __init__(
-        self, model: Any, *, slots: int | None = MANY, blocks: int | None = None, paused_blocks: int = 0, **fields: Any
+        self,
+        model: Any,
+        *,
+        slots: int | None = MANY,
+        blocks: int | None = None,
+        paused_blocks: int = 0,
+        build: Callable[..., Any] = build_engine,
+        **fields: Any,
     ) -> None:
         self.model = model
         fields = {
@@ -77,7 +85,7 @@ class EngineHarness:
         # Checkpoints that no test expects would have to be counted in each.
         own = memory | {"retention_interval_tokens": 0} | own
         prefix = None if slots is None else HybridPrefixConfig(**own)
-        self.engine = build_engine(model, prefix, **fields)
+        self.engine = build(model, prefix, **fields)
         self.context = self.engine.context
         if blocks is not None and slots is None:
             allocator = self.context.kv_block_allocator
