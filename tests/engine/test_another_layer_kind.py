@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_hybrid_prefix.layers.base import KINDS
+from megatron_hybrid_prefix.layers.kinds import kind_of, restore_mixers, use_slot_mixers
+from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, states_of_config
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
 from tests.harness.drafts import Drafting
@@ -142,8 +145,6 @@ def test_new_weights_are_told_to_the_layers(model, kind):
 
 
 def test_cuda_graphs_cannot_capture_it_unless_it_says_so(kind):
-    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, states_of_config
-
     model = build_hybrid_model("tiny", seed=0)
     model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)
     states = states_of_config(mamba_state_config(model))
@@ -198,9 +199,6 @@ def test_layers_of_one_kind_with_different_states_are_refused(kind, monkeypatch)
 
 
 def test_the_last_registered_matching_kind_wins(kind, model, monkeypatch):
-    from megatron_hybrid_prefix.layers.base import KINDS
-    from megatron_hybrid_prefix.layers.kinds import kind_of, restore_mixers, use_slot_mixers
-
     class Other(kind.Kind):
         name = "other"
         slot_class = type("OtherSlots", (kind.LeakyRecallBySlots,), {})

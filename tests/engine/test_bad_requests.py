@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,13 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.errors import RequestDroppedError
+from megatron_hybrid_prefix.mcore import HybridPrefixController, HybridPrefixEngine
+from megatron_hybrid_prefix.upstream.names import (
+    DynamicInferenceContext,
+    GPTInferenceWrapper,
+    SamplingParams,
+    TextGenerationController,
+)
 from tests.harness.bad_requests import BAD, BLOCK, COUNT, LIMIT_TOKENS, Asked, fuzz, good_requests, params
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.lifecycle_helpers import MODES, IdTokenizer
@@ -33,9 +40,6 @@ def build(model: Any, prefix: HybridPrefixConfig | None = CACHE, **fields: Any) 
 
 def on_megatrons_context(model: Any) -> Any:
     """This package's engine and controller around megatron's own context."""
-    from megatron_hybrid_prefix.mcore import HybridPrefixController, HybridPrefixEngine
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext, GPTInferenceWrapper
-
     context = DynamicInferenceContext(model.config, build(model, None).context.config)
     wrapper = GPTInferenceWrapper(model, context)
     wrapper.prep_model_for_inference()
@@ -130,9 +134,6 @@ def test_top_k_with_top_p_is_sampled_as_the_options_say(model, alone):
 
 def test_what_megatrons_controller_cannot_sample_is_refused(model):
     """It would assert in a step."""
-    from megatron_hybrid_prefix.mcore import HybridPrefixEngine
-    from megatron_hybrid_prefix.upstream.names import TextGenerationController
-
     plain = build(model)
     controller = TextGenerationController(plain.controller.inference_wrapped_model, plain.controller.tokenizer)
     engine = HybridPrefixEngine(controller, plain.context)
@@ -173,9 +174,6 @@ def test_without_parameters_it_gets_megatrons_defaults(model):
 
 def test_parameters_of_a_subclass_survive_a_preemption(model):
     """Megatron makes a preempted request's parameters anew, with the fields of the class."""
-    from dataclasses import dataclass
-
-    from megatron_hybrid_prefix.upstream.names import SamplingParams
 
     @dataclass
     class Mine(SamplingParams):
@@ -219,16 +217,18 @@ def test_what_is_too_long_is_still_returned_as_failed(model, alone):
 def test_an_id_that_is_in_use_is_refused_until_it_is_returned(model, alone, mode):
     engine, finished = build(model, async_sched_mode=mode), {}
     first = send(engine, 5, LONG)
-    with pytest.raises(ValueError, match="request 5: this id is in use"):
-        send(engine, 5, GOOD[2])
+
+    def refused(number: int) -> None:
+        with pytest.raises(ValueError, match=f"request {number}: this id is in use"):
+            send(engine, number, GOOD[2])
+
+    refused(5)
     run_to_end(engine, finished, steps=3)
-    with pytest.raises(ValueError, match="request 5: this id is in use"):
-        send(engine, 5, GOOD[2])
+    refused(5)
     send(engine, 6, LONG)
     run_to_end(engine, finished, steps=2)
     engine.abort_request(6)
-    with pytest.raises(ValueError, match="request 6: this id is in use"):
-        send(engine, 6, GOOD[2])
+    refused(6)
     run_to_end(engine, finished)
     assert finished[5].generated_tokens == alone[1] and first.result().merge().generated_tokens == alone[1]
     assert len(finished[6].generated_tokens) < 20
@@ -294,6 +294,20 @@ def test_a_cancelled_future_stops_nobody(model, alone):
     assert futures[1].result().merge().generated_tokens == alone[1]
 
 
+def in_a_loop(serve: Awaitable[None]) -> None:
+    asyncio.run(asyncio.wait_for(serve, timeout=HANG_S))
+
+
+async def answers_again(engine: Any, expected: list[int]) -> None:
+    """A new loop of an engine that was reset."""
+    engine.reset()
+    future = send(engine, 0, LONG)
+    again = asyncio.create_task(engine.run_engine())
+    assert (await future).merge().generated_tokens == expected
+    again.cancel()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_step_that_fails_ends_the_loop_and_resolves_all_futures(model, alone, monkeypatch):
     async def serve() -> None:
         engine = build(model)
@@ -306,15 +320,9 @@ def test_a_step_that_fails_ends_the_loop_and_resolves_all_futures(model, alone, 
         with pytest.raises(ZeroDivisionError):
             await running
         monkeypatch.undo()
-        engine.reset()
-        future = send(engine, 0, LONG)
-        again = asyncio.create_task(engine.run_engine())
-        assert (await future).merge().generated_tokens == alone[1]
-        again.cancel()
+        await answers_again(engine, alone[1])
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        asyncio.run(asyncio.wait_for(serve(), timeout=HANG_S))
+    in_a_loop(serve())
 
 
 def test_a_cancelled_step_ends_the_loop_and_resolves_all_futures(model, alone):
@@ -331,13 +339,9 @@ def test_a_cancelled_step_ends_the_loop_and_resolves_all_futures(model, alone):
             with pytest.raises(RequestDroppedError, match="cancelled"):
                 await future
         await asyncio.gather(running, return_exceptions=True)
-        engine.reset()
-        future = send(engine, 0, LONG)
-        again = asyncio.create_task(engine.run_engine())
-        assert (await future).merge().generated_tokens == alone[1]
-        again.cancel()
+        await answers_again(engine, alone[1])
 
-    asyncio.run(asyncio.wait_for(serve(), timeout=HANG_S))
+    in_a_loop(serve())
 
 
 def test_a_loop_that_waits_goes_on_after_a_reset_while_suspended(model, alone):
@@ -355,7 +359,7 @@ def test_a_loop_that_waits_goes_on_after_a_reset_while_suspended(model, alone):
         assert (await future).merge().generated_tokens == alone[1]
         running.cancel()
 
-    asyncio.run(asyncio.wait_for(serve(), timeout=HANG_S))
+    in_a_loop(serve())
 
 
 def test_a_tokenizer_that_cannot_say_what_was_refused_leaves_nothing(model, alone, monkeypatch):

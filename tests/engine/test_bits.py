@@ -226,33 +226,6 @@ def test_where_a_chunk_of_a_prompt_ends(quantum, start, budget, end, expected):
     assert end_on_grid(start=start, budget=budget, end=end, quantum=quantum) == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"state_dtype": "bfloat16"}, "exact='bits' needs state_dtype='float32', not 'bfloat16'"),
-        ({"shared": "file:///x?gb=1", "host_gb": 1}, "exact='bits' does not go with shared: what is there may"),
-        ({"exact": "roughly"}, "exact='roughly': must be 'bits', or None"),
-    ],
-)
-def test_settings_are_checked(fields, message):
-    with pytest.raises(ValueError, match=message):
-        HybridPrefixConfig(**{"mamba_gb": 0.1, "exact": "bits"} | fields)
-
-
-def test_what_does_not_go_with_it_is_refused_in_one_line(tiny, tiny_mixed, tiny_mtp):
-    cases = (
-        (tiny_mixed, {}, "experts are not covered"),
-        (tiny_mtp, {}, "drafted tokens are not covered"),
-        (tiny_mtp, {"num_speculative_tokens": 2}, "does not go with num_speculative_tokens=2; use 0"),
-        (tiny, {"logprobs_mode": "processed_logprobs"}, "does not go with logprobs_mode='processed_logprobs'"),
-        (tiny, {"enable_chunked_prefill": True, "max_tokens": 128}, "needs max_tokens of 260 or more, not 128"),
-    )
-    for model, fields, message in cases:
-        with pytest.raises(ValueError, match=message) as raised:
-            exact_harness(model, **fields)
-        assert "\n" not in str(raised.value)
-
-
 def test_layer_norms_are_refused(tiny, monkeypatch):
     assert invariant_problem(tiny) is None
     monkeypatch.setattr(tiny.config, "normalization", "LayerNorm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_hybrid_prefix.mcore import restore_mixers
 from tests.gpu.chunked_error import build_models, further_off, measure, open_source, table
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
 
@@ -48,8 +49,6 @@ def test_a_lost_window_is_seen(models, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def put_back(models):
-    from megatron_hybrid_prefix.mcore import restore_mixers  # needs the platform
-
     yield
     for model in models[0].values():
         restore_mixers(model)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_hybrid_prefix import build_engine
-from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import MODES, EngineHarness
 
@@ -51,41 +50,3 @@ def test_a_prompt_is_computed_in_one_step_and_in_chunks(tiny):
             assert served.step() == [number]
         counts[length] = operators.count
     assert counts[600] - counts[1] < 600 * tiny.hybrid_config.layer_pattern.count("M")
-
-
-@pytest.mark.parametrize(
-    ("preset", "fields", "message"),
-    [
-        ("tiny", {"buffer_size_gb": 0.0001}, "buffer_size_gb=.* too small: .*max_requests=16"),
-        ("tiny", {"max_tokens": 64, "max_requests": 128}, "max_tokens=64 must be at least max_requests=128"),
-        ("tiny", {"no_such_field": 1}, "unknown InferenceConfig field"),
-        ("tiny", {"block_size_tokens": 0}, "block_size_tokens=0: must be at least 1"),
-        ("tiny", {"num_speculative_tokens": 1}, "num_speculative_tokens=1: the model has no multi-token prediction"),
-        ("tiny", {"num_speculative_tokens": -1}, "num_speculative_tokens=-1: must not be negative"),
-        (
-            "tiny_mtp",
-            {"num_speculative_tokens": 4},
-            "num_speculative_tokens=4: the model drafts at most mtp_num_layers=3",
-        ),
-        (
-            "tiny_mtp",
-            {"num_speculative_tokens": 3, "block_size_tokens": 3},
-            "num_speculative_tokens=3 must be below block_size_tokens=3",
-        ),
-    ],
-)
-def test_what_no_engine_has_is_one_clear_line(request, preset, fields, message):
-    with pytest.raises(ValueError, match=f"^{message}") as error:
-        build_engine(request.getfixturevalue(preset), **fields)
-    assert "\n" not in str(error.value)
-
-
-def test_a_model_without_attention_is_refused():
-    with pytest.raises(ValueError, match="no attention layer"):
-        get_preset("tiny", layer_pattern="M-M-")
-    assert isinstance(get_preset("tiny"), HybridModelConfig)
-
-
-def test_cuda_graphs_without_a_gpu_are_refused_in_one_line(platform):
-    with pytest.raises(ValueError, match="cuda_graph_impl='local' needs a CUDA device"):
-        build_hybrid_model("tiny", platform=platform, cuda_graph_impl="local")

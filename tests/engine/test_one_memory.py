@@ -120,27 +120,6 @@ def test_as_many_requests_and_blocks_as_in_megatron(tiny_mtp, fields):
     assert found == plain.max_requests or ("max_requests" in fields and found > plain.max_requests)
 
 
-@pytest.mark.parametrize(
-    ("prefix", "fields", "said"),
-    [
-        ({"cache_gb": 0.0}, {}, r"cache_gb=0.0: must be above 0"),
-        ({"mamba_gb": -1.0}, {}, r"mamba_gb=-1.0: must be 0 or more"),
-        ({"cache_gb": 0.01, "mamba_gb": 0.02}, {}, r"mamba_gb=0.02 is a cap within cache_gb=0.01, and larger: [^\n]*"),
-        ({"cache_gb": 1.2345678e-5}, {}, r"cache_gb=1.2345678e-05 is too small: [^\n]* need 0.[0-9]+ MiB"),
-        (
-            {"cache_gb": 1e-3},
-            {"num_speculative_tokens": 3},
-            r"cache_gb=0.001 is too small: [^\n]* with 3 drafts [^\n]*",
-        ),
-        ({}, {"buffer_size_gb": 1e-5}, r"buffer_size_gb=1e-05 is too small: [^\n]*"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_in_one_line(tiny_mtp, prefix, fields, said):
-    with pytest.raises(ValueError, match=f"^{said}$"):
-        context_of(tiny_mtp, prefix, **fields)
-
-
 # -- moves -------------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_hybrid_prefix.mcore.engine.coalesce import _Owners
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 
@@ -18,8 +19,6 @@ def computed(served) -> int:
 
 
 def test_owners_of_log_probs_are_all_that_compute_enough():
-    from megatron_hybrid_prefix.mcore.engine.coalesce import _Owners
-
     owners, keys = _Owners(BLOCK), [bytes([number]) for number in range(6)]
     owners.add(keys[:2], 0, "none", None)
     owners.add(keys[2:4], 0, "two", 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
+from megatron_hybrid_prefix.mcore.state import moves as host
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers import entry_copies, loads, stores
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
@@ -318,8 +319,6 @@ def test_nobody_samples_from_a_wrong_load(model, fault, monkeypatch):
 
 
 def test_no_pinned_memory_no_tier(model, monkeypatch, caplog):
-    from megatron_hybrid_prefix.mcore.state import moves as host
-
     def refuses(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("cannot allocate memory")
 
@@ -336,8 +335,6 @@ def test_no_pinned_memory_no_tier(model, monkeypatch, caplog):
 
 
 def test_without_host_memory_there_is_nothing(model, monkeypatch):
-    from megatron_hybrid_prefix.mcore.state import moves as host
-
     monkeypatch.setattr(host, "HostArena", None)  # would be called
     served = small(model, host_gb=0.0)
     assert served.context.host_moves is None and served.cache._store.host is None

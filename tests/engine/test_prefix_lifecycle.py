@@ -14,7 +14,6 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from megatron.core.inference.engines import DynamicInferenceEngine
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.drafts import Drafting
 from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_matches
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
@@ -27,12 +26,6 @@ PERSIST, OFFLOAD, RECOMPUTE = (
 )
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 each_management = pytest.mark.parametrize("management", (PERSIST, OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
-
-
-@pytest.fixture
-def own_model(platform: Any) -> Any:
-    """A model that a test may modify."""
-    return build_hybrid_model("tiny", seed=5, platform=platform)
 
 
 # -- suspend and resume ------------------------------------------------------------------------------------------------
@@ -216,51 +209,6 @@ def test_aborted_and_refused_requests_stay_so(model, management, when):
     served.check(kept)
     served.check_drained()
     assert served.step() == []  # an idle step
-
-
-# -- new weights -------------------------------------------------------------------------------------------------------
-
-
-def change_weights(model: Any) -> None:
-    """Changes weights in place, as a trainer does, including decay rates, whose exponential is cached by mixers."""
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "A_log" in name:
-                weight.add_(0.4)
-            elif any(part in name for part in ("in_proj", "linear_qkv", "conv1d", "linear_fc1")):
-                weight.mul_(1.25)
-
-
-@pytest.mark.parametrize(
-    ("phase", "mode"),
-    [("decode", "legacy"), ("decode", "async"), ("between chunks", "legacy"), ("first forward", "async")],
-)
-def test_a_request_that_spans_the_change_caches_nothing(own_model, phase, mode):
-    """Neither what it computed before nor what it computes later. A request that still waits uses only the new weights."""
-    chunked = phase == "between chunks"
-    served = EngineHarness(
-        own_model, async_sched_mode=mode, enable_chunked_prefill=chunked, max_tokens=(3 if chunked else 16) * BLOCK
-    )
-    prompt = tokens(3 if chunked else 1, 40, seed=1)
-    spanning = served.add(prompt, 2 * BLOCK)  # it fills blocks by decoding, too
-    served.step(4 if phase == "decode" else 1)
-    generated = len(served.engine.get_request(spanning).generated_tokens)
-    assert (generated > 1) == (phase == "decode")
-    if chunked:
-        assert served.context.chunked_prefill_request_id == spanning
-    waiting = served.add(tokens(1, 50, seed=2))
-    change_weights(own_model)
-    served.engine._generation_epoch = 1
-    served.run()
-    assert len(served.finished[spanning].generated_tokens) == 2 * BLOCK
-    assert (served.cache.blocks.cached_count, served.kept_states) == (1, 1)  # of the one that waited
-    served.check(waiting)
-    sequence = prompt + list(served.finished[spanning].generated_tokens)
-    again = served.send(sequence)
-    assert again.num_cached_tokens == 0
-    assert served.send(tokens(1, 50, seed=2)).num_cached_tokens == BLOCK
-    served.check(waiting, again.request_id, again.request_id + 1)
-    served.check_drained()
 
 
 # -- forget ------------------------------------------------------------------------------------------------------------

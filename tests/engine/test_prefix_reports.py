@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.inference.engines import dynamic_engine
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.mamba_mixer import MambaMixer
 
-from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixPrefill
+from megatron_hybrid_prefix.mcore import restore_mixers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
@@ -61,8 +66,6 @@ def test_cached_tokens_counters_and_statistics_agree(model, chunked):
 
 
 def test_console_and_metrics_say_what_was_skipped(model, caplog, monkeypatch):
-    from megatron.core.inference.engines import dynamic_engine
-
     logged: list[dict[str, Any]] = []
     monkeypatch.setattr(dynamic_engine, "HAVE_WANDB", True)
     served = EngineHarness(model, logging_step_interval=1)
@@ -235,27 +238,15 @@ def test_a_request_reports_tokens_lost_without_a_state(model):
     assert (again.reused_tokens, again.lost_tokens) == (3 * BLOCK, 0)
 
 
-def test_both_caches_at_once_is_one_line(model):
-    with pytest.raises(ValueError, match=r"^prefix=[^\n]* enable_prefix_caching=True [^\n]*exclude each other$"):
-        build_engine(model, HybridPrefixConfig(mamba_gb=0.1), enable_prefix_caching=True)
-
-
 # -- mixers ------------------------------------------------------------------------------------------------------------
 
 
 def mixers_of(model: Any) -> list[Any]:
     """The engine's Mamba mixers."""
-    from megatron.core.ssm.mamba_mixer import MambaMixer
-
     return [module for module in model.modules() if isinstance(module, MambaMixer)]
 
 
 def test_a_built_model_is_served_and_given_back(model):
-    from megatron.core.ssm.mamba_mixer import MambaMixer
-
-    from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixPrefill
-    from megatron_hybrid_prefix.mcore import restore_mixers, use_slot_mixers
-
     mixers = mixers_of(model)
     assert {type(mixer) for mixer in mixers} == {MambaMixer}
     names = [name for name, _ in model.named_parameters()]
@@ -303,11 +294,6 @@ def training_kernel(settings: list[Any]) -> Any:
 
 def test_forward_of_training_is_unchanged(platform, monkeypatch):
     """Outputs and gradients, bit by bit."""
-    from megatron.core.inference.utils import InferenceMode
-    from megatron.core.ssm import mamba_mixer
-
-    from megatron_hybrid_prefix.mcore import use_slot_mixers
-
     settings: list[Any] = []
     monkeypatch.setattr(mamba_mixer, "mamba_split_conv1d_scan_combined", training_kernel(settings))
     monkeypatch.setattr(InferenceMode, "is_active", lambda: False)

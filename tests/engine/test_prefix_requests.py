@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.inference.inference_request import DynamicInferenceRequest
 
+from megatron_hybrid_prefix.mcore import HybridPrefixEngine
 from tests.harness.engine_helpers import assert_matches, greedy
 from tests.harness.lifecycle_helpers import BLOCK, MANY, MODES, EngineHarness, IdTokenizer, tokens
 from tests.harness.selection import mostly_slow
@@ -186,8 +188,6 @@ def test_ids_may_come_again(model):
 
 def test_abort_around_the_context_of_megatron(model):
     """The engine with megatron's context, without a cache: aborts work there, too."""
-    from megatron_hybrid_prefix.mcore import HybridPrefixEngine
-
     served = EngineHarness(model, slots=None)
     served.engine = HybridPrefixEngine(served.engine.controller, served.context)
     victim, other = (served.add(tokens(1, 20, seed=seed), 9) for seed in (1, 2))
@@ -221,17 +221,18 @@ def preempted(served: EngineHarness) -> list[int]:
 @each_mode
 def test_preempted_requests_keep_their_attributes(model, mode):
     served = preempting(model, mode)
-    crowd(served, {"top_n_logprobs": 3}, cache_salt="one")
+    crowd(served, {"top_n_logprobs": 3}, cache_salt="one", cache_breakpoints=[BLOCK])
     served.run()
     served.check()
     assert served.engine.evicted_request_count >= len(preempted(served)) > 0
     for number in preempted(served):
         last = served.records[number][-1]
-        assert last.sampling_params.cache_salt == "one"
+        assert (last.sampling_params.cache_salt, last.sampling_params.cache_breakpoints) == ("one", [BLOCK])
         assert (last.enable_prefix_caching, last.block_size_tokens) == (True, BLOCK)
     for request in served.finished.values():
         assert [len(entry) for entry in request.generated_top_n_logprobs] == [3] * 40
     stats = served.cache.stats()
+    assert stats.checkpoints_by_reason["breakpoint"] >= 4
     assert stats.reused_tokens == sum(request.num_cached_tokens for request in served.finished.values())
     # Each resumed from its own first block, unless its state made room for others.
     assert stats.resumed_tokens in range(0, served.engine.evicted_request_count * BLOCK + 1, BLOCK)
@@ -393,21 +394,6 @@ def test_salts_and_adapters_keep_requests_apart(model):
     served.check_drained()
 
 
-def test_requests_with_other_salts_beside_each_other(model):
-    """The same prompt, admitted in one step and running at once; then again."""
-    served = EngineHarness(model)
-    prompt = tokens(2, 20, seed=1)
-    first = [served.add(prompt, 6, cache_salt=salt) for salt in "abab"]
-    served.run()
-    again = [served.add(prompt, 6, cache_salt=salt) for salt in "abc"]
-    served.run()
-    # The second "a" and "b" wait for the first, and find all of it.
-    assert [served.finished[number].num_cached_tokens for number in first] == [0, 0, 2 * BLOCK, 2 * BLOCK]
-    assert [served.finished[number].num_cached_tokens for number in again] == [2 * BLOCK, 2 * BLOCK, 0]
-    served.check()
-    served.check_drained()
-
-
 def test_read_and_write(model):
     served = EngineHarness(model)
     prompt = tokens(2, 20, seed=1)
@@ -462,8 +448,6 @@ def test_what_can_never_be_active_is_refused(model, slots):
 
 
 def test_a_chunk_longer_than_the_prompt_takes_nothing(model):
-    from megatron.core.inference.inference_request import DynamicInferenceRequest
-
     served = EngineHarness(model, slots=8)
     running = served.add(tokens(0, 60, seed=1), 30)
     served.step(2)

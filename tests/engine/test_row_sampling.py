@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.engine.sampling import RowRequest, adjusted, filtered, gumbel, sample
@@ -129,8 +130,6 @@ PROMPTS = [random_tokens(150 + 37 * number, 128 + number) for number in range(le
 
 
 def params(options: SamplingOptions | None, count: int) -> Any:
-    from megatron.core.inference.sampling_params import SamplingParams
-
     own = {} if options is None else {"sampling_options": options.as_dict()}
     fields = {"num_tokens_to_generate": count, "top_k": 1, "termination_id": -1}
     return SamplingParams.deserialize(fields | own)
