@@ -116,9 +116,8 @@ def test_fuzz_of_bad_requests_among_good_ones(model, alone, kind):
 # -- what is valid -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["async", "megatron's context"])
-def test_what_is_greedy_with_any_other_field(model, alone, kind):
-    engine = BUILDS[kind](model)
+def test_what_is_greedy_with_any_other_field(model, alone):
+    engine = build(model)
     for fields in ({"top_k": 0}, {"top_k": 9}, {"top_p": 0.4, "top_k": 0}, {"top_p": 0.4, "top_k": 9}):
         for own in ({"temperature": 0}, {"temperature": 1e-45}, {"temperature": 1e-5}, {"top_p": 1e-300}):
             assert answer(engine, LONG._replace(fields=LONG.fields | fields | own)) == alone[1]

@@ -69,19 +69,18 @@ def test_chunks_hits_turns_batches_and_preempted_requests_have_the_bits_of_a_req
     assert differing(harness, Alone(tiny, block_size_tokens=96)) == []
 
 
-# Many settings rather than many requests: between them they evict from the device and from the host, load, and preempt, and
-# each of `SPOILED` changes the bits of some request of one of them.
+# Many settings rather than many requests: between them they evict from the device and from the host, load, and preempt.
 TRAFFIC = [
-    *(("tiny", 0, 60), ("tiny", 1, 25), ("tiny", 4, 25), ("tiny", 6, 25)),
-    *(("both_kinds", 0, 60), ("both_kinds", 3, 25), ("both_kinds", 4, 25), ("tiny_gdn", 2, 25)),
+    *(("tiny", 0), ("tiny", 1), ("tiny", 4), ("tiny", 6)),
+    *(("both_kinds", 0), ("both_kinds", 3), ("both_kinds", 4), ("tiny_gdn", 2)),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "seed", "requests"), TRAFFIC)
-def test_random_requests(request, name, seed, requests):
+@pytest.mark.parametrize(("name", "seed"), TRAFFIC)
+def test_random_requests(request, name, seed):
     model = request.getfixturevalue(name)
-    traffic = BitsTraffic(model, seed, requests)
+    traffic = BitsTraffic(model, seed, requests=25)
     traffic.run()
     assert traffic.harness.context.prefix_stats().reused_tokens > 0
     assert traffic.differing() == []

@@ -156,7 +156,7 @@ def test_a_budget_of_so_many_slots_keeps_so_many(model, slots):
     for prompt in prompts[:whole]:
         served.send(prompt)
     assert served.kept_states == served.cache.stats().slots_total == whole
-    assert f"at most {whole} states cached" in served.context.memory_report()
+    assert f"at most {whole} state" in served.context.memory_report()
     assert [served.send(prompt).num_cached_tokens for prompt in prompts[:whole]] == [BLOCK] * whole
     served.send(prompts[whole])  # one more: the first one's goes
     assert served.kept_states == whole and served.cache.stats().evictions == (whole > 0)

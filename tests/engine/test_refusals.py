@@ -59,7 +59,7 @@ REFUSED = [
     (
         "tiny_mtp",
         {"cache_gb": 1e-3},
-        {"num_speculative_tokens": 3},
+        {"max_requests": 8, "num_speculative_tokens": 3},
         "^cache_gb=0.001 is too small: .* with 3 drafts .*$",
     ),
     ("tiny_mtp", {}, {"buffer_size_gb": 1e-5}, "^buffer_size_gb=1e-05 is too small: .*$"),

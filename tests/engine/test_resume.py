@@ -36,7 +36,7 @@ def busy(model: Any, **fields: Any) -> EngineHarness:
         model, **({"enable_chunked_prefill": True, "max_tokens": 2 * BLOCK, "max_requests": 3} | fields)
     )
     served.send(tokens(2, 30, seed=1))
-    served.add(tokens(1, 50, seed=2), 2 * BLOCK)
+    served.add(tokens(1, 50, seed=2), BLOCK)
     served.step(4)
     chunked = served.add(tokens(6, 11, seed=3), 5)
     served.add(tokens(2, 5, seed=4), 5)
@@ -275,7 +275,7 @@ def test_requests_in_flight_publish_nothing_of_the_old_weights(own_models, name,
     served.engine.resume()
     served.check_integrity()
     served.run()
-    assert len(served.finished[decoding].generated_tokens) == 2 * BLOCK
+    assert len(served.finished[decoding].generated_tokens) == BLOCK
     served.check(waiting)
     if management == RECOMPUTE:
         served.check(chunked)
@@ -342,7 +342,7 @@ def test_a_request_that_spans_the_change_caches_nothing(own_models, phase, mode)
         model, async_sched_mode=mode, enable_chunked_prefill=chunked, max_tokens=(3 if chunked else 16) * BLOCK
     )
     prompt = tokens(3 if chunked else 1, 40, seed=1)
-    spanning = served.add(prompt, 2 * BLOCK)  # it fills blocks by decoding, too
+    spanning = served.add(prompt, BLOCK)  # it fills a block by decoding, too
     served.step(4 if phase == "decode" else 1)
     generated = len(served.engine.get_request(spanning).generated_tokens)
     assert (generated > 1) == (phase == "decode")
@@ -352,7 +352,7 @@ def test_a_request_that_spans_the_change_caches_nothing(own_models, phase, mode)
     copy_in_place(model, trained)
     served.engine._generation_epoch = 1
     served.run()
-    assert len(served.finished[spanning].generated_tokens) == 2 * BLOCK
+    assert len(served.finished[spanning].generated_tokens) == BLOCK
     assert (served.cache.blocks.cached_count, served.kept_states) == (1, 1)  # of the one that waited
     served.check(waiting)
     sequence = prompt + list(served.finished[spanning].generated_tokens)

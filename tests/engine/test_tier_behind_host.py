@@ -163,6 +163,7 @@ def test_a_tier_that_takes_nothing_equals_no_tier(model, fault, monkeypatch):
     served.send(prompt)
     push_out(served, prompt)
     assert served.send(prompt).num_cached_tokens == 0
+    written(served)
     stats = served.context.prefix_stats()
     assert stats_of(served).full == stats_of(served).stores > 0 == stats_of(served).loads
     assert stats.fallbacks == {}

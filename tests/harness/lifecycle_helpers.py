@@ -78,8 +78,8 @@ class EngineHarness:
             "speculative_tokens": fields.get("num_speculative_tokens", 0),
         }
         own = {name: fields.pop(name) for name in HybridPrefixConfig.__dataclass_fields__ if name in fields}
-        capped = "cache_gb" not in own and (blocks is None or slots != MANY)
-        memory = {"mamba_gb": (slots or 0) * state_bytes(model) / 2**30} if capped else {}
+        capped = slots is not None and "cache_gb" not in own and (blocks is None or slots != MANY)
+        memory = {"mamba_gb": slots * state_bytes(model) / 2**30} if capped else {}
         if blocks is not None:
             fields |= kv_budget(model, blocks, paused_blocks=paused_blocks, **sizes)
         # Checkpoints that no test expects would have to be counted in each.
