@@ -111,7 +111,7 @@ def test_states_of_decodes_and_of_preempted_requests(model):
     """Blocks that are filled by decoding; few KV blocks, so that requests are preempted and continue from the host."""
     served = serve(model, blocks=9, paused_blocks=2, host_gb=0.01, max_requests=4)
     prompts = [random_tokens(BLOCK + 20 * n, seed=50 + n) for n in range(4)]
-    served.send(*prompts, count=BLOCK + 10)
+    served.send(*prompts, count=BLOCK + 40)
     assert served.engine.evicted_request_count > 0
     history = [*prompts[0], *served.finished[1].generated_tokens]
     assert served.send([*history, 3]).num_cached_tokens >= BLOCK
