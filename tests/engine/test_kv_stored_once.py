@@ -36,8 +36,7 @@ def test_equal_prompts_hold_their_kv_once(tiny, prompt, slots, held):
     assert most_held(served) == held - 3
     stats = served.context.prefix_stats()
     assert stats.computed_prompt_tokens == stats.prompt_tokens == 5 * len(prompt)  # no token was skipped
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 class Junction:
@@ -88,8 +87,7 @@ CASES = {
 def test_shared_blocks_are_read_and_not_written(tiny, fields):
     case = Junction(tiny, **fields)
     case.run()
-    case.served.check()
-    case.served.check_drained()
+    case.served.finish()
 
 
 LAYERS = [

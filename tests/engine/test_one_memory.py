@@ -303,8 +303,7 @@ def test_a_request_that_fits_an_empty_memory_runs(tiny_large_states):
     served.send(longest[: BLOCK + 9])
     assert served.kept_states
     assert served.send(longest).num_cached_tokens == 0
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_a_request_that_does_not_fit_beside_its_state_is_refused(tiny_large_states):
@@ -327,6 +326,4 @@ def test_a_state_beside_a_running_requests_gives_its_kv_away(tiny):
             served.step()
     assert running not in served.finished and served.cache.memory_use().state_pages == 1
     assert served.cache.stats().evictions > 0
-    served.run()
-    served.check()
-    served.check_drained()
+    served.finish()

@@ -46,8 +46,7 @@ def test_without_a_hint(model, interval, max_tokens):
     for number in (2, 3):
         assert computed(served, shared + own[number]) == 700 + number + 20, "the blocks that two prompts shared"
     assert served.cache.stats().checkpoints_by_reason["interval"] > 0
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -81,9 +80,7 @@ def test_breakpoints_of_another_type_are_refused(model):
         assert len(served.context._requests) <= 1
     served.next_id = 1
     assert served.add(tokens(2, 20, seed=2), cache_breakpoints=None) == 2  # the id can be had
-    served.run()
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("harmless", [[], (), [0, -5, 10**12], [BLOCK, BLOCK, 1, BLOCK], range(0, 400, 10)], ids=str)
@@ -91,5 +88,4 @@ def test_breakpoints_that_mean_little_are_harmless(model, harmless):
     served = EngineHarness(model)
     assert computed(served, tokens(3, 20, seed=1), cache_breakpoints=harmless) == 3 * BLOCK + 20
     assert computed(served, tokens(3, 20, seed=1), cache_breakpoints=harmless) == 20
-    served.check()
-    served.check_drained()
+    served.finish()

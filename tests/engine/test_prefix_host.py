@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.tiers import entry_copies, loads, stores
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.cached import on_device as block_of
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
 from tests.harness.mutants import MUTANTS, check_answers, mutated_resume
 from tests.harness.selection import mostly_slow, mostly_slow_rows
 
@@ -72,8 +72,7 @@ def test_cold_device_hit_and_host_hit_are_the_same(model):
     for name, tensor in state_of(served, prompt).items():
         assert torch.equal(tensor, state[name])
     assert torch.equal(kv_of(served, prompt), kv)
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def noted_launches(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -165,8 +164,7 @@ def test_half_from_the_device_half_from_the_host(model, chunk):
     stats = served.context.prefix_stats()
     assert stats.reused_tokens_host - before.reused_tokens_host == 6 * BLOCK
     assert stats.tiers["host"].loads - before.tiers["host"].loads == 6 - left + 1
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_a_load_takes_place_while_others_run(model):
@@ -184,8 +182,7 @@ def test_a_load_takes_place_while_others_run(model):
     assert not served.cache.live[waiting].is_loading
     served.run()
     assert served.context.prefix_stats().reused_tokens_host == 4 * BLOCK
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_two_requests_with_the_same_prefix_load_it_once(model):
@@ -249,9 +246,7 @@ def test_a_fault_costs_time_only(model, fault, mode, chunk, caplog, monkeypatch)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
 
-    def fails(*args: Any) -> None:
-        raise RuntimeError("the copy engine is on fire")
-
+    fails = raising(RuntimeError("the copy engine is on fire"))
     if fault == "store raises":
         monkeypatch.setattr(arena.stores, "_store", fails)
         monkeypatch.setattr(arena.copies, "straight_to_pages", fails)
@@ -278,8 +273,7 @@ def test_a_fault_costs_time_only(model, fault, mode, chunk, caplog, monkeypatch)
     assert stats.fallbacks == {"host_load_failed": 1}
     assert sum("the request is recomputed" in record.message for record in caplog.records) == 1
     assert served.finished[hit].num_cached_tokens == 0
-    served.check()
-    served.check_drained()
+    served.finish()
     node = served.cache.node(served.cache.chain(prompt).keys[-1])
     assert node is not None and node.host_slot == NO_SLOT  # not used again
     assert running in served.finished
@@ -302,11 +296,7 @@ def test_nobody_samples_from_a_wrong_load(model, fault, monkeypatch):
         for tensors in served.context.host_moves._tensors().values():
             for tensor in tensors:
                 tensor.fill_(255)  # NaN in any floating type
-
-        def fails(*args: Any) -> None:
-            raise RuntimeError("the copy engine is on fire")
-
-        monkeypatch.setattr(arena.loads, "_load", fails)
+        monkeypatch.setattr(arena.loads, "_load", raising(RuntimeError("the copy engine is on fire")))
     else:
         node = served.cache.node(served.cache.chain(prompt).keys[-1])
         for page in served.cache._store.host.entries.pages(node.host_block if fault == "kv" else node.host_slot):
@@ -319,10 +309,7 @@ def test_nobody_samples_from_a_wrong_load(model, fault, monkeypatch):
 
 
 def test_no_pinned_memory_no_tier(model, monkeypatch, caplog):
-    def refuses(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("cannot allocate memory")
-
-    monkeypatch.setattr(host, "HostArena", refuses)
+    monkeypatch.setattr(host, "HostArena", raising(RuntimeError("cannot allocate memory")))
     with caplog.at_level(logging.WARNING):
         served = small(model)
     assert sum("no host tier" in record.message for record in caplog.records) == 1
@@ -366,9 +353,7 @@ def test_a_preempted_request_goes_on_where_it_was(model, mode, decode_checkpoint
             decode_checkpoints=decode_checkpoints,
             enable_chunked_prefill=chunked,
         )
-        served.run()
-        served.check()
-        served.check_drained()
+        served.finish()
         stats = served.context.prefix_stats()
         # Each prompt is counted once; what a preempted request finds of itself is no reuse.
         assert stats.prompt_tokens == stats.computed_prompt_tokens == sum(BLOCK + 20 + number for number in range(4))
@@ -425,5 +410,4 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
         arena.pages.memory[tier.entries.pages(entry)[0] * arena.pages.page_bytes] ^= 1
     served.run()
     assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1}
-    served.check()
-    served.check_drained()
+    served.finish()

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.harness.drafts import Drafting
 from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_matches
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, raising, tokens
 from tests.harness.selection import mostly_slow
 
 PERSIST, OFFLOAD, RECOMPUTE = (
@@ -62,8 +62,7 @@ def test_what_an_idle_engine_keeps_while_suspended(model, management):
     served.check_drained()
     assert served.send(prompt).num_cached_tokens == (2 * BLOCK if kept else 0)
     assert served.send(prompt).num_cached_tokens == 2 * BLOCK
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_recompute_lets_go_of_all_memory(model):
@@ -79,9 +78,7 @@ def test_recompute_lets_go_of_all_memory(model):
     gc.collect()
     assert [name for name, ref in storages.items() if not ref.expired()] == []
     served.engine.resume()
-    served.run()
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def served_in_chunks(model, management, **fields):
@@ -108,9 +105,7 @@ def test_requests_in_every_state_live_through_a_suspension(model, management, mo
     assert min(before.values()) > 1 and waiting in served.engine.waiting_request_ids
 
     served.suspend_and_resume()
-    served.run()
-    served.check()
-    served.check_drained()
+    served.finish()
     cached = [served.finished[number].num_cached_tokens for number in (*decoding, chunked, waiting)]
     if management == RECOMPUTE:
         # The chunked one found again what the first had computed again: it counts what it skipped, once.
@@ -239,8 +234,7 @@ def test_forgetting_forgets_kv_and_states_together(model, how):
     miss = served.send(shared + tokens(0, 30, seed=5))  # so here is KV without a state
     hit = served.send(shared + tokens(0, 40, seed=6))
     assert [request.num_cached_tokens for request in (longer, miss, hit)] == [0, 0, 3 * BLOCK]
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("how", KEEP)
@@ -277,18 +271,16 @@ def test_engine_reset_drops_requests_in_every_state(model):
 
 
 class Boom(Exception):
-    """Raised by a layer."""
+    """Raised in a step."""
 
 
-def fail_once(model: Any, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next forward of a layer raises, after the layers before it wrote their states."""
-    module = model.decoder.layers[layer]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.undo()
-        raise Boom
-
-    monkeypatch.setattr(module, "forward", forward)
+def reset_because_it_must_be(served: EngineHarness) -> None:
+    """Until then each step says so; afterwards nothing is held."""
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
+            served.step()
+    served.engine.reset()
+    served.check_drained()
 
 
 @each_mode
@@ -310,7 +302,8 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     elif phase == "chunk":
         served.step(1)
         assert served.context.chunked_prefill_request_id == 3
-    fail_once(model, model.hybrid_config.layer_pattern.rindex("M"), monkeypatch)
+    layer = model.decoder.layers[model.hybrid_config.layer_pattern.rindex("M")]  # those before it write their states
+    monkeypatch.setattr(layer, "forward", raising(Boom, monkeypatch.undo))
     with pytest.raises(Boom):
         served.step()
     served.check_integrity()
@@ -318,19 +311,12 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     left = {"prefill": (2, 1), "chunk": (4, 2), "decode": (5, 3)}[phase]
     assert (served.cache.blocks.cached_count, served.kept_states) == left
     assert served.cache.stats().slots_used == served.kept_states  # reserved ones are free again
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
-            served.step()
-        served.check_integrity()
-
-    served.engine.reset()
-    served.check_drained()
+    reset_because_it_must_be(served)
     assert served.cache.blocks.cached_count == served.kept_states == 0
     first = served.send(prefix + tokens(1, 20, seed=3), count=9)
     again = served.send(prefix + tokens(1, 20, seed=3), count=9)
     assert [first.num_cached_tokens, again.num_cached_tokens] == [0, 3 * BLOCK]
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("what", ["zero_live_states", "initialize_attention_state"])
@@ -340,18 +326,10 @@ def test_a_step_that_raises_before_its_forward_needs_a_reset(model, what, monkey
     prompt = tokens(2, 9, seed=1)
     served.add(prompt, 4)
     owner = served.context if what == "zero_live_states" else DynamicInferenceContext
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.undo()
-        raise Boom
-
-    monkeypatch.setattr(owner, what, fail)
+    monkeypatch.setattr(owner, what, raising(Boom, monkeypatch.undo))
     with pytest.raises(Boom):
         served.step()
-    with pytest.raises(RuntimeError, match=r"engine\.reset\(\)"):
-        served.step()
-    served.engine.reset()
-    served.check_drained()
+    reset_because_it_must_be(served)
     again = served.add(prompt, 4)
     served.run()
     served.check(again)
@@ -383,19 +361,11 @@ def test_a_step_that_raises_in_its_bookkeeping_needs_a_reset(model, slots, mode,
     served.step(4)
     owner = next(each for each in (served.engine, served.context, served.engine.controller) if hasattr(each, name))
     served.add(tokens(1, 5, seed=9), 4)  # is scheduled in the step that raises
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(owner, name, raising(error))
     with pytest.raises(error):
         served.step(5)
     monkeypatch.undo()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
-            served.step()
-    served.engine.reset()
-    served.check_drained()
+    reset_because_it_must_be(served)
     again = [served.add(prompt, 12) for prompt in prompts]
     served.run()
     served.check(*again)
@@ -415,10 +385,7 @@ def test_a_step_that_is_cancelled_needs_a_reset(model):
 
     with pytest.raises(asyncio.CancelledError):
         served.engine._loop.run_until_complete(cancel())
-    with pytest.raises(RuntimeError, match=r"engine\.reset\(\)"):
-        served.step()
-    served.engine.reset()
-    served.check_drained()
+    reset_because_it_must_be(served)
 
 
 @pytest.mark.parametrize("slots", [None, 32])

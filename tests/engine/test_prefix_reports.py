@@ -142,8 +142,7 @@ def test_routing_is_complete_after_a_hit(model, monkeypatch):
         sequence = request.prompt_tokens.tolist() + list(request.generated_tokens)
         # The last token was never put in.
         assert np.array_equal(request.routing_indices, routing_of(sequence[:-1], range(len(sequence) - 1)))
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------------
@@ -162,8 +161,7 @@ def test_a_budget_of_so_many_slots_keeps_so_many(model, slots):
     assert served.kept_states == whole and served.cache.stats().evictions == (whole > 0)
     assert [served.send(prompt).num_cached_tokens for prompt in prompts[1:]] == [BLOCK] * whole
     assert served.send(prompts[0]).num_cached_tokens == 0
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("drafts", [0, 2])

@@ -238,8 +238,7 @@ def test_preempted_requests_keep_their_attributes(model, mode):
     assert stats.resumed_tokens in range(0, served.engine.evicted_request_count * BLOCK + 1, BLOCK)
     cached = [served.send(tokens(1, 53, seed=3), cache_salt=salt).num_cached_tokens for salt in ("two", "two", "one")]
     assert cached[:2] == [0, BLOCK]
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_preempted_requests_that_must_not_be_cached(model):
@@ -248,8 +247,7 @@ def test_preempted_requests_that_must_not_be_cached(model):
     served.run()
     assert preempted(served)
     assert served.cache.blocks.cached_count == served.kept_states == served.cache.stats().reused_tokens == 0
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("place", ["after", "across"])
@@ -281,8 +279,7 @@ def test_stop_words_of_preempted_requests(model, place):
         request = served.finished.pop(number)
         assert request.generated_tokens == said[number][: start + 2 * keep]
         assert_matches(served.reference, request)
-        served.check()
-        served.check_drained()
+        served.finish()
 
 
 @pytest.mark.parametrize("params", [{"skip_prompt_log_probs": True}, {"skip_prompt_log_probs": False}], ids=str)
@@ -390,8 +387,7 @@ def test_salts_and_adapters_keep_requests_apart(model):
         assert cached == [expected] * len(kinds)
     assert served.send(tokens(2, 20, seed=2)).num_cached_tokens == 0
     assert served.cache.stats().reused_tokens == len(kinds) * 2 * BLOCK
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_read_and_write(model):
@@ -411,8 +407,7 @@ def test_read_and_write(model):
     assert served.send(longer, cache_write=False).num_cached_tokens == 2 * BLOCK
     assert served.send(longer).num_cached_tokens == 2 * BLOCK
     assert served.send(longer).num_cached_tokens == 4 * BLOCK
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 # -- what used to raise, hang or lose something ---------------------------------------------------------------------------
@@ -471,9 +466,7 @@ def test_a_chunk_that_runs_in_the_last_row_is_left_alone(model):
     served.step(1)
     assert served.context.get_index_of_chunked_prefill_request() != -1
     assert not served.context.remove_waiting_row(chunked)
-    served.run()
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_a_caller_may_write_to_its_prompt_after_adding_it(model):

@@ -56,8 +56,7 @@ def check_accepted_drafts(model, drafts, mode, tokens_before_end=range(1, 6)):
         assert max(served.drafted) == accepted
     # Each forward gives one token more than drafts were right.
     assert all(forwards[more] < forwards[more - 1] for more in range(1, drafts + 1)), forwards
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 MIXED = [
@@ -99,8 +98,7 @@ def test_preempted_while_drafts_cross_blocks(tiny_mtp):
         served.ask(tokens(1, 20 + number, seed=50 + number), count=BLOCK + 9)
     served.run()
     assert served.engine.evicted_request_count > 0
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize(("drafts", "mode"), mostly_slow_rows(CASES, (2, "async")))
@@ -123,9 +121,7 @@ def test_several_requests_that_just_fit(tiny_mtp):
     served = Drafting(tiny_mtp, 3, lambda request_id, position: (position + request_id) % 4, **fields)
     for count in (40, 30, 9, 3):
         served.ask(random_tokens(2 * BLOCK - count, seed=count), count)
-    served.run()
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_rejected_tokens_are_never_matched(tiny_mtp):

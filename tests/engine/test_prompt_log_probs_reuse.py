@@ -19,7 +19,7 @@ from tests.engine.test_prompt_log_probs import Reference, Traffic, WrongLogProb,
 from tests.harness.bits import Alone, differing, exact_harness
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, MODES
+from tests.harness.lifecycle_helpers import BLOCK, MODES, raising
 from tests.harness.selection import mostly_slow
 
 
@@ -207,12 +207,9 @@ def test_a_small_budget_computes_more_and_is_kept(tiny, reference, budget_bytes)
 
 
 def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, monkeypatch):
-    def fail(*_: Any) -> None:
-        raise RuntimeError("a tokenizer that fails")
-
     traffic = Traffic(tiny, "on", async_sched_mode="async")
     traffic.add(ending(128, 0), 1)
-    monkeypatch.setattr(scores.ScoredPrompts, "collect", fail)
+    monkeypatch.setattr(scores.ScoredPrompts, "collect", raising(RuntimeError("a tokenizer that fails")))
     with pytest.raises(RuntimeError, match="tokenizer"):
         traffic.run()
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.engine_helpers import assert_matches, greedy
-from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
 from tests.harness.named_models import named
 from tests.harness.selection import mostly_slow_rows
 from tests.harness.shared_tiers import STORES, stats_of, written
@@ -72,8 +72,7 @@ def test_a_suspended_engine_can_be_reset(model, management, cache):
     assert list(served.finished) == [1, late]  # those that were dropped are 2 to 5
     again = [served.send(tokens(2, 30, seed=1)) for _ in range(2)]
     assert [request.num_cached_tokens for request in again] == [0, 0 if cache == "no cache" else 2 * BLOCK]
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PAUSED", "SUSPENDING", "SUSPENDED", "RESUMING", "STOPPED"])
@@ -118,11 +117,7 @@ def test_a_resume_without_memory_can_be_repeated(model, management, monkeypatch)
     """A trainer may still have it."""
     served = busy(model, kv_cache_management_mode=management, keep_on_resume=True)
     served.engine.suspend()
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.undo()
-        raise MemoryError("an error of this test")
-
+    fail = raising(MemoryError("an error of this test"), monkeypatch.undo)
     if management == RECOMPUTE:
         monkeypatch.setattr(type(served.context), "make_state_metadata", fail)  # KV and states are allocated
     else:
@@ -134,8 +129,7 @@ def test_a_resume_without_memory_can_be_repeated(model, management, monkeypatch)
     served.engine.resume()
     served.run()
     assert sorted(served.finished) == [1, 2, 3, 4]
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 # -- weights that change while the engine is suspended, with nothing announced -----------------------------------------

@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.units import Load, LoadState
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.mutants import MUTANTS, check_answers, mutated_resume
 from tests.harness.selection import mostly_slow, mostly_slow_rows
@@ -73,13 +73,6 @@ def computed(model: Any, store: Folder | Mooncake) -> EngineHarness:
     return written(served)
 
 
-def ended(*engines: EngineHarness) -> None:
-    """Checks all answers, and that nothing is left."""
-    for served in engines:
-        served.check()
-        served.check_drained()
-
-
 @pytest.mark.parametrize("name", STORES)
 def test_another_engine_resumes_what_one_computed(model, name, request):
     store = request.getfixturevalue(name)
@@ -94,7 +87,8 @@ def test_another_engine_resumes_what_one_computed(model, name, request):
     assert loaded.num_cached_tokens == 4 * BLOCK == stats.reused_tokens_host
     assert stats.tiers["shared"].loads == 5 and stats.fallbacks == {} == stats.tiers["shared"].faults
     assert cold.generated_tokens == loaded.generated_tokens
-    ended(first, second)
+    first.finish()
+    second.finish()
 
 
 def test_kv_that_is_there_is_offered_again_and_not_sent(model, mooncake):
@@ -129,7 +123,7 @@ def test_the_next_turn_resumes_from_the_end_of_the_answer(model, folder, min_blo
     second = start(model, folder, {"min_tokens": min_blocks * BLOCK})
     assert second.send(history).num_cached_tokens == (4 if min_blocks else 6) * BLOCK
     assert second.context.prefix_stats().fallbacks == {}
-    ended(second)
+    second.finish()
 
 
 def test_only_what_is_worth_a_load_is_written_and_loaded(model, folder):
@@ -204,7 +198,7 @@ def test_a_fault_is_a_counted_miss(model, name, fault, request):
     assert [request.num_cached_tokens for request in served.finished.values()] == [0, 0]
     assert served.context.prefix_stats().fallbacks == (MISSING if fallback == "tier_load_missing" else {fallback: 1})
     assert stats_of(served).faults[reason] > 0 and stats_of(served).failed > 0
-    ended(served)
+    served.finish()
     store.mend()
     served.engine.reset()  # of this process: it is computed and offered again
     served.send(PROMPT)
@@ -251,7 +245,7 @@ def test_a_slow_disk_is_a_miss(model, folder, monkeypatch):
     served.engine.reset()
     monkeypatch.setattr(tier_of(served), "wait_s", HANG_S)
     assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK
-    ended(served)
+    served.finish()
 
 
 @pytest.mark.slow
@@ -273,7 +267,7 @@ def test_a_store_that_hangs_is_a_miss(model, mooncake, hangs):
     served.engine.reset()
     tier.wait_s = tier._asker._wait_s = HANG_S
     assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK
-    ended(served)
+    served.finish()
 
 
 def test_a_late_load_costs_nothing_of_what_its_request_stores(model, folder, monkeypatch):
@@ -288,7 +282,7 @@ def test_a_late_load_costs_nothing_of_what_its_request_stores(model, folder, mon
     monkeypatch.setattr(tier_of(served), "wait_s", HANG_S)
     assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK
     assert served.context.prefix_stats().fallbacks == LATE
-    ended(served)
+    served.finish()
 
 
 def test_a_request_is_admitted_while_its_entries_are_read(model, folder, monkeypatch):
@@ -308,7 +302,7 @@ def test_a_request_is_admitted_while_its_entries_are_read(model, folder, monkeyp
     assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK
     assert admitted[0] == (1, False)
     assert served.context.prefix_stats().fallbacks == {}
-    ended(served)
+    served.finish()
 
 
 @pytest.mark.parametrize("in_time", [True, False])
@@ -354,11 +348,8 @@ def test_a_step_that_raised_says_nothing_about_the_loads_of_the_next(model, fold
     computed(model, folder)
     served = start(model, folder)
 
-    def broken(*arguments: Any, **options: Any) -> Any:
-        raise RuntimeError("broken bookkeeping")
-
     with monkeypatch.context() as patched:
-        patched.setattr(served.context, "update_requests", broken)
+        patched.setattr(served.context, "update_requests", raising(RuntimeError("broken bookkeeping")))
         served.add(random_tokens(30, seed=7))
         with pytest.raises(RuntimeError, match="broken bookkeeping"):
             served.run()

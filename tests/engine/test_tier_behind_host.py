@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.tiers.registry import parse_url, register_tier
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.core.model import NAMESPACE, tier_behind
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
 from tests.harness.limits import HANG_S
 from tests.harness.plugins.dictionary_tier import DictionaryTier
 from tests.harness.shared_tiers import stats_of, tier_of, written
@@ -85,8 +85,7 @@ def test_what_the_host_evicted_comes_back(model):
     assert shared.stores >= 5 and shared.bytes_loaded > 0 < shared.bytes_stored
     assert shared.failed == 0 == shared.full and stats.fallbacks == {}
     assert cold.generated_tokens == loaded.generated_tokens
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_some_from_the_device_some_from_the_host_some_from_behind(model):
@@ -101,8 +100,7 @@ def test_some_from_the_device_some_from_the_host_some_from_behind(model):
                 if name == "behind":
                     written(served)  # else its pages may be needed before, and the entry is lost
                 history[session] += [*answer.generated_tokens, *random_tokens(44, seed=1000 + 10 * session + turn)]
-        served.check()
-        served.check_drained()
+        served.finish()
         stats = served.context.prefix_stats()
         assert stats.fallbacks == {}
         reused[name] = stats.reused_tokens
@@ -145,20 +143,14 @@ def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypat
     assert len(recomputed) == (not missing)
     push_out(served, prompt, seed=1900)
     assert served.send(prompt).num_cached_tokens == 4 * BLOCK  # stored anew, or there still
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("fault", ["refuses", "raises"])
 def test_a_tier_that_takes_nothing_equals_no_tier(model, fault, monkeypatch):
     served = small(model)
-
-    def put(namespace: bytes, entry: Entry) -> bool:
-        if fault == "raises":
-            raise OSError("no space left on device")
-        return False
-
-    monkeypatch.setattr(tier_of(served), "put", put)
+    full = raising(OSError("no space left on device")) if fault == "raises" else lambda namespace, entry: False
+    monkeypatch.setattr(tier_of(served), "put", full)
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
     push_out(served, prompt)
@@ -167,8 +159,7 @@ def test_a_tier_that_takes_nothing_equals_no_tier(model, fault, monkeypatch):
     stats = served.context.prefix_stats()
     assert stats_of(served).full == stats_of(served).stores > 0 == stats_of(served).loads
     assert stats.fallbacks == {}
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_a_tier_that_always_raises_equals_no_tier(model, monkeypatch, caplog):
@@ -178,10 +169,7 @@ def test_a_tier_that_always_raises_equals_no_tier(model, monkeypatch, caplog):
         ("contains", "kv_depth", "state_depth", "put", "get", "remove", "wants", "use_namespace"),
     )
     for name in names:
-
-        def fails(*arguments: Any, name: str = name) -> None:
-            raise ConnectionError(f"no answer to {name}")
-
+        fails = raising(ConnectionError(f"no answer to {name}"))
         fails.__name__ = name
         monkeypatch.setattr(tier, name, fails)
     prompt = tokens(4, 9, seed=1)

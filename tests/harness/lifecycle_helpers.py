@@ -170,6 +170,12 @@ class EngineHarness:
             assert self.kept_states == self.cache.stats().slots_used
             self.check_integrity()
 
+    def finish(self) -> None:
+        """Runs to the end. Checks all answers, and that nothing is held."""
+        self.run()
+        self.check()
+        self.check_drained()
+
     @property
     def kept_states(self) -> int:
         """Checkpoints that can be resumed from."""
@@ -187,6 +193,16 @@ class EngineHarness:
     def live_slots(self) -> int:
         """State slots of live requests."""
         return self.context.max_requests - self.context.mamba_metadata.mamba_state_free_slot_count
+
+
+def raising(error: BaseException | type[BaseException], before: Callable[[], object] = lambda: None) -> Any:
+    """A function that raises, whatever its arguments are; first it calls ``before``."""
+
+    def raises(*args: Any, **kwargs: Any) -> Any:
+        before()
+        raise error
+
+    return raises
 
 
 def tokens(blocks: int, own: int, seed: int) -> list[int]:
