@@ -274,8 +274,8 @@ class Boom(Exception):
     """Raised in a step."""
 
 
-def reset_because_it_must_be(served: EngineHarness) -> None:
-    """Until then each step says so; afterwards nothing is held."""
+def check_reset_is_needed(served: EngineHarness) -> None:
+    """Checks that each step asks for it; resets; checks that nothing is held."""
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
             served.step()
@@ -311,7 +311,7 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     left = {"prefill": (2, 1), "chunk": (4, 2), "decode": (5, 3)}[phase]
     assert (served.cache.blocks.cached_count, served.kept_states) == left
     assert served.cache.stats().slots_used == served.kept_states  # reserved ones are free again
-    reset_because_it_must_be(served)
+    check_reset_is_needed(served)
     assert served.cache.blocks.cached_count == served.kept_states == 0
     first = served.send(prefix + tokens(1, 20, seed=3), count=9)
     again = served.send(prefix + tokens(1, 20, seed=3), count=9)
@@ -329,7 +329,7 @@ def test_a_step_that_raises_before_its_forward_needs_a_reset(model, what, monkey
     monkeypatch.setattr(owner, what, raising(Boom, monkeypatch.undo))
     with pytest.raises(Boom):
         served.step()
-    reset_because_it_must_be(served)
+    check_reset_is_needed(served)
     again = served.add(prompt, 4)
     served.run()
     served.check(again)
@@ -365,7 +365,7 @@ def test_a_step_that_raises_in_its_bookkeeping_needs_a_reset(model, slots, mode,
     with pytest.raises(error):
         served.step(5)
     monkeypatch.undo()
-    reset_because_it_must_be(served)
+    check_reset_is_needed(served)
     again = [served.add(prompt, 12) for prompt in prompts]
     served.run()
     served.check(*again)
@@ -385,7 +385,7 @@ def test_a_step_that_is_cancelled_needs_a_reset(model):
 
     with pytest.raises(asyncio.CancelledError):
         served.engine._loop.run_until_complete(cancel())
-    reset_because_it_must_be(served)
+    check_reset_is_needed(served)
 
 
 @pytest.mark.parametrize("slots", [None, 32])

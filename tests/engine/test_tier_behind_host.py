@@ -63,10 +63,10 @@ def push_out(served: EngineHarness, prompt: list[int], seed: int = 900) -> None:
     """Sends other prompts until neither the device nor the host has anything of the prompt."""
     keys = served.cache.chain(prompt).keys
     for number in range(30):
+        written(served)  # before its pages are needed
         if all(served.cache.node(key) is None for key in keys):
             return
         served.send(tokens(6, 7, seed=seed + number), count=1)
-        written(served)  # before its pages are needed
     raise AssertionError("the host is not small enough")
 
 
