@@ -172,20 +172,6 @@ def test_abort_in_the_step_that_would_have_been_the_last(model, mode):
     assert [served.step(), served.step()] == [[], []]  # idle steps
 
 
-def test_ids_may_come_again(model):
-    served = EngineHarness(model)
-    for _ in range(2):
-        number = served.add(tokens(1, 20, seed=1), 6)
-        served.step(3)
-        assert served.engine.abort_request(number)
-        assert served.step() == [number]
-        served.next_id -= 1
-        assert served.send(tokens(1, 21, seed=2), count=6).request_id == number
-        served.check()
-        served.next_id -= 1
-    served.check_drained()
-
-
 def test_abort_around_the_context_of_megatron(model):
     """The engine with megatron's context, without a cache: aborts work there, too."""
     served = EngineHarness(model, slots=None)

@@ -92,15 +92,6 @@ def test_mixed_acceptance_in_one_batch_and_the_next_turn(request, name, mode, mu
     served.check_drained()
 
 
-def test_preempted_while_drafts_cross_blocks(tiny_mtp):
-    served = Drafting(tiny_mtp, 3, lambda request_id, position: position % 4, blocks=9)
-    for number in range(4):
-        served.ask(tokens(1, 20 + number, seed=50 + number), count=BLOCK + 9)
-    served.run()
-    assert served.engine.evicted_request_count > 0
-    served.finish()
-
-
 @pytest.mark.parametrize(("drafts", "mode"), mostly_slow_rows(CASES, (2, "async")))
 @pytest.mark.parametrize("slots", [32, None])
 def test_requests_that_just_fit(tiny_mtp, slots, drafts, mode):

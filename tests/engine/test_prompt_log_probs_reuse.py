@@ -280,20 +280,6 @@ def test_back_from_the_host(tiny, reference, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "host_gb"), [("legacy", 0.0), ("async", 0.02)])
-def test_preempted_after_their_prompt(tiny, reference, mode, host_gb):
-    """They have the log-probs of their prompt already, so they resume like any other request."""
-    traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64, blocks=7, host_gb=host_gb)
-    for number in range(3):
-        traffic.add(ending(64, number, length=40), 60, top_n_logprobs=number)
-    traffic.run()
-    assert traffic.engine.evicted_request_count > 0
-    traffic.check(reference)
-    if host_gb:
-        assert traffic.context.prefix_stats().tiers["host"].preempted > 0
-
-
-@pytest.mark.slow
 def test_drafts(tiny_mtp):
     right = Reference(tiny_mtp)
     truth = {n: ending(cut, n) + right.answer(ending(cut, n), 8) for n, cut in enumerate((*CUTS, 128), 1)}

@@ -138,16 +138,6 @@ def test_only_what_is_worth_a_load_is_written_and_loaded(model, folder):
 
 
 @pytest.mark.slow
-def test_guesses_are_not_written_until_they_are_used(model, folder):
-    served = start(model, folder, retention_interval_tokens=BLOCK)
-    served.send(PROMPT)
-    assert stats_of(written(served)).states == 1
-    served.send([*PROMPT[: 2 * BLOCK], *random_tokens(30, seed=8)])
-    assert stats_of(written(served)).states == 2
-    served.check()
-
-
-@pytest.mark.slow
 def test_salts_adapters_and_secrets_do_not_match(model, folder, monkeypatch):
     first = start(model, folder)
     for attributes in ({"cache_salt": "a"}, {"cache_adapter": "b"}):
