@@ -22,11 +22,10 @@ import pytest
 
 from tests.core.entries import KV, data, prompt_tags, tag
 from tests.core.test_mooncake_tier import Process, object_of
-from tests.engine.test_mooncake_tier import check_mooncake_ranks
 from tests.harness.fake_mooncake import FakeCluster, FakeStore
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.limits import HANG_S, wait_until
-from tests.harness.shared_tiers import stats_of, written
+from tests.harness.shared_tiers import check_mooncake_ranks, stats_of, tier_of, written
 from tests.harness.workers.launch import WORKERS, free_port, run_prepared, run_ranks
 
 store_module = pytest.importorskip("mooncake.store", reason="needs scripts/mooncake.sh", exc_type=ImportError)
@@ -107,10 +106,6 @@ def computed(model: Any, cluster: Cluster) -> EngineHarness:
     served = start(model, cluster)
     served.send(PROMPT)
     return written(served)
-
-
-def tier_of(served: EngineHarness) -> Any:
-    return served.cache._store.host.behind.tier
 
 
 def process(cluster: Cluster, out: Path, *seeds: int) -> Any:
