@@ -99,3 +99,11 @@ class KnowsTiers(Protocol):
 
     def tier_below(self) -> EvictionPolicy[Any]:
         """The policy of the tier below. Called once, before any other method."""
+
+
+@runtime_checkable
+class RemembersEvicted(Protocol):
+    """A policy that remembers states for a while after no tier keeps them any more."""
+
+    def evictions_since(self, key: bytes) -> int | None:
+        """States that were evicted after the one with this key, and are remembered, too. None: it is not remembered."""

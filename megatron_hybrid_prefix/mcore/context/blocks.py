@@ -63,7 +63,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
 
     @property
     def evictable_blocks(self) -> int:
-        return self.cache.blocks.evictable_count
+        return self.cache.memory_use().cached_blocks
 
     @property
     def cached_keys(self) -> Mapping[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.errors import RequestDroppedError
+from megatron_hybrid_prefix.index.explain import Explanation
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
@@ -313,6 +314,22 @@ class HybridPrefixEngine(EngineSeam):
                 raise RequestDroppedError(f"request {min(gone)}: the engine was reset")
             records |= {record.request_id: record for record in self.step_modern()["finished_request_records"]}
         return [records[request_id] for request_id in ids]
+
+    def explain(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Explanation:
+        """What a request would reuse if it came now, and why not more. Changes nothing, whatever runs or waits.
+
+        It is no collective. All ranks decide alike on what is on the device and on the host; of a tier behind the host it says what
+        this rank knows.
+
+        Args:
+            prompt: Text, or token ids: (tokens,) integers.
+            sampling_params: With its cache options, as for `add_request`.
+
+        Raises:
+            ValueError: The request is wrong, or the engine has no prefix cache.
+        """
+        _, tokens, params = self._rules.accept(0, prompt, sampling_params)
+        return self._cached.explain(tokens, params)
 
     def _free_id(self) -> int:
         """An id that no request has. The caller of `add_request` chooses its own."""
