@@ -29,7 +29,7 @@ from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.serve import openapi
 from megatron_hybrid_prefix.serve.access_log import ServerApp
 from megatron_hybrid_prefix.serve.backend import Backend
-from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, TokenizeBody, read_fields, read_json
+from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, ExplainBody, TokenizeBody, read_fields, read_json
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
 from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short
@@ -196,6 +196,7 @@ class Api:
             route("/metrics", "GET", self._show_metrics),
             route("/openapi.json", "GET", self._openapi),
             route("/docs", "GET", self._docs),
+            route("/admin/explain", "POST", self._explain),
             route("/admin/reset_cache", "POST", self._reset_cache),
         ]
         handlers: Any = {HTTPException: _http_error, Exception: _server_error}
@@ -506,7 +507,27 @@ class Api:
         except RuntimeError:
             logger.exception("no snapshot of the engine")
 
+    async def _explain(self, request: Request) -> Response:
+        self._check_admin(request)
+        body = read_fields(read_json(await self._body(request)), ExplainBody)
+        if body.tenant not in ([*self._limits.keys.values()] or [None]):
+            raise bad("'tenant' must be the name of the request's API key, and missing without API keys.", "tenant")
+        values = {"model": self._served.model} | body.request
+        kind = "chat" if "messages" in values else "completions"
+        asked = await to_thread.run_sync(lambda: read_request(values, kind, self._served, body.tenant))
+        if len(asked.prompts) != 1:
+            raise bad("'request' must have one prompt.", "request")
+        self._check_engine()
+        return JSONResponse({"replicas": await self._engine.explain(asked.prompts[0].tokens, asked.sampling_of(0))})
+
     async def _reset_cache(self, request: Request) -> Response:
+        self._check_admin(request)
+        self._check_engine()
+        await self._engine.reset_cache()
+        logger.warning("the prefix cache was reset by /admin/reset_cache")
+        return JSONResponse({"status": "ok"})
+
+    def _check_admin(self, request: Request) -> None:
         token = self._limits.admin_token
         if token is None:
             raise ApiError(404, "This server was started without an admin token.", code="not_found")
@@ -514,10 +535,6 @@ class Api:
             raise ApiError(
                 401, "Incorrect admin token.", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
             )
-        self._check_engine()
-        await self._engine.reset_cache()
-        logger.warning("the prefix cache was reset by /admin/reset_cache")
-        return JSONResponse({"status": "ok"})
 
 
 def _bearer(request: Request) -> bytes:

@@ -468,6 +468,15 @@ class DetokenizeBody(Fields):
     tokens: Integers = Field(description="token ids")
 
 
+class ExplainBody(Fields):
+    """Body of ``/admin/explain``: the request whose reuse is to be explained."""
+
+    request: dict[str, Any] = Field(
+        description="body of a completion or, with `messages`, of a chat, with one prompt; `model` may be missing"
+    )
+    tenant: Text | None = Field(None, description="name of the request's API key; required if the server has keys")
+
+
 def read_json(data: bytes) -> dict[str, Any]:
     """Parses the body.
 

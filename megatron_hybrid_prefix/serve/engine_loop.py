@@ -16,7 +16,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any
 
-from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, new_output, refusal
+from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, explained, new_output, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,13 @@ class EngineLoop(Backend):
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         """See `Backend`."""
         return {"0": await self.call(lambda: engine_snapshot(self.engine))}
+
+    async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """See `Backend`."""
+        from megatron_hybrid_prefix.upstream.names import SamplingParams
+
+        params = SamplingParams.deserialize(sampling)
+        return {"0": await self.call(lambda: explained(self.engine, prompt, params))}
 
     async def reset_cache(self) -> None:
         """See `Backend`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ExplainBody, TokenizeBody
 from megatron_hybrid_prefix.serve.fields import OtherServersChatFields, OtherServersFields, OtherServersTokenizeFields
 
 _HEAD = """# Fields of the server's requests
@@ -25,6 +25,7 @@ ROUTES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("/v1/chat/completions", ChatBody),
     ("/tokenize", TokenizeBody),
     ("/detokenize", DetokenizeBody),
+    ("/admin/explain", ExplainBody),
 )
 OTHERS: dict[str, type[BaseModel]] = {
     "completions and chats": OtherServersFields,

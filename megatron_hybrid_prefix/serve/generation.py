@@ -125,19 +125,19 @@ class Generation:
         self._model = served.model
         self._updates: asyncio.Queue[tuple[Choice, Update]] = asyncio.Queue()
         self.choices: list[Choice] = []
-        for prompt, most_tokens in zip(request.prompts, request.most_tokens, strict=True):
+        for at, prompt in enumerate(request.prompts):
             for number in range(request.n):
-                self._add_choice(prompt, number, most_tokens, served, arrived_s)
+                self._add_choice(prompt, request.sampling_of(at), number, served, arrived_s)
 
-    def _add_choice(self, prompt: Prompt, number: int, most_tokens: int, served: ServedModel, arrived_s: float) -> None:
-        sampling = self.request.sampling | {"num_tokens_to_generate": most_tokens}
+    def _add_choice(
+        self, prompt: Prompt, sampling: dict[str, Any], number: int, served: ServedModel, arrived_s: float
+    ) -> None:
+        most_tokens = sampling["num_tokens_to_generate"]
         if not sampling["return_log_probs"]:
             sampling["num_tokens_to_generate"] = max(1, most_tokens)  # the engine has nothing else to do for 0
         options = sampling.get("sampling_options")
         if options is not None and options["seed"] is not None:
             sampling["sampling_options"] = options | {"seed": options["seed"] + number}
-        if prompt.breakpoints:
-            sampling["cache_breakpoints"] = prompt.breakpoints
         task = GenerationTask(
             prompt=prompt.tokens,
             sampling=sampling,

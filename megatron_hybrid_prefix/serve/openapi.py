@@ -27,6 +27,7 @@ _SUMMARIES = {
     "get /metrics": "Metrics for Prometheus",
     "get /openapi.json": "This document",
     "get /docs": "This document as a page",
+    "post /admin/explain": "What a request would reuse now, and why not more; needs the admin token",
     "post /admin/reset_cache": "Empties the prefix cache; needs the admin token",
 }
 _CONTENT = {"/metrics": "text/plain", "/docs": "text/html"}
@@ -133,6 +134,7 @@ def _operation(path: str, summary: str, body: Any, model: str, needs_key: bool) 
             },
             "/tokenize": {"prompt": "Hello"},
             "/detokenize": {"tokens": [72, 105]},
+            "/admin/explain": {"request": {"prompt": "Hello"}},
         }
         found["requestBody"] = {
             "required": True,

@@ -55,6 +55,15 @@ class GenerationRequest:
     stop_tokens: frozenset[int]
     tenant: str | None
 
+    def sampling_of(self, number: int) -> dict[str, Any]:
+        """The sampling fields for one of the prompts."""
+        breakpoints = self.prompts[number].breakpoints
+        return (
+            self.sampling
+            | {"num_tokens_to_generate": self.most_tokens[number]}
+            | ({"cache_breakpoints": breakpoints} if breakpoints else {})
+        )
+
     @property
     def echoes_log_probs(self) -> bool:
         """Whether the prompt's tokens are among those of the answer, with log-probs."""

@@ -51,6 +51,9 @@ class Fake(Backend):
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         return {}
 
+    async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return {}
+
     async def reset_cache(self) -> None: ...
 
 

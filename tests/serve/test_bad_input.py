@@ -21,7 +21,14 @@ pytest.importorskip("prometheus_client")
 
 from pydantic import BaseModel
 
-from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_fields
+from megatron_hybrid_prefix.serve.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ExplainBody,
+    TokenizeBody,
+    read_fields,
+)
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.fields import Unless
 from tests.harness.limits import HANG_S
@@ -40,6 +47,7 @@ GOOD: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     ),
     "/tokenize": (TokenizeBody, {"prompt": "x"}),
     "/detokenize": (DetokenizeBody, {"tokens": [1]}),
+    "/admin/explain": (ExplainBody, {"request": {"prompt": "x"}}),
 }
 # A value of each JSON type.
 VALUES: dict[str, Any] = {
@@ -378,8 +386,9 @@ def test_bodies(server, caplog):
     """One connection for all of them: none closes it."""
     before, sent, problems = replies(server), Counter[tuple[str, str]](), {}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG_S)
+    headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
     for name, path, body in json_cases():
-        connection.request("POST", path, body, {"content-type": "application/json"})
+        connection.request("POST", path, body, headers)
         socket = connection.sock
         answer = connection.getresponse()
         if problem := problem_of(answer.status, answer.read()):

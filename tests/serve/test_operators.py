@@ -32,7 +32,7 @@ from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, Messag
 from megatron_hybrid_prefix.serve.metrics import Families, add_memory_metrics, add_prefix_metrics
 from tests.harness.limits import HANG_S, wait_until
 from tests.serve import load
-from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
+from tests.serve.test_serve import ADMIN, BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
@@ -191,7 +191,9 @@ def test_the_openapi_document_is_that_of_the_routes(server):
     for path, operations in found["paths"].items():  # each example is a good request
         for operation in operations.values():
             if "requestBody" in operation:
-                status, answer = server.send(path, operation["requestBody"]["content"]["application/json"]["example"])
+                token = ADMIN if "admin" in path else None
+                example = operation["requestBody"]["content"]["application/json"]["example"]
+                status, answer = server.send(path, example, token)
                 assert status == 200, answer
     assert "marks" not in schemas["Message"]["properties"], "not a field of requests"
 

@@ -29,7 +29,7 @@ from megatron_hybrid_prefix.mcore.engine.requests import Answer, Prompt, Request
 from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
-from megatron_hybrid_prefix.mcore.ranks.messages import TELL_ABORT, TELL_SNAPSHOT
+from megatron_hybrid_prefix.mcore.ranks.messages import TELL_ABORT
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.tokenizer import other_ends
@@ -62,7 +62,8 @@ class HybridPrefixEngine(EngineSeam):
     Attributes:
         removals: Requests that leave the context before they finish.
         on_step: Called after each step. A replica sends the new tokens there.
-        on_snapshot: Called between two steps, when the coordinator asks for a snapshot with this number.
+        on_question: Called between two steps, when a client of the coordinator asks all replicas: what is asked, its number, prompt
+            and sampling parameters.
         step_began_s: When the current step began (``perf_counter``); None between steps. Other threads may read it.
 
     Raises:
@@ -71,7 +72,7 @@ class HybridPrefixEngine(EngineSeam):
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         self.on_step: Callable[[], None] = lambda: None
-        self.on_snapshot: Callable[[int], None] = lambda number: None
+        self.on_question: Callable[[str, int, Any, Any], None] = lambda *question: None
         self.step_began_s: float | None = None
         self._step_failed = False  # since the last reset
         check_contract()
@@ -218,12 +219,12 @@ class HybridPrefixEngine(EngineSeam):
             self.ep_consensus_interval = 1
         return address
 
-    def message_received(self, what: str, number: int) -> None:
-        """See the seam. The number is that of a request to abort, or of a snapshot."""
+    def message_received(self, what: str, number: int, prompt: Any, params: Any) -> None:
+        """See the seam. The number is that of a request to abort, or of a question."""
         if what == TELL_ABORT:
             self.abort_request(number)
-        elif what == TELL_SNAPSHOT:
-            self.on_snapshot(number)
+        else:
+            self.on_question(what, number, prompt, params)
 
     def receive_failed(self, request_id: int, error: Exception) -> None:
         """See the seam. The client gets a failed request; the other requests go on."""
