@@ -31,15 +31,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from megatron_hybrid_prefix.sampling import GREEDY_TEMPERATURE
 from megatron_hybrid_prefix.serve.body_errors import api_error
 from megatron_hybrid_prefix.serve.errors import bad, encodable, short
-from megatron_hybrid_prefix.serve.fields import (
-    Empty,
-    Fields,
-    Ignored,
-    OtherServersChatFields,
-    OtherServersFields,
-    OtherServersTokenizeFields,
-    Unless,
-)
+from megatron_hybrid_prefix.serve.fields import OF_ALL, OF_CHATS, OF_COMPLETIONS, OF_TOKENIZE, Fields, Ignored
 
 MOST_SEQUENCES = 128  # answers per request: prompts times n
 MOST_STOPS = 16
@@ -252,7 +244,7 @@ class Message(BaseModel):
         return message
 
 
-class Body(OtherServersFields, ABC):
+class Body(Fields, ABC):
     """Fields of both completions and chats."""
 
     model: Text = Field(description="name of the served model")
@@ -367,6 +359,8 @@ class Body(OtherServersFields, ABC):
 class CompletionBody(Body):
     """Body of ``/v1/completions``."""
 
+    neutral = OF_ALL | OF_COMPLETIONS
+
     prompt: Annotated[
         list[Text | Integers],
         FailFast(),
@@ -381,7 +375,6 @@ class CompletionBody(Body):
     echo: bool = Field(
         False, description="return the prompt before the answer; with `logprobs`, also those of the prompt"
     )
-    suffix: Empty = None
 
     @property
     def top_tokens(self) -> int | None:
@@ -397,8 +390,10 @@ class CompletionBody(Body):
         return self
 
 
-class ChatBody(Body, OtherServersChatFields):
+class ChatBody(Body):
     """Body of ``/v1/chat/completions``."""
+
+    neutral = OF_ALL | OF_CHATS
 
     messages: Annotated[list[Message], FailFast(), AfterValidator(_not_empty)] = Field(
         description="`role` (system, developer, user, assistant, tool), `content` (a string, or parts of type text, each "
@@ -414,7 +409,7 @@ class ChatBody(Body, OtherServersChatFields):
     add_generation_prompt: bool = Field(True, description="false: do not begin the answer's turn")
     reasoning_effort: Text | None = Field(None, description="a variable for the chat template")
     tools: Any = Field(None, description='ignored if `tool_choice` is "none", else refused')
-    tool_choice: Annotated[Any, Unless("none", "auto")] = None
+    tool_choice: Any = None
 
     @property
     def top_tokens(self) -> int | None:
@@ -447,8 +442,10 @@ class ChatBody(Body, OtherServersChatFields):
         return self
 
 
-class TokenizeBody(OtherServersTokenizeFields):
+class TokenizeBody(Fields):
     """Body of ``/tokenize``: a text or a chat."""
+
+    neutral = OF_TOKENIZE
 
     model: Text | None = Field(None, description="name of the served model")
     prompt: Text = Field("", description="a text")
