@@ -55,7 +55,7 @@ class Limits:
 
     Attributes:
         sequences: Answers that run or wait at a time; further requests get 429.
-        per_tenant: The same for each API key's name; None: no limit.
+        max_per_tenant: The same for each API key's name; None: no limit.
         body_bytes: Largest request body.
         read_s: Seconds that a request's body may take to arrive.
         step_s: Seconds that a step may take. After them ``/health`` says that the engine is stuck.
@@ -64,8 +64,8 @@ class Limits:
     """
 
     sequences: int
-    body_bytes: int
-    per_tenant: int | None = None
+    max_per_tenant: int | None = None
+    body_bytes: int = 16 << 20
     read_s: float = 60.0
     step_s: float = 300.0
     keys: dict[str, str] = field(default_factory=dict)
@@ -79,19 +79,14 @@ def make_app(
     model: str,
     vocab_size: int,
     chat: ChatForm,
-    add_bos: bool = False,
     max_waiting: int = 256,
-    body_bytes: int = 16 << 20,
-    keys: dict[str, str] | None = None,
-    admin_token: str | None = None,
-    max_per_tenant: int | None = None,
-    read_s: float = 60.0,
-    step_s: float = 300.0,
     on_start: Callable[[], None] = lambda: None,
     make_backend: Callable[[Callable[[float, bool], None]], Backend] | None = None,
     replicas: int = 1,
+    add_bos: bool = False,
     default_sampling: Mapping[str, Any] | None = None,
     caches: bool = True,
+    **limits: Any,
 ) -> Starlette:
     """Builds the ASGI application around an engine of ``build_engine``.
 
@@ -100,55 +95,34 @@ def make_app(
     Args:
         engine: Says what fits into its context. Generates, too, unless ``make_backend`` is given.
         tokenizer: The model's tokenizer.
-        model: Model name in the API.
-        vocab_size: Vocabulary size of the model.
-        chat: Turns messages into a prompt.
-        add_bos: As of `ServedModel`.
         max_waiting: Answers that may wait, in addition to those that run.
-        body_bytes: Largest request body.
-        keys: Tenant names by API key.
-        admin_token: Token for ``/admin``; None: ``/admin`` is off.
-        max_per_tenant: Answers that may run or wait per tenant; None: no limit.
-        read_s: Seconds that a request's body may take to arrive.
-        step_s: Seconds that a step of the engine may take before the server is unhealthy.
         on_start: Called when the server listens.
         make_backend: Makes a `Backend`. Its argument is the function to call at each first token.
         replicas: Number of engines behind the backend.
-        default_sampling: As of `ServedModel`.
-        caches: As of `ServedModel`.
+        model, vocab_size, chat, add_bos, default_sampling, caches: As of `ServedModel`.
+        **limits: The other fields of `Limits`.
     """
     from megatron_hybrid_prefix.mcore.runner import check_fits
-
-    context = engine.context
     from megatron_hybrid_prefix.upstream.blocks import block_counts  # imports megatron
 
+    context = engine.context
     kv_tokens = block_counts(context.kv_block_allocator).active * context.block_size_tokens
-    limit_tokens = min(context.max_sequence_length, kv_tokens)
     served = ServedModel(
         model=model,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         chat=chat,
         add_bos=add_bos,
-        check_fits=lambda prompt, wanted: check_fits(engine, prompt, wanted),
-        most_tokens=lambda prompt: limit_tokens - prompt,
-        limit_tokens=limit_tokens,
+        check_fits=partial(check_fits, engine),
+        limit_tokens=min(context.max_sequence_length, kv_tokens),
         gives_prompt_log_probs=not context.config.materialize_only_last_token_logits,
         default_sampling=default_sampling or {},
         caches=caches,
     )
-    limits = Limits(
-        sequences=replicas * context.max_requests + max_waiting,
-        body_bytes=body_bytes,
-        per_tenant=max_per_tenant,
-        read_s=read_s,
-        step_s=step_s,
-        keys=keys or {},
-        admin_token=admin_token,
-    )
     metrics = ServerMetrics(replicas)
-    make_backend = make_backend or partial(EngineLoop, engine)
-    return Api(make_backend(metrics.first_token), served, limits, metrics).app(on_start)
+    backend = (make_backend or partial(EngineLoop, engine))(metrics.first_token)
+    sequences = replicas * context.max_requests + max_waiting
+    return Api(backend, served, Limits(sequences=sequences, **limits), metrics).app(on_start)
 
 
 class Api:
@@ -335,8 +309,8 @@ class Api:
         self._check_stopping()
         self._check_engine()
         limits = [(self._limits.sequences, self._engine.open_sequences, "")]
-        if self._limits.per_tenant is not None and tenant is not None:
-            limits.append((self._limits.per_tenant, self._open_of_tenant[tenant], " of this API key"))
+        if self._limits.max_per_tenant is not None and tenant is not None:
+            limits.append((self._limits.max_per_tenant, self._open_of_tenant[tenant], " of this API key"))
         for limit, used, whose in limits:
             if sequences > limit:
                 message = f"The request asks for {sequences} answers at once; the limit{whose} is {limit}."
@@ -510,7 +484,7 @@ class Api:
     async def _explain(self, request: Request) -> Response:
         self._check_admin(request)
         body = read_fields(read_json(await self._body(request)), ExplainBody)
-        if body.tenant not in ([*self._limits.keys.values()] or [None]):
+        if body.tenant not in (list[str | None](self._limits.keys.values()) or [None]):
             raise bad("'tenant' must be the name of the request's API key, and missing without API keys.", "tenant")
         values = {"model": self._served.model} | body.request
         kind = "chat" if "messages" in values else "completions"

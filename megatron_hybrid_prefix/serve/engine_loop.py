@@ -52,14 +52,12 @@ class EngineLoop(Backend):
 
     @property
     def problem(self) -> str | None:
-        """See `Backend`."""
         if self._broken is None and not self._thread.is_alive():
             return _NOT_RUNNING
         return self._broken
 
     @property
     def replica_steps_s(self) -> dict[str, float]:
-        """See `Backend`."""
         began_s = self._step_began_s
         return {"0": 0.0 if began_s is None else time.perf_counter() - began_s}
 
@@ -81,29 +79,24 @@ class EngineLoop(Backend):
         await asyncio.to_thread(self._thread.join, timeout_s)
 
     def submit(self, task: GenerationTask) -> None:
-        """See `Backend`."""
         self._open.add(task)
         self._send(partial(copy_context().run, self._add, task))  # the log has the request's id
 
     def abort(self, task: GenerationTask) -> None:
-        """See `Backend`."""
         if not task.closed:
             self._close(task)
             self._send(lambda: self._take_out(task))
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
-        """See `Backend`."""
         return {"0": await self.call(lambda: engine_snapshot(self.engine))}
 
     async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """See `Backend`."""
         from megatron_hybrid_prefix.upstream.names import SamplingParams
 
         params = SamplingParams.deserialize(sampling)
         return {"0": await self.call(lambda: explained(self.engine, prompt, params))}
 
     async def reset_cache(self) -> None:
-        """See `Backend`."""
         await self.call(self.engine.invalidate)
 
     async def call(self, function: Callable[[], Any]) -> Any:

@@ -5,7 +5,7 @@ Each field of the cache's statistics becomes a metric, so new fields appear with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -94,48 +94,31 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self.gauges: dict[str, float] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
-        self.http = Counter(
-            f"{PREFIX}_http_requests", "HTTP requests answered", ["path", "status"], registry=self.registry
+        self.http = self._made(Counter, "http_requests", "HTTP requests answered", ["path", "status"])
+        self.cancelled = self._made(Counter, "cancelled_requests", "Requests whose client disconnected")
+        self.generated = self._made(
+            Counter, "generated_tokens", "Tokens generated, by the end of their request", ["status"]
         )
-        self.cancelled = Counter(
-            f"{PREFIX}_cancelled_requests", "Requests whose client disconnected", registry=self.registry
+        text = "Seconds from a request's arrival to the end of its response (status 200 only)"
+        self.end_to_end = self._made(Histogram, "end_to_end_seconds", text, buckets=_END_TO_END_S)
+        text = "Seconds from one token of an answer to the next"
+        self._between = self._made(Histogram, "time_between_tokens_seconds", text, buckets=_BETWEEN_S)
+        text = "Seconds from a request's arrival to its first token, by cache hit or miss"
+        self._first_token = self._made(
+            Histogram, "time_to_first_token_seconds", text, ["cache"], buckets=_FIRST_TOKEN_S
         )
-        self.generated = Counter(
-            f"{PREFIX}_generated_tokens",
-            "Tokens generated, by the end of their request",
-            ["status"],
-            registry=self.registry,
-        )
-        for status in ("finished", "cancelled", "failed"):
+        text = "Depth of the state that a hit resumed from, in prompt tokens: those it did not compute"
+        self.hit_depth = self._made(Histogram, "hit_depth_tokens", text, buckets=_DEPTH_TOKENS)
+        for status in ("finished", "cancelled", "failed"):  # all labels exist from the start
             self.generated.labels(status)
-        self.end_to_end = Histogram(
-            f"{PREFIX}_end_to_end_seconds",
-            "Seconds from a request's arrival to the end of its response (status 200 only)",
-            buckets=_END_TO_END_S,
-            registry=self.registry,
-        )
-        self._between = Histogram(
-            f"{PREFIX}_time_between_tokens_seconds",
-            "Seconds from one token of an answer to the next",
-            buckets=_BETWEEN_S,
-            registry=self.registry,
-        )
-        self._first_token = Histogram(
-            f"{PREFIX}_time_to_first_token_seconds",
-            "Seconds from a request's arrival to its first token, by cache hit or miss",
-            ["cache"],
-            buckets=_FIRST_TOKEN_S,
-            registry=self.registry,
-        )
-        self.hit_depth = Histogram(
-            f"{PREFIX}_hit_depth_tokens",
-            "Depth of the state that a hit resumed from, in prompt tokens: those it did not compute",
-            buckets=_DEPTH_TOKENS,
-            registry=self.registry,
-        )
-        for cache in ("hit", "miss"):  # both labels exist from the start
+        for cache in ("hit", "miss"):
             self._first_token.labels(cache)
         self.registry.register(self)
+
+    def _made[M: (Counter, Histogram)](
+        self, kind: type[M], name: str, text: str, labels: Sequence[str] = (), **options: Any
+    ) -> M:
+        return kind(f"{PREFIX}_{name}", text, labels, registry=self.registry, **options)
 
     def first_token(self, seconds: float, hit: bool) -> None:
         """Records a first token. Called in the engine's thread."""

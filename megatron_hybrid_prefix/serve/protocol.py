@@ -81,7 +81,6 @@ class ServedModel:
         chat: Turns messages into a prompt.
         add_bos: Whether prompts that are not token ids begin with ``bos`` even if neither tokenizer nor template begins them so.
         check_fits: Raises ValueError if this many prompt tokens and generated tokens never fit.
-        most_tokens: Most tokens that can be generated after this many prompt tokens.
         limit_tokens: Longest prompt and answer together.
         gives_prompt_log_probs: Whether the engine computes log-probs of prompts.
         default_sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p`` of requests that set none of these; other fields, such
@@ -95,7 +94,6 @@ class ServedModel:
     chat: ChatForm
     add_bos: bool
     check_fits: Callable[[int, int], None]
-    most_tokens: Callable[[int], int]
     limit_tokens: int
     gives_prompt_log_probs: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -221,7 +219,7 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, 
 def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedModel) -> int:
     """Most tokens to generate after a prompt."""
     tokens = len(prompt.tokens)
-    wanted = max(1, served.most_tokens(tokens)) if asked is None else asked
+    wanted = max(1, served.limit_tokens - tokens) if asked is None else asked
     if tokens + wanted > served.limit_tokens:
         raise bad(
             f"This model's maximum context length is {served.limit_tokens} tokens. However, you requested "

@@ -77,11 +77,9 @@ class ReplicaLoop(Backend):
 
     @property
     def problem(self) -> str | None:
-        """See `Backend`."""
         return self._broken
 
     def submit(self, task: GenerationTask) -> None:
-        """See `Backend`."""
         if self._broken is not None or self._client is None:
             task.deliver(Update(finished=True, error=self._broken or "the server has not started"))
             return
@@ -97,7 +95,6 @@ class ReplicaLoop(Backend):
         self._live[task.request_id] = task
 
     def abort(self, task: GenerationTask) -> None:
-        """See `Backend`."""
         if task.closed:
             return
         self._close(task)
@@ -105,7 +102,6 @@ class ReplicaLoop(Backend):
             self._client.abort(task.request_id)
 
     async def reset_cache(self) -> None:
-        """See `Backend`."""
         if self._broken is not None or self._client is None:
             raise RuntimeError(self._broken or "the server has not started")
         self._epoch += 1
@@ -120,11 +116,9 @@ class ReplicaLoop(Backend):
     # -- output of the replicas: `Answers` -----------------------------------------------------------------------------
 
     def progressed(self, request_id: int, output: dict[str, Any]) -> None:
-        """See `Answers`."""
         self._deliver(request_id, Update(**output))
 
     def finished(self, request_id: int, request: Any) -> None:
-        """See `Answers`."""
         task = self._live.get(request_id)
         if task is not None:
             output = new_output([request], task.seen_tokens, len(task.prompt))
@@ -133,7 +127,6 @@ class ReplicaLoop(Backend):
             )
 
     def lost(self, replica: int, request_ids: list[int]) -> None:
-        """See `Answers`."""
         if not self._stopping:
             self._lose(replica, "the coordinator cannot reach it")
         error = f"replica {replica} is lost"
@@ -141,7 +134,6 @@ class ReplicaLoop(Backend):
             self._deliver(request_id, Update(finished=True, error=error, is_lost=True))
 
     def answered(self, replica: int, what: str, number: int, answer: str) -> None:
-        """See `Answers`."""
         self._answers[what][replica] = (number, json.loads(answer))
         self._answer_came.set()
 
@@ -160,7 +152,6 @@ class ReplicaLoop(Backend):
 
     @property
     def replica_steps_s(self) -> dict[str, float]:
-        """See `Backend`."""
         steps_s = {str(number): 0.0 for number in range(self._board.replicas) if number not in self._lost}
         for rank, report in self._reports.items():
             name = str(self._board.replica_of_rank[rank])
@@ -170,7 +161,6 @@ class ReplicaLoop(Backend):
 
     @property
     def lost_replicas(self) -> frozenset[str]:
-        """See `Backend`."""
         return frozenset(map(str, self._lost))
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
@@ -272,7 +262,6 @@ class ReplicaLoop(Backend):
     # -- start and end -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """See `Backend`."""
         self._client = ReplicaClient(self._coordinator.address, self)
         self._client.connect(_CONNECT_S)
         self._watching = asyncio.create_task(self._watch())

@@ -58,7 +58,7 @@ class Fake(Backend):
 
 
 def api(backend: Backend) -> Api:
-    limits = Limits(sequences=4, body_bytes=1000, step_s=0.05, keys={"key": "tenant"}, per_tenant=4)
+    limits = Limits(sequences=4, body_bytes=1000, step_s=0.05, keys={"key": "tenant"}, max_per_tenant=4)
     return Api(backend, served(), limits, ServerMetrics(1))
 
 

@@ -79,7 +79,6 @@ def served(**changes: Any) -> ServedModel:
         "chat": Renders(),
         "add_bos": False,
         "check_fits": lambda prompt, wanted: None,
-        "most_tokens": lambda prompt: LIMIT_TOKENS - prompt,
         "limit_tokens": LIMIT_TOKENS,
     }
     return ServedModel(**fields | changes)
