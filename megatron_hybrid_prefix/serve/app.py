@@ -208,7 +208,7 @@ class Api:
         except ClientDisconnect:
             self._metrics.cancelled.inc()
             return Response(status_code=_CLIENT_GONE)
-        self._check_room(tenant, len(asked.prompts) * asked.n)
+        self._check_room(tenant, len(asked.prompts) * asked.body.n)
         generation = Generation(asked, self._engine, self._served, arrived_s, self._metrics.between_tokens)
         return await self._answer(request, generation)
 
@@ -243,7 +243,7 @@ class Api:
                 self._open_of_tenant[tenant] -= sequences
             self._count(request, generation, gone)
 
-        streamed = generation.request.stream
+        streamed = generation.request.body.stream
         chunks = generation.chunks()
         answers: list[dict[str, Any]] = []
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -39,7 +39,6 @@ MOST_TOP_LOGPROBS = 20
 MOST_BREAKPOINTS = 128  # each one of a chat renders and tokenizes the conversation
 MOST_STOP_TOKENS = 64
 MOST_BIASES = 1024
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def _encodable(value: str) -> str:
@@ -89,12 +88,6 @@ def _arguments(call: Any) -> Any:
             except (ValueError, RecursionError):
                 return call
     return call
-
-
-def _known_role(value: str) -> str:
-    if value not in ROLES:
-        raise PydanticCustomError("invalid_value", f"input must be one of {', '.join(ROLES)}")
-    return value
 
 
 def _is_mark(control: Any) -> bool:
@@ -203,7 +196,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=_as_sent)
 
-    role: Annotated[Text, AfterValidator(_known_role), WithJsonSchema({"type": "string", "enum": ROLES})]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text, WithJsonSchema(_CONTENT)]
     tool_calls: Annotated[list[dict[str, Any]], AfterValidator(_encodable_json)] = []
     tool_call_id: Text | None = None
@@ -229,7 +222,7 @@ class Message(BaseModel):
             content, marks = _joined(content)
         if _is_mark(values.pop("cache_control", None)) and isinstance(content, str):
             marks.append(len(content))
-        return {"role": None} | values | {"content": content, "marks": marks}
+        return values | {"content": content, "marks": marks}
 
     def as_dict(self, characters: int | None = None) -> dict[str, Any]:
         """The message in the form of a chat template, with at most this many characters of its content."""
@@ -251,8 +244,9 @@ class Body(Fields, ABC):
     n: Count = Field(1, description="answers per prompt")
     best_of: Count | None = Field(None, description="refused unless it equals `n`")
     stream: bool = Field(False, description="send the answer as server-sent events")
-    stream_options: StreamOptions | None = Field(
-        None, description="`include_usage`: a last chunk with usage; `continuous_usage_stats`: usage in every chunk"
+    stream_options: StreamOptions = Field(
+        StreamOptions(),
+        description="`include_usage`: a last chunk with usage; `continuous_usage_stats`: usage in every chunk",
     )
     stop: Annotated[
         list[Stop], FailFast(), BeforeValidator(_list_of_one), Field(max_length=MOST_STOPS), WithJsonSchema(_STOPS)
@@ -332,13 +326,18 @@ class Body(Fields, ABC):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
     @abstractmethod
     def top_tokens(self) -> int | None:
         """Number of likeliest tokens to return per position; None: no log-probs at all."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise bad("'stream_options' is only allowed when 'stream' is true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad("'prompt_logprobs' is not available when 'stream' is true.", "prompt_logprobs")
@@ -377,8 +376,11 @@ class CompletionBody(Body):
     )
 
     @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    @property
     def top_tokens(self) -> int | None:
-        """See `Body`."""
         return self.logprobs
 
     @model_validator(mode="after")
@@ -413,7 +415,6 @@ class ChatBody(Body):
 
     @property
     def top_tokens(self) -> int | None:
-        """See `Body`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -498,19 +499,6 @@ def read_json(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise bad("The body of your request must be a JSON object.", code="invalid_json")
     return body
-
-
-def read_body(values: dict[str, Any], kind: str) -> CompletionBody | ChatBody:
-    """Parses and checks the fields of a request.
-
-    Args:
-        values: The JSON object.
-        kind: "completions" or "chat".
-
-    Raises:
-        ApiError: A field is wrong.
-    """
-    return read_fields(values, ChatBody) if kind == "chat" else read_fields(values, CompletionBody)
 
 
 def read_fields[Kind: BaseModel](values: dict[str, Any], kind: type[Kind]) -> Kind:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -107,27 +108,17 @@ class EngineLoop(Backend):
         """
         if self.problem is not None:
             raise RuntimeError(self.problem)
-        assert self._loop is not None
-        loop, future = self._loop, self._loop.create_future()
-
-        def settle(value: Any, error: Exception | None) -> None:
-            if future.done():
-                return  # the caller was cancelled
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
+        answer: Future[Any] = Future()
 
         def command() -> None:
-            value, problem = None, None
-            try:
-                value = function()
-            except Exception as error:  # re-raised in the caller
-                problem = error
-            loop.call_soon_threadsafe(settle, value, problem)
+            if answer.set_running_or_notify_cancel():  # else the caller was cancelled
+                try:
+                    answer.set_result(function())
+                except Exception as error:  # re-raised in the caller
+                    answer.set_exception(error)
 
         self._send(command)
-        return await future
+        return await asyncio.wrap_future(answer)
 
     def _send(self, command: Callable[[], None]) -> None:
         with self._wake:
