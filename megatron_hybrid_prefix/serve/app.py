@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -147,33 +147,25 @@ class Api:
             yield
             await self._engine.stop()
 
-        def route(path: str, method: str, handler: Callable[[Request], Awaitable[Response]]) -> Route:
-            async def answered(request: Request) -> Response:
-                try:
-                    return await handler(request)
-                except ApiError as error:
-                    return JSONResponse(error.body, error.status, error.headers)
-
-            return Route(path, answered, methods=[method])
-
+        get, post = partial(Route, methods=["GET"]), partial(Route, methods=["POST"])
         routes = [
-            route("/v1/completions", "POST", lambda request: self._generate(request, "completions")),
-            route("/v1/chat/completions", "POST", lambda request: self._generate(request, "chat")),
-            route("/v1/models", "GET", self._models),
-            route("/v1/models/{name:path}", "GET", self._model),
-            route("/tokenize", "POST", self._tokenize),
-            route("/detokenize", "POST", self._detokenize),
-            route("/tokenizer_info", "GET", self._tokenizer_info),
-            route("/version", "GET", self._version),
-            route("/health", "GET", self._health),
-            route("/health_generate", "GET", self._health_generate),
-            route("/metrics", "GET", self._show_metrics),
-            route("/openapi.json", "GET", self._openapi),
-            route("/docs", "GET", self._docs),
-            route("/admin/explain", "POST", self._explain),
-            route("/admin/reset_cache", "POST", self._reset_cache),
+            post("/v1/completions", partial(self._generate, kind="completions")),
+            post("/v1/chat/completions", partial(self._generate, kind="chat")),
+            get("/v1/models", self._models),
+            get("/v1/models/{name:path}", self._model),
+            post("/tokenize", self._tokenize),
+            post("/detokenize", self._detokenize),
+            get("/tokenizer_info", self._tokenizer_info),
+            get("/version", self._version),
+            get("/health", self._health),
+            get("/health_generate", self._health_generate),
+            get("/metrics", self._show_metrics),
+            get("/openapi.json", self._openapi),
+            get("/docs", self._docs),
+            post("/admin/explain", self._explain),
+            post("/admin/reset_cache", self._reset_cache),
         ]
-        handlers: Any = {HTTPException: _http_error, Exception: _server_error}
+        handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _server_error}
         paths = frozenset(route.path for route in routes)
         app = ServerApp(paths, self._metrics, routes=routes, lifespan=lifespan, exception_handlers=handlers)
         app.state.backend, app.state.api = self._engine, self
@@ -514,6 +506,11 @@ class Api:
 def _bearer(request: Request) -> bytes:
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     return value.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the bytes that were sent
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -5,11 +5,15 @@ Each field of the cache's statistics becomes a metric, so new fields appear with
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 
 PREFIX = "hybrid_prefix"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -24,8 +28,20 @@ _LABELLED = {
     "checkpoints_by_": ("checkpoints", "reason", "States published, by reason"),
     "fallbacks": ("fallbacks", "reason", "Times the cache reused or kept less than planned, by reason"),
 }
-# Help texts of the other names. The fields are those of `PrefixStats`, and of `TierStats` after "tier_".
+
+
+def _documented(kind: type, prefix: str = "") -> dict[str, str]:
+    """First sentences about the attributes of a class, by the names of their metrics."""
+    attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    texts = {name: " ".join(text.replace("`", "").split()) for name, text in found}
+    return {prefix + name.removesuffix("_total"): text.partition(". ")[0].rstrip(".") for name, text in texts.items()}
+
+
+# Help texts of the other names.
 _HELP = {
+    **_documented(PrefixStats),
+    **_documented(TierStats, "tier_"),
     "open_sequences": "Answers that run or wait",
     "engine_failures": "Steps that raised; their requests got an error",
     "step_seconds": "Seconds since the engine began its current step; 0 between steps",
@@ -34,43 +50,11 @@ _HELP = {
     "waiting_requests": "Requests that the engine has not admitted",
     "kv_blocks": "KV blocks of the engine",
     "kv_blocks_available": "KV blocks that are free or can be evicted",
-    "slots": "Most checkpoints that fit, or that the cap allows",
-    "slots_used": "Checkpoint slots in use, including those that a forward is writing",
-    "bytes_budget": "Bytes of the memory of KV and states",
     "bytes_used": "Bytes of the checkpoints",
     "memory_bytes": "Bytes of the memory of KV and states, by owner, on this rank",
     "memory_page_bytes": "Bytes of a page, of one or more states, on this rank",
     "memory_pages_changed": "Pages that changed from KV to states, and from states to KV",
     "memory_blocks_moved": "KV blocks moved to empty a page for a state",
-    "prompt_tokens": "Tokens of all prompts; a preempted request counts once",
-    "computed_prompt_tokens": "Prompt tokens computed by forwards, each counted once",
-    "recomputed_tokens": "Tokens that preempted requests computed again",
-    "resumed_tokens": "Tokens that preempted requests did not have to compute again",
-    "checkpoints_published": "States that became matchable",
-    "checkpoints_skipped": "States not kept because there was no slot",
-    "evictions": "States evicted, to make room or together with their KV block",
-    "kv_evictions": "KV blocks evicted",
-    "scores_evictions": "Blocks whose log-probs were evicted because their budget was full",
-    "scores_bytes_used": "Bytes of the log-probs of cached prompts, on the host",
-    "scores_bytes_budget": "Most bytes of the log-probs of cached prompts",
-    "invalidations": "Times the cache was emptied because the weights changed, or may have while the engine was suspended",
-    "verified_hits": "Hits that were computed again and compared with the cache",
-    "verify_mismatches": "Verified hits that differed; 0 unless the cache is wrong",
-    "tier_loads": "Entries moved one tier up because a prompt needed them",
-    "tier_stores": "Entries moved to the tier from the one above",
-    "tier_evictions": "Entries evicted from the tier",
-    "tier_full": "Entries that found no room in the tier, or were worth less than all that is stored",
-    "tier_preempted": "Preempted requests that were swapped out to the tier",
-    "tier_failed": "Entries that came back corrupt, or not at all, and were dropped",
-    "tier_bytes_loaded": "Bytes loaded from the tier, on this rank",
-    "tier_bytes_stored": "Bytes stored in the tier, on this rank",
-    "tier_seconds": "Seconds of all moves to and from the tier, on this rank",
-    "tier_seconds_waited": "Seconds in which the model or the CPU waited for such a move",
-    "tier_kv_blocks": "KV blocks in the tier now",
-    "tier_states": "States in the tier now",
-    "tier_bytes_budget": "Capacity of the tier in bytes, on this rank",
-    "tier_bytes_used": "Bytes in the tier now, those of other processes included; 0 if it does not say",
-    "tier_faults": "What a shared tier gave up, by reason",
 }
 # Fields that are the sum of a labelled metric.
 _SUMS = ("reused_tokens",)
