@@ -1,7 +1,7 @@
 """`Explanation`: what a prompt would reuse now, and why not more, in sentences. Whoever explains only reads.
 
-It asks the matcher what a request would get, and then tier by tier what is there. Nothing that a match of a request may
-change is asked: no tier is queried over the network, and ranks do not agree.
+It asks the matcher what a request would get, and then each tier what is there. It asks nothing that ranks would have to agree
+on, or that waits for another process: of a tier behind the host it has what this rank knows.
 """
 
 from __future__ import annotations
@@ -139,8 +139,12 @@ class Explainer:
         for number, tier in enumerate(below, 1):
             self._kv[tier] = kv_depth(tiers[:number], self._keys, on_device)
         self._states: dict[str, list[int]] = {tier: [] for tier in self._kv}  # depths by tier
-        self._evicted: dict[int, int] = {}  # depth of a state, and how many were evicted since
         eviction = store.blocks.eviction
+        self._remembers = isinstance(eviction, RemembersEvicted)
+        evicted = list(eviction.evicted_keys()) if isinstance(eviction, RemembersEvicted) else []
+        since = {key: len(evicted) - number for number, key in enumerate(evicted, 1)}
+        # Depths of states that are remembered as evicted, and how many were evicted since.
+        self._evicted = {depth: since[key] for depth, key in enumerate(self._keys, 1) if key in since}
         for depth, key in enumerate(self._keys, 1):
             node = store.tree.get(key)
             has = {
@@ -151,8 +155,6 @@ class Explainer:
             for tier in self._states if depth <= self._match.kv_depth_blocks else ():
                 if has[tier]:
                     self._states[tier].append(depth)
-            if isinstance(eviction, RemembersEvicted) and (since := eviction.evictions_since(key)) is not None:
-                self._evicted[depth] = since
 
     def explain(self) -> Explanation:
         """The explanation."""
@@ -290,8 +292,7 @@ class Explainer:
 
     def _or_evicted(self, also: str) -> str:
         """What else is possible for something that is neither here nor remembered. ``also``: what is not remembered, either."""
-        remembers = isinstance(self._store.blocks.eviction, RemembersEvicted)
-        return f", or it was evicted{f', {also}too long ago to be remembered' if remembers else ''}"
+        return f", or it was evicted{f', {also}too long ago to be remembered' if self._remembers else ''}"
 
     def _at(self, depth: int) -> str:
         return f"{depth * self._step:,}"

@@ -10,7 +10,7 @@ state that is known to be useful.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, Self, runtime_checkable
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -105,5 +105,5 @@ class KnowsTiers(Protocol):
 class RemembersEvicted(Protocol):
     """A policy that remembers states for a while after no tier keeps them any more."""
 
-    def evictions_since(self, key: bytes) -> int | None:
-        """States that were evicted after the one with this key, and are remembered, too. None: it is not remembered."""
+    def evicted_keys(self) -> Iterable[bytes]:
+        """Keys of these states, evicted longest ago first."""

@@ -30,10 +30,9 @@ Methods cost O(log n) amortised; adding a state between others also O(states nex
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import takewhile
 
 from megatron_hybrid_prefix.policy.base import KeptState
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -317,10 +316,9 @@ class RecomputeCostEviction[T: KeptState]:
         """See SharesMemory."""
         self.state_blocks = state_blocks
 
-    def evictions_since(self, key: bytes) -> int | None:
-        """See RemembersEvicted. Guesses that nobody used are not remembered. O(remembered)."""
-        lost = self._known.lost
-        return sum(1 for _ in takewhile(lambda other: other != key, reversed(lost))) if key in lost else None
+    def evicted_keys(self) -> Iterable[bytes]:
+        """See RemembersEvicted. Guesses that nobody used are not remembered."""
+        return self._known.lost.keys()
 
     def __len__(self) -> int:
         return len(self._states)
