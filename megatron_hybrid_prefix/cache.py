@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from megatron_hybrid_prefix.index.blocks_by_id import BlocksById
+from megatron_hybrid_prefix.index.explain import Explainer, Explanation, Question
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.integrity import check_integrity
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
@@ -175,6 +176,13 @@ class HybridPrefixCache:
         if max_resume_tokens is not None:
             limit_tokens = min(limit_tokens, max_resume_tokens)
         return self._matcher.match(chain, limit_tokens, read, resume_at)
+
+    def explain(self, asked: Question) -> Explanation:
+        """What this request would reuse now, and why not more. Changes nothing, and asks no other rank or process."""
+        limit_tokens = asked.chain.tokens - self.settings.min_computed_tokens
+        return Explainer(
+            self._store, self._planner, asked, block_tokens=self.block_tokens, limit_tokens=limit_tokens
+        ).explain()
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""

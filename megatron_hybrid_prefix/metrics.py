@@ -12,6 +12,8 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 class TierStats:
     """Traffic of one tier below the device, in entries. An entry is a KV block or a state.
 
+    The first sentence about an attribute here, and in `PrefixStats`, is the help text of its metric.
+
     Attributes:
         loads: Entries moved one tier up, because a prompt needed them.
         stores: Entries moved here from the tier above. For the tier behind the host: entries offered to it.
@@ -64,7 +66,7 @@ class PrefixStats:
         reused_tokens_host: Prompt tokens skipped by a request that loaded KV or a state from the host. Counts the
             tokens before them on the device, too.
         recomputed_tokens: Tokens (of prompt and answer) that preempted requests, and those that start over, computed again.
-        resumed_tokens: Tokens that such requests did not have to compute again: they were cached, or swapped out to the host.
+        resumed_tokens: Tokens that these requests did not compute again after preemption: they were cached, or on the host.
         lost_tokens_no_state: Tokens whose KV matched, but that were recomputed because no state was kept that deep.
         lost_tokens_no_scores: Tokens that could be skipped, but were computed because the request wants the log-probs of its
             prompt, and they were not kept.
@@ -84,11 +86,11 @@ class PrefixStats:
             ``host_load_failed`` (the copy failed, or its checksum was wrong), ``host_load_given_up`` (a request
             gave up its load), ``tier_load_missing`` and ``tier_load_late`` (what the tier behind the host promised was
             gone, or took longer than a request waits).
-        slots_total: Checkpoint slots.
+        slots_total: Most checkpoints that fit, or that the cap allows.
         slots_used: Checkpoint slots in use, including those that a forward is writing.
-        bytes_budget: Bytes of all checkpoint slots.
+        bytes_budget: Bytes of the memory of KV and states.
         scores_bytes_used: Bytes of the log-probs of cached prompts, on the host.
-        scores_bytes_budget: Most of these bytes.
+        scores_bytes_budget: Most bytes of the log-probs of cached prompts.
     """
 
     prompt_tokens: int = 0

@@ -34,6 +34,7 @@ class Verb(NamedTuple):
 VERBS = {
     "serve": Verb("serve a model over HTTP with the OpenAI API", "serve", extra="serve"),
     "generate": Verb("generate from prompts, conversations or recorded sessions, on one or more engines", "generate"),
+    "explain": Verb("ask a running server what a prompt would reuse, and why not more", "explain", extra="serve"),
     "bench": Verb("benchmark caching off, megatron-core's own cache and this cache side by side", "bench"),
     "replay": Verb("replay recorded requests without a model: how much is reused at which budget", "replay"),
     "plan": Verb("plan memory: what a budget holds, and which budget to raise first", "plan"),

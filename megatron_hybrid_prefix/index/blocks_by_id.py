@@ -76,11 +76,6 @@ class BlocksById:
         """Blocks that a prompt can match, held or not."""
         return self._store.blocks.keyed_blocks
 
-    @property
-    def evictable_count(self) -> int:
-        """Blocks that a prompt can match and no request holds."""
-        return self._store.blocks.cached_blocks
-
     def ref_counts(self) -> bytes:
         """Ref counts of all blocks: a copy, int32 in native byte order."""
         return self._store.blocks.ref_counts()

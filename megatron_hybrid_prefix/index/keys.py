@@ -84,7 +84,7 @@ class KeyMaker:
         blocks, recent = data[:end].tobytes(), self._recent
         for start in range(0, end, step):
             block = blocks[start : start + step]
-            key = recent.key_after(before, block)
+            key = recent.key_after(before, block, remember=remember)
             if key is None:
                 digest = self._empty.copy()
                 digest.update(before)
@@ -121,15 +121,16 @@ class _RecentBlocks:
         """Number of blocks."""
         return len(self._newer) + len(self._older)
 
-    def key_after(self, before: bytes, block: bytes) -> bytes | None:
-        """The key of this block after the key ``before``; None if it is not known."""
+    def key_after(self, before: bytes, block: bytes, *, remember: bool = True) -> bytes | None:
+        """The key of this block after the key ``before``; None if it is not known. ``remember``: keep it for longer now."""
         known = self._newer.get(before)
         if known is not None:
             return known[1] if known[0] == block else None
         known = self._older.get(before)
         if known is None or known[0] != block:
             return None
-        self.add(before, *known)
+        if remember:
+            self.add(before, *known)
         return known[1]
 
     def add(self, before: bytes, block: bytes, key: bytes) -> None:

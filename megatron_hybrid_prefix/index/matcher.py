@@ -85,8 +85,8 @@ def match_prefix(
         ghosts: Keys of evicted blocks that are remembered.
     """
     path = tree.path(chain.keys) if read else []
-    kv_depth = _kv_depth(tiers, chain.keys, len(path)) if read else 0
-    usable_blocks = min(kv_depth, max(0, limit_tokens) // block_tokens)
+    cached_blocks = kv_depth(tiers, chain.keys, len(path)) if read else 0
+    usable_blocks = min(cached_blocks, max(0, limit_tokens) // block_tokens)
     device_blocks = min(len(path), usable_blocks)
     # The request resumes from the deepest state within the limit.
     resume_blocks = device_blocks
@@ -103,14 +103,15 @@ def match_prefix(
     seen_blocks = 0
     if ghosts and read:
         seen_blocks = next(
-            (depth for depth in range(kv_depth, len(chain.keys)) if chain.keys[depth] not in ghosts), len(chain.keys)
+            (depth for depth in range(cached_blocks, len(chain.keys)) if chain.keys[depth] not in ghosts),
+            len(chain.keys),
         )
     return Match(
         chain=chain,
         prompt_tokens=chain.tokens,
         limit_tokens=limit_tokens,
         read=read,
-        kv_depth_blocks=kv_depth,
+        kv_depth_blocks=cached_blocks,
         path=tuple(path[:resume_blocks]),
         resume_tokens=resume_blocks * block_tokens,
         source_slot=path[resume_blocks - 1].slot if resume_blocks else None,
@@ -123,7 +124,7 @@ def match_prefix(
     )
 
 
-def _kv_depth(tiers: Sequence[DepthTier], keys: Sequence[bytes], depth: int) -> int:
+def kv_depth(tiers: Sequence[DepthTier], keys: Sequence[bytes], depth: int) -> int:
     """Number of leading blocks whose KV is on the device (the first ``depth``) or on any other tier."""
     found = -1
     while found < depth:

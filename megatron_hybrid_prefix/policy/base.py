@@ -10,7 +10,7 @@ state that is known to be useful.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, Self, runtime_checkable
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -99,3 +99,11 @@ class KnowsTiers(Protocol):
 
     def tier_below(self) -> EvictionPolicy[Any]:
         """The policy of the tier below. Called once, before any other method."""
+
+
+@runtime_checkable
+class RemembersEvicted(Protocol):
+    """A policy that remembers states for a while after no tier keeps them any more."""
+
+    def evicted_keys(self) -> Iterable[bytes]:
+        """Keys of these states, evicted longest ago first."""

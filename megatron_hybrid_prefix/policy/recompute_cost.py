@@ -30,7 +30,7 @@ Methods cost O(log n) amortised; adding a state between others also O(states nex
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from heapq import heapify, heappop, heappush, heapreplace
 
@@ -143,6 +143,7 @@ class _Known[T: KeptState]:
         tiers: The policies of the tiers, the device first.
         ancestry: The states that a tier keeps.
         records: What is known of each.
+        lost: The same of evicted states that are remembered, by key; evicted longest ago first.
     """
 
     def __init__(self, cost: Callable[[int, int], float]) -> None:
@@ -151,7 +152,7 @@ class _Known[T: KeptState]:
         self.ancestry: Ancestry[T] = Ancestry()
         self.records: dict[T, _Record[T]] = {}
         self._likelihood: Likelihood[Kind] = Likelihood()
-        self._lost: OrderedDict[bytes, _Record[T]] = OrderedDict()  # remembered, evicted longest ago first
+        self.lost: OrderedDict[bytes, _Record[T]] = OrderedDict()
         self._most_kept = 0
         self._calendar: list[tuple[int, int, _Record[T]]] = []  # (time when the age number grows, number, record)
         self._now = self._numbers = self._serials = self._refreshes = 0
@@ -161,7 +162,7 @@ class _Known[T: KeptState]:
         """The first tier keeps ``state``."""
         self._tick()
         self.ancestry.add(state)
-        record = self._lost.pop(state.key, None)
+        record = self.lost.pop(state.key, None)
         if record is not None:
             # A request computed it again, so it would have been used.
             record.cell.leave(self._now, used=True)
@@ -205,16 +206,16 @@ class _Known[T: KeptState]:
         if record.is_probationary:
             self.forget(record)  # a later use cannot be observed: a prompt checkpoints its own junction
             return
-        self._lost[state.key] = record
-        while len(self._lost) > _REMEMBERED * self._most_kept + _REMEMBERED_AT_LEAST:
-            self.forget(self._lost.popitem(last=False)[1])
+        self.lost[state.key] = record
+        while len(self.lost) > _REMEMBERED * self._most_kept + _REMEMBERED_AT_LEAST:
+            self.forget(self.lost.popitem(last=False)[1])
 
     def clear(self) -> None:
         """The states of all tiers were dropped. Keeps the rates that were learned."""
-        for record in (*self.records.values(), *self._lost.values()):
+        for record in (*self.records.values(), *self.lost.values()):
             self.forget(record)
         self.records.clear()
-        self._lost.clear()
+        self.lost.clear()
         self.ancestry.clear()
         self._calendar.clear()
 
@@ -314,6 +315,10 @@ class RecomputeCostEviction[T: KeptState]:
     def share_memory(self, *, state_blocks: float) -> None:
         """See SharesMemory."""
         self.state_blocks = state_blocks
+
+    def evicted_keys(self) -> Iterable[bytes]:
+        """See RemembersEvicted. Guesses that nobody used are not remembered."""
+        return self._known.lost.keys()
 
     def __len__(self) -> int:
         return len(self._states)

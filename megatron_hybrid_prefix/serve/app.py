@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -29,7 +29,7 @@ from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.serve import openapi
 from megatron_hybrid_prefix.serve.access_log import ServerApp
 from megatron_hybrid_prefix.serve.backend import Backend
-from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, TokenizeBody, read_fields, read_json
+from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, ExplainBody, TokenizeBody, read_fields, read_json
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
 from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short
@@ -55,7 +55,7 @@ class Limits:
 
     Attributes:
         sequences: Answers that run or wait at a time; further requests get 429.
-        per_tenant: The same for each API key's name; None: no limit.
+        max_per_tenant: The same for each API key's name; None: no limit.
         body_bytes: Largest request body.
         read_s: Seconds that a request's body may take to arrive.
         step_s: Seconds that a step may take. After them ``/health`` says that the engine is stuck.
@@ -64,8 +64,8 @@ class Limits:
     """
 
     sequences: int
-    body_bytes: int
-    per_tenant: int | None = None
+    max_per_tenant: int | None = None
+    body_bytes: int = 16 << 20
     read_s: float = 60.0
     step_s: float = 300.0
     keys: dict[str, str] = field(default_factory=dict)
@@ -79,19 +79,14 @@ def make_app(
     model: str,
     vocab_size: int,
     chat: ChatForm,
-    add_bos: bool = False,
     max_waiting: int = 256,
-    body_bytes: int = 16 << 20,
-    keys: dict[str, str] | None = None,
-    admin_token: str | None = None,
-    max_per_tenant: int | None = None,
-    read_s: float = 60.0,
-    step_s: float = 300.0,
     on_start: Callable[[], None] = lambda: None,
     make_backend: Callable[[Callable[[float, bool], None]], Backend] | None = None,
     replicas: int = 1,
+    add_bos: bool = False,
     default_sampling: Mapping[str, Any] | None = None,
     caches: bool = True,
+    **limits: Any,
 ) -> Starlette:
     """Builds the ASGI application around an engine of ``build_engine``.
 
@@ -100,55 +95,34 @@ def make_app(
     Args:
         engine: Says what fits into its context. Generates, too, unless ``make_backend`` is given.
         tokenizer: The model's tokenizer.
-        model: Model name in the API.
-        vocab_size: Vocabulary size of the model.
-        chat: Turns messages into a prompt.
-        add_bos: As of `ServedModel`.
         max_waiting: Answers that may wait, in addition to those that run.
-        body_bytes: Largest request body.
-        keys: Tenant names by API key.
-        admin_token: Token for ``/admin``; None: ``/admin`` is off.
-        max_per_tenant: Answers that may run or wait per tenant; None: no limit.
-        read_s: Seconds that a request's body may take to arrive.
-        step_s: Seconds that a step of the engine may take before the server is unhealthy.
         on_start: Called when the server listens.
         make_backend: Makes a `Backend`. Its argument is the function to call at each first token.
         replicas: Number of engines behind the backend.
-        default_sampling: As of `ServedModel`.
-        caches: As of `ServedModel`.
+        model, vocab_size, chat, add_bos, default_sampling, caches: As of `ServedModel`.
+        **limits: The other fields of `Limits`.
     """
     from megatron_hybrid_prefix.mcore.runner import check_fits
-
-    context = engine.context
     from megatron_hybrid_prefix.upstream.blocks import block_counts  # imports megatron
 
+    context = engine.context
     kv_tokens = block_counts(context.kv_block_allocator).active * context.block_size_tokens
-    limit_tokens = min(context.max_sequence_length, kv_tokens)
     served = ServedModel(
         model=model,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         chat=chat,
         add_bos=add_bos,
-        check_fits=lambda prompt, wanted: check_fits(engine, prompt, wanted),
-        most_tokens=lambda prompt: limit_tokens - prompt,
-        limit_tokens=limit_tokens,
+        check_fits=partial(check_fits, engine),
+        limit_tokens=min(context.max_sequence_length, kv_tokens),
         gives_prompt_log_probs=not context.config.materialize_only_last_token_logits,
         default_sampling=default_sampling or {},
         caches=caches,
     )
-    limits = Limits(
-        sequences=replicas * context.max_requests + max_waiting,
-        body_bytes=body_bytes,
-        per_tenant=max_per_tenant,
-        read_s=read_s,
-        step_s=step_s,
-        keys=keys or {},
-        admin_token=admin_token,
-    )
     metrics = ServerMetrics(replicas)
-    make_backend = make_backend or partial(EngineLoop, engine)
-    return Api(make_backend(metrics.first_token), served, limits, metrics).app(on_start)
+    backend = (make_backend or partial(EngineLoop, engine))(metrics.first_token)
+    sequences = replicas * context.max_requests + max_waiting
+    return Api(backend, served, Limits(sequences=sequences, **limits), metrics).app(on_start)
 
 
 class Api:
@@ -173,32 +147,25 @@ class Api:
             yield
             await self._engine.stop()
 
-        def route(path: str, method: str, handler: Callable[[Request], Awaitable[Response]]) -> Route:
-            async def answered(request: Request) -> Response:
-                try:
-                    return await handler(request)
-                except ApiError as error:
-                    return JSONResponse(error.body, error.status, error.headers)
-
-            return Route(path, answered, methods=[method])
-
+        get, post = partial(Route, methods=["GET"]), partial(Route, methods=["POST"])
         routes = [
-            route("/v1/completions", "POST", lambda request: self._generate(request, "completions")),
-            route("/v1/chat/completions", "POST", lambda request: self._generate(request, "chat")),
-            route("/v1/models", "GET", self._models),
-            route("/v1/models/{name:path}", "GET", self._model),
-            route("/tokenize", "POST", self._tokenize),
-            route("/detokenize", "POST", self._detokenize),
-            route("/tokenizer_info", "GET", self._tokenizer_info),
-            route("/version", "GET", self._version),
-            route("/health", "GET", self._health),
-            route("/health_generate", "GET", self._health_generate),
-            route("/metrics", "GET", self._show_metrics),
-            route("/openapi.json", "GET", self._openapi),
-            route("/docs", "GET", self._docs),
-            route("/admin/reset_cache", "POST", self._reset_cache),
+            post("/v1/completions", partial(self._generate, kind="completions")),
+            post("/v1/chat/completions", partial(self._generate, kind="chat")),
+            get("/v1/models", self._models),
+            get("/v1/models/{name:path}", self._model),
+            post("/tokenize", self._tokenize),
+            post("/detokenize", self._detokenize),
+            get("/tokenizer_info", self._tokenizer_info),
+            get("/version", self._version),
+            get("/health", self._health),
+            get("/health_generate", self._health_generate),
+            get("/metrics", self._show_metrics),
+            get("/openapi.json", self._openapi),
+            get("/docs", self._docs),
+            post("/admin/explain", self._explain),
+            post("/admin/reset_cache", self._reset_cache),
         ]
-        handlers: Any = {HTTPException: _http_error, Exception: _server_error}
+        handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _server_error}
         paths = frozenset(route.path for route in routes)
         app = ServerApp(paths, self._metrics, routes=routes, lifespan=lifespan, exception_handlers=handlers)
         app.state.backend, app.state.api = self._engine, self
@@ -233,7 +200,7 @@ class Api:
         except ClientDisconnect:
             self._metrics.cancelled.inc()
             return Response(status_code=_CLIENT_GONE)
-        self._check_room(tenant, len(asked.prompts) * asked.n)
+        self._check_room(tenant, len(asked.prompts) * asked.body.n)
         generation = Generation(asked, self._engine, self._served, arrived_s, self._metrics.between_tokens)
         return await self._answer(request, generation)
 
@@ -268,7 +235,7 @@ class Api:
                 self._open_of_tenant[tenant] -= sequences
             self._count(request, generation, gone)
 
-        streamed = generation.request.stream
+        streamed = generation.request.body.stream
         chunks = generation.chunks()
         answers: list[dict[str, Any]] = []
 
@@ -334,8 +301,8 @@ class Api:
         self._check_stopping()
         self._check_engine()
         limits = [(self._limits.sequences, self._engine.open_sequences, "")]
-        if self._limits.per_tenant is not None and tenant is not None:
-            limits.append((self._limits.per_tenant, self._open_of_tenant[tenant], " of this API key"))
+        if self._limits.max_per_tenant is not None and tenant is not None:
+            limits.append((self._limits.max_per_tenant, self._open_of_tenant[tenant], " of this API key"))
         for limit, used, whose in limits:
             if sequences > limit:
                 message = f"The request asks for {sequences} answers at once; the limit{whose} is {limit}."
@@ -506,7 +473,27 @@ class Api:
         except RuntimeError:
             logger.exception("no snapshot of the engine")
 
+    async def _explain(self, request: Request) -> Response:
+        self._check_admin(request)
+        body = read_fields(read_json(await self._body(request)), ExplainBody)
+        if body.tenant not in (list[str | None](self._limits.keys.values()) or [None]):
+            raise bad("'tenant' must be the name of the request's API key, and missing without API keys.", "tenant")
+        values = {"model": self._served.model} | body.request
+        kind = "chat" if "messages" in values else "completions"
+        asked = await to_thread.run_sync(lambda: read_request(values, kind, self._served, body.tenant))
+        if len(asked.prompts) != 1:
+            raise bad("'request' must have one prompt.", "request")
+        self._check_engine()
+        return JSONResponse({"replicas": await self._engine.explain(asked.prompts[0].tokens, asked.sampling_of(0))})
+
     async def _reset_cache(self, request: Request) -> Response:
+        self._check_admin(request)
+        self._check_engine()
+        await self._engine.reset_cache()
+        logger.warning("the prefix cache was reset by /admin/reset_cache")
+        return JSONResponse({"status": "ok"})
+
+    def _check_admin(self, request: Request) -> None:
         token = self._limits.admin_token
         if token is None:
             raise ApiError(404, "This server was started without an admin token.", code="not_found")
@@ -514,15 +501,16 @@ class Api:
             raise ApiError(
                 401, "Incorrect admin token.", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
             )
-        self._check_engine()
-        await self._engine.reset_cache()
-        logger.warning("the prefix cache was reset by /admin/reset_cache")
-        return JSONResponse({"status": "ok"})
 
 
 def _bearer(request: Request) -> bytes:
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     return value.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the bytes that were sent
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -142,12 +142,33 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """What each replica would reuse of a prompt now, by name: the fields of an `Explanation`, or an ``error``.
+
+        Args:
+            prompt: Token ids.
+            sampling: As of `GenerationTask`.
+
+        Raises:
+            RuntimeError: The backend has a problem.
+        """
+
+    @abstractmethod
     async def reset_cache(self) -> None:
         """Empties the prefix cache: nothing cached so far is reused.
 
         Raises:
             RuntimeError: The backend has a problem.
         """
+
+
+def explained(engine: Any, prompt: list[int], params: Any) -> dict[str, Any]:
+    """The fields of what `HybridPrefixEngine.explain` returns, or an ``error`` in words. Call it in the engine's thread."""
+    try:
+        found: dict[str, Any] = engine.explain(prompt, params).as_dict()
+    except ValueError as error:
+        return {"error": str(error)}
+    return found
 
 
 def new_output(parts: Sequence[Any], seen_tokens: int, prompt_tokens: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -31,15 +31,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from megatron_hybrid_prefix.sampling import GREEDY_TEMPERATURE
 from megatron_hybrid_prefix.serve.body_errors import api_error
 from megatron_hybrid_prefix.serve.errors import bad, encodable, short
-from megatron_hybrid_prefix.serve.fields import (
-    Empty,
-    Fields,
-    Ignored,
-    OtherServersChatFields,
-    OtherServersFields,
-    OtherServersTokenizeFields,
-    Unless,
-)
+from megatron_hybrid_prefix.serve.fields import OF_ALL, OF_CHATS, OF_COMPLETIONS, OF_TOKENIZE, Fields, Ignored
 
 MOST_SEQUENCES = 128  # answers per request: prompts times n
 MOST_STOPS = 16
@@ -47,7 +39,6 @@ MOST_TOP_LOGPROBS = 20
 MOST_BREAKPOINTS = 128  # each one of a chat renders and tokenizes the conversation
 MOST_STOP_TOKENS = 64
 MOST_BIASES = 1024
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def _encodable(value: str) -> str:
@@ -97,12 +88,6 @@ def _arguments(call: Any) -> Any:
             except (ValueError, RecursionError):
                 return call
     return call
-
-
-def _known_role(value: str) -> str:
-    if value not in ROLES:
-        raise PydanticCustomError("invalid_value", f"input must be one of {', '.join(ROLES)}")
-    return value
 
 
 def _is_mark(control: Any) -> bool:
@@ -211,7 +196,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=_as_sent)
 
-    role: Annotated[Text, AfterValidator(_known_role), WithJsonSchema({"type": "string", "enum": ROLES})]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text, WithJsonSchema(_CONTENT)]
     tool_calls: Annotated[list[dict[str, Any]], AfterValidator(_encodable_json)] = []
     tool_call_id: Text | None = None
@@ -237,7 +222,7 @@ class Message(BaseModel):
             content, marks = _joined(content)
         if _is_mark(values.pop("cache_control", None)) and isinstance(content, str):
             marks.append(len(content))
-        return {"role": None} | values | {"content": content, "marks": marks}
+        return values | {"content": content, "marks": marks}
 
     def as_dict(self, characters: int | None = None) -> dict[str, Any]:
         """The message in the form of a chat template, with at most this many characters of its content."""
@@ -252,15 +237,16 @@ class Message(BaseModel):
         return message
 
 
-class Body(OtherServersFields, ABC):
+class Body(Fields, ABC):
     """Fields of both completions and chats."""
 
     model: Text = Field(description="name of the served model")
     n: Count = Field(1, description="answers per prompt")
     best_of: Count | None = Field(None, description="refused unless it equals `n`")
     stream: bool = Field(False, description="send the answer as server-sent events")
-    stream_options: StreamOptions | None = Field(
-        None, description="`include_usage`: a last chunk with usage; `continuous_usage_stats`: usage in every chunk"
+    stream_options: StreamOptions = Field(
+        StreamOptions(),
+        description="`include_usage`: a last chunk with usage; `continuous_usage_stats`: usage in every chunk",
     )
     stop: Annotated[
         list[Stop], FailFast(), BeforeValidator(_list_of_one), Field(max_length=MOST_STOPS), WithJsonSchema(_STOPS)
@@ -340,13 +326,18 @@ class Body(OtherServersFields, ABC):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
     @abstractmethod
     def top_tokens(self) -> int | None:
         """Number of likeliest tokens to return per position; None: no log-probs at all."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise bad("'stream_options' is only allowed when 'stream' is true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise bad("'prompt_logprobs' is not available when 'stream' is true.", "prompt_logprobs")
@@ -367,6 +358,8 @@ class Body(OtherServersFields, ABC):
 class CompletionBody(Body):
     """Body of ``/v1/completions``."""
 
+    neutral = OF_ALL | OF_COMPLETIONS
+
     prompt: Annotated[
         list[Text | Integers],
         FailFast(),
@@ -381,11 +374,13 @@ class CompletionBody(Body):
     echo: bool = Field(
         False, description="return the prompt before the answer; with `logprobs`, also those of the prompt"
     )
-    suffix: Empty = None
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
 
     @property
     def top_tokens(self) -> int | None:
-        """See `Body`."""
         return self.logprobs
 
     @model_validator(mode="after")
@@ -397,8 +392,10 @@ class CompletionBody(Body):
         return self
 
 
-class ChatBody(Body, OtherServersChatFields):
+class ChatBody(Body):
     """Body of ``/v1/chat/completions``."""
+
+    neutral = OF_ALL | OF_CHATS
 
     messages: Annotated[list[Message], FailFast(), AfterValidator(_not_empty)] = Field(
         description="`role` (system, developer, user, assistant, tool), `content` (a string, or parts of type text, each "
@@ -414,11 +411,10 @@ class ChatBody(Body, OtherServersChatFields):
     add_generation_prompt: bool = Field(True, description="false: do not begin the answer's turn")
     reasoning_effort: Text | None = Field(None, description="a variable for the chat template")
     tools: Any = Field(None, description='ignored if `tool_choice` is "none", else refused')
-    tool_choice: Annotated[Any, Unless("none", "auto")] = None
+    tool_choice: Any = None
 
     @property
     def top_tokens(self) -> int | None:
-        """See `Body`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -447,8 +443,10 @@ class ChatBody(Body, OtherServersChatFields):
         return self
 
 
-class TokenizeBody(OtherServersTokenizeFields):
+class TokenizeBody(Fields):
     """Body of ``/tokenize``: a text or a chat."""
+
+    neutral = OF_TOKENIZE
 
     model: Text | None = Field(None, description="name of the served model")
     prompt: Text = Field("", description="a text")
@@ -466,6 +464,15 @@ class DetokenizeBody(Fields):
 
     model: Text | None = Field(None, description="name of the served model")
     tokens: Integers = Field(description="token ids")
+
+
+class ExplainBody(Fields):
+    """Body of ``/admin/explain``: the request whose reuse is to be explained."""
+
+    request: dict[str, Any] = Field(
+        description="body of a completion or, with `messages`, of a chat, with one prompt; `model` may be missing"
+    )
+    tenant: Text | None = Field(None, description="name of the request's API key; required if the server has keys")
 
 
 def read_json(data: bytes) -> dict[str, Any]:
@@ -492,19 +499,6 @@ def read_json(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise bad("The body of your request must be a JSON object.", code="invalid_json")
     return body
-
-
-def read_body(values: dict[str, Any], kind: str) -> CompletionBody | ChatBody:
-    """Parses and checks the fields of a request.
-
-    Args:
-        values: The JSON object.
-        kind: "completions" or "chat".
-
-    Raises:
-        ApiError: A field is wrong.
-    """
-    return read_fields(values, ChatBody) if kind == "chat" else read_fields(values, CompletionBody)
 
 
 def read_fields[Kind: BaseModel](values: dict[str, Any], kind: type[Kind]) -> Kind:

@@ -12,11 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
 from typing import Any
 
-from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, new_output, refusal
+from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, explained, new_output, refusal
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 
 logger = logging.getLogger(__name__)
@@ -52,14 +53,12 @@ class EngineLoop(Backend):
 
     @property
     def problem(self) -> str | None:
-        """See `Backend`."""
         if self._broken is None and not self._thread.is_alive():
             return _NOT_RUNNING
         return self._broken
 
     @property
     def replica_steps_s(self) -> dict[str, float]:
-        """See `Backend`."""
         began_s = self._step_began_s
         return {"0": 0.0 if began_s is None else time.perf_counter() - began_s}
 
@@ -81,22 +80,24 @@ class EngineLoop(Backend):
         await asyncio.to_thread(self._thread.join, timeout_s)
 
     def submit(self, task: GenerationTask) -> None:
-        """See `Backend`."""
         self._open.add(task)
         self._send(partial(copy_context().run, self._add, task))  # the log has the request's id
 
     def abort(self, task: GenerationTask) -> None:
-        """See `Backend`."""
         if not task.closed:
             self._close(task)
             self._send(lambda: self._take_out(task))
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
-        """See `Backend`."""
         return {"0": await self.call(lambda: engine_snapshot(self.engine))}
 
+    async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        from megatron_hybrid_prefix.upstream.names import SamplingParams
+
+        params = SamplingParams.deserialize(sampling)
+        return {"0": await self.call(lambda: explained(self.engine, prompt, params))}
+
     async def reset_cache(self) -> None:
-        """See `Backend`."""
         await self.call(self.engine.invalidate)
 
     async def call(self, function: Callable[[], Any]) -> Any:
@@ -107,27 +108,17 @@ class EngineLoop(Backend):
         """
         if self.problem is not None:
             raise RuntimeError(self.problem)
-        assert self._loop is not None
-        loop, future = self._loop, self._loop.create_future()
-
-        def settle(value: Any, error: Exception | None) -> None:
-            if future.done():
-                return  # the caller was cancelled
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
+        answer: Future[Any] = Future()
 
         def command() -> None:
-            value, problem = None, None
-            try:
-                value = function()
-            except Exception as error:  # re-raised in the caller
-                problem = error
-            loop.call_soon_threadsafe(settle, value, problem)
+            if answer.set_running_or_notify_cancel():  # else the caller was cancelled
+                try:
+                    answer.set_result(function())
+                except Exception as error:  # re-raised in the caller
+                    answer.set_exception(error)
 
         self._send(command)
-        return await future
+        return await asyncio.wrap_future(answer)
 
     def _send(self, command: Callable[[], None]) -> None:
         with self._wake:

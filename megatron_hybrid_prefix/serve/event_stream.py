@@ -7,14 +7,14 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.generation import Generation
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events of a generation. The generation is aborted when the client disconnects.
 
     Args:
@@ -24,8 +24,6 @@ class EventStream(Response):
         on_end: Called at the end with the generation and whether the client disconnected.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         generation: Generation,
@@ -33,39 +31,32 @@ class EventStream(Response):
         first: dict[str, Any],
         on_end: Callable[[Generation, bool], None],
     ) -> None:
-        self._generation, self._chunks, self._first, self._on_end = generation, chunks, first, on_end
-        self.status_code, self.background = 200, None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-
-    def init_headers(self, headers: Any = None) -> None:
-        """Sets the headers, without a content length."""
-        self.body = b""
-        super().init_headers(headers)
-        self.raw_headers = [item for item in self.raw_headers if item[0] != b"content-length"]
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(_events(first, chunks), headers=headers, media_type="text/event-stream")
+        self._generation, self._on_end = generation, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
         gone = False
         try:
-            gone = await unless_gone(receive, self._send_all(send))
+            gone = await unless_gone(receive, self.stream_response(send))
         finally:
             self._generation.close()
             self._on_end(self._generation, gone)
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            await self._send_event(send, json.dumps(self._first))
-            async for chunk in self._chunks:
-                await self._send_event(send, json.dumps(chunk))
-        except ApiError as error:  # the status has been sent already
-            await self._send_event(send, json.dumps(error.body))
-        await self._send_event(send, "[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    @staticmethod
-    async def _send_event(send: Send, data: str) -> None:
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+async def _events(first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    yield _event(first)
+    try:
+        async for chunk in chunks:
+            yield _event(chunk)
+    except ApiError as error:  # the status has been sent already
+        yield _event(error.body)
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Any]) -> bool:

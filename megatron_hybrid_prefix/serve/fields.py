@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from megatron_hybrid_prefix.serve.errors import encodable
 
+Ignored = Annotated[Any, Field(description="accepted, without effect")]
+
 
 class Unless:
-    """Metadata of a field that is refused unless it has one of these values; without values: unless it is an empty text or list."""
+    """The values with which a field changes nothing; without values: an empty text, list or object."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -27,162 +29,93 @@ class Unless:
         """The values, in words."""
         return " or ".join(json.dumps(value) for value in self.values) or "empty"
 
-    def check(self, value: Any) -> Any:
-        """The value, if it changes nothing. Raises PydanticCustomError."""
-        if self.values:
-            # True is no 1 in JSON.
-            neutral = any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
-        else:
-            neutral = value is None or value in ("", [], {})
-        if not neutral:
-            raise PydanticCustomError("unsupported_parameter", "is not supported by this server", {"unless": self.text})
-        return value
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return handler(schema) | {"description": f"refused unless {self.text}"}
+    def allows(self, value: Any) -> bool:
+        """Whether this value changes nothing."""
+        if not self.values:
+            return value in ("", [], {})
+        # True is no 1 in JSON.
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
 
 
-Ignored = Annotated[Any, Field(description="accepted, without effect")]
-Empty = Annotated[Any, Unless()]
-No = Annotated[Any, Unless(False)]
-Yes = Annotated[Any, Unless(True)]
-Zero = Annotated[Any, Unless(0)]
-One = Annotated[Any, Unless(1)]
+def unless(names: str, *values: Any) -> dict[str, Unless]:
+    """The rule of fields that are refused unless they have one of these values."""
+    return dict.fromkeys(names.split(), Unless(*values))
 
 
 class Fields(BaseModel):
-    """An object that refuses unknown fields. Types are not converted: "3" is not a number. A field that is null is absent."""
+    """An object that refuses unknown fields. Types are not converted: "3" is not a number. A field that is null is absent.
 
-    model_config = ConfigDict(strict=True, frozen=True, json_schema_extra={"additionalProperties": False})
+    Attributes:
+        neutral: Fields that are refused unless they change nothing, by name.
+    """
+
+    @staticmethod
+    def _as_sent(schema: dict[str, Any], model: type[Fields]) -> None:
+        for name, rule in model.neutral.items():
+            schema["properties"].setdefault(name, {"default": None})["description"] = f"refused unless {rule.text}"
+        schema["additionalProperties"] = False
+
+    model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=_as_sent)
+    neutral: ClassVar[Mapping[str, Unless]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _read_names(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        if (unknown := next((name for name in values if name not in cls.model_fields), None)) is not None:
-            raise PydanticCustomError("unknown_parameter", "is unknown", {"name": encodable(unknown)})
-        return {name: value for name, value in values.items() if value is not None}
+        for name, value in values.items():
+            rule = cls.neutral.get(name)
+            if rule is not None and value is not None and not rule.allows(value):
+                raise PydanticCustomError(
+                    "unsupported_parameter", "is not supported", {"name": name, "unless": rule.text}
+                )
+            if rule is None and name not in cls.model_fields:
+                raise PydanticCustomError("unknown_parameter", "is unknown", {"name": encodable(name)})
+        return {name: value for name, value in values.items() if name in cls.model_fields and value is not None}
 
 
-class OtherServersFields(Fields):
-    """Fields of completions and chats of other servers."""
+OF_ALL = {
+    **unless(
+        """
+        allowed_token_ids bad_words logits_processors custom_logit_processor custom_params
+        structured_outputs structural_tag guided_json guided_regex guided_choice guided_grammar guided_decoding_backend
+        guided_whitespace_pattern json_schema regex ebnf grammar guideline stop_regex repetition_detection
+        prompt_embeds input_ids truncate truncate_prompt_tokens mm_processor_kwargs media_io_kwargs images_config
+        logprob_token_ids lora_path adapter_id extra_key ngram_corpus_id session_params kv_transfer_params ec_transfer_params
+        vllm_xargs bootstrap_host bootstrap_port bootstrap_room data_parallel_rank routed_dp_rank disagg_prefill_dp_rank
+        """
+    ),
+    **unless(
+        """
+        use_beam_search early_stopping watermark watermarking no_stop_trim include_stop_str_in_output return_full_text
+        return_tokens_as_token_ids return_token_ids return_prompt_token_ids return_prompt_text return_token_offsets
+        return_hidden_states return_routed_experts return_cached_tokens_details return_meta_info store
+        """,
+        False,
+    ),
+    **unless("skip_special_tokens spaces_between_special_tokens return_mm_kwargs", True),
+    **unless("no_repeat_ngram_size routed_experts_prompt_start routed_experts_start_len priority", 0),
+    **unless("num_beams length_penalty typical_p stream_interval", 1),
+    **unless("response_format", {"type": "text"}),
+    **unless("thinking_token_budget", -1),
+    **unless("truncation_side", "left", "right"),
+}
+"""Of completions and chats."""
 
-    # Sampling.
-    use_beam_search: No = None
-    num_beams: One = None
-    length_penalty: One = None
-    early_stopping: No = None
-    typical_p: One = None
-    no_repeat_ngram_size: Zero = None
-    watermark: No = None
-    watermarking: No = None
-    allowed_token_ids: Empty = None
-    bad_words: Empty = None
-    logits_processors: Empty = None
-    custom_logit_processor: Empty = None
-    custom_params: Empty = None
-    # Structured answers.
-    response_format: Annotated[Any, Unless({"type": "text"})] = None
-    structured_outputs: Empty = None
-    structural_tag: Empty = None
-    guided_json: Empty = None
-    guided_regex: Empty = None
-    guided_choice: Empty = None
-    guided_grammar: Empty = None
-    guided_decoding_backend: Empty = None
-    guided_whitespace_pattern: Empty = None
-    json_schema: Empty = None
-    regex: Empty = None
-    ebnf: Empty = None
-    grammar: Empty = None
-    guideline: Empty = None
-    # How an answer ends, and its text.
-    stop_regex: Empty = None
-    no_stop_trim: No = None
-    include_stop_str_in_output: No = None
-    skip_special_tokens: Yes = None
-    spaces_between_special_tokens: Yes = None
-    repetition_detection: Empty = None
-    thinking_token_budget: Annotated[Any, Unless(-1)] = None
-    stream_interval: One = None
-    # The prompt.
-    prompt_embeds: Empty = None
-    input_ids: Empty = None
-    truncate: Empty = None
-    truncate_prompt_tokens: Empty = None
-    truncation_side: Annotated[Any, Unless("left", "right")] = None
-    mm_processor_kwargs: Empty = None
-    media_io_kwargs: Empty = None
-    images_config: Empty = None
-    # What is returned.
-    logprob_token_ids: Empty = None
-    return_full_text: No = None
-    return_tokens_as_token_ids: No = None
-    return_token_ids: No = None
-    return_prompt_token_ids: No = None
-    return_prompt_text: No = None
-    return_token_offsets: No = None
-    return_mm_kwargs: Yes = None
-    return_hidden_states: No = None
-    return_routed_experts: No = None
-    routed_experts_prompt_start: Zero = None
-    routed_experts_start_len: Zero = None
-    return_cached_tokens_details: No = None
-    return_meta_info: No = None
-    # Where and when it runs.
-    priority: Zero = None
-    lora_path: Empty = None
-    adapter_id: Empty = None
-    extra_key: Empty = None
-    ngram_corpus_id: Empty = None
-    session_params: Empty = None
-    kv_transfer_params: Empty = None
-    ec_transfer_params: Empty = None
-    vllm_xargs: Empty = None
-    bootstrap_host: Empty = None
-    bootstrap_port: Empty = None
-    bootstrap_room: Empty = None
-    data_parallel_rank: Empty = None
-    routed_dp_rank: Empty = None
-    disagg_prefill_dp_rank: Empty = None
-    store: No = None
+OF_COMPLETIONS = unless("suffix")
 
+OF_CHATS = {
+    **unless("functions tool_prompt audio prediction web_search_options chat_template documents task"),
+    **unless("max_dynamic_patch min_dynamic_patch"),
+    **unless("echo continue_final_message use_audio_in_video", False),
+    **unless("include_reasoning separate_reasoning stream_reasoning", True),
+    **unless("tool_choice function_call", "none", "auto"),
+    **unless("parallel_tool_calls", True, False),
+    **unless("modalities", ["text"]),
+    **unless("verbosity", "medium"),
+}
 
-class OtherServersChatFields(Fields):
-    """Further fields of chats of other servers."""
-
-    functions: Empty = None
-    function_call: Annotated[Any, Unless("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, Unless(True, False)] = None
-    tool_prompt: Empty = None
-    modalities: Annotated[Any, Unless(["text"])] = None
-    audio: Empty = None
-    prediction: Empty = None
-    web_search_options: Empty = None
-    verbosity: Annotated[Any, Unless("medium")] = None
-    echo: No = None
-    continue_final_message: No = None
-    chat_template: Empty = None
-    documents: Empty = None
-    task: Empty = None
-    include_reasoning: Yes = None
-    separate_reasoning: Yes = None
-    stream_reasoning: Yes = None
-    max_dynamic_patch: Empty = None
-    min_dynamic_patch: Empty = None
-    use_audio_in_video: No = None
-
-
-class OtherServersTokenizeFields(Fields):
-    """Fields of ``/tokenize`` of other servers."""
-
-    return_token_strs: No = None
-    continue_final_message: No = None
-    chat_template: Empty = None
-    chat_template_kwargs: Empty = None
-    tools: Empty = None
-    mm_processor_kwargs: Empty = None
+OF_TOKENIZE = {
+    **unless("chat_template chat_template_kwargs tools mm_processor_kwargs"),
+    **unless("return_token_strs continue_final_message", False),
+}

@@ -72,7 +72,7 @@ class Choice:
             self._take_prompt(update)
         text, ended = "", False
         for number, token in enumerate(update.tokens[: self._most_tokens - self.tokens]):
-            shown = self._request.logprobs
+            shown = self._request.body.top_tokens
             log_prob = update.log_probs[number] if update.log_probs and shown is not None else None
             top = _by_id(update.top_log_probs[number], shown) if update.top_log_probs and shown else None
             ended = token in self._ends
@@ -89,10 +89,14 @@ class Choice:
     def _take_prompt(self, update: Update) -> None:
         request, tokens = self._request, self.prompt.tokens
         if request.echoes_log_probs:
-            tops = [_by_id(top, request.logprobs) for top in update.prompt_top_log_probs] if request.logprobs else []
+            tops = (
+                [_by_id(top, request.body.top_tokens) for top in update.prompt_top_log_probs]
+                if request.body.top_tokens
+                else []
+            )
             self.prompt_notes = prompt_notes(self._tokenizer, tokens, update.prompt_log_probs, tops)
-        if request.prompt_logprobs is not None:
-            count = request.prompt_logprobs
+        if request.body.prompt_logprobs is not None:
+            count = request.body.prompt_logprobs
             tops = [_by_id(top, count) for top in update.prompt_top_log_probs] if count else []
             self.prompt_logprobs = vllm_prompt_logprobs(
                 lambda token: self._tokenizer.detokenize([token]), tokens, update.prompt_log_probs, tops
@@ -120,24 +124,24 @@ class Generation:
     ) -> None:
         self._on_gap = on_gap
         self.request, self._engine = request, engine
-        self.id = f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._model = served.model
         self._updates: asyncio.Queue[tuple[Choice, Update]] = asyncio.Queue()
         self.choices: list[Choice] = []
-        for prompt, most_tokens in zip(request.prompts, request.most_tokens, strict=True):
-            for number in range(request.n):
-                self._add_choice(prompt, number, most_tokens, served, arrived_s)
+        for at, prompt in enumerate(request.prompts):
+            for number in range(request.body.n):
+                self._add_choice(prompt, request.sampling_of(at), number, served, arrived_s)
 
-    def _add_choice(self, prompt: Prompt, number: int, most_tokens: int, served: ServedModel, arrived_s: float) -> None:
-        sampling = self.request.sampling | {"num_tokens_to_generate": most_tokens}
+    def _add_choice(
+        self, prompt: Prompt, sampling: dict[str, Any], number: int, served: ServedModel, arrived_s: float
+    ) -> None:
+        most_tokens = sampling["num_tokens_to_generate"]
         if not sampling["return_log_probs"]:
             sampling["num_tokens_to_generate"] = max(1, most_tokens)  # the engine has nothing else to do for 0
         options = sampling.get("sampling_options")
         if options is not None and options["seed"] is not None:
             sampling["sampling_options"] = options | {"seed": options["seed"] + number}
-        if prompt.breakpoints:
-            sampling["cache_breakpoints"] = prompt.breakpoints
         task = GenerationTask(
             prompt=prompt.tokens,
             sampling=sampling,
@@ -205,7 +209,7 @@ class Generation:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {
-                "cached_tokens": sum(choice.cached_tokens for choice in self.choices[:: self.request.n])
+                "cached_tokens": sum(choice.cached_tokens for choice in self.choices[:: self.request.body.n])
             },
         }
 
@@ -227,15 +231,15 @@ class Generation:
                 "logprobs": self._logprobs(choice, notes[choice.index], with_prompt=True),
                 "finish_reason": choice.finish_reason,
             }
-            if self.request.chat:
+            if self.request.is_chat:
                 entry["message"] = {"role": "assistant", "content": texts[choice.index], "refusal": None}
             else:
                 entry["text"] = texts[choice.index]
-                if self.request.prompt_logprobs is not None:
+                if self.request.body.prompt_logprobs is not None:
                     entry["prompt_logprobs"] = choice.prompt_logprobs
             choices.append(entry)
         answer = self._envelope("", choices) | {"usage": self.usage()}
-        if self.request.chat and self.request.prompt_logprobs is not None:
+        if self.request.is_chat and self.request.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self.choices[0].prompt_logprobs
         return answer
 
@@ -250,7 +254,7 @@ class Generation:
             is_first = choice not in begun
             begun.add(choice)
             last = choice.finish_reason
-            if self.request.chat:
+            if self.request.is_chat:
                 if is_first:
                     yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, None, None)
                 if text or notes:
@@ -260,33 +264,33 @@ class Generation:
             else:
                 shown = self._shown_prompt(choice) if is_first else ""
                 yield self._chunk(choice, shown + text, self._logprobs(choice, notes, with_prompt=is_first), last)
-        if self.request.include_usage:
+        if self.request.body.stream_options.include_usage:
             yield self._envelope(".chunk", []) | {"usage": self.usage()}
 
     def _shown_prompt(self, choice: Choice) -> str:
-        return choice.prompt.text if self.request.echo else ""
+        return choice.prompt.text if self.request.body.echoes else ""
 
     def _chunk(
         self, choice: Choice, delta: dict[str, Any] | str, logprobs: dict[str, Any] | None, finish_reason: str | None
     ) -> dict[str, Any]:
-        name = "delta" if self.request.chat else "text"
+        name = "delta" if self.request.is_chat else "text"
         entry = {"index": choice.index, name: delta, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = self._envelope(".chunk", [entry])
-        if self.request.usage_in_chunks:
+        if self.request.body.stream_options.continuous_usage_stats:
             return chunk | {"usage": self.usage()}
-        return chunk | {"usage": None} if self.request.include_usage else chunk
+        return chunk | {"usage": None} if self.request.body.stream_options.include_usage else chunk
 
     def _logprobs(self, choice: Choice, notes: list[TokenNote], *, with_prompt: bool = False) -> dict[str, Any] | None:
         before = choice.prompt_notes if with_prompt else []
-        if self.request.logprobs is None or (self.request.stream and not notes and not before):
+        if self.request.body.top_tokens is None or (self.request.body.stream and not notes and not before):
             return None
-        if self.request.chat:
+        if self.request.is_chat:
             return chat_logprobs(notes)
         moved = [replace(note, offset=note.offset + len(self._shown_prompt(choice))) for note in notes]
         return completion_logprobs([*before, *moved])
 
     def _envelope(self, suffix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        name = f"chat.completion{suffix}" if self.request.chat else "text_completion"
+        name = f"chat.completion{suffix}" if self.request.is_chat else "text_completion"
         return {"id": self.id, "object": name, "created": self.created, "model": self._model, "choices": choices}
 
 

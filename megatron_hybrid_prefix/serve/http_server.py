@@ -52,7 +52,6 @@ class HttpServer(uvicorn.Server):
         self._told_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See upstream."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:

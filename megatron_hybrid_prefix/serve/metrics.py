@@ -5,11 +5,15 @@ Each field of the cache's statistics becomes a metric, so new fields appear with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 
 PREFIX = "hybrid_prefix"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -24,8 +28,20 @@ _LABELLED = {
     "checkpoints_by_": ("checkpoints", "reason", "States published, by reason"),
     "fallbacks": ("fallbacks", "reason", "Times the cache reused or kept less than planned, by reason"),
 }
-# Help texts of the other names. The fields are those of `PrefixStats`, and of `TierStats` after "tier_".
+
+
+def _documented(kind: type, prefix: str = "") -> dict[str, str]:
+    """First sentences about the attributes of a class, by the names of their metrics."""
+    attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    texts = {name: " ".join(text.replace("`", "").split()) for name, text in found}
+    return {prefix + name.removesuffix("_total"): text.partition(". ")[0].rstrip(".") for name, text in texts.items()}
+
+
+# Help texts of the other names.
 _HELP = {
+    **_documented(PrefixStats),
+    **_documented(TierStats, "tier_"),
     "open_sequences": "Answers that run or wait",
     "engine_failures": "Steps that raised; their requests got an error",
     "step_seconds": "Seconds since the engine began its current step; 0 between steps",
@@ -34,43 +50,11 @@ _HELP = {
     "waiting_requests": "Requests that the engine has not admitted",
     "kv_blocks": "KV blocks of the engine",
     "kv_blocks_available": "KV blocks that are free or can be evicted",
-    "slots": "Most checkpoints that fit, or that the cap allows",
-    "slots_used": "Checkpoint slots in use, including those that a forward is writing",
-    "bytes_budget": "Bytes of the memory of KV and states",
     "bytes_used": "Bytes of the checkpoints",
     "memory_bytes": "Bytes of the memory of KV and states, by owner, on this rank",
     "memory_page_bytes": "Bytes of a page, of one or more states, on this rank",
     "memory_pages_changed": "Pages that changed from KV to states, and from states to KV",
     "memory_blocks_moved": "KV blocks moved to empty a page for a state",
-    "prompt_tokens": "Tokens of all prompts; a preempted request counts once",
-    "computed_prompt_tokens": "Prompt tokens computed by forwards, each counted once",
-    "recomputed_tokens": "Tokens that preempted requests computed again",
-    "resumed_tokens": "Tokens that preempted requests did not have to compute again",
-    "checkpoints_published": "States that became matchable",
-    "checkpoints_skipped": "States not kept because there was no slot",
-    "evictions": "States evicted, to make room or together with their KV block",
-    "kv_evictions": "KV blocks evicted",
-    "scores_evictions": "Blocks whose log-probs were evicted because their budget was full",
-    "scores_bytes_used": "Bytes of the log-probs of cached prompts, on the host",
-    "scores_bytes_budget": "Most bytes of the log-probs of cached prompts",
-    "invalidations": "Times the cache was emptied because the weights changed, or may have while the engine was suspended",
-    "verified_hits": "Hits that were computed again and compared with the cache",
-    "verify_mismatches": "Verified hits that differed; 0 unless the cache is wrong",
-    "tier_loads": "Entries moved one tier up because a prompt needed them",
-    "tier_stores": "Entries moved to the tier from the one above",
-    "tier_evictions": "Entries evicted from the tier",
-    "tier_full": "Entries that found no room in the tier, or were worth less than all that is stored",
-    "tier_preempted": "Preempted requests that were swapped out to the tier",
-    "tier_failed": "Entries that came back corrupt, or not at all, and were dropped",
-    "tier_bytes_loaded": "Bytes loaded from the tier, on this rank",
-    "tier_bytes_stored": "Bytes stored in the tier, on this rank",
-    "tier_seconds": "Seconds of all moves to and from the tier, on this rank",
-    "tier_seconds_waited": "Seconds in which the model or the CPU waited for such a move",
-    "tier_kv_blocks": "KV blocks in the tier now",
-    "tier_states": "States in the tier now",
-    "tier_bytes_budget": "Capacity of the tier in bytes, on this rank",
-    "tier_bytes_used": "Bytes in the tier now, those of other processes included; 0 if it does not say",
-    "tier_faults": "What a shared tier gave up, by reason",
 }
 # Fields that are the sum of a labelled metric.
 _SUMS = ("reused_tokens",)
@@ -94,48 +78,31 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self.gauges: dict[str, float] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
-        self.http = Counter(
-            f"{PREFIX}_http_requests", "HTTP requests answered", ["path", "status"], registry=self.registry
+        self.http = self._made(Counter, "http_requests", "HTTP requests answered", ["path", "status"])
+        self.cancelled = self._made(Counter, "cancelled_requests", "Requests whose client disconnected")
+        self.generated = self._made(
+            Counter, "generated_tokens", "Tokens generated, by the end of their request", ["status"]
         )
-        self.cancelled = Counter(
-            f"{PREFIX}_cancelled_requests", "Requests whose client disconnected", registry=self.registry
+        text = "Seconds from a request's arrival to the end of its response (status 200 only)"
+        self.end_to_end = self._made(Histogram, "end_to_end_seconds", text, buckets=_END_TO_END_S)
+        text = "Seconds from one token of an answer to the next"
+        self._between = self._made(Histogram, "time_between_tokens_seconds", text, buckets=_BETWEEN_S)
+        text = "Seconds from a request's arrival to its first token, by cache hit or miss"
+        self._first_token = self._made(
+            Histogram, "time_to_first_token_seconds", text, ["cache"], buckets=_FIRST_TOKEN_S
         )
-        self.generated = Counter(
-            f"{PREFIX}_generated_tokens",
-            "Tokens generated, by the end of their request",
-            ["status"],
-            registry=self.registry,
-        )
-        for status in ("finished", "cancelled", "failed"):
+        text = "Depth of the state that a hit resumed from, in prompt tokens: those it did not compute"
+        self.hit_depth = self._made(Histogram, "hit_depth_tokens", text, buckets=_DEPTH_TOKENS)
+        for status in ("finished", "cancelled", "failed"):  # all labels exist from the start
             self.generated.labels(status)
-        self.end_to_end = Histogram(
-            f"{PREFIX}_end_to_end_seconds",
-            "Seconds from a request's arrival to the end of its response (status 200 only)",
-            buckets=_END_TO_END_S,
-            registry=self.registry,
-        )
-        self._between = Histogram(
-            f"{PREFIX}_time_between_tokens_seconds",
-            "Seconds from one token of an answer to the next",
-            buckets=_BETWEEN_S,
-            registry=self.registry,
-        )
-        self._first_token = Histogram(
-            f"{PREFIX}_time_to_first_token_seconds",
-            "Seconds from a request's arrival to its first token, by cache hit or miss",
-            ["cache"],
-            buckets=_FIRST_TOKEN_S,
-            registry=self.registry,
-        )
-        self.hit_depth = Histogram(
-            f"{PREFIX}_hit_depth_tokens",
-            "Depth of the state that a hit resumed from, in prompt tokens: those it did not compute",
-            buckets=_DEPTH_TOKENS,
-            registry=self.registry,
-        )
-        for cache in ("hit", "miss"):  # both labels exist from the start
+        for cache in ("hit", "miss"):
             self._first_token.labels(cache)
         self.registry.register(self)
+
+    def _made[M: (Counter, Histogram)](
+        self, kind: type[M], name: str, text: str, labels: Sequence[str] = (), **options: Any
+    ) -> M:
+        return kind(f"{PREFIX}_{name}", text, labels, registry=self.registry, **options)
 
     def first_token(self, seconds: float, hit: bool) -> None:
         """Records a first token. Called in the engine's thread."""

@@ -11,8 +11,17 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from megatron_hybrid_prefix._version import __version__
-from megatron_hybrid_prefix.serve.field_table import ROUTES, limits_of, type_of
+from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ExplainBody, TokenizeBody
+from megatron_hybrid_prefix.serve.fields import Fields
 
+BODIES: dict[str, type[Fields]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/admin/explain": ExplainBody,
+}
+"""Bodies by path."""
 _SUMMARIES = {
     "post /v1/completions": "Continue a prompt",
     "post /v1/chat/completions": "Answer a conversation",
@@ -27,6 +36,7 @@ _SUMMARIES = {
     "get /metrics": "Metrics for Prometheus",
     "get /openapi.json": "This document",
     "get /docs": "This document as a page",
+    "post /admin/explain": "What a request would reuse now, and why not more; needs the admin token",
     "post /admin/reset_cache": "Empties the prefix cache; needs the admin token",
 }
 _CONTENT = {"/metrics": "text/plain", "/docs": "text/html"}
@@ -57,6 +67,16 @@ _ERROR = {
     },
     "required": ["error"],
 }
+_RANGES = {
+    "minimum": "from {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "to {}",
+    "minLength": "length from {}",
+    "maxLength": "length to {}",
+    "minItems": "at least {}",
+    "maxItems": "at most {}",
+    "maxProperties": "at most {}",
+}
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
 table { border-collapse: collapse; width: 100%; margin: .5rem 0 1rem } td, th { border: 1px solid #ccc; padding: .2rem .5rem;
@@ -72,14 +92,13 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
         model: Name of the served model, for the examples.
         needs_key: Whether requests need an API key.
     """
-    bodies = dict(ROUTES)
     _, definitions = models_json_schema(
-        [(body, "validation") for body in bodies.values()], ref_template="#/components/schemas/{model}"
+        [(body, "validation") for body in BODIES.values()], ref_template="#/components/schemas/{model}"
     )
     paths: dict[str, Any] = {}
     for route, summary in _SUMMARIES.items():
         method, _, path = route.partition(" ")
-        paths.setdefault(path, {})[method] = _operation(path, summary, bodies.get(path), model, needs_key)
+        paths.setdefault(path, {})[method] = _operation(path, summary, BODIES.get(path), model, needs_key)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -133,6 +152,7 @@ def _operation(path: str, summary: str, body: Any, model: str, needs_key: bool) 
             },
             "/tokenize": {"prompt": "Hello"},
             "/detokenize": {"tokens": [72, 105]},
+            "/admin/explain": {"request": {"prompt": "Hello"}},
         }
         found["requestBody"] = {
             "required": True,
@@ -194,3 +214,24 @@ def _fields(schema: dict[str, Any], schemas: dict[str, Any]) -> Iterator[str]:
 def _with_code(text: str) -> str:
     """Escaped text, with what stands between backticks as code."""
     return re.sub(r"(`+)(.+?)\1", r"<code>\2</code>", escape(text))
+
+
+def type_of(field: dict[str, Any]) -> str:
+    """The types of a field of a JSON schema, in words."""
+    if "$ref" in field:
+        return "object"
+    if "anyOf" in field:
+        return " or ".join(type_of(option) for option in field["anyOf"] if option.get("type") != "null")
+    if field.get("type") == "array":
+        inner = type_of(field["items"])
+        return f"array of ({inner})" if " or " in inner else f"array of {inner}"
+    return str(field.get("type", "any"))
+
+
+def limits_of(field: dict[str, Any]) -> Iterator[str]:
+    """The limits of a field of a JSON schema, in words."""
+    for part in (field, *field.get("anyOf", ())):
+        for key, text in _RANGES.items():
+            if key in part:
+                value = part[key]
+                yield text.format(int(value) if float(value).is_integer() else value)

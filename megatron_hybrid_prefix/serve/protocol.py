@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.errors import FieldError
 from megatron_hybrid_prefix.sampling import SamplingOptions, check_tokens
-from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, read_body
+from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, read_fields
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
 from megatron_hybrid_prefix.tokenizer import Tokenizer, begun, other_ends, prompt_tokens
@@ -33,32 +34,41 @@ class GenerationRequest:
     """A parsed HTTP request.
 
     Attributes:
-        usage_in_chunks: Whether every chunk of a stream has the usage so far.
-        logprobs: Likeliest tokens to return per position; None: no log-probs.
-        prompt_logprobs: The same of the prompt, in vLLM's format.
+        body: Its body.
+        prompts: Its prompts; a chat has one.
+        most_tokens: Most tokens to generate after each of them.
+        sampling: Fields of megatron's ``SamplingParams``, but those of `sampling_of`.
+        stop: Stop strings.
         stop_tokens: Tokens that end an answer without being part of its text, beside ``sampling["termination_id"]``.
         tenant: Name of the API key.
     """
 
-    chat: bool
+    body: CompletionBody | ChatBody
     prompts: list[Prompt]
-    n: int
     most_tokens: list[int]
     sampling: dict[str, Any]
     stop: list[str]
-    stream: bool
-    include_usage: bool
-    usage_in_chunks: bool
-    echo: bool
-    logprobs: int | None
-    prompt_logprobs: int | None
     stop_tokens: frozenset[int]
     tenant: str | None
+
+    def sampling_of(self, number: int) -> dict[str, Any]:
+        """The sampling fields for one of the prompts."""
+        breakpoints = self.prompts[number].breakpoints
+        return (
+            self.sampling
+            | {"num_tokens_to_generate": self.most_tokens[number]}
+            | ({"cache_breakpoints": breakpoints} if breakpoints else {})
+        )
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a chat, and no completion."""
+        return isinstance(self.body, ChatBody)
 
     @property
     def echoes_log_probs(self) -> bool:
         """Whether the prompt's tokens are among those of the answer, with log-probs."""
-        return self.echo and self.logprobs is not None
+        return self.body.echoes and self.body.top_tokens is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +82,6 @@ class ServedModel:
         chat: Turns messages into a prompt.
         add_bos: Whether prompts that are not token ids begin with ``bos`` even if neither tokenizer nor template begins them so.
         check_fits: Raises ValueError if this many prompt tokens and generated tokens never fit.
-        most_tokens: Most tokens that can be generated after this many prompt tokens.
         limit_tokens: Longest prompt and answer together.
         gives_prompt_log_probs: Whether the engine computes log-probs of prompts.
         default_sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p`` of requests that set none of these; other fields, such
@@ -86,7 +95,6 @@ class ServedModel:
     chat: ChatForm
     add_bos: bool
     check_fits: Callable[[int, int], None]
-    most_tokens: Callable[[int], int]
     limit_tokens: int
     gives_prompt_log_probs: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -95,12 +103,9 @@ class ServedModel:
     def tokenizer_info(self) -> dict[str, str | None]:
         """Special tokens as text, and the chat template; None: there is none, or it has no text."""
         names = {"bos_token": self.tokenizer.bos, "eos_token": self.tokenizer.eod}
-        texts = {name: None if token is None else self.text_of(token) or None for name, token in names.items()}
+        text_of = self.tokenizer.detokenize  # of special tokens, too
+        texts = {name: None if token is None else text_of([token]) or None for name, token in names.items()}
         return texts | {"pad_token": texts["eos_token"], "chat_template": self.chat.template}
-
-    def text_of(self, token: int) -> str:
-        """A token as text, a special one, too."""
-        return self.tokenizer.detokenize([token])
 
 
 def read_request(
@@ -128,19 +133,20 @@ def read_request(
         for name, value in served.default_sampling.items()
         if values.get(name) is None and not (says_how and name in _HOW)
     }
-    body = read_body(values, kind)
+    body: CompletionBody | ChatBody
+    body = read_fields(values, ChatBody) if kind == "chat" else read_fields(values, CompletionBody)
     check()
     if body.model != served.model:
         raise model_not_found(body.model)
     if isinstance(body, ChatBody):
-        chat, echo, param = True, False, "messages"
+        param = "messages"
         read: list[Callable[[], Prompt]] = [partial(_chat_prompt, body, served, check)]
     else:
-        chat, echo, param = False, body.echo, "prompt"
+        param = "prompt"
         read = [partial(_prompt, item, body, served) for item in body.prompt]
     if len(read) * body.n > MOST_SEQUENCES:
         raise bad(f"{len(read)} prompts with n={body.n}: a request may have at most {MOST_SEQUENCES} answers.", "n")
-    echoes_log_probs = echo and body.top_tokens is not None
+    echoes_log_probs = body.echoes and body.top_tokens is not None
     if (echoes_log_probs or body.prompt_logprobs is not None) and not served.gives_prompt_log_probs:
         name, param = ("'echo' with 'logprobs'", "logprobs") if echoes_log_probs else ("'prompt_logprobs'",) * 2
         raise bad(
@@ -157,36 +163,23 @@ def read_request(
         prompt = make()
         prompts.append(prompt)
         most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served))
-    options = body.stream_options
     return GenerationRequest(
-        chat=chat,
+        body=body,
         prompts=prompts,
-        n=body.n,
         most_tokens=most_tokens,
         sampling=sampling,
-        stop=body.stop + (served.chat.stop if chat else []),
-        stream=body.stream,
-        include_usage=options is not None and options.include_usage,
-        usage_in_chunks=options is not None and options.continuous_usage_stats,
-        echo=echo,
-        logprobs=body.top_tokens,
-        prompt_logprobs=body.prompt_logprobs,
+        stop=body.stop + (served.chat.stop if isinstance(body, ChatBody) else []),
         stop_tokens=stop_tokens,
         tenant=tenant,
     )
 
 
 def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, Any]:
+    asked = {field.name: getattr(body, field.name) for field in dataclasses.fields(SamplingOptions)}
     options = SamplingOptions(
-        temperature=0.0 if body.is_greedy else body.temperature,
-        top_k=max(0, body.top_k),
-        top_p=body.top_p or 1.0,
-        min_p=body.min_p,
-        seed=body.seed,
-        frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=tuple(body.logit_bias.items()),
+        **asked
+        | {"temperature": 0.0 if body.is_greedy else body.temperature, "logit_bias": tuple(body.logit_bias.items())}
+        | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
     )
     try:
         options.check_vocabulary(served.vocab_size)
@@ -197,7 +190,7 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, 
     fields: dict[str, Any] = options.as_fields() | {
         "termination_id": -1 if eod is None or body.ignore_eos else eod,
         "return_log_probs": body.top_tokens is not None or body.prompt_logprobs is not None,
-        "skip_prompt_log_probs": not getattr(body, "echo", False) and body.prompt_logprobs is None,
+        "skip_prompt_log_probs": not body.echoes and body.prompt_logprobs is None,
         "top_n_logprobs": max(body.top_tokens or 0, body.prompt_logprobs or 0),
         "top_n_by_id": True,
         "cache_salt": body.cache_salt if tenant is None else json.dumps([tenant, body.cache_salt]),
@@ -212,7 +205,7 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, 
 def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedModel) -> int:
     """Most tokens to generate after a prompt."""
     tokens = len(prompt.tokens)
-    wanted = max(1, served.most_tokens(tokens)) if asked is None else asked
+    wanted = max(1, served.limit_tokens - tokens) if asked is None else asked
     if tokens + wanted > served.limit_tokens:
         raise bad(
             f"This model's maximum context length is {served.limit_tokens} tokens. However, you requested "

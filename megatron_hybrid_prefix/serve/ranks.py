@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_hybrid_prefix.console.terminal import InputError
-from megatron_hybrid_prefix.mcore.ranks.messages import PARTIAL, SNAPSHOT, pack
-from megatron_hybrid_prefix.serve.backend import new_output
+from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, PARTIAL, TELL_SNAPSHOT, pack
+from megatron_hybrid_prefix.serve.backend import explained, new_output
 from megatron_hybrid_prefix.serve.http_server import SAME_SIGNAL_S
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
 from megatron_hybrid_prefix.upstream.names import EngineState
@@ -292,13 +292,14 @@ class RankEngine:
             self._port, launch_inference_coordinator=False, hostname=own_address()
         )
         if self.engine.is_mp_coordinator:
-            self.engine.on_step, self.engine.on_snapshot = self._send_new_tokens, self._send_snapshot
+            self.engine.on_step, self.engine.on_question = self._send_new_tokens, self._answer
         self._connected.set()
         await self.engine.engine_loop_task
 
-    def _send_snapshot(self, number: int) -> None:
-        snapshot = json.dumps(engine_snapshot(self.engine))
-        self.engine.tell_coordinator(SNAPSHOT, pack(number), pack(snapshot))
+    def _answer(self, what: str, number: int, prompt: list[int], params: Any) -> None:
+        engine = self.engine
+        answer = engine_snapshot(engine) if what == TELL_SNAPSHOT else explained(engine, prompt, params)
+        engine.tell_coordinator(ANSWER, pack(what), pack(number), pack(json.dumps(answer)))
 
     def _send_new_tokens(self) -> None:
         """Sends what the last step added to unfinished requests. Finished ones come with megatron's reply."""

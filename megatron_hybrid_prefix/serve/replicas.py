@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ import zmq
 
 from megatron_hybrid_prefix.mcore.ranks.client import ReplicaClient
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
-from megatron_hybrid_prefix.mcore.ranks.messages import Routing
+from megatron_hybrid_prefix.mcore.ranks.messages import TELL_EXPLAIN, TELL_SNAPSHOT, Routing
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, new_output, refusal
 from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, REPORT_S, Board, RankEngine, call_later
 from megatron_hybrid_prefix.upstream.names import SamplingParams
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
 _SNAPSHOT_S = 0.5  # wait this long for replicas in a step
+_EXPLAIN_S = 10.0  # the same for an explanation
 _SILENT_S = 60.0  # a rank that has not reported for so long is lost
 _HURRY_S = 4 * REPORT_S  # at the end, it is not waited for after so long
 _CONNECT_S = 10.0  # for the coordinator's first reply
@@ -64,8 +65,9 @@ class ReplicaLoop(Backend):
         self._lost: dict[int, str] = {}  # why, by replica
         self._reports: dict[int, dict[str, Any]] = {}  # by rank
         self._reported_s: dict[int, float] = {}  # when the last new one was seen
-        self._snapshots: dict[int, tuple[int, dict[str, Any]]] = {}  # number and snapshot, by replica
-        self._snapshot_came, self._asked = asyncio.Event(), 0
+        # Number and answer of the latest question of each kind, by replica.
+        self._answers: dict[str, dict[int, tuple[int, dict[str, Any]]]] = {TELL_SNAPSHOT: {}, TELL_EXPLAIN: {}}
+        self._answer_came, self._asked, self._explaining = asyncio.Event(), 0, asyncio.Lock()
         self._stopping = False
         self.ended_well = False
         self._client: ReplicaClient | None = None
@@ -75,11 +77,9 @@ class ReplicaLoop(Backend):
 
     @property
     def problem(self) -> str | None:
-        """See `Backend`."""
         return self._broken
 
     def submit(self, task: GenerationTask) -> None:
-        """See `Backend`."""
         if self._broken is not None or self._client is None:
             task.deliver(Update(finished=True, error=self._broken or "the server has not started"))
             return
@@ -95,7 +95,6 @@ class ReplicaLoop(Backend):
         self._live[task.request_id] = task
 
     def abort(self, task: GenerationTask) -> None:
-        """See `Backend`."""
         if task.closed:
             return
         self._close(task)
@@ -103,7 +102,6 @@ class ReplicaLoop(Backend):
             self._client.abort(task.request_id)
 
     async def reset_cache(self) -> None:
-        """See `Backend`."""
         if self._broken is not None or self._client is None:
             raise RuntimeError(self._broken or "the server has not started")
         self._epoch += 1
@@ -118,11 +116,9 @@ class ReplicaLoop(Backend):
     # -- output of the replicas: `Answers` -----------------------------------------------------------------------------
 
     def progressed(self, request_id: int, output: dict[str, Any]) -> None:
-        """See `Answers`."""
         self._deliver(request_id, Update(**output))
 
     def finished(self, request_id: int, request: Any) -> None:
-        """See `Answers`."""
         task = self._live.get(request_id)
         if task is not None:
             output = new_output([request], task.seen_tokens, len(task.prompt))
@@ -131,17 +127,15 @@ class ReplicaLoop(Backend):
             )
 
     def lost(self, replica: int, request_ids: list[int]) -> None:
-        """See `Answers`."""
         if not self._stopping:
             self._lose(replica, "the coordinator cannot reach it")
         error = f"replica {replica} is lost"
         for request_id in request_ids:
             self._deliver(request_id, Update(finished=True, error=error, is_lost=True))
 
-    def snapshot_taken(self, replica: int, number: int, snapshot: str) -> None:
-        """See `Answers`."""
-        self._snapshots[replica] = (number, json.loads(snapshot))
-        self._snapshot_came.set()
+    def answered(self, replica: int, what: str, number: int, answer: str) -> None:
+        self._answers[what][replica] = (number, json.loads(answer))
+        self._answer_came.set()
 
     def _deliver(self, request_id: int, update: Update) -> None:
         task = self._live.get(request_id)
@@ -158,7 +152,6 @@ class ReplicaLoop(Backend):
 
     @property
     def replica_steps_s(self) -> dict[str, float]:
-        """See `Backend`."""
         steps_s = {str(number): 0.0 for number in range(self._board.replicas) if number not in self._lost}
         for rank, report in self._reports.items():
             name = str(self._board.replica_of_rank[rank])
@@ -168,22 +161,15 @@ class ReplicaLoop(Backend):
 
     @property
     def lost_replicas(self) -> frozenset[str]:
-        """See `Backend`."""
         return frozenset(map(str, self._lost))
 
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         """See `Backend`. Replicas in a long step keep their last snapshot. Counters of lost replicas stay."""
-        if self._client is not None and self._broken is None:
-            self._asked = asked = self._asked + 1
-            self._client.ask_for_snapshots(asked)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_SNAPSHOT_S):
-                    while not self._have_snapshots(asked):
-                        self._snapshot_came.clear()
-                        await self._snapshot_came.wait()
+        await self._ask(TELL_SNAPSHOT, _SNAPSHOT_S)
         found: dict[str, dict[str, Any]] = {}
         for replica in range(self._board.replicas):
-            _, snapshot = self._snapshots.get(replica, (0, {"prefix_stats": {}, "gauges": {}, "memory": {}}))
+            none: dict[str, Any] = {"prefix_stats": {}, "gauges": {}, "memory": {}}
+            _, snapshot = self._answers[TELL_SNAPSHOT].get(replica, (0, none))
             is_lost = replica in self._lost
             if is_lost:
                 memory = snapshot["memory"]
@@ -191,9 +177,29 @@ class ReplicaLoop(Backend):
             found[str(replica)] = snapshot | {"gauges": snapshot["gauges"] | {"replica_up": float(not is_lost)}}
         return found
 
-    def _have_snapshots(self, number: int) -> bool:
-        live = set(range(self._board.replicas)) - set(self._lost)
-        return all(replica in self._snapshots and self._snapshots[replica][0] >= number for replica in live)
+    async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """See `Backend`. Replicas are asked for one explanation at a time."""
+        async with self._explaining:
+            asked = await self._ask(TELL_EXPLAIN, _EXPLAIN_S, prompt, sampling)
+            late = (0, {"error": f"no answer within {_EXPLAIN_S:g} s: it is in a long step, or lost"})
+            answers = [self._answers[TELL_EXPLAIN].get(replica, late) for replica in range(self._board.replicas)]
+        return {str(replica): (answer if answer[0] == asked else late)[1] for replica, answer in enumerate(answers)}
+
+    async def _ask(self, what: str, wait_s: float, prompt: Sequence[int] = (), sampling: Any = None) -> int:
+        """Asks all replicas, and waits for those that are not lost. Returns the number of the question."""
+        self._asked = asked = self._asked + 1
+        if self._client is not None and self._broken is None:
+            self._client.ask(asked, what, list(prompt), sampling or {})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    while not self._have_answers(what, asked):
+                        self._answer_came.clear()
+                        await self._answer_came.wait()
+        return asked
+
+    def _have_answers(self, what: str, number: int) -> bool:
+        live, answers = set(range(self._board.replicas)) - set(self._lost), self._answers[what]
+        return all(replica in answers and answers[replica][0] >= number for replica in live)
 
     async def _watch(self) -> None:
         while self._broken is None:
@@ -256,7 +262,6 @@ class ReplicaLoop(Backend):
     # -- start and end -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """See `Backend`."""
         self._client = ReplicaClient(self._coordinator.address, self)
         self._client.connect(_CONNECT_S)
         self._watching = asyncio.create_task(self._watch())

@@ -223,6 +223,10 @@ class TierBehind:
         """Whether the entry is here, on this rank."""
         return self._ask(False, self.tier.contains, kind, key)
 
+    def knows(self, kind: EntryKind, key: bytes) -> bool:
+        """`contains`, for a reader that must change nothing: makes no namespace."""
+        return bool(self._namespace) and self.contains(kind, key)
+
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
         return self._agree(self._ask(first, self.tier.kv_depth, keys, first))
 

@@ -11,7 +11,7 @@ because they need a running platform.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -182,9 +182,16 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
             self._pending_counts[self.identity_to_rank_index[replica]] -= 1
         return client
 
-    def tell(self, replica: bytes, what: str, number: int) -> None:
+    def tell(
+        self,
+        replica: bytes,
+        what: str,
+        number: int,
+        prompt: Sequence[int] = (),
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         """Send all ranks of a replica a message. Its engine gets it as `EngineSeam.message_received`."""
-        message = [Headers.SUBMIT_REQUEST.value, number, [], {MARK: what}]
+        message = [Headers.SUBMIT_REQUEST.value, number, list(prompt), {**(params or {}), MARK: what}]
         self._send_to_engine(replica, msgpack.packb(message, use_bin_type=True))
 
     def send(self, receiver: bytes, *frames: bytes) -> None:

@@ -39,7 +39,7 @@ class EngineSeam(DynamicInferenceEngine):
             return self.receive_request(request_id, prompt, sampling_params)
         what = getattr(sampling_params, MARK, None)
         if what is not None:
-            self.message_received(what, request_id)
+            self.message_received(what, request_id, prompt, sampling_params)
             return None
         try:
             return self.receive_request(request_id, prompt, sampling_params)
@@ -202,7 +202,7 @@ class EngineSeam(DynamicInferenceEngine):
 
     # -- the coordinator -----------------------------------------------------------------------------------------------
 
-    def message_received(self, what: str, number: int) -> None:
+    def message_received(self, what: str, number: int, prompt: Any, params: Any) -> None:
         """The coordinator told this replica something, see `CoordinatorSeam.tell`."""
 
     def receive_failed(self, request_id: int, error: Exception) -> None:

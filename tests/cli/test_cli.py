@@ -43,7 +43,7 @@ def test_help_has_a_line_for_each_verb(capsys):
     lines = capsys.readouterr().out.splitlines()
     for name, verb in VERBS.items():
         assert [line for line in lines if line.split() == [name, *verb.summary.split()]], name
-    assert list(VERBS) == ["serve", "generate", "bench", "replay", "plan", "convert", "demo"]
+    assert list(VERBS) == ["serve", "generate", "explain", "bench", "replay", "plan", "convert", "demo"]
     assert max(map(len, lines)) <= 100
 
 

@@ -13,7 +13,7 @@ from megatron.core.inference.data_parallel_inference_coordinator import HANDLERS
 from megatron.core.inference.headers import Headers
 
 from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
-from megatron_hybrid_prefix.mcore.ranks.messages import ABORT, LOST, PARTIAL, SNAPSHOT, SUBMIT, Routing, pack, unpack
+from megatron_hybrid_prefix.mcore.ranks.messages import ABORT, ANSWER, LOST, PARTIAL, SUBMIT, Routing, pack, unpack
 from megatron_hybrid_prefix.upstream.coordinator import MARK, CoordinatorSeam
 
 RANKS = [b"mp-coord-0", b"mp-coord-1"]
@@ -41,7 +41,7 @@ class Sent:
 
     def send_multipart(self, frames: list[bytes]) -> None:
         receiver, *rest = frames
-        own = rest[0] in (PARTIAL, LOST, SNAPSHOT)
+        own = rest[0] in (PARTIAL, LOST, ANSWER)
         self.messages.append([receiver, *rest[:own], *map(unpack, rest[own:])])
 
 

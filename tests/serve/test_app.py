@@ -51,11 +51,14 @@ class Fake(Backend):
     async def snapshots(self) -> dict[str, dict[str, Any]]:
         return {}
 
+    async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return {}
+
     async def reset_cache(self) -> None: ...
 
 
 def api(backend: Backend) -> Api:
-    limits = Limits(sequences=4, body_bytes=1000, step_s=0.05, keys={"key": "tenant"}, per_tenant=4)
+    limits = Limits(sequences=4, body_bytes=1000, step_s=0.05, keys={"key": "tenant"}, max_per_tenant=4)
     return Api(backend, served(), limits, ServerMetrics(1))
 
 

@@ -79,7 +79,6 @@ def served(**changes: Any) -> ServedModel:
         "chat": Renders(),
         "add_bos": False,
         "check_fits": lambda prompt, wanted: None,
-        "most_tokens": lambda prompt: LIMIT_TOKENS - prompt,
         "limit_tokens": LIMIT_TOKENS,
     }
     return ServedModel(**fields | changes)
@@ -890,7 +889,7 @@ def test_metrics_have_help_and_types(server):
 def test_the_table_of_fields_is_up_to_date():
     from pathlib import Path
 
-    from megatron_hybrid_prefix.serve.field_table import document
+    from scripts.server_fields import document
 
     found = document()
     file = Path(__file__).resolve().parents[2] / "docs" / "server-fields.md"

@@ -29,7 +29,6 @@ def served(tokenizer, **fields):
         tokenizer=tokenizer,
         vocab_size=272,
         check_fits=lambda prompt, wanted: None,
-        most_tokens=lambda prompt: 100,
         limit_tokens=1000,
         **fields,
     )

@@ -32,7 +32,7 @@ from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, Messag
 from megatron_hybrid_prefix.serve.metrics import Families, add_memory_metrics, add_prefix_metrics
 from tests.harness.limits import HANG_S, wait_until
 from tests.serve import load
-from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
+from tests.serve.test_serve import ADMIN, BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
@@ -184,14 +184,16 @@ def test_the_openapi_document_is_that_of_the_routes(server):
     bodies = {"CompletionBody": CompletionBody, "ChatBody": ChatBody, "TokenizeBody": TokenizeBody}
     schemas = found["components"]["schemas"]
     for name, model in bodies.items():
-        assert schemas[name]["properties"].keys() == model.model_fields.keys()
+        assert schemas[name]["properties"].keys() == model.model_fields.keys() | model.neutral.keys()
         assert schemas[name]["additionalProperties"] is False
     references = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(found)))
     assert references <= schemas.keys()
     for path, operations in found["paths"].items():  # each example is a good request
         for operation in operations.values():
             if "requestBody" in operation:
-                status, answer = server.send(path, operation["requestBody"]["content"]["application/json"]["example"])
+                token = ADMIN if "admin" in path else None
+                example = operation["requestBody"]["content"]["application/json"]["example"]
+                status, answer = server.send(path, example, token)
                 assert status == 200, answer
     assert "marks" not in schemas["Message"]["properties"], "not a field of requests"
 

@@ -521,7 +521,7 @@ BAD = {
     "empty messages": (CHAT | {"messages": []}, 400, "invalid_type", "messages"),
     "role": (CHAT | {"messages": [{"role": "robot", "content": "x"}]}, 400, "invalid_value", "messages[0].role"),
     "no content": (CHAT | {"messages": [{"role": "user"}]}, 400, "invalid_type", "messages[0].content"),
-    "no role": (CHAT | {"messages": [{"content": "x"}]}, 400, "invalid_type", "messages[0].role"),
+    "no role": (CHAT | {"messages": [{"content": "x"}]}, 400, "missing_required_parameter", "messages[0].role"),
     "number as message": (CHAT | {"messages": [3]}, 400, "invalid_type", "messages[0]"),
     "half a surrogate pair in a part": (
         CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},

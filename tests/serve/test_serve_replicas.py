@@ -11,6 +11,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -266,6 +267,20 @@ def test_the_cache_can_be_reset(server):
             assert server.send("/admin/reset_cache", b"", ADMIN)[0] == 200
         found.append(cached(complete(server.client(), extra=extra)))
     assert found == [0, HIT, 0, HIT]
+
+
+def test_each_replica_explains_its_own_cache(server):
+    extra = {"cache_salt": "explain"}
+    complete(server.client(), extra=extra)
+    body = {"request": {"prompt": PROMPT} | extra}
+    with ThreadPoolExecutor() as pool:  # each gets the answers to its own question
+        bodies = [body, {"request": body["request"] | {"prompt": PROMPT[:-9]}}] * 2
+        answers = list(pool.map(lambda each: server.send("/admin/explain", each, ADMIN), bodies))
+    for (status, answer), asked in zip(answers, bodies, strict=True):
+        assert status == 200 and list(answer["replicas"]) == ["0", "1"]
+        found = answer["replicas"].values()
+        assert {each["prompt_tokens"] for each in found} == {len(asked["request"]["prompt"])}
+        assert sorted(each["resume_tokens"] for each in found) == [0, HIT]
 
 
 def test_many_clients_at_once(server):

@@ -63,7 +63,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
 
     def get_evictable_block_count(self) -> int:
         """Cached blocks that no request holds."""
-        return self.cache.blocks.evictable_count
+        return self.cache.memory_use().cached_blocks
 
     @property
     def kv_hash_to_block_id(self) -> Mapping[str, int]:

@@ -27,6 +27,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.index.explain import Explanation
 from megatron_hybrid_prefix.index.requests import StepPlan
 from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.index.settings import CacheSettings
@@ -258,6 +259,10 @@ class HybridPrefixContext(SlotContext):
     def continue_request(self, old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> None:
         """A preempted request, or one that starts over, goes on as ``new``: its prompt is counted once."""
         self._requests.carry_over(old, new, self.prefix_cache)
+
+    def explain(self, tokens: torch.Tensor, params: Any) -> Explanation:
+        """What a request with these tokens (tokens,) and sampling parameters would reuse now, and why not more."""
+        return self._requests.explain(tokens, params, self.prefix_cache)
 
     def lost_tokens(self, req: DynamicInferenceRequest) -> int:
         """Prompt tokens with cached KV at admission that were computed because there was no state."""

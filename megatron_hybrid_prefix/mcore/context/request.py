@@ -15,7 +15,7 @@ through megatron's data-parallel coordinator:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Buffer, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import shown
+from megatron_hybrid_prefix.index.explain import Explanation, Question
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import StepPlan
@@ -131,7 +132,9 @@ class KnownRequests:
         old = self._entries.get(id(req))
         if old is not None and old.chain.epoch == cache.epoch:
             return old
-        known = self._entries[id(req)] = _read_request(req, cache, self._scores)
+        known = self._entries[id(req)] = _read_request(
+            req.request_id, req.prompt_tokens, req.sampling_params, cache, self._scores
+        )
         known.take_sample = self._take_sample if self._verify_hits else None
         if old is None:
             weakref.finalize(req, self._entries.pop, id(req)).atexit = False
@@ -140,6 +143,32 @@ class KnownRequests:
         # Megatron's scheduler reads these: it holds a request back while one that shares a new block is being admitted.
         req.precomputed_block_hashes = [key.hex() for key in known.chain.keys]  # replies carry them as JSON
         return known
+
+    def explain(self, tokens: torch.Tensor, params: Any, cache: HybridPrefixCache) -> Explanation:
+        """What a request with these tokens and parameters would reuse now. No request becomes known, and nothing changes.
+
+        Raises:
+            ValueError: A cache option is invalid.
+        """
+        known = _read_request(0, tokens, params, cache, self._scores, remember=False)
+        plain = [getattr(params, name, None) for name in ("cache_salt", "cache_adapter")] == [None, None]
+        refuses = None
+        if not getattr(params, "cache_read", True):
+            refuses = "The request reuses nothing: cache_read is false."
+        elif not known.read:
+            refuses = "The request asks for the log-probs of its prompt, and prompt_log_probs_gb=0 keeps none."
+        elif self._verify_hits == 1:
+            refuses = "Every hit is computed again, to compare: verify_hits is 1."
+        return cache.explain(
+            Question(
+                chain=known.chain,
+                refuses=refuses,
+                write=known.write,
+                resume_at=None if known.top_n is None else self._scores.positions(known.chain, known.top_n),
+                breakpoints=known.breakpoints,
+                plain=None if plain else cache.chain(_buffer(tokens), remember=False),
+            )
+        )
 
     def carry_over(self, old: Any, new: Any, cache: HybridPrefixCache) -> None:
         """The request ``new`` continues ``old``, which was preempted or starts over."""
@@ -158,8 +187,19 @@ class KnownRequests:
         return int(self._hits * self._verify_hits) > int((self._hits - 1) * self._verify_hits)
 
 
-def _read_request(req: Any, cache: HybridPrefixCache, scores: ScoreTable) -> PrefixRequest:
-    params = req.sampling_params
+def _buffer(tokens: torch.Tensor) -> Buffer:
+    return tokens.detach().to("cpu", torch.int64).contiguous().numpy()
+
+
+def _read_request(
+    request_id: int,
+    tokens: torch.Tensor,
+    params: Any,
+    cache: HybridPrefixCache,
+    scores: ScoreTable,
+    *,
+    remember: bool = True,
+) -> PrefixRequest:
     salt, adapter = (getattr(params, name, None) for name in ("cache_salt", "cache_adapter"))
     # Log-probs of the prompt need the logits of every position. Only what has them in the cache can be skipped.
     wants_prompt = getattr(params, "return_log_probs", False) and not getattr(params, "skip_prompt_log_probs", False)
@@ -167,16 +207,16 @@ def _read_request(req: Any, cache: HybridPrefixCache, scores: ScoreTable) -> Pre
     write = bool(getattr(params, "cache_write", True))
     return PrefixRequest(
         chain=cache.chain(
-            req.prompt_tokens.detach().to("cpu", torch.int64).contiguous().numpy(),
+            _buffer(tokens),
             salt=None if salt is None else str(salt),
             adapter=None if adapter is None else str(adapter),
-            remember=write,
+            remember=write and remember,
         ),
         read=bool(getattr(params, "cache_read", True)) and (keeps_scores or not wants_prompt),
         write=write,
         top_n=int(getattr(params, "top_n_logprobs", 0) or 0) if wants_prompt and keeps_scores else None,
         scores=scores,
-        breakpoints=_breakpoints(req.request_id, getattr(params, "cache_breakpoints", None)),
+        breakpoints=_breakpoints(request_id, getattr(params, "cache_breakpoints", None)),
     )
 
 

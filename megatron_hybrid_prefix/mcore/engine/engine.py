@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.errors import RequestDroppedError
+from megatron_hybrid_prefix.index.explain import Explanation
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
@@ -28,7 +29,7 @@ from megatron_hybrid_prefix.mcore.engine.requests import Answer, Prompt, Request
 from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
-from megatron_hybrid_prefix.mcore.ranks.messages import TELL_ABORT, TELL_SNAPSHOT
+from megatron_hybrid_prefix.mcore.ranks.messages import TELL_ABORT
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.tokenizer import other_ends
@@ -61,7 +62,8 @@ class HybridPrefixEngine(EngineSeam):
     Attributes:
         removals: Requests that leave the context before they finish.
         on_step: Called after each step. A replica sends the new tokens there.
-        on_snapshot: Called between two steps, when the coordinator asks for a snapshot with this number.
+        on_question: Called between two steps, when a client of the coordinator asks all replicas: what is asked, its number, prompt
+            and sampling parameters.
         step_began_s: When the current step began (``perf_counter``); None between steps. Other threads may read it.
 
     Raises:
@@ -70,7 +72,7 @@ class HybridPrefixEngine(EngineSeam):
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         self.on_step: Callable[[], None] = lambda: None
-        self.on_snapshot: Callable[[int], None] = lambda number: None
+        self.on_question: Callable[[str, int, Any, Any], None] = lambda *question: None
         self.step_began_s: float | None = None
         self._step_failed = False  # since the last reset
         check_contract()
@@ -217,12 +219,12 @@ class HybridPrefixEngine(EngineSeam):
             self.ep_consensus_interval = 1
         return address
 
-    def message_received(self, what: str, number: int) -> None:
-        """See the seam. The number is that of a request to abort, or of a snapshot."""
+    def message_received(self, what: str, number: int, prompt: Any, params: Any) -> None:
+        """See the seam. The number is that of a request to abort, or of a question."""
         if what == TELL_ABORT:
             self.abort_request(number)
-        elif what == TELL_SNAPSHOT:
-            self.on_snapshot(number)
+        else:
+            self.on_question(what, number, prompt, params)
 
     def receive_failed(self, request_id: int, error: Exception) -> None:
         """See the seam. The client gets a failed request; the other requests go on."""
@@ -313,6 +315,22 @@ class HybridPrefixEngine(EngineSeam):
                 raise RequestDroppedError(f"request {min(gone)}: the engine was reset")
             records |= {record.request_id: record for record in self.step_modern()["finished_request_records"]}
         return [records[request_id] for request_id in ids]
+
+    def explain(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Explanation:
+        """What a request would reuse if it came now, and why not more. Changes nothing, whatever runs or waits.
+
+        It is no collective. All ranks decide alike on what is on the device and on the host; of a tier behind the host it says what
+        this rank knows.
+
+        Args:
+            prompt: Text, or token ids: (tokens,) integers.
+            sampling_params: With its cache options, as for `add_request`.
+
+        Raises:
+            ValueError: The request is wrong, or the engine has no prefix cache.
+        """
+        _, tokens, params = self._rules.accept(0, prompt, sampling_params)
+        return self._cached.explain(tokens, params)
 
     def _free_id(self) -> int:
         """An id that no request has. The caller of `add_request` chooses its own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 
 class NoCache:
@@ -17,6 +17,12 @@ class NoCache:
 
     def continue_request(self, old: Any, new: Any) -> None:
         """Nothing is counted."""
+
+    def explain(self, tokens: Any, params: Any) -> NoReturn:
+        """Raises ValueError."""
+        raise ValueError(
+            "this engine has no prefix cache to explain: build it with build_engine(model, HybridPrefixConfig(...))"
+        )
 
     def forget_request(self, request_id: int) -> None:
         """Nothing to drop."""

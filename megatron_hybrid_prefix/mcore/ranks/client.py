@@ -10,10 +10,11 @@ import zmq.asyncio
 
 from megatron_hybrid_prefix.mcore.ranks.messages import (
     ABORT,
+    ANSWER,
+    ASK,
     LOST,
     PARTIAL,
     REMOVE,
-    SNAPSHOT,
     SUBMIT,
     Routing,
     pack,
@@ -38,8 +39,8 @@ class Answers(Protocol):
     def lost(self, replica: int, request_ids: list[int]) -> None:
         """A replica gets no more requests; these were with it and have no more output."""
 
-    def snapshot_taken(self, replica: int, number: int, snapshot: str) -> None:
-        """A replica's figures, taken after all earlier messages of this client."""
+    def answered(self, replica: int, what: str, number: int, answer: str) -> None:
+        """A replica's answer (JSON) to a question, given after all earlier messages of this client."""
 
 
 class ReplicaClient(ClientSeam):
@@ -77,9 +78,9 @@ class ReplicaClient(ClientSeam):
         """Abort a request, finished or not. Its replica may still send output that was under way."""
         self.socket.send_multipart([ABORT, pack(request_id)])
 
-    def ask_for_snapshots(self, number: int) -> None:
-        """Ask all replicas for `Answers.snapshot_taken` with this number."""
-        self.socket.send_multipart([SNAPSHOT, pack(number)])
+    def ask(self, number: int, what: str, prompt: list[int], sampling: dict[str, Any]) -> None:
+        """Ask all replicas for `Answers.answered` with this number."""
+        self.socket.send_multipart([ASK, *map(pack, (number, what, prompt, sampling))])
 
     def remove(self, replica: int) -> None:
         """Send a replica no more requests. Those that it has are `Answers.lost`."""
@@ -105,5 +106,5 @@ class ReplicaClient(ClientSeam):
                 self._answers.progressed(request_id, output)
         elif first == LOST:
             self._answers.lost(*values)
-        elif first == SNAPSHOT:
-            self._answers.snapshot_taken(*values)
+        elif first == ANSWER:
+            self._answers.answered(*values)

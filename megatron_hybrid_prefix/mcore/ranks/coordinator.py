@@ -20,13 +20,13 @@ import torch
 
 from megatron_hybrid_prefix.mcore.ranks.messages import (
     ABORT,
+    ANSWER,
+    ASK,
     LOST,
     PARTIAL,
     REMOVE,
-    SNAPSHOT,
     SUBMIT,
     TELL_ABORT,
-    TELL_SNAPSHOT,
     Routing,
     pack,
     unpack,
@@ -67,12 +67,13 @@ class PrefixCoordinator(CoordinatorSeam):
             request_id = self.request_of(sender, values[0])
             if request_id is not None and request_id in self.request_id_to_rank:
                 self.tell(self.request_id_to_rank[request_id], TELL_ABORT, request_id)
-        elif kind == SNAPSHOT and sender in self.known_clients:
+        elif kind == ASK:
+            number, what, prompt, sampling = values
             for name in list(self.identity_to_rank_index):  # one that is gone is removed here
-                self.tell(name, TELL_SNAPSHOT, values[0])
-        elif kind == SNAPSHOT:
+                self.tell(name, what, number, prompt, sampling)
+        elif kind == ANSWER:
             for name in self.known_clients:
-                self.send(name, SNAPSHOT, pack(replica_of(sender)), *contents)
+                self.send(name, ANSWER, pack(replica_of(sender)), *contents)
         elif kind == REMOVE:
             self.remove_replica(values[0])
         return None

@@ -5,8 +5,9 @@ kind          way                           frames
 ============  ============================  ===========================================================================
 ``SUBMIT``    client, coordinator           facts for the choice of a replica (`Routing`); megatron's message
 ``ABORT``     client, coordinator           the client's request id; goes on as ``TELL_ABORT``
-``SNAPSHOT``  client, coordinator           a number; goes on to all replicas as ``TELL_SNAPSHOT``
-``SNAPSHOT``  replica, coordinator, client  number, snapshot (the coordinator puts the replica's number before them)
+``ASK``       client, coordinator           a number; what is asked (``TELL_SNAPSHOT`` or ``TELL_EXPLAIN``); a prompt; sampling
+                                            parameters. Goes on to all replicas
+``ANSWER``    replica, coordinator, client  what was asked, number, answer (the coordinator puts the replica's number before them)
 ``REMOVE``    client, coordinator           number of a replica that is lost
 ``PARTIAL``   replica, coordinator, client  list of (request id, new output since the last message)
 ``LOST``      coordinator, client           number of a replica; ids of the client's requests that were with it
@@ -27,7 +28,8 @@ from megatron_hybrid_prefix.upstream.coordinator import OWN
 
 SUBMIT = OWN + b"submit"
 ABORT = OWN + b"abort"
-SNAPSHOT = OWN + b"snapshot"
+ASK = OWN + b"ask"
+ANSWER = OWN + b"answer"
 REMOVE = OWN + b"remove"
 PARTIAL = OWN + b"partial"
 LOST = OWN + b"lost"
@@ -35,6 +37,7 @@ LOST = OWN + b"lost"
 # What the coordinator tells all ranks of a replica, with a number.
 TELL_ABORT = "abort"
 TELL_SNAPSHOT = "snapshot"
+TELL_EXPLAIN = "explain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

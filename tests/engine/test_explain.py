@@ -1,0 +1,100 @@
+"""`engine.explain`: what a request's parameters change, that it then gets what was said, and that no call changes anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness.engine_helpers import greedy
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.whole_state import whole_state
+
+NO_READ = "The request reuses nothing: cache_read is false."
+OTHERS = f"Only requests with the same salt and adapter share with it; without them KV goes to token {2 * BLOCK}."
+
+
+def explain(
+    served: EngineHarness, prompt: Any, count: int = 4, params: dict[str, Any] | None = None, **cache: Any
+) -> Any:
+    """Explains a request, and checks that the engine knows no more than before."""
+    sampling = greedy(count, **(params or {}))
+    sampling.add_attributes(cache)
+    context, engine = served.context, served.engine
+    roots = (served.cache, context._requests, context.scored, context._scores, context.moves, engine.requests)
+    before = whole_state(*roots), context.prefix_stats(), vars(sampling).copy()
+    found = engine.explain(prompt, sampling)
+    assert (whole_state(*roots), context.prefix_stats(), vars(sampling)) == before
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"host_gb": 0.05}, {"eviction_policy": "lru"}], ids=["device", "host", "lru"])
+def test_a_request_gets_what_was_explained(tiny, options):
+    served = EngineHarness(tiny, slots=3, blocks=12, **options)
+    prompts = [tokens(2, 20, seed=seed) for seed in (1, 2, 3, 4)] + [tokens(1, 5, seed=1), tokens(2, 20, seed=1)]
+    tiers = set()
+    for prompt in [*prompts, *prompts]:
+        found = explain(served, prompt)
+        tiers.add(found.tier)
+        assert served.send(prompt).num_cached_tokens == found.resume_tokens
+    assert tiers == {None, "device"} | ({"host"} if "host_gb" in options else set())
+    served.check()
+
+
+def test_what_a_request_asks_for(tiny):
+    served = EngineHarness(tiny, materialize_only_last_token_logits=False, prompt_log_probs_gb=0.01)
+    prompt = tokens(2, 20, seed=1)
+    served.send(prompt)
+    reused = explain(served, prompt)
+    assert (reused.resume_tokens, reused.tier, reused.epoch) == (2 * BLOCK, "device", 0)
+    assert explain(served, prompt, cache_read=False).sentences[1] == NO_READ
+    assert (
+        explain(served, prompt, cache_write=False).sentences[-1]
+        == "This request would keep nothing: cache_write is false."
+    )
+    for name in ("cache_salt", "cache_adapter"):
+        assert OTHERS in explain(served, prompt, **{name: "a"}).sentences
+    wants_prompt = {"skip_prompt_log_probs": False, "top_n_logprobs": 2}
+    without = explain(served, prompt, params=wants_prompt)
+    assert not without.resume_tokens and any("log-probs of the prompt before it" in each for each in without.sentences)
+    served.add(prompt, params=wants_prompt)
+    served.run()
+    assert explain(served, prompt, params=wants_prompt).resume_tokens == 2 * BLOCK
+    served.engine.invalidate()
+    gone = explain(served, prompt)
+    assert not gone.resume_tokens and gone.epoch == 1
+    assert "The weights epoch is 1: what was cached before it is gone." in gone.sentences
+
+
+def test_breakpoints_and_a_running_request(tiny):
+    """The prompt runs: its blocks are published once its forward is launched."""
+    served = EngineHarness(tiny)
+    prompt = tokens(3, 5, seed=1)
+    assert explain(served, prompt, cache_breakpoints=[BLOCK + 3]).kept_tokens == (BLOCK, 3 * BLOCK)
+    served.add(prompt)
+    assert explain(served, prompt).kv_tokens == {"device": 0}, "it waits"
+    served.step()
+    assert explain(served, prompt).resume_tokens == 3 * BLOCK
+    served.run()
+
+
+def test_settings_that_reuse_nothing(tiny):
+    prompt = tokens(2, 20, seed=1)
+    no_scores = EngineHarness(tiny, materialize_only_last_token_logits=False, prompt_log_probs_gb=0)
+    asked = explain(no_scores, prompt, params={"skip_prompt_log_probs": False})
+    assert (
+        asked.sentences[1] == "The request asks for the log-probs of its prompt, and prompt_log_probs_gb=0 keeps none."
+    )
+    verified = explain(EngineHarness(tiny, verify_hits=1.0), prompt)
+    assert verified.sentences[1] == "Every hit is computed again, to compare: verify_hits is 1."
+    assert explain(EngineHarness(tiny, slots=0), prompt).sentences[1].startswith("There is no room for a cached state")
+    with pytest.raises(ValueError, match=r"no prefix cache to explain: build it with"):
+        EngineHarness(tiny, slots=None).engine.explain(prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "problem"), [([], {}, "empty"), ([1], {"cache_breakpoints": 5}, "cache_breakpoints=5")]
+)
+def test_a_wrong_request_is_named(tiny, prompt, fields, problem):
+    with pytest.raises(ValueError, match=problem):
+        explain(EngineHarness(tiny), prompt, **fields)

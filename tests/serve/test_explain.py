@@ -1,0 +1,155 @@
+"""``POST /admin/explain`` and ``hybrid-prefix explain``: the guard, whose request is meant, and that the answer comes true."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+from megatron_hybrid_prefix.cli.main import main
+from megatron_hybrid_prefix.cli.serve import ADMIN_TOKEN
+from tests.serve.test_serve import ADMIN, BLOCK, HIT, PROMPT, Server, complete, running
+
+CHAT = {"messages": [{"role": "system", "content": PROMPT}, {"role": "user", "content": "x"}]}
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Any) -> Iterator[Server]:
+    with running(tiny) as server:
+        yield server
+
+
+def explain(server: Server, request: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    status, answer = server.send("/admin/explain", {"request": request} | fields, ADMIN)
+    assert status == 200, answer
+    assert list(answer["replicas"]) == ["0"]
+    return answer["replicas"]["0"]
+
+
+def error_of(server: Server, body: Any, token: str | None = ADMIN) -> tuple[int, str]:
+    status, answer = server.send("/admin/explain", body, token)
+    return status, answer["error"]["message"]
+
+
+def test_the_answer_comes_true(server):
+    extra = {"cache_salt": "true"}
+    asked = {"prompt": PROMPT} | extra
+    before = server.metrics()
+    nothing = explain(server, asked)
+    assert (nothing["resume_tokens"], nothing["tier"], nothing["kept_tokens"]) == (0, None, [HIT])
+    complete(server.client(), extra=extra)
+    found = explain(server, asked)
+    assert (found["resume_tokens"], found["tier"], found["kv_tokens"]) == (HIT, "device", {"device": HIT})
+    assert complete(server.client(), extra=extra).usage.prompt_tokens_details.cached_tokens == HIT
+    counted = server.metrics()[("prompt_tokens_total", ())] - before[("prompt_tokens_total", ())]
+    assert counted == 2 * len(PROMPT), "an explanation counts no prompt"
+    assert (
+        explain(server, asked | {"cache_read": False})["sentences"][1]
+        == "The request reuses nothing: cache_read is false."
+    )
+
+
+def test_a_chat_with_its_breakpoints(server):
+    asked = CHAT | {"cache_salt": "chat", "cache_breakpoints": [0]}
+    found = explain(server, asked)
+    assert len(PROMPT) // BLOCK * BLOCK in found["kept_tokens"], "the end of the first message"
+
+
+def test_only_with_the_token(server, tiny):
+    body = {"request": {"prompt": "x"}}
+    for token in (None, "wrong"):
+        assert error_of(server, body, token) == (401, "Incorrect admin token.")
+    with running(tiny, admin_token=None) as without:
+        assert error_of(without, body)[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({}, "Missing required parameter: 'request'."),
+        ({"request": {"prompt": ["a", "b"]}}, "'request' must have one prompt."),
+        ({"request": {"prompt": "x", "model": "other"}}, "The model 'other' does not exist"),
+        ({"request": {"prompt": "x" * 2000}}, "maximum context length"),
+        ({"request": {"prompt": "x"}, "tenant": "a"}, "'tenant' must be the name of the request's API key"),
+    ],
+)
+def test_a_wrong_request_is_named(server, body, problem):
+    status, message = error_of(server, body)
+    assert 400 <= status < 500 and problem in message
+
+
+def test_a_tenants_request(tiny):
+    with running(tiny, keys={"key-a": "a", "key-b": "b"}) as server:
+        complete(server.client("key-a"), extra={"cache_salt": "s"})
+        asked = {"prompt": PROMPT, "cache_salt": "s"}
+        reused = [explain(server, asked, tenant=name)["resume_tokens"] for name in ("a", "b")]
+        assert reused == [HIT, 0]
+        assert error_of(server, {"request": asked})[0] == 400, "whose?"
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def say(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command. Returns its exit code, output and errors."""
+    monkeypatch.setenv(ADMIN_TOKEN, ADMIN)
+
+    def say(*argv: str, url: str = server.url) -> tuple[int, str, str]:
+        code = main(["explain", "--url", url, *argv])
+        return code, *capsys.readouterr()
+
+    return say
+
+
+def test_the_command_says_it_in_sentences(server, say, tmp_path, monkeypatch):
+    complete(server.client(), extra={"cache_salt": "command"})
+    code, out, _ = say(PROMPT, "--salt", "command")
+    found = explain(server, {"prompt": PROMPT, "cache_salt": "command"})
+    assert code == 0 and out.splitlines() == found["sentences"]
+    assert out.startswith(f"{HIT} of the {len(PROMPT)} prompt tokens would be reused: the device has the state there.")
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps(CHAT))
+    code, out, _ = say("--request", str(file), "--json")
+    assert code == 0 and json.loads(out) == {"replicas": {"0": explain(server, CHAT)}}
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+    assert say("--request", "-")[1].splitlines() == explain(server, CHAT)["sentences"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ((), "give a prompt or --request FILE"),
+        (("x", "--request", "y"), "give a prompt or --request FILE"),
+        (("x", "--admin-token", "wrong"), "refuses: Incorrect admin token."),
+        (("x", "--tenant", "a"), "refuses: 'tenant' must be the name"),
+        (("x", "--url", "ftp://127.0.0.1"), "--url: ftp://127.0.0.1 must begin with http:// or https://"),
+        (("x", "--url", "127.0.0.1"), "--url: "),
+        (("x", "--url", "http://127.0.0.1:1"), "http://127.0.0.1:1 does not answer: "),
+        (("--request", "no such file"), "no such file"),
+    ],
+)
+def test_bad_input_is_one_line(say, argv, problem):
+    code, out, err = say(*argv)
+    assert (code, out) == (2, "") and err.startswith("error: ") and problem in err and err.count("\n") == 1
+
+
+def test_without_a_token_nothing_is_sent(say, monkeypatch):
+    monkeypatch.delenv(ADMIN_TOKEN)
+    code, _, err = say("x")
+    assert code == 2 and "--admin-token" in err
+
+
+@pytest.mark.parametrize(("text", "problem"), [("[1]", "has no JSON object"), ("{", "is not JSON")])
+def test_a_bad_file_is_named(say, tmp_path, text, problem):
+    file = tmp_path / "request.json"
+    file.write_text(text)
+    code, _, err = say("--request", str(file))
+    assert code == 2 and str(file) in err and problem in err
