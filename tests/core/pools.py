@@ -128,7 +128,7 @@ class Pools:
     def give_to_tier(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> None:
         """Stores an entry, and writes it to the tier behind."""
         self.offer(index, entry, key, kind)
-        assert self.arena.behind is not None and self.arena.behind.drain(HANG_S)
+        assert self.arena.behind is not None and self.arena.behind.threads.drain(HANG_S)
 
     def bring(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> Load:
         """Begins to read an entry from the tier behind, and a load that waits for it."""
@@ -220,7 +220,6 @@ class AnyOrder:
 
     def __init__(self, device: str, seed: int, monkeypatch: pytest.MonkeyPatch, tier: Tier | None = None) -> None:
         scale = 1 if device == "cpu" else 20_000
-        monkeypatch.setattr(stores, "FIRST_BYTES", 30 * scale * 8)
         if seed % 2:  # by the copy engines
             monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
         monkeypatch.setattr(stores, "STAGING_BYTES", 3 * 30 * scale * 8)
@@ -241,7 +240,7 @@ class AnyOrder:
                 with torch.cuda.stream(queue._stream):
                     torch.cuda._sleep(2_000_000)
         arena.carry_out(units, send=self._delays.random() < 0.5)
-        arena.wait_for_stores()
+        arena.stores.wait()
 
     def place_of(self, kind: EntryKind) -> tuple[EntryKind, int]:
         """Any place where such an entry may be loaded."""
@@ -251,7 +250,7 @@ class AnyOrder:
         for _ in range(self.dice.randint(0, 4)):
             self.write(self.dice.choice(self.places), value)
         if self._delays.random() < 0.5:  # else what needs the copies launches them
-            self.pools.arena.send()
+            self.pools.arena.stores.send()
 
     def check(self) -> None:
         for place, value in self.on_device.items():

@@ -64,7 +64,7 @@ def test_an_entry_that_arrived_for_one_load_and_is_gone_is_a_miss_for_the_other(
     assert pools.arrives(first) is True and pools.is_right(first)
     if written_again:
         pools.arena.carry_out([pools.behind_unit(KV, 1, b"a", take=True)])
-        assert pools.arena.behind.drain(HANG_S)
+        assert pools.arena.behind.threads.drain(HANG_S)
     pools.store(1, 1, b"b")
     assert pools.arrives(second) is False
     assert pools.load(5, 1, b"b") and pools.value(5) == 2.0
@@ -163,7 +163,7 @@ def test_a_page_that_is_being_read_into_takes_nothing_else(pools, tier, caplog):
     assert pools.arrives(load) is False
     pools.arena.drop(load)
     pages = pools.unit(KV, 0, 1).pages
-    wait_until(lambda: not pools.arena.behind._threads.overwrite(pages), "the disk answers")
+    wait_until(lambda: not pools.arena.behind.threads.overwrite(pages), "the disk answers")
     pools.store(0, 1, b"b")
     assert pools.load(5, 1, b"b") and pools.value(5) == 3.0
 
@@ -181,7 +181,7 @@ def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(pools, tier, mon
     monkeypatch.setattr(pools.arena.contents, "sums_seen", sums)  # as of before it arrived
     tier.entries.clear()
     pools.arena.carry_out([pools.behind_unit(KV, 1, b"k", take=True)])
-    assert pools.arena.behind.drain(HANG_S) and tier.entries == stored
+    assert pools.arena.behind.threads.drain(HANG_S) and tier.entries == stored
 
 
 def test_the_checksum_of_an_entry_from_behind_does_not_go_back_with_another_of_its_name(pools, tier):
@@ -202,7 +202,7 @@ def test_what_is_not_on_the_host_is_not_written(pools, tier):
     """Else other bytes would get this name, with a checksum that is right for them."""
     pools.store(0, 0, b"other")
     pools.arena.carry_out([pools.behind_unit(KV, 0, b"k", take=True)])
-    assert pools.arena.behind.drain(HANG_S) and tier.entries == {} and pools.arena.behind.stats.full == 1
+    assert pools.arena.behind.threads.drain(HANG_S) and tier.entries == {} and pools.arena.behind.stats.full == 1
 
 
 def test_an_entry_that_is_offered_twice_is_written_once(pools, tier):
@@ -210,7 +210,7 @@ def test_an_entry_that_is_offered_twice_is_written_once(pools, tier):
     pools.offer(0, 0)
     pools.arena.carry_out([pools.behind_unit(KV, 0, b"k", take=True)])
     tier.may_write.set()
-    assert pools.arena.behind.drain(HANG_S)
+    assert pools.arena.behind.threads.drain(HANG_S)
     (stored,) = tier.entries.values()
     assert pools.arena.behind.stats.bytes_stored == len(stored[1]) and pools.arena.behind.stats.full == 0
 
@@ -229,7 +229,7 @@ def test_a_thread_waits_for_the_transfers_that_use_its_pages(pools, tier, way, m
         monkeypatch.setattr(tier, name, lambda *args, f=original, name=name: (done.append(name), f(*args))[1])
     if way == "write":
         arena.carry_out([pools.behind_unit(KV, 1, b"b", take=True)])
-        assert arena.behind.drain(HANG_S) and done == [("stores", marks[0]), "put"]
+        assert arena.behind.threads.drain(HANG_S) and done == [("stores", marks[0]), "put"]
     else:
         assert pools.arrives(pools.bring(3, 2, b"a"))
         assert done == [("stores", marks[0]), ("loads", marks[1]), "get"]
@@ -240,7 +240,7 @@ def test_what_is_overwritten_while_a_thread_copies_it_is_not_written(pools, tier
     arena, seen_checksum = pools.arena, pools.arena.contents.seen_checksum
 
     def overwritten(page: int, tag: Tag) -> int:
-        assert not arena.behind._threads.overwrite([page])
+        assert not arena.behind.threads.overwrite([page])
         return seen_checksum(page, tag)
 
     monkeypatch.setattr(arena.contents, "seen_checksum", overwritten)
@@ -258,7 +258,7 @@ def test_what_is_written_late_is_what_was_stored_or_nothing(pools, tier, page):
     pages = (pools.unit(STATE, 0, 3).pages[page], *other.pages[1:])
     pools.arena.carry_out([other._replace(pages=pages)])
     tier.may_write.set()
-    assert pools.arena.behind.drain(HANG_S) and pools.arena.behind.stats.full == 1
+    assert pools.arena.behind.threads.drain(HANG_S) and pools.arena.behind.stats.full == 1
     assert sorted(key for _, _, key in tier.entries) == [b"0", b"1", b"2"]
 
 
@@ -317,7 +317,7 @@ def test_an_arena_that_ends_writes_what_is_left_and_ends_its_threads(tier, how, 
     monkeypatch.setattr(tier, "wait_s", HANG_S)
     monkeypatch.setattr(jobs, "_END_S", HANG_S)
     pools = offered(tier)
-    threads = pools.arena.behind._threads._threads
+    threads = pools.arena.behind.threads._threads
     assert len(threads) == 4 and all(thread.is_alive() for thread in threads)
     threading.Timer(0.05, tier.may_write.set).start()
     if how == "closed":
@@ -326,7 +326,7 @@ def test_an_arena_that_ends_writes_what_is_left_and_ends_its_threads(tier, how, 
         del pools
         gc.collect()
     else:
-        pools.arena.behind._threads.finish()
+        pools.arena.behind.threads.finish()
         assert len(tier.entries) == 4
     for thread in threads:
         thread.join(HANG_S)
@@ -336,6 +336,6 @@ def test_an_arena_that_ends_writes_what_is_left_and_ends_its_threads(tier, how, 
 def test_a_process_that_ends_does_not_wait_for_a_disk_that_hangs(tier, monkeypatch):
     monkeypatch.setattr(tier, "wait_s", 0.01)
     monkeypatch.setattr(jobs, "_END_S", 0.01)
-    offered(tier).arena.behind._threads.finish()
+    offered(tier).arena.behind.threads.finish()
     assert tier.entries == {}
     tier.may_write.set()
