@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -15,20 +14,6 @@ from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
 from tests.harness.workers.launch import write_findings
 from tests.harness.workers.prefix_parallel import build
 from tests.harness.workers.shared_sessions import run_sessions
-
-
-@contextmanager
-def slow(tier):
-    """No read of this rank comes back in time."""
-    call = tier._client.call
-
-    def late(method, *arguments):
-        if method == "batch_get_into_multi_buffers":
-            time.sleep(3 * tier.wait_s)
-        return call(method, *arguments)
-
-    tier._client.call = late
-    yield
 
 
 @contextmanager
@@ -56,7 +41,7 @@ def main(out, master):
         build(pattern, ranks, 1, platform),
         (pattern, ranks, 1),
         url_of=lambda wait_s: f"mooncake://{master}?min_tokens=0&wait_s={wait_s}&ask_s={HANG_S}&refresh_s=1e-9",
-        faults={"late": slow, "missing": lose},
+        lose=lose,
     )
     write_findings(out, found)
     shut_down()

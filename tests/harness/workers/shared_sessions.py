@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
+from megatron_hybrid_prefix.tiers.tier_moves import TierMoves
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.limits import HANG_S
+from tests.harness.limits import HANG_S, wait_until
 from tests.harness.workers.prefix_parallel import BLOCK_TOKENS, Session
 
 PROMPTS = [random_tokens(3 * BLOCK_TOKENS + 9, seed=70 + number) for number in range(2)]
 WAITS_S = {"off": 0, "write": HANG_S, "late": 0.1, "missing": HANG_S, "hit": HANG_S}
+
+
+@contextmanager
+def slow(tier: Any) -> Iterator[None]:
+    """No read of this rank comes back in time. A request that waits gives up once that is known, however slow the machine is."""
+    over, get, fetched = threading.Event(), tier.get, TierMoves.fetched
+
+    def get_late(*arguments: Any) -> Any:
+        with tier._reading():
+            assert over.wait(HANG_S)
+        return get(*arguments)
+
+    def fetched_late(moves: Any, load: Any, wait_s: float = 0.0) -> Any:
+        if wait_s:
+            wait_until(tier._is_stuck, "the read takes longer than a request waits")
+        return fetched(moves, load, wait_s)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tier, "get", get_late)
+        patched.setattr(TierMoves, "fetched", fetched_late)
+        yield
+    over.set()
 
 
 def run_sessions(
@@ -21,7 +46,7 @@ def run_sessions(
     layout: tuple[str, int, int],
     *,
     url_of: Callable[[float], str],
-    faults: Mapping[str, Callable[[Any], AbstractContextManager[None]]],
+    lose: Callable[[Any], AbstractContextManager[None]],
 ) -> dict[str, Any]:
     """What each engine found: one without the cache, and those of `WAITS_S` with it.
 
@@ -29,8 +54,9 @@ def run_sessions(
         model: The model.
         layout: Its pattern, and the tensor- and pipeline-parallel sizes.
         url_of: The tier's URL, by its ``wait_s``.
-        faults: Contexts in which a tier is "late" or "missing" entries.
+        lose: A context in which a tier is missing states.
     """
+    faults = {"late": slow, "missing": lose}
     last = dist.get_rank() == dist.get_world_size() - 1
     found: dict[str, Any] = {}
     decisions = []

@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from megatron_hybrid_prefix.tiers import file as file_tier
-from megatron_hybrid_prefix.tiers.tier_moves import TierMoves
-from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S, wait_until
+from tests.harness.limits import COLLECTIVE_HANG_S
 from tests.harness.workers.launch import write_findings
 from tests.harness.workers.prefix_parallel import build
 from tests.harness.workers.shared_sessions import run_sessions
-
-
-@contextmanager
-def slow(tier):
-    """No read of this rank's disk comes back in time. A request that waits gives up once that is known."""
-    over, read_file, fetched = threading.Event(), file_tier.read_file, TierMoves.fetched
-
-    def read_late(*arguments):
-        assert over.wait(HANG_S)
-        return read_file(*arguments)
-
-    def fetched_late(moves, load, wait_s=0.0):
-        if wait_s:
-            wait_until(tier._is_stuck, "the read takes longer than a request waits")
-        return fetched(moves, load, wait_s)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(file_tier, "read_file", read_late)
-        patched.setattr(TierMoves, "fetched", fetched_late)
-        yield
-    over.set()
 
 
 @contextmanager
@@ -57,7 +31,7 @@ def main(out, layout, folder):
         build(pattern, tp, pp, platform),
         (pattern, tp, pp),
         url_of=lambda wait_s: f"file://{folder}?gb=1&min_tokens=0&wait_s={wait_s}&refresh_s=1000000",
-        faults={"late": slow, "missing": partial(lose, folder)},
+        lose=partial(lose, folder),
     )
     write_findings(out, found)
     shut_down()
