@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_hybrid_prefix.layers.base import KINDS
+from megatron_hybrid_prefix.layers.kinds import kind_of, restore_mixers, use_slot_mixers
+from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, states_of_config
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
-from tests.harness.drafts import forced_drafts
+from tests.harness.drafts import Drafting
 from tests.harness.engine_helpers import assert_matches, random_tokens, state_bytes
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness
 from tests.harness.naive_model import NaiveHybridModel
@@ -71,12 +74,13 @@ def test_the_package_does_not_know_it():
     assert not any("leaky" in path.read_text(encoding="utf-8").lower() for path in PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("mode", ["legacy", "async"])
-@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
-def test_hits_say_what_misses_say(model, mode, chunked):
-    served = serve(
-        model, async_sched_mode=mode, **({"enable_chunked_prefill": True, "max_tokens": 128} if chunked else {})
-    )
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"enable_chunked_prefill": True, "max_tokens": 128, "async_sched_mode": "async"}],
+    ids=["whole", "chunked"],
+)
+def test_hits_say_what_misses_say(model, fields):
+    served = serve(model, **fields)
     prefix = random_tokens(2 * BLOCK, seed=1)
     for own in (1, 7, 25, 40):
         served.send(prefix + random_tokens(own, seed=own))
@@ -107,7 +111,8 @@ def test_states_of_decodes_and_of_preempted_requests(model):
     """Blocks that are filled by decoding; few KV blocks, so that requests are preempted and continue from the host."""
     served = serve(model, blocks=9, paused_blocks=2, host_gb=0.01, max_requests=4)
     prompts = [random_tokens(BLOCK + 20 * n, seed=50 + n) for n in range(4)]
-    served.send(*prompts, count=2 * BLOCK)
+    served.send(*prompts, count=BLOCK + 40)
+    assert served.engine.evicted_request_count > 0
     history = [*prompts[0], *served.finished[1].generated_tokens]
     assert served.send([*history, 3]).num_cached_tokens >= BLOCK
     assert served.context.prefix_stats().checkpoints_by_reason["decode"] > 0
@@ -141,8 +146,6 @@ def test_new_weights_are_told_to_the_layers(model, kind):
 
 
 def test_cuda_graphs_cannot_capture_it_unless_it_says_so(kind):
-    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, states_of_config
-
     model = build_hybrid_model("tiny", seed=0)
     model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)
     states = states_of_config(mamba_state_config(model))
@@ -164,18 +167,14 @@ def test_it_drafts_one_token_after_another_if_it_says_so(kind, monkeypatch, laye
     model = build_hybrid_model("tiny-mtp", seed=0)
     for number in layers:
         model.decoder.layers[number].mixer = kind.LeakyRecall(model.config.hidden_size, seed=number)
-    served, plain = serve(model, num_speculative_tokens=3), serve(model, slots=None)
-    truth: dict[int, list[int]] = {}
-    with forced_drafts(served.engine, truth, lambda request_id, position: (request_id + position) % 4) as drafted:
-        for number in range(3):
-            prompt = random_tokens(BLOCK - 9 + 20 * number, seed=number)
-            truth[served.next_id + 1] = prompt + list(plain.send(prompt, count=40).generated_tokens)
-            served.add(prompt, 40)
-        served.run()
-        history = truth[1]
-        truth[served.next_id + 1] = [*history, 5, *plain.send([*history, 5], count=9).generated_tokens]
-        assert served.send([*history, 5], count=9).num_cached_tokens == BLOCK
-    assert set(drafted) == {0, 1, 2, 3}
+    served = Drafting(model, 3, lambda request_id, position: (request_id + position) % 4)
+    for number in range(3):
+        served.ask(random_tokens(BLOCK - 9 + 20 * number, seed=number), 40)
+    served.run()
+    again = served.ask([*served.truth[1], 5], 9)
+    served.run()
+    assert served.finished[again].num_cached_tokens == BLOCK
+    assert set(served.drafted) == {0, 1, 2, 3}
     compare(served)
 
 
@@ -201,9 +200,6 @@ def test_layers_of_one_kind_with_different_states_are_refused(kind, monkeypatch)
 
 
 def test_the_last_registered_matching_kind_wins(kind, model, monkeypatch):
-    from megatron_hybrid_prefix.layers.base import KINDS
-    from megatron_hybrid_prefix.layers.kinds import kind_of, restore_mixers, use_slot_mixers
-
     class Other(kind.Kind):
         name = "other"
         slot_class = type("OtherSlots", (kind.LeakyRecallBySlots,), {})

@@ -256,18 +256,6 @@ def test_an_engine_from_arguments(tiny, megatron_parser):
     assert getattr(engine.context, "prefix_cache", None) is None and not engine.enable_chunked_prefill
 
 
-def run_process(*argv: object) -> subprocess.CompletedProcess[str]:
-    """Runs the tool as a user does."""
-    return subprocess.run(
-        [sys.executable, str(TOOL), *map(str, argv)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """A checkpoint of ``megatron.training``, and its model's answers to the prompts with caching off."""
@@ -333,13 +321,6 @@ def test_bad_arguments_are_one_line(tmp_path):
         assert result.returncode == 2, (name, result.stderr[-2000:])
         assert len(lines) == 1 and problem in lines[0], (name, lines)
         assert "Traceback" not in result.stderr and not result.stdout, name
-
-
-@pytest.mark.slow
-def test_bad_arguments_as_a_process():
-    result = run_process(*MODEL, *INFERENCE, "--prompt", "x")
-    assert result.returncode == 2 and not result.stdout and "Traceback" not in result.stderr
-    assert [line for line in result.stderr.splitlines() if line.startswith("error: give --load")]
 
 
 def test_help_needs_no_megatron():

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,13 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.errors import RequestDroppedError
+from megatron_hybrid_prefix.mcore import HybridPrefixController, HybridPrefixEngine
+from megatron_hybrid_prefix.upstream.names import (
+    DynamicInferenceContext,
+    GPTInferenceWrapper,
+    SamplingParams,
+    TextGenerationController,
+)
 from tests.harness.bad_requests import BAD, BLOCK, COUNT, LIMIT_TOKENS, Asked, fuzz, good_requests, params
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.lifecycle_helpers import MODES, IdTokenizer
@@ -33,9 +40,6 @@ def build(model: Any, prefix: HybridPrefixConfig | None = CACHE, **fields: Any) 
 
 def on_megatrons_context(model: Any) -> Any:
     """This package's engine and controller around megatron's own context."""
-    from megatron_hybrid_prefix.mcore import HybridPrefixController, HybridPrefixEngine
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext, GPTInferenceWrapper
-
     context = DynamicInferenceContext(model.config, build(model, None).context.config)
     wrapper = GPTInferenceWrapper(model, context)
     wrapper.prep_model_for_inference()
@@ -74,14 +78,11 @@ def alone(tiny):
     return [answer(engine, asked) for asked in GOOD], answer(engine, LONG)
 
 
-@pytest.mark.parametrize("kind", BUILDS)
-def test_each_is_refused_at_once_and_names_what_is_wrong(model, alone, kind):
-    engine, finished = BUILDS[kind](model), {}
+def test_each_is_refused_at_once_and_names_what_is_wrong(model, alone):
+    engine, finished = build(model), {}
     send(engine, 0, LONG)
     run_to_end(engine, finished, steps=2)
     for name, asked in BAD.items():
-        if "cache_breakpoints" in asked.fields and not caches(engine):
-            continue  # they mean nothing there
         with pytest.raises(ValueError, match=asked.named) as error:
             send(engine, 1, asked)
         assert str(error.value).startswith("request 1: ") and "\n" not in str(error.value), name
@@ -115,33 +116,23 @@ def test_fuzz_of_bad_requests_among_good_ones(model, alone, kind):
 # -- what is valid -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", BUILDS)
-@pytest.mark.parametrize("fields", [{"top_k": 0}, {"top_k": 9}, {"top_p": 0.4, "top_k": 0}, {"top_p": 0.4, "top_k": 9}])
-def test_what_is_greedy_with_any_other_field(model, alone, kind, fields):
-    for own in (
-        {"temperature": 0},
-        {"temperature": 0.0},
-        {"temperature": 1e-45},
-        {"temperature": 1e-5},
-        {"top_p": 1e-300},
-    ):
-        assert answer(BUILDS[kind](model), LONG._replace(fields=LONG.fields | fields | own)) == alone[1]
+def test_what_is_greedy_with_any_other_field(model, alone):
+    engine = build(model)
+    for fields in ({"top_k": 0}, {"top_k": 9}, {"top_p": 0.4, "top_k": 0}, {"top_p": 0.4, "top_k": 9}):
+        for own in ({"temperature": 0}, {"temperature": 1e-45}, {"temperature": 1e-5}, {"top_p": 1e-300}):
+            assert answer(engine, LONG._replace(fields=LONG.fields | fields | own)) == alone[1]
 
 
-@pytest.mark.parametrize("kind", BUILDS)
-def test_top_k_with_top_p_is_sampled_as_the_options_say(model, kind):
+def test_top_k_with_top_p_is_sampled_as_the_options_say(model, alone):
     fields = {"top_k": 20, "top_p": 0.8, "temperature": 1.5}
     answers = []
     for own in (fields, {"sampling_options": fields}, {"top_k": 2, "top_p": 0.1, "sampling_options": fields}):
-        answers.append(answer(BUILDS[kind](model), LONG._replace(fields=LONG.fields | own)))
-    assert answers[0] == answers[1] == answers[2] != answer(BUILDS[kind](model), LONG)
+        answers.append(answer(build(model), LONG._replace(fields=LONG.fields | own)))
+    assert answers[0] == answers[1] == answers[2] != alone[1]
 
 
 def test_what_megatrons_controller_cannot_sample_is_refused(model):
     """It would assert in a step."""
-    from megatron_hybrid_prefix.mcore import HybridPrefixEngine
-    from megatron_hybrid_prefix.upstream.names import TextGenerationController
-
     plain = build(model)
     controller = TextGenerationController(plain.controller.inference_wrapped_model, plain.controller.tokenizer)
     engine = HybridPrefixEngine(controller, plain.context)
@@ -162,12 +153,13 @@ def test_penalties_with_drafts_are_refused(tiny_mtp):
 
 
 def test_prompts_of_any_kind_of_integers(model, alone):
-    ids = LONG.prompt
-    for prompt in (tuple(ids), np.array(ids, dtype=np.int32), list(np.array(ids)), torch.tensor(ids).to(torch.int16)):
-        assert answer(build(model), LONG._replace(prompt=prompt)) == alone[1]
-    for prompt in (np.array([1.0]), np.array([[1]]), torch.tensor([True]), np.array(["a"])):
+    ids, engine = torch.tensor(LONG.prompt), build(model)
+    for prompt in (tuple(LONG.prompt), ids.int().numpy(), list(ids.numpy()), ids.to(torch.int16), ids):
+        assert answer(engine, LONG._replace(prompt=prompt)) == alone[1]
+    for prompt in (np.array([1.0]), np.array([[1]]), torch.tensor([True]), np.array(["a"]), torch.zeros(3)):
         with pytest.raises(ValueError, match="a prompt of shape"):
-            build(model).add_request(0, prompt, greedy(3))
+            engine.add_request(0, prompt, greedy(3))
+    assert engine.context.prefix_stats().reused_tokens == 4 * BLOCK
 
 
 def test_without_parameters_it_gets_megatrons_defaults(model):
@@ -181,9 +173,6 @@ def test_without_parameters_it_gets_megatrons_defaults(model):
 
 def test_parameters_of_a_subclass_survive_a_preemption(model):
     """Megatron makes a preempted request's parameters anew, with the fields of the class."""
-    from dataclasses import dataclass
-
-    from megatron_hybrid_prefix.upstream.names import SamplingParams
 
     @dataclass
     class Mine(SamplingParams):
@@ -227,16 +216,18 @@ def test_what_is_too_long_is_still_returned_as_failed(model, alone):
 def test_an_id_that_is_in_use_is_refused_until_it_is_returned(model, alone, mode):
     engine, finished = build(model, async_sched_mode=mode), {}
     first = send(engine, 5, LONG)
-    with pytest.raises(ValueError, match="request 5: this id is in use"):
-        send(engine, 5, GOOD[2])
+
+    def refused(number: int) -> None:
+        with pytest.raises(ValueError, match=f"request {number}: this id is in use"):
+            send(engine, number, GOOD[2])
+
+    refused(5)
     run_to_end(engine, finished, steps=3)
-    with pytest.raises(ValueError, match="request 5: this id is in use"):
-        send(engine, 5, GOOD[2])
+    refused(5)
     send(engine, 6, LONG)
     run_to_end(engine, finished, steps=2)
     engine.abort_request(6)
-    with pytest.raises(ValueError, match="request 6: this id is in use"):
-        send(engine, 6, GOOD[2])
+    refused(6)
     run_to_end(engine, finished)
     assert finished[5].generated_tokens == alone[1] and first.result().merge().generated_tokens == alone[1]
     assert len(finished[6].generated_tokens) < 20
@@ -279,9 +270,8 @@ def test_generate_runs_all_prompts_or_none(model):
 # -- futures -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_reset_resolves_all_futures(model, alone, mode):
-    engine = build(model, async_sched_mode=mode)
+def test_a_reset_resolves_all_futures(model, alone):
+    engine = build(model)
     futures = [send(engine, number, LONG) for number in range(6)]  # two of them wait
     run_to_end(engine, {}, steps=3)
     engine.abort_request(0)
@@ -303,6 +293,20 @@ def test_a_cancelled_future_stops_nobody(model, alone):
     assert futures[1].result().merge().generated_tokens == alone[1]
 
 
+def in_a_loop(serve: Awaitable[None]) -> None:
+    asyncio.run(asyncio.wait_for(serve, timeout=HANG_S))
+
+
+async def answers_again(engine: Any, expected: list[int]) -> None:
+    """A new loop of an engine that was reset."""
+    engine.reset()
+    future = send(engine, 0, LONG)
+    again = asyncio.create_task(engine.run_engine())
+    assert (await future).merge().generated_tokens == expected
+    again.cancel()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_step_that_fails_ends_the_loop_and_resolves_all_futures(model, alone, monkeypatch):
     async def serve() -> None:
         engine = build(model)
@@ -315,15 +319,9 @@ def test_a_step_that_fails_ends_the_loop_and_resolves_all_futures(model, alone, 
         with pytest.raises(ZeroDivisionError):
             await running
         monkeypatch.undo()
-        engine.reset()
-        future = send(engine, 0, LONG)
-        again = asyncio.create_task(engine.run_engine())
-        assert (await future).merge().generated_tokens == alone[1]
-        again.cancel()
+        await answers_again(engine, alone[1])
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        asyncio.run(asyncio.wait_for(serve(), timeout=HANG_S))
+    in_a_loop(serve())
 
 
 def test_a_cancelled_step_ends_the_loop_and_resolves_all_futures(model, alone):
@@ -340,13 +338,9 @@ def test_a_cancelled_step_ends_the_loop_and_resolves_all_futures(model, alone):
             with pytest.raises(RequestDroppedError, match="cancelled"):
                 await future
         await asyncio.gather(running, return_exceptions=True)
-        engine.reset()
-        future = send(engine, 0, LONG)
-        again = asyncio.create_task(engine.run_engine())
-        assert (await future).merge().generated_tokens == alone[1]
-        again.cancel()
+        await answers_again(engine, alone[1])
 
-    asyncio.run(asyncio.wait_for(serve(), timeout=HANG_S))
+    in_a_loop(serve())
 
 
 def test_a_loop_that_waits_goes_on_after_a_reset_while_suspended(model, alone):
@@ -364,7 +358,7 @@ def test_a_loop_that_waits_goes_on_after_a_reset_while_suspended(model, alone):
         assert (await future).merge().generated_tokens == alone[1]
         running.cancel()
 
-    asyncio.run(asyncio.wait_for(serve(), timeout=HANG_S))
+    in_a_loop(serve())
 
 
 def test_a_tokenizer_that_cannot_say_what_was_refused_leaves_nothing(model, alone, monkeypatch):

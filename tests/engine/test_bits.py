@@ -69,19 +69,18 @@ def test_chunks_hits_turns_batches_and_preempted_requests_have_the_bits_of_a_req
     assert differing(harness, Alone(tiny, block_size_tokens=96)) == []
 
 
-# Many settings rather than many requests: between them they evict from the device and from the host, load, and preempt, and
-# each of `SPOILED` changes the bits of some request of one of them.
+# Many settings rather than many requests: between them they evict from the device and from the host, load, and preempt.
 TRAFFIC = [
-    *(("tiny", 0, 60), ("tiny", 1, 25), ("tiny", 4, 25), ("tiny", 6, 25)),
-    *(("both_kinds", 0, 60), ("both_kinds", 3, 25), ("both_kinds", 4, 25), ("tiny_gdn", 2, 25)),
+    *(("tiny", 0), ("tiny", 1), ("tiny", 4), ("tiny", 6)),
+    *(("both_kinds", 0), ("both_kinds", 3), ("both_kinds", 4), ("tiny_gdn", 2)),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "seed", "requests"), TRAFFIC)
-def test_random_requests(request, name, seed, requests):
+@pytest.mark.parametrize(("name", "seed"), TRAFFIC)
+def test_random_requests(request, name, seed):
     model = request.getfixturevalue(name)
-    traffic = BitsTraffic(model, seed, requests)
+    traffic = BitsTraffic(model, seed, requests=25)
     traffic.run()
     assert traffic.harness.context.prefix_stats().reused_tokens > 0
     assert traffic.differing() == []
@@ -224,33 +223,6 @@ def test_verify_hits_finds_every_flipped_bit(tiny, places, caplog):
 )
 def test_where_a_chunk_of_a_prompt_ends(quantum, start, budget, end, expected):
     assert end_on_grid(start=start, budget=budget, end=end, quantum=quantum) == expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"state_dtype": "bfloat16"}, "exact='bits' needs state_dtype='float32', not 'bfloat16'"),
-        ({"shared": "file:///x?gb=1", "host_gb": 1}, "exact='bits' does not go with shared: what is there may"),
-        ({"exact": "roughly"}, "exact='roughly': must be 'bits', or None"),
-    ],
-)
-def test_settings_are_checked(fields, message):
-    with pytest.raises(ValueError, match=message):
-        HybridPrefixConfig(**{"mamba_gb": 0.1, "exact": "bits"} | fields)
-
-
-def test_what_does_not_go_with_it_is_refused_in_one_line(tiny, tiny_mixed, tiny_mtp):
-    cases = (
-        (tiny_mixed, {}, "experts are not covered"),
-        (tiny_mtp, {}, "drafted tokens are not covered"),
-        (tiny_mtp, {"num_speculative_tokens": 2}, "does not go with num_speculative_tokens=2; use 0"),
-        (tiny, {"logprobs_mode": "processed_logprobs"}, "does not go with logprobs_mode='processed_logprobs'"),
-        (tiny, {"enable_chunked_prefill": True, "max_tokens": 128}, "needs max_tokens of 260 or more, not 128"),
-    )
-    for model, fields, message in cases:
-        with pytest.raises(ValueError, match=message) as raised:
-            exact_harness(model, **fields)
-        assert "\n" not in str(raised.value)
 
 
 def test_layer_norms_are_refused(tiny, monkeypatch):

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_hybrid_prefix.mcore import HybridPrefixBlockAllocator
+
 
 @pytest.fixture
 def allocator(platform):
-    from megatron_hybrid_prefix.mcore import HybridPrefixBlockAllocator
-
     return HybridPrefixBlockAllocator(SimpleNamespace(), total_count=9, paused_count=2, enable_prefix_caching=False)
 
 

@@ -6,6 +6,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.layers.step import ChunkGrid
+from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+
 # (SSM chunk, KV block): alike, one a multiple of the other, neither.
 SIZES = st.tuples(st.integers(1, 24), st.integers(1, 24)) | st.sampled_from(
     [(128, 256), (128, 64), (128, 96), (256, 192)]
@@ -14,8 +18,6 @@ SIZES = st.tuples(st.integers(1, 24), st.integers(1, 24)) | st.sampled_from(
 
 @pytest.fixture(scope="module")
 def chunk_grid(platform):
-    from megatron_hybrid_prefix.layers.step import ChunkGrid  # imports megatron: after the platform's start
-
     return lambda sizes: ChunkGrid(chunk_tokens=sizes[0], block_tokens=sizes[1])
 
 
@@ -74,9 +76,6 @@ def test_max_chunks_is_not_wasteful(chunk_grid, sizes, tokens, sequences):
 
 @pytest.mark.parametrize("max_tokens", [65, 101])
 def test_any_budget_of_tokens_runs(tiny, max_tokens):
-    from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-    from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
-
     engine = build_engine(
         tiny, HybridPrefixConfig(mamba_gb=0.01), max_requests=4, max_tokens=max_tokens, max_sequence_length=512
     )

@@ -7,10 +7,10 @@ import torch
 
 from megatron_hybrid_prefix.mcore.engine.sampling import EndsOfDrafts, end_tokens_of
 from tests.harness.defect_helpers import WrongAnswer, defect, make_side
-from tests.harness.drafts import forced_drafts
+from tests.harness.drafts import Drafting, forced_drafts
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, known_answer, tokens
-from tests.harness.selection import mostly_slow
+from tests.harness.selection import mostly_slow_rows
 
 COUNT = 10
 NEVER = 511  # an end token that hardly any answer here has
@@ -37,45 +37,32 @@ def different(answer: list[int]) -> list[int]:
     return list(dict.fromkeys(answer))
 
 
-class Ending(EngineHarness):
-    """An engine that is asked for answers with end tokens; with drafts they are right by themselves."""
+class Ending(Drafting):
+    """An engine that is asked for answers with end tokens; all drafts are right."""
 
     def __init__(self, model, drafts: int, **fields) -> None:
-        super().__init__(model, num_speculative_tokens=drafts, tokenizer=None, **fields)
-        self.plain = EngineHarness(model, slots=None)
-        self.truth: dict[int, list[int]] = {}
+        super().__init__(model, drafts, **fields)
         self.ends: dict[int, set[int]] = {}
-        self.drafts = drafts
 
     def ask(self, prompt: list[int], count: int = COUNT, **way) -> int:
-        number = self.add(prompt, count, **way)
-        self.truth[number] = prompt + known_answer(self.plain, prompt, count)
+        number = super().ask(prompt, count, **way)
         self.ends[number] = {way.get("params", {}).get("termination_id", -1), *way.get("stop_token_ids", [])}
         return number
 
-    def run(self) -> None:
-        if not self.drafts:
-            super().run()
-            return
-        with forced_drafts(self.engine, self.truth, lambda request_id, position: self.drafts):
-            super().run()
-
     def check_ends(self, *numbers: int) -> None:
         for number in numbers:
-            self._check_end(number)
-
-    def _check_end(self, number: int) -> None:
-        request = self.finished[number]
-        answer = self.truth[number][len(request.prompt_tokens) :]
-        right = cut(answer, self.ends[number])
-        assert list(request.generated_tokens) == right
-        assert request.generated_length == len(right) == len(request.generated_log_probs)
-        request.sampling_params.num_tokens_to_generate = len(right)
-        self.check(number)
+            request = self.finished[number]
+            right = cut(self.truth[number][len(request.prompt_tokens) :], self.ends[number])
+            assert list(request.generated_tokens) == right
+            assert request.generated_length == len(right) == len(request.generated_log_probs)
+            request.sampling_params.num_tokens_to_generate = len(right)
+            self.check(number)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drafts", mostly_slow([0, 1, 2, 3], 0, 3))
+CASES = [(0, "legacy"), (0, "async"), (1, "async"), (2, "legacy"), (3, "legacy"), (3, "async")]
+
+
+@pytest.mark.parametrize(("drafts", "mode"), mostly_slow_rows(CASES, (0, "legacy"), (3, "async")))
 def test_every_position_of_the_end(tiny_mtp, drafts, mode):
     served = Ending(tiny_mtp, drafts, async_sched_mode=mode)
     prompt = tokens(1, -3, seed=drafts)  # the end lies before, at and after the end of a block
@@ -89,12 +76,11 @@ def test_every_position_of_the_end(tiny_mtp, drafts, mode):
 
 
 @pytest.mark.parametrize("kind", ["tiny_gdn_mtp", "tiny_large_states"])
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
-def test_other_layers_and_memory(kind, mode, request):
+def test_other_layers_and_memory(kind, request):
     """Answers of different lengths in one batch, without a cache and with one."""
     model = request.getfixturevalue(kind)
     for fields in ({"slots": None}, {}):
-        served = Ending(model, 2, async_sched_mode=mode, **fields)
+        served = Ending(model, 2, **fields)
         numbers = []
         for seed in range(4):
             prompt = tokens(1, seed - 3, seed=seed)
@@ -105,10 +91,9 @@ def test_other_layers_and_memory(kind, mode, request):
         served.check_drained()
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
-def test_nothing_after_the_end_is_cached(tiny_mtp, mode):
+def test_nothing_after_the_end_is_cached(tiny_mtp):
     """The end is in the middle of accepted drafts, and they reach into the next block."""
-    served = Ending(tiny_mtp, 3, async_sched_mode=mode, decode_checkpoints=True)
+    served = Ending(tiny_mtp, 3, async_sched_mode="async", decode_checkpoints=True)
     for before in (1, 2, 3):
         prompt = tokens(1, -8, seed=before)
         answer = known_answer(served.plain, prompt, 20)
@@ -135,9 +120,8 @@ def test_top_log_probs_end_with_the_answer(tiny_mtp):
     assert len(served.finished[number].generated_top_n_logprobs) == len(served.finished[number].generated_tokens)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_where_bits_have_to_be_equal(tiny, mode):
-    served = Ending(tiny, 0, async_sched_mode=mode, exact="bits")
+def test_where_bits_have_to_be_equal(tiny):
+    served = Ending(tiny, 0, async_sched_mode="async", exact="bits")
     prompt = tokens(1, 5, seed=7)
     token = different(known_answer(served.plain, prompt, COUNT))[4]
     numbers = [served.ask(prompt, **way) for way in ways(token)]
@@ -166,9 +150,8 @@ def test_no_step_shows_a_token_after_the_end(tiny_mtp, mode):
     served.check_ends(number)
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
-def test_preempted_requests_keep_their_end_tokens(tiny_mtp, mode):
-    served = Ending(tiny_mtp, 2, async_sched_mode=mode, blocks=9)
+def test_preempted_requests_keep_their_end_tokens(tiny_mtp):
+    served = Ending(tiny_mtp, 2, blocks=9)
     numbers = []
     for seed in range(4):
         prompt = tokens(1, 20 + seed, seed=50 + seed)
@@ -224,12 +207,11 @@ def side(request, tiny_mtp):
     yield from make_side(request, tiny_mtp)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @defect(32, "an end token that is an accepted draft does not end the answer", raises=WrongAnswer)
-def test_32_end_token_among_accepted_drafts(side, mode):
+def test_32_end_token_among_accepted_drafts(side):
     prompt = random_tokens(20, seed=1)
     answer = known_answer(EngineHarness(side.model, slots=None), prompt, COUNT)
-    engine = side.build(num_speculative_tokens=3, async_sched_mode=mode)
+    engine = side.build(num_speculative_tokens=3, async_sched_mode="async")
     for place, token in enumerate(answer):
         if token in answer[:place]:
             continue

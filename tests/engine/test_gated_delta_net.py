@@ -6,11 +6,14 @@ import copy
 
 import pytest
 import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.layers import gated_delta_net
-from megatron_hybrid_prefix.mcore import restore_mixers
+from megatron_hybrid_prefix.layers.gated_delta_net import GatedDeltaNetKind
+from megatron_hybrid_prefix.mcore import HybridPrefixContext, restore_mixers
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.naive_model import NaiveHybridModel
@@ -19,8 +22,6 @@ from tests.harness.naive_model import NaiveHybridModel
 @pytest.mark.parametrize("with_slots", [False, True], ids=["megatrons_class", "slot_class"])
 def test_the_reference_is_what_megatron_trains(platform, monkeypatch, with_slots):
     """Megatron's own forward, in its mode without flash-linear-attention but for one function of it."""
-    from megatron.core.ssm.gated_delta_net import common
-
     model = build_hybrid_model("tiny-gdn", seed=0, platform=platform)
     if with_slots:
         build_engine(model)
@@ -97,37 +98,12 @@ def test_the_gates_are_those_of_hugging_face_in_bfloat16(platform):
     torch.testing.assert_close(found_beta, beta.sigmoid(), rtol=torch.finfo(torch.bfloat16).eps, atol=0)
 
 
-@pytest.mark.parametrize("preset", ["tiny_gdn", "tiny_mixed"])
-def test_blocks_have_to_be_whole_chunks(request, preset):
-    model = request.getfixturevalue(preset)
-    for prefix in (None, HybridPrefixConfig(mamba_gb=0.01)):
-        with pytest.raises(ValueError) as error:
-            build_engine(model, prefix, block_size_tokens=96)
-        expected = "block_size_tokens=96: layers of kind gated_delta_net need a multiple of 64"
-        assert str(error.value) == expected
-
-
 def test_a_kind_may_refuse_cuda_graphs(tiny_gdn, monkeypatch):
-    from megatron_hybrid_prefix.layers.gated_delta_net import GatedDeltaNetKind
-    from megatron_hybrid_prefix.mcore import HybridPrefixContext
-
     monkeypatch.setattr(GatedDeltaNetKind, "cuda_graphs", False)
     inference_config, model_config = EngineHarness(tiny_gdn).context.config, copy.copy(tiny_gdn.config)
     model_config.cuda_graph_impl = "local"
     with pytest.raises(ValueError, match="CUDA graphs cannot capture layers of kind gated_delta_net"):
         HybridPrefixContext(model_config, inference_config)
-
-
-def test_megatrons_own_engine_is_refused(tiny_mixed):
-    from megatron_hybrid_prefix.mcore import build_upstream_engine
-
-    for build in (
-        lambda: build_engine(tiny_mixed, enable_prefix_caching=True),
-        lambda: build_upstream_engine(tiny_mixed),
-    ):
-        with pytest.raises(ValueError, match="megatron's own engine cannot run a model with layers of kind") as error:
-            build()
-        assert "\n" not in str(error.value)
 
 
 def test_layers_with_another_activation_are_refused(platform):
@@ -146,8 +122,6 @@ def test_layers_with_another_number_of_taps_are_refused(platform, taps):
 
 
 def test_a_bias_of_the_convolution_is_sharded_like_its_weights(platform):
-    from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters
-
     model = build_hybrid_model("tiny-gdn", seed=0, platform=platform)
     convolution = model.decoder.layers[0].self_attention.conv1d
     assert convolution.bias is None
@@ -158,8 +132,6 @@ def test_a_bias_of_the_convolution_is_sharded_like_its_weights(platform):
 
 
 def test_put_on_and_taken_off(platform):
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-
     model = build_hybrid_model("tiny-gdn", seed=0, platform=platform)
     build_engine(model)
     layers = [model.decoder.layers[number].self_attention for number in (0, 3)]

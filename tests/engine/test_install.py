@@ -5,14 +5,32 @@ The functions with capital names are users' scripts: they import and call only m
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.inference.apis import MegatronLLM
+from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
+from megatron.core.inference.contexts import dynamic_context
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_hybrid_prefix import HybridPrefixConfig, install, installed, uninstall
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine, install, installed, uninstall
 from megatron_hybrid_prefix.errors import UpstreamDriftError
+from megatron_hybrid_prefix.mcore import HybridPrefixContext, HybridPrefixController, HybridPrefixEngine
+from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.entrypoints import install as installation
 from megatron_hybrid_prefix.mcore.entrypoints import patches
+from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
+from megatron_hybrid_prefix.mcore.state import layout
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
 from tests.harness.engine_helpers import random_tokens
@@ -32,8 +50,6 @@ def nothing_installed():
 
 
 def CONFIG(model: Any, **fields: Any) -> Any:
-    from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
-
     values = {
         "max_sequence_length": 1024,
         "max_requests": 4,
@@ -46,17 +62,10 @@ def CONFIG(model: Any, **fields: Any) -> Any:
 
 
 def PARAMS(count: int = 8) -> Any:
-    from megatron.core.inference.sampling_params import SamplingParams
-
     return SamplingParams(num_tokens_to_generate=count, top_k=1, termination_id=-1)
 
 
 def ENGINE(model: Any, config: Any) -> Any:
-    from megatron.core.inference.contexts import dynamic_context
-    from megatron.core.inference.engines import DynamicInferenceEngine
-    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
-
     context = dynamic_context.DynamicInferenceContext(model.config, config)
     wrapper = GPTInferenceWrapper(model, context)
     wrapper.prep_model_for_inference()
@@ -80,10 +89,6 @@ def skipped(engine: Any) -> int:
 
 
 def upstream_classes() -> list[type]:
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-    from megatron.core.inference.engines import DynamicInferenceEngine
-    from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
-
     return [DynamicInferenceContext, DynamicInferenceEngine, TextGenerationController]
 
 
@@ -92,9 +97,6 @@ def classes(engine: Any) -> list[type]:
 
 
 def our_classes(*, cached: bool = True) -> list[type]:
-    from megatron_hybrid_prefix.mcore import HybridPrefixContext, HybridPrefixController, HybridPrefixEngine
-    from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
-
     return [HybridPrefixContext if cached else SlotContext, HybridPrefixEngine, HybridPrefixController]
 
 
@@ -114,7 +116,9 @@ def test_uninstalling_restores_megatron(tiny):
     owners = [(cls, vars(cls)["__init__"]) for cls in upstream_classes()]
     install(PREFIX)
     install(PREFIX)
-    assert len(installation.installed_rebindings()) == len(patches.constructors(lambda: None)) == 4
+    listed = installation.installed_rebindings()
+    assert len(listed) == len(patches.constructors(lambda: None)) == 4
+    assert all(isinstance(item, Rebinding) and item.why for item in listed)
     assert all(vars(cls)["__init__"] is not original for cls, original in owners)
     engine = ENGINE(tiny, CONFIG(tiny))
     uninstall()
@@ -136,8 +140,6 @@ def test_without_settings_the_scripts_own_count(tiny):
 
 
 def test_settings_arrive(tiny):
-    import torch
-
     install(HybridPrefixConfig(mamba_gb=0.01, state_dtype="bfloat16", decode_checkpoints=False))
     context = ENGINE(tiny, CONFIG(tiny)).context
     assert context.mamba_ssm_states.dtype == torch.bfloat16
@@ -176,8 +178,6 @@ def test_layers_that_megatron_cannot_run(request, name):
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_gdn", "tiny_mixed"])
 def test_a_config_older_than_the_settings_gets_their_state_dtype(request, name):
-    from megatron_hybrid_prefix import build_engine
-
     def types(engine):
         return {
             name: str(part.dtype).removeprefix("torch.") for name, part in engine.context.shared_memory.states.items()
@@ -209,8 +209,6 @@ ASK_AGAIN = "use build_engine, or call install\\(\\) before the InferenceConfig 
     ],
 )
 def test_a_config_made_before_install_is_refused_rather_than_fails_in_a_step(request, name, said):
-    from megatron_hybrid_prefix import build_engine
-
     model = request.getfixturevalue(name)
     config = CONFIG(model)
     states = config.mamba_inference_state_config
@@ -228,13 +226,6 @@ def test_a_config_made_before_install_is_refused_rather_than_fails_in_a_step(req
 
 def test_a_model_without_a_layer_pattern(tiny_gdn):
     """Stands for megatron's ``GPTModel`` with ``experimental_attention_variant="gated_delta_net"``, which needs TE."""
-    import copy
-
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    from megatron_hybrid_prefix import build_engine
-
     config = copy.copy(tiny_gdn.config)
     config.num_layers = 2
     model = GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"), 512, 512)
@@ -256,10 +247,6 @@ def test_a_model_without_a_layer_pattern(tiny_gdn):
 
 
 def test_from_model_is_megatrons_where_that_is_enough(tiny, tiny_gdn, monkeypatch):
-    from megatron.core.inference.config import MambaInferenceStateConfig
-
-    from megatron_hybrid_prefix.mcore.state import layout
-
     class Sub(MambaInferenceStateConfig):
         pass
 
@@ -277,12 +264,6 @@ def test_from_model_is_megatrons_where_that_is_enough(tiny, tiny_gdn, monkeypatc
 
 def test_from_model_needs_no_parallel_state(monkeypatch, platform):
     """For attention alone megatron returns None, whatever runs."""
-    from megatron.core import parallel_state
-    from megatron.core.inference.config import MambaInferenceStateConfig
-
-    from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
-    from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-
     model = build_hybrid_model(get_preset("tiny", layer_pattern="*-*-"), platform=platform)
     install()
     monkeypatch.setattr(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", None)
@@ -293,16 +274,12 @@ def test_from_model_needs_no_parallel_state(monkeypatch, platform):
 
 
 def test_models_without_recurrent_layers_stay_megatrons(tiny):
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-
     install(PREFIX)
     config = CONFIG(tiny, mamba_inference_state_config=None)
     assert type(DynamicInferenceContext(tiny.config, config)) is DynamicInferenceContext
 
 
 def test_an_engine_of_the_users_own_is_refused_rather_than_wrong(tiny):
-    from megatron.core.inference.engines import DynamicInferenceEngine
-
     class MyEngine(DynamicInferenceEngine):
         pass
 
@@ -327,21 +304,7 @@ def test_a_constructor_that_changed_is_an_error_that_names_it(monkeypatch, numbe
     assert not installation.installed_rebindings()
 
 
-def test_replacements_are_listed():
-    install(PREFIX)
-    listed = installation.installed_rebindings()
-    assert all(isinstance(item, Rebinding) and item.why for item in listed)
-    assert [item.symbol.rsplit(".", 2)[-2] for item in listed] == [
-        "MambaInferenceStateConfig",
-        "DynamicInferenceContext",
-        "TextGenerationController",
-        "DynamicInferenceEngine",
-    ]
-
-
 def test_megatron_llm(tiny):
-    from megatron.core.inference.apis import MegatronLLM
-
     expected = TOKENS(ENGINE(tiny, CONFIG(tiny)))
     with installed(PREFIX):
         llm = MegatronLLM(model=tiny, tokenizer=TOKENIZER, inference_config=CONFIG(tiny), use_coordinator=False)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_hybrid_prefix.index.requests import is_prefilling
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 
 
 def most_held(served: EngineHarness) -> int:
@@ -22,14 +22,13 @@ def most_held(served: EngineHarness) -> int:
     return most
 
 
-@pytest.mark.parametrize("mode", ["legacy", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("prompt", "slots", "held"),
     [(tokens(1, 0, seed=1), 32, 5), (tokens(2, 32, seed=2), 0, 6)],  # megatron's own cache holds as many
     ids=["one block", "no state budget"],
 )
-def test_equal_prompts_hold_their_kv_once(tiny, prompt, slots, held, mode):
-    served = EngineHarness(tiny, slots=slots, async_sched_mode=mode)
+def test_equal_prompts_hold_their_kv_once(tiny, prompt, slots, held):
+    served = EngineHarness(tiny, slots=slots)
     for _ in range(4):
         served.add(prompt, 4)
     assert most_held(served) == held
@@ -37,8 +36,7 @@ def test_equal_prompts_hold_their_kv_once(tiny, prompt, slots, held, mode):
     assert most_held(served) == held - 3
     stats = served.context.prefix_stats()
     assert stats.computed_prompt_tokens == stats.prompt_tokens == 5 * len(prompt)  # no token was skipped
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 class Junction:
@@ -85,18 +83,23 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["legacy", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
-def test_shared_blocks_are_read_and_not_written(tiny, fields, mode):
-    case = Junction(tiny, async_sched_mode=mode, **fields)
+def test_shared_blocks_are_read_and_not_written(tiny, fields):
+    case = Junction(tiny, **fields)
     case.run()
-    case.served.check()
-    case.served.check_drained()
+    case.served.finish()
+
+
+LAYERS = [
+    ("tiny_gdn", 0, "legacy"),
+    ("tiny_mixed", 0, "async"),
+    ("tiny_mtp", 2, "legacy"),
+    ("tiny_gdn_mtp", 1, "async"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "drafts"), [("tiny_gdn", 0), ("tiny_mixed", 0), ("tiny_mtp", 2), ("tiny_gdn_mtp", 1)])
+@pytest.mark.parametrize(("name", "drafts", "mode"), LAYERS)
 def test_other_layers_and_drafts(request, name, drafts, mode):
     for fields in CASES.values():
         model = request.getfixturevalue(name)

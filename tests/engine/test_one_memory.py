@@ -90,38 +90,13 @@ def test_the_memory_and_its_cap(tiny_mtp, prefix, gb, drafts):
     assert context.max_requests == 8
 
 
-def test_a_cap_of_0_caches_no_state(tiny):
-    served = EngineHarness(tiny, slots=0, decode_checkpoints=True, retention_interval_tokens=None)
-    for _ in range(2):
-        assert served.send(tokens(3, 5, seed=1), count=2 * BLOCK).num_cached_tokens == 0
-    assert served.cache.stats().checkpoints_published == 0 == served.kept_states
-    served.check()
-    served.check_drained()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"max_requests": None},
-        {"max_requests": None, "mamba_memory_ratio": 0.3},
-        {"max_requests": None, "mamba_memory_ratio": 0.05, "num_speculative_tokens": 3},
-        {"mamba_memory_ratio": 0.3},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("prefix", [{}, {"mamba_gb": 0.002}, {"cache_gb": 0.01}], ids=str)
-def test_as_many_requests_run_as_in_megatron(tiny_mtp, prefix, fields):
-    """With ``cache_gb`` there may be more, if nobody says how many: megatron gives KV a part, and each request a block of it."""
-    plain = build_upstream_engine(tiny_mtp, **GIVEN | fields).context.max_requests
-    found = context_of(tiny_mtp, prefix, **fields).max_requests
-    assert found == plain or ("cache_gb" in prefix and "max_requests" in fields and found > plain)
-
-
 SIZES = [
+    {},
     *({"max_requests": count, "num_speculative_tokens": drafts} for count in (4, 64) for drafts in (0, 3)),
     *({"max_requests": None, "mamba_memory_ratio": ratio} for ratio in (0.05, 0.6)),
     {"max_requests": None},
+    {"max_requests": None, "mamba_memory_ratio": 0.05, "num_speculative_tokens": 3},
+    {"mamba_memory_ratio": 0.3},
     {"max_requests": 16, "num_speculative_tokens": 3, "mamba_memory_ratio": 0.6},
     {"paused_buffer_size_gb": 0.004},
     {"paused_buffer_size_gb": 0.02, "max_requests": 64, "num_speculative_tokens": 3},
@@ -129,35 +104,20 @@ SIZES = [
 
 
 @pytest.mark.parametrize("fields", SIZES, ids=str)
-@pytest.mark.parametrize("mamba_gb", [None, 0.0, 0.003])
-def test_no_kv_is_lost_to_the_cache(tiny_mtp, mamba_gb, fields):
-    """Beside megatron's engine without a cache: blocks may be a little larger, so that states fit a page."""
+def test_as_many_requests_and_blocks_as_in_megatron(tiny_mtp, fields):
+    """Beside megatron's engine without a cache: blocks may be a little larger, so that states fit a page.
+
+    With ``cache_gb`` more requests may run, if nobody says how many: megatron gives KV a part, and each request a block of it.
+    """
     fields = {"buffer_size_gb": 0.05, "max_tokens": 1024} | fields
-    plain = build_upstream_engine(tiny_mtp, **GIVEN | fields).context.kv_block_allocator
-    ours = context_of(tiny_mtp, {"mamba_gb": mamba_gb}, **fields).kv_block_allocator
-    assert ours.total_count >= 0.97 * plain.total_count
-    assert ours.paused_count == plain.paused_count
-
-
-@pytest.mark.parametrize(
-    ("prefix", "fields", "said"),
-    [
-        ({"cache_gb": 0.0}, {}, r"cache_gb=0.0: must be above 0"),
-        ({"mamba_gb": -1.0}, {}, r"mamba_gb=-1.0: must be 0 or more"),
-        ({"cache_gb": 0.01, "mamba_gb": 0.02}, {}, r"mamba_gb=0.02 is a cap within cache_gb=0.01, and larger: [^\n]*"),
-        ({"cache_gb": 1.2345678e-5}, {}, r"cache_gb=1.2345678e-05 is too small: [^\n]* need 0.[0-9]+ MiB"),
-        (
-            {"cache_gb": 1e-3},
-            {"num_speculative_tokens": 3},
-            r"cache_gb=0.001 is too small: [^\n]* with 3 drafts [^\n]*",
-        ),
-        ({}, {"buffer_size_gb": 1e-5}, r"buffer_size_gb=1e-05 is too small: [^\n]*"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_in_one_line(tiny_mtp, prefix, fields, said):
-    with pytest.raises(ValueError, match=f"^{said}$"):
-        context_of(tiny_mtp, prefix, **fields)
+    plain = build_upstream_engine(tiny_mtp, **GIVEN | fields).context
+    for prefix in ({}, {"mamba_gb": 0.0}, {"mamba_gb": 0.003}):
+        ours = context_of(tiny_mtp, prefix, **fields)
+        assert ours.max_requests == plain.max_requests
+        assert ours.kv_block_allocator.total_count >= 0.97 * plain.kv_block_allocator.total_count
+        assert ours.kv_block_allocator.paused_count == plain.kv_block_allocator.paused_count
+    found = context_of(tiny_mtp, {"cache_gb": 0.05}, **fields).max_requests
+    assert found == plain.max_requests or ("max_requests" in fields and found > plain.max_requests)
 
 
 # -- moves -------------------------------------------------------------------------------------------------------------
@@ -343,8 +303,7 @@ def test_a_request_that_fits_an_empty_memory_runs(tiny_large_states):
     served.send(longest[: BLOCK + 9])
     assert served.kept_states
     assert served.send(longest).num_cached_tokens == 0
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_a_request_that_does_not_fit_beside_its_state_is_refused(tiny_large_states):
@@ -367,6 +326,4 @@ def test_a_state_beside_a_running_requests_gives_its_kv_away(tiny):
             served.step()
     assert running not in served.finished and served.cache.memory_use().state_pages == 1
     assert served.cache.stats().evictions > 0
-    served.run()
-    served.check()
-    served.check_drained()
+    served.finish()

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_hybrid_prefix.mcore.engine.coalesce import _Owners
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
-from tests.harness.selection import mostly_slow
-
-each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 
 
-def herd(model, mode, **fields) -> EngineHarness:
+def herd(model, **fields) -> EngineHarness:
     fields = {"max_requests": 12, "max_tokens": 4096, "max_sequence_length": 2048, "buffer_size_gb": 0.05} | fields
-    return EngineHarness(model, async_sched_mode=mode, **fields)
+    return EngineHarness(model, **fields)
 
 
 def computed(served) -> int:
     return served.context.prefix_stats().computed_prompt_tokens
 
 
-CHUNKED = ({}, {"enable_chunked_prefill": True, "max_tokens": 256})
-
-
 def test_owners_of_log_probs_are_all_that_compute_enough():
-    from megatron_hybrid_prefix.mcore.engine.coalesce import _Owners
-
     owners, keys = _Owners(BLOCK), [bytes([number]) for number in range(6)]
     owners.add(keys[:2], 0, "none", None)
     owners.add(keys[2:4], 0, "two", 2)
@@ -37,25 +30,9 @@ def test_owners_of_log_probs_are_all_that_compute_enough():
     assert set(owners.of(2)) == set(keys[2:4]) and not owners.of(3) and set(owners.of(None)) == set(keys)
 
 
-@each_mode
-@pytest.mark.parametrize("chunks", CHUNKED, ids=["whole", "chunked"])
-def test_eight_cold_requests_compute_their_common_prefix_once(model, mode, chunks):
-    served = herd(model, mode, **chunks)
-    prefix = tokens(10, 0, seed=1)
-    own = [random_tokens(30 + number, seed=10 + number) for number in range(8)]
-    for tail in own:
-        served.add(prefix + tail)
-    served.run()
-    assert computed(served) == len(prefix) + sum(map(len, own))
-    served.check()
-    served.check_drained()
-
-
-@each_mode
-@pytest.mark.parametrize("chunks", CHUNKED, ids=["whole", "chunked"])
 @pytest.mark.parametrize("tail", [0, 1, 40])
-def test_samples_of_one_prompt(model, mode, chunks, tail):
-    served = herd(model, mode, **chunks)
+def test_samples_of_one_prompt(model, tail):
+    served = herd(model)
     prompt = tokens(5, tail, seed=1)
     for _ in range(6):
         served.add(prompt)
@@ -65,10 +42,10 @@ def test_samples_of_one_prompt(model, mode, chunks, tail):
     served.check()
 
 
-@each_mode
-def test_branches_of_branches(model, mode):
-    """Groups share more with each other than all requests do."""
-    served = herd(model, mode)
+@pytest.mark.parametrize("chunks", [{}, {"enable_chunked_prefill": True, "max_tokens": 256}], ids=["whole", "chunked"])
+def test_branches_of_branches(model, chunks):
+    """What cold requests share is computed once. Groups share more with each other than all requests do."""
+    served = herd(model, **chunks)
     trunk = tokens(5, 0, seed=1)
     total = len(trunk)
     for branch in range(2):
@@ -83,9 +60,8 @@ def test_branches_of_branches(model, mode):
     served.check()
 
 
-@each_mode
-def test_requests_that_come_while_a_long_prompt_is_computed_in_chunks(model, mode):
-    served = herd(model, mode, enable_chunked_prefill=True, max_tokens=128)
+def test_requests_that_come_while_a_long_prompt_is_computed_in_chunks(model):
+    served = herd(model, enable_chunked_prefill=True, max_tokens=128)
     prompt = tokens(20, 3, seed=1)
     served.add(prompt)
     served.step(3)
@@ -95,11 +71,10 @@ def test_requests_that_come_while_a_long_prompt_is_computed_in_chunks(model, mod
     served.check()
 
 
-@each_mode
 @pytest.mark.parametrize("how", ["aborted", "switch", "salt", "too little"])
-def test_no_request_waits_for_a_prefix_that_will_not_come(model, mode, how):
+def test_no_request_waits_for_a_prefix_that_will_not_come(model, how):
     fields = {"coalesce_prefixes": False} if how == "switch" else {}
-    served = herd(model, mode, enable_chunked_prefill=True, max_tokens=128, **fields)
+    served = herd(model, enable_chunked_prefill=True, max_tokens=128, **fields)
     prompt = tokens(3 if how == "too little" else 20, 3, seed=1)
     first = served.add(prompt, cache_salt="a" if how == "salt" else "b")
     second = served.add([*prompt, 1, 2], cache_salt="b")
@@ -112,9 +87,8 @@ def test_no_request_waits_for_a_prefix_that_will_not_come(model, mode, how):
     served.check_drained()
 
 
-@each_mode
-def test_a_cached_prompt_starts_while_another_is_computed_in_chunks(model, mode):
-    served = herd(model, mode, enable_chunked_prefill=True, max_tokens=128, coalesce_prefixes=False)
+def test_a_cached_prompt_starts_while_another_is_computed_in_chunks(model):
+    served = herd(model, enable_chunked_prefill=True, max_tokens=128, coalesce_prefixes=False)
     short = tokens(4, 5, seed=1)
     served.send(short)
     long = served.add(tokens(25, 3, seed=2))
@@ -128,13 +102,11 @@ def test_a_cached_prompt_starts_while_another_is_computed_in_chunks(model, mode)
     assert steps <= 8
     served.run()
     assert [served.finished[number].num_cached_tokens for number in quick] == 3 * [4 * BLOCK]
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
-@each_mode
-def test_little_requests_do_not_starve_the_long_one(model, mode):
-    served = herd(model, mode, enable_chunked_prefill=True, max_tokens=128)
+def test_little_requests_do_not_starve_the_long_one(model):
+    served = herd(model, enable_chunked_prefill=True, max_tokens=128)
     short = tokens(4, 5, seed=1)
     served.send(short)
     long = served.add(tokens(20, 3, seed=2), 2)

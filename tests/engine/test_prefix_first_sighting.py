@@ -1,4 +1,7 @@
-"""The second request with a prefix already resumes from it, with a breakpoint of the caller and without."""
+"""The second request with a prefix already resumes from it, with a breakpoint of the caller and without.
+
+(Which states are kept: tests/core/test_retention.py.)
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from tests.harness.engine_helpers import assert_matches
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, IdTokenizer, tokens
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
-from tests.harness.selection import mostly_slow
-
-each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 
 
 def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int:
@@ -24,41 +23,15 @@ def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int
     return count
 
 
-def kept(served: EngineHarness) -> list[tuple[int, CheckpointReason]]:
-    """Depths in blocks of all kept states, and their reasons."""
-    nodes = (node for node in served.cache.nodes() if node.reason is not None)
-    return sorted((node.depth_blocks, node.reason) for node in nodes)
-
-
 # -- the second and the third request ----------------------------------------------------------------------------------
 
 
-@each_mode
-@pytest.mark.parametrize("max_tokens", mostly_slow([2048, 3 * BLOCK], 3 * BLOCK), ids=["whole", "chunked"])
-@pytest.mark.parametrize("more", [0, 1, BLOCK - 1])
-def test_a_named_prefix(model, mode, max_tokens, more):
-    served = EngineHarness(
-        model, async_sched_mode=mode, max_tokens=max_tokens, enable_chunked_prefill=True, max_sequence_length=2048
-    )
-    shared = tokens(8, more, seed=1)
-    own = [tokens(0, count, seed=count) for count in (150, 90, 30)]
-    assert computed(served, shared + own[0], cache_breakpoints=[len(shared)]) == len(shared) + 150
-    assert computed(served, shared + own[1], cache_breakpoints=[len(shared)]) == 90 + more
-    assert computed(served, shared + own[2]) == 30 + more
-    assert served.cache.stats().checkpoints_by_reason["breakpoint"] == 1
-    assert served.cache.stats().lost_tokens_no_state == 0
-    served.check()
-    served.check_drained()
-
-
-@each_mode
-@pytest.mark.parametrize("max_tokens", mostly_slow([2048, 3 * BLOCK], 3 * BLOCK), ids=["whole", "chunked"])
-@pytest.mark.parametrize(("interval", "widest"), [(None, 2 * BLOCK), (5 * BLOCK, 5 * BLOCK)], ids=["default", "5"])
-def test_without_a_hint(model, mode, max_tokens, interval, widest):
+@pytest.mark.parametrize(("interval", "max_tokens"), [(None, 3 * BLOCK), (5 * BLOCK, 2048)])
+def test_without_a_hint(model, interval, max_tokens):
     """Prompts of more than 16 blocks, so that not every block is an interval."""
     served = EngineHarness(
         model,
-        async_sched_mode=mode,
+        async_sched_mode="async",
         retention_interval_tokens=interval,
         max_tokens=max_tokens,
         enable_chunked_prefill=True,
@@ -67,14 +40,13 @@ def test_without_a_hint(model, mode, max_tokens, interval, widest):
     shared = tokens(8, 20 + BLOCK, seed=1)  # nine blocks: no interval
     own = [tokens(0, 700 + number, seed=number) for number in range(4)]
     assert computed(served, shared + own[0]) == len(shared) + 700
-    second = computed(served, shared + own[1])
+    second, widest = computed(served, shared + own[1]), interval or 2 * BLOCK
     assert 701 + BLOCK < second < 701 + widest
     assert second == 701 + len(shared) % widest
     for number in (2, 3):
         assert computed(served, shared + own[number]) == 700 + number + 20, "the blocks that two prompts shared"
     assert served.cache.stats().checkpoints_by_reason["interval"] > 0
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -91,97 +63,24 @@ def test_wrong_states_would_be_noticed(model, mutant):
             assert_matches(served.reference, request)
 
 
-@each_mode
-def test_concurrent_requests_share_the_first_ones_states(model, mode):
-    served = EngineHarness(model, async_sched_mode=mode, retention_interval_tokens=None)
-    shared = tokens(4, 9, seed=1)
-    served.send(*(shared + tokens(0, 40 + number, seed=number) for number in range(4)), count=9)
-    cached = [served.finished[number].num_cached_tokens for number in sorted(served.finished)]
-    assert cached == [0] + [4 * BLOCK] * 3
-    served.check()
-    served.check_drained()
-
-
-# -- few slots ---------------------------------------------------------------------------------------------------------
-
-
-@each_mode
-def test_under_pressure_probationary_states_go_first_and_a_used_one_stays(model, mode):
-    served = EngineHarness(
-        model,
-        eviction_policy="lru",
-        slots=5,
-        async_sched_mode=mode,
-        retention_interval_tokens=2 * BLOCK,
-        decode_checkpoints=False,
-    )
-    shared = tokens(5, 0, seed=1)
-    served.send(shared + tokens(3, 30, seed=2))
-    assert kept(served) == [
-        (2, CheckpointReason.INTERVAL),
-        (4, CheckpointReason.INTERVAL),
-        (6, CheckpointReason.INTERVAL),
-        (8, CheckpointReason.TAIL),
-    ]
-    short = shared[: 2 * BLOCK] + tokens(0, 30, seed=3)
-    assert computed(served, short) == 30  # resumes from the first
-    for seed in range(4, 7):
-        served.send(tokens(1, 30, seed=seed))
-    # The free slot, then the probationary ones; the used one and the tail of the first prompt are still there.
-    assert kept(served) == [(1, CheckpointReason.TAIL)] * 3 + [
-        (2, CheckpointReason.INTERVAL),
-        (8, CheckpointReason.TAIL),
-    ]
-    assert computed(served, short) == 30
-    served.send(tokens(4, 30, seed=7))  # its tail takes the oldest one's slot; its guesses get none
-    assert kept(served) == [(1, CheckpointReason.TAIL)] * 3 + [
-        (2, CheckpointReason.INTERVAL),
-        (4, CheckpointReason.TAIL),
-    ]
-    assert computed(served, short) == 30
-    assert served.cache.stats().checkpoints_skipped == 0
-    served.check()
-    served.check_drained()
-
-
 # -- what is said about requests ---------------------------------------------------------------------------------------
 
 
-@each_mode
-def test_breakpoints_survive_a_preemption(model, mode):
-    served = EngineHarness(model, blocks=11, async_sched_mode=mode, tokenizer=IdTokenizer())
-    for seed in range(4):
-        served.add(tokens(1, 50 + seed, seed=seed), 40, cache_breakpoints=[BLOCK])
-    served.run()
-    preempted = [record for record in served.records.values() if len(record.requests) > 1]
-    assert preempted
-    for record in preempted:
-        assert record[-1].sampling_params.cache_breakpoints == [BLOCK]
-    assert served.cache.stats().checkpoints_by_reason["breakpoint"] >= 4
-    served.check()
-    served.check_drained()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [64, "64", b"64", [64.0], [64, None], ["64"], [True], {64}, {64: 1}, [[64]], "a\nb", [1.5] * 100],
-    ids=lambda wrong: str(wrong)[:9],
-)
-def test_breakpoints_of_another_type_are_refused(model, wrong):
+def test_breakpoints_of_another_type_are_refused(model):
     served = EngineHarness(model)
+    engine = served.engine
     running = served.add(tokens(1, 20, seed=1), 6)
     served.step(2)
-    with pytest.raises(ValueError, match=r"^request 2: cache_breakpoints=.*: must be a sequence of ints$") as error:
-        served.add(tokens(2, 20, seed=2), cache_breakpoints=wrong)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 130
-    engine = served.engine
-    assert list(engine.requests) == [running] and not engine.waiting_request_ids
-    assert len(served.context._requests) <= 1
+    for wrong in (64, "64", b"64", [64.0], [64, None], ["64"], [True], {64}, {64: 1}, [[64]], "a\nb", [1.5] * 100):
+        served.next_id = 1
+        with pytest.raises(ValueError, match=r"^request 2: cache_breakpoints=.*: must be a sequence of ints$") as error:
+            served.add(tokens(2, 20, seed=2), cache_breakpoints=wrong)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 130
+        assert list(engine.requests) == [running] and not engine.waiting_request_ids
+        assert len(served.context._requests) <= 1
     served.next_id = 1
     assert served.add(tokens(2, 20, seed=2), cache_breakpoints=None) == 2  # the id can be had
-    served.run()
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("harmless", [[], (), [0, -5, 10**12], [BLOCK, BLOCK, 1, BLOCK], range(0, 400, 10)], ids=str)
@@ -189,14 +88,4 @@ def test_breakpoints_that_mean_little_are_harmless(model, harmless):
     served = EngineHarness(model)
     assert computed(served, tokens(3, 20, seed=1), cache_breakpoints=harmless) == 3 * BLOCK + 20
     assert computed(served, tokens(3, 20, seed=1), cache_breakpoints=harmless) == 20
-    served.check()
-    served.check_drained()
-
-
-def test_an_interval_that_is_no_multiple_of_the_block_is_refused_when_the_engine_is_built(model):
-    with pytest.raises(ValueError, match=r"^retention_interval_tokens=100: must be 0 or a multiple of block_tokens=64"):
-        EngineHarness(model, retention_interval_tokens=100)
-    served = EngineHarness(model, retention_interval_tokens=0)
-    served.send(tokens(3, 20, seed=1))
-    assert kept(served) == [(3, CheckpointReason.TAIL)]
-    served.check()
+    served.finish()

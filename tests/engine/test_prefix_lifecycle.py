@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,13 +12,11 @@ import torch
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
-from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_hybrid_prefix.models import build_hybrid_model
-from tests.harness.drafts import forced_drafts
+from tests.harness.drafts import Drafting
 from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_matches
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, raising, tokens
 from tests.harness.selection import mostly_slow
 
 PERSIST, OFFLOAD, RECOMPUTE = (
@@ -31,20 +28,6 @@ each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
 each_management = pytest.mark.parametrize("management", (PERSIST, OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def collected_quickly() -> Iterator[None]:
-    """Makes megatron's garbage collection on suspend fast, by excluding all imported objects."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
-def own_model(platform: Any) -> Any:
-    """A model that a test may modify."""
-    return build_hybrid_model("tiny", seed=5, platform=platform)
-
-
 # -- suspend and resume ------------------------------------------------------------------------------------------------
 
 
@@ -54,10 +37,9 @@ def state_storages(served: EngineHarness) -> dict[str, torch.UntypedStorage]:
     return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
 
 
-@each_mode
 @each_management
-def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
-    served = EngineHarness(model, kv_cache_management_mode=management, async_sched_mode=mode, keep_on_resume=True)
+def test_what_an_idle_engine_keeps_while_suspended(model, management):
+    served = EngineHarness(model, kv_cache_management_mode=management, keep_on_resume=True)
     prompt = tokens(2, 30, seed=1)
     served.send(prompt)
     sizes = {name: storage.nbytes() for name, storage in state_storages(served).items()}
@@ -80,49 +62,36 @@ def test_what_an_idle_engine_keeps_while_suspended(model, management, mode):
     served.check_drained()
     assert served.send(prompt).num_cached_tokens == (2 * BLOCK if kept else 0)
     assert served.send(prompt).num_cached_tokens == 2 * BLOCK
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
-@each_mode
-@pytest.mark.parametrize("running", [False, True], ids=["idle", "running"])
-def test_recompute_lets_go_of_all_memory(model, running, mode):
+def test_recompute_lets_go_of_all_memory(model):
     """Checks the storages, because a forgotten view would keep a storage alive."""
-    served = EngineHarness(model, kv_cache_management_mode=RECOMPUTE, async_sched_mode=mode)
+    served = EngineHarness(model, kv_cache_management_mode=RECOMPUTE)
     prompt = tokens(2, 30, seed=1)
     served.send(prompt)
-    if running:
-        served.add(prompt, 9)  # resumed from a checkpoint
-        served.step(3)
+    served.add(prompt, 9)  # resumed from a checkpoint
+    served.step(3)
     storages = {name: StorageWeakRef(storage) for name, storage in state_storages(served).items()}
     assert not any(ref.expired() for ref in storages.values())
     served.engine.suspend()
     gc.collect()
     assert [name for name, ref in storages.items() if not ref.expired()] == []
     served.engine.resume()
-    served.run()
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
-def served_in_chunks(model, management, mode, *, max_requests):
+def served_in_chunks(model, management, **fields):
     """An engine that computes prompts in chunks of two blocks, and whose weights do not change."""
-    return EngineHarness(
-        model,
-        keep_on_resume=True,
-        kv_cache_management_mode=management,
-        async_sched_mode=mode,
-        enable_chunked_prefill=True,
-        max_tokens=2 * BLOCK,
-        max_requests=max_requests,
-    )
+    fields = {"enable_chunked_prefill": True, "max_tokens": 2 * BLOCK, "max_requests": 3} | fields
+    return EngineHarness(model, keep_on_resume=True, kv_cache_management_mode=management, **fields)
 
 
 @each_mode
 @each_management
 def test_requests_in_every_state_live_through_a_suspension(model, management, mode):
     """One in decode after a hit, one in decode after a miss, one between two chunks of its prompt, one waiting."""
-    served = served_in_chunks(model, management, mode, max_requests=3)
+    served = served_in_chunks(model, management, async_sched_mode=mode)
     prefix = tokens(2, 0, seed=1)
     served.send(prefix + tokens(0, 9, seed=2))
     decoding = [served.add(prefix + tokens(0, 7, seed=3), 30), served.add(tokens(1, 20, seed=4), 30)]
@@ -136,9 +105,7 @@ def test_requests_in_every_state_live_through_a_suspension(model, management, mo
     assert min(before.values()) > 1 and waiting in served.engine.waiting_request_ids
 
     served.suspend_and_resume()
-    served.run()
-    served.check()
-    served.check_drained()
+    served.finish()
     cached = [served.finished[number].num_cached_tokens for number in (*decoding, chunked, waiting)]
     if management == RECOMPUTE:
         # The chunked one found again what the first had computed again: it counts what it skipped, once.
@@ -152,10 +119,9 @@ def test_requests_in_every_state_live_through_a_suspension(model, management, mo
     served.check()
 
 
-@each_mode
-def test_a_capture_on_resume_starts_running_requests_over_and_says_so(model, mode, monkeypatch, caplog):
+def test_a_capture_on_resume_starts_running_requests_over_and_says_so(model, monkeypatch, caplog):
     """If offloaded buffers may move, CUDA graphs are captured again, which resets the context."""
-    served = served_in_chunks(model, OFFLOAD, mode, max_requests=3)
+    served = served_in_chunks(model, OFFLOAD)
     prefix = tokens(2, 0, seed=1)
     served.send(prefix + tokens(0, 9, seed=2))
     running = [served.add(prefix + tokens(0, 7, seed=3), 30), served.add(tokens(1, 20, seed=4), 30)]
@@ -179,11 +145,10 @@ def test_a_capture_on_resume_starts_running_requests_over_and_says_so(model, mod
     assert served.send(prefix + tokens(0, 12, seed=5)).num_cached_tokens == 2 * BLOCK
 
 
-@each_mode
-def test_a_chunked_prefill_that_starts_over_reports_its_prompt_once(model, mode):
+def test_a_chunked_prefill_that_starts_over_reports_its_prompt_once(model):
     """Its first chunks had already returned log-probs of the prompt."""
     fields = {"enable_chunked_prefill": True, "max_tokens": BLOCK, "materialize_only_last_token_logits": False}
-    served = EngineHarness(model, kv_cache_management_mode=RECOMPUTE, async_sched_mode=mode, **fields)
+    served = EngineHarness(model, kv_cache_management_mode=RECOMPUTE, **fields)
     prompt = tokens(4, 20, seed=1)
     number = served.add(prompt, params={"skip_prompt_log_probs": False, "top_n_logprobs": 2})
     served.step(3)
@@ -196,17 +161,16 @@ def test_a_chunked_prefill_that_starts_over_reports_its_prompt_once(model, mode)
     assert len(request.generated_log_probs) == len(request.generated_top_n_logprobs) == 4
     served.check()
     # Compared with megatron, not with the reference: what megatron reports at the end of a chunk is of another token.
-    whole = EngineHarness(model, slots=None, async_sched_mode=mode, **fields)
+    whole = EngineHarness(model, slots=None, **fields)
     whole.add(prompt, params={"skip_prompt_log_probs": False, "top_n_logprobs": 2})
     whole.run()
     assert request.prompt_log_probs == pytest.approx(whole.finished[1].prompt_log_probs, abs=LOG_PROB_NOISE)
 
 
-@each_mode
 @each_management
 @pytest.mark.parametrize("when", ["before", "while suspended"])
-def test_aborted_and_refused_requests_stay_so(model, management, mode, when):
-    served = served_in_chunks(model, management, mode, max_requests=2)
+def test_aborted_and_refused_requests_stay_so(model, management, when):
+    served = served_in_chunks(model, management, max_requests=2)
     kept = served.add(tokens(0, 50, seed=1), 12)
     active = served.add(tokens(0, 50, seed=2), 12)
     served.step(3)
@@ -242,98 +206,6 @@ def test_aborted_and_refused_requests_stay_so(model, management, mode, when):
     assert served.step() == []  # an idle step
 
 
-# -- new weights -------------------------------------------------------------------------------------------------------
-
-
-def change_weights(model: Any) -> None:
-    """Changes weights in place, as a trainer does, including decay rates, whose exponential is cached by mixers."""
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "A_log" in name:
-                weight.add_(0.4)
-            elif any(part in name for part in ("in_proj", "linear_qkv", "conv1d", "linear_fc1")):
-                weight.mul_(1.25)
-
-
-@each_mode
-def test_nothing_of_other_weights_is_reused(own_model, mode):
-    served = EngineHarness(own_model, async_sched_mode=mode)
-    prompt = tokens(2, 30, seed=1)
-    served.send(prompt)
-    served.check()
-    change_weights(own_model)
-    assert served.send(prompt).num_cached_tokens == 2 * BLOCK
-    with pytest.raises(AssertionError, match=r"log-prob|token"):
-        served.check(2)  # not announced: so the weights are other ones, and this would be noticed
-
-    served.engine._generation_epoch = 7
-    assert served.cache.blocks.cached_count == served.kept_states == 0
-    cached = [served.send(prompt).num_cached_tokens for _ in range(2)]
-    served.engine._generation_epoch = 7  # no news
-    cached.append(served.send(prompt).num_cached_tokens)
-    served.engine._generation_epoch = 8
-    cached.append(served.send(prompt).num_cached_tokens)
-    assert cached == [0, 2 * BLOCK, 2 * BLOCK, 0]
-    served.check(3, 4, 5, 6)
-    served.check_drained()
-
-
-@each_mode
-@pytest.mark.parametrize("phase", ["decode", "between chunks", "first forward"])
-def test_a_request_that_spans_the_change_caches_nothing(own_model, phase, mode):
-    """Neither what it computed before nor what it computes later. A request that still waits uses only the new weights."""
-    chunked = phase == "between chunks"
-    served = EngineHarness(
-        own_model, async_sched_mode=mode, enable_chunked_prefill=chunked, max_tokens=(3 if chunked else 16) * BLOCK
-    )
-    prompt = tokens(3 if chunked else 1, 40, seed=1)
-    spanning = served.add(prompt, 2 * BLOCK)  # it fills blocks by decoding, too
-    served.step(4 if phase == "decode" else 1)
-    generated = len(served.engine.get_request(spanning).generated_tokens)
-    assert (generated > 1) == (phase == "decode")
-    if chunked:
-        assert served.context.chunked_prefill_request_id == spanning
-    waiting = served.add(tokens(1, 50, seed=2))
-    change_weights(own_model)
-    served.engine._generation_epoch = 1
-    served.run()
-    assert len(served.finished[spanning].generated_tokens) == 2 * BLOCK
-    assert (served.cache.blocks.cached_count, served.kept_states) == (1, 1)  # of the one that waited
-    served.check(waiting)
-    sequence = prompt + list(served.finished[spanning].generated_tokens)
-    again = served.send(sequence)
-    assert again.num_cached_tokens == 0
-    assert served.send(tokens(1, 50, seed=2)).num_cached_tokens == BLOCK
-    served.check(waiting, again.request_id, again.request_id + 1)
-    served.check_drained()
-
-
-@each_mode
-@each_management
-def test_weights_change_while_suspended(own_model, management, mode):
-    """The order of a trainer: suspend, train, announce, resume."""
-    served = EngineHarness(own_model, kv_cache_management_mode=management, async_sched_mode=mode)
-    prompt = tokens(2, 30, seed=1)
-    served.send(prompt)
-    running = served.add(prompt, 20)
-    served.step(5)
-    served.engine.suspend()
-    change_weights(own_model)
-    served.engine._generation_epoch = 1
-    served.engine.resume()
-    served.check_integrity()
-    served.run()
-    recomputed = management == RECOMPUTE
-    assert served.cache.blocks.cached_count == (2 if recomputed else 0)
-    if recomputed:  # what it said after the change is of the new weights, on all that it had said
-        assert_matches(served.reference, served.records[running][-1])
-    again = served.send(prompt)
-    assert again.num_cached_tokens == (2 * BLOCK if recomputed else 0)
-    assert served.send(prompt).num_cached_tokens == 2 * BLOCK
-    served.check(again.request_id, again.request_id + 1)
-    served.check_drained()
-
-
 # -- forget ------------------------------------------------------------------------------------------------------------
 
 FORGET = {
@@ -349,10 +221,9 @@ KEEP = {
 }
 
 
-@each_mode
 @pytest.mark.parametrize("how", FORGET)
-def test_forgetting_forgets_kv_and_states_together(model, how, mode):
-    served = EngineHarness(model, async_sched_mode=mode)
+def test_forgetting_forgets_kv_and_states_together(model, how):
+    served = EngineHarness(model)
     shared = tokens(3, 0, seed=1)
     served.send(shared + tokens(0, 20, seed=2))
     FORGET[how](served.engine)
@@ -363,15 +234,13 @@ def test_forgetting_forgets_kv_and_states_together(model, how, mode):
     miss = served.send(shared + tokens(0, 30, seed=5))  # so here is KV without a state
     hit = served.send(shared + tokens(0, 40, seed=6))
     assert [request.num_cached_tokens for request in (longer, miss, hit)] == [0, 0, 3 * BLOCK]
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
-@each_mode
 @pytest.mark.parametrize("how", KEEP)
-def test_a_reset_may_keep_the_cache(model, how, mode):
+def test_a_reset_may_keep_the_cache(model, how):
     """As in megatron's dummy step of an idle expert-parallel rank."""
-    served = EngineHarness(model, async_sched_mode=mode)
+    served = EngineHarness(model)
     prompt = tokens(2, 20, seed=1)
     served.send(prompt)
     KEEP[how](served.engine)
@@ -380,11 +249,8 @@ def test_a_reset_may_keep_the_cache(model, how, mode):
     served.check()
 
 
-@each_mode
-def test_engine_reset_drops_requests_in_every_state(model, mode):
-    served = EngineHarness(
-        model, blocks=9, paused_blocks=4, async_sched_mode=mode, enable_chunked_prefill=True, max_tokens=2 * BLOCK
-    )
+def test_engine_reset_drops_requests_in_every_state(model):
+    served = EngineHarness(model, blocks=9, paused_blocks=4, enable_chunked_prefill=True, max_tokens=2 * BLOCK)
     old = [served.add(tokens(1, 50 + seed, seed=seed), 40) for seed in range(3)]
     while served.context.paused_request_count == 0:
         served.step()
@@ -405,18 +271,16 @@ def test_engine_reset_drops_requests_in_every_state(model, mode):
 
 
 class Boom(Exception):
-    """Raised by a layer."""
+    """Raised in a step."""
 
 
-def fail_once(model: Any, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next forward of a layer raises, after the layers before it wrote their states."""
-    module = model.decoder.layers[layer]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.undo()
-        raise Boom
-
-    monkeypatch.setattr(module, "forward", forward)
+def check_reset_is_needed(served: EngineHarness) -> None:
+    """Checks that each step asks for it; resets; checks that nothing is held."""
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
+            served.step()
+    served.engine.reset()
+    served.check_drained()
 
 
 @each_mode
@@ -438,7 +302,8 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     elif phase == "chunk":
         served.step(1)
         assert served.context.chunked_prefill_request_id == 3
-    fail_once(model, model.hybrid_config.layer_pattern.rindex("M"), monkeypatch)
+    layer = model.decoder.layers[model.hybrid_config.layer_pattern.rindex("M")]  # those before it write their states
+    monkeypatch.setattr(layer, "forward", raising(Boom, monkeypatch.undo))
     with pytest.raises(Boom):
         served.step()
     served.check_integrity()
@@ -446,41 +311,25 @@ def test_a_forward_that_raises(model, phase, mode, monkeypatch):
     left = {"prefill": (2, 1), "chunk": (4, 2), "decode": (5, 3)}[phase]
     assert (served.cache.blocks.cached_count, served.kept_states) == left
     assert served.cache.stats().slots_used == served.kept_states  # reserved ones are free again
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
-            served.step()
-        served.check_integrity()
-
-    served.engine.reset()
-    served.check_drained()
+    check_reset_is_needed(served)
     assert served.cache.blocks.cached_count == served.kept_states == 0
     first = served.send(prefix + tokens(1, 20, seed=3), count=9)
     again = served.send(prefix + tokens(1, 20, seed=3), count=9)
     assert [first.num_cached_tokens, again.num_cached_tokens] == [0, 3 * BLOCK]
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("what", ["zero_live_states", "initialize_attention_state"])
-@each_mode
-def test_a_step_that_raises_before_its_forward_needs_a_reset(model, mode, what, monkeypatch):
+def test_a_step_that_raises_before_its_forward_needs_a_reset(model, what, monkeypatch):
     """Zeros of live states, moves and copies are launched there; some may be lost."""
-    served = EngineHarness(model, async_sched_mode=mode)
+    served = EngineHarness(model)
     prompt = tokens(2, 9, seed=1)
     served.add(prompt, 4)
     owner = served.context if what == "zero_live_states" else DynamicInferenceContext
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.undo()
-        raise Boom
-
-    monkeypatch.setattr(owner, what, fail)
+    monkeypatch.setattr(owner, what, raising(Boom, monkeypatch.undo))
     with pytest.raises(Boom):
         served.step()
-    with pytest.raises(RuntimeError, match=r"engine\.reset\(\)"):
-        served.step()
-    served.engine.reset()
-    served.check_drained()
+    check_reset_is_needed(served)
     again = served.add(prompt, 4)
     served.run()
     served.check(again)
@@ -494,11 +343,15 @@ BOOKKEEPING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("mode", "name"), [(mode, name) for mode in MODES for name in (*BOOKKEEPING[mode], *BOOKKEEPING["both"])]
-)
-@pytest.mark.parametrize("slots", [32, None])
-@pytest.mark.parametrize("error", [Boom, asyncio.CancelledError])
+FAILURES = [(mode, name, 32, Boom) for mode in MODES for name in (*BOOKKEEPING[mode], *BOOKKEEPING["both"])]
+FAILURES += [
+    ("legacy", "update_requests", None, Boom),
+    ("async", "resolve_requests", None, asyncio.CancelledError),
+    ("legacy", "post_process_requests", 32, asyncio.CancelledError),
+]
+
+
+@pytest.mark.parametrize(("mode", "name", "slots", "error"), FAILURES)
 def test_a_step_that_raises_in_its_bookkeeping_needs_a_reset(model, slots, mode, name, error, monkeypatch):
     """Rows, states and tokens may not belong together: who went on would get, and cache, wrong answers."""
     served = EngineHarness(model, async_sched_mode=mode, slots=slots)
@@ -508,28 +361,19 @@ def test_a_step_that_raises_in_its_bookkeeping_needs_a_reset(model, slots, mode,
     served.step(4)
     owner = next(each for each in (served.engine, served.context, served.engine.controller) if hasattr(each, name))
     served.add(tokens(1, 5, seed=9), 4)  # is scheduled in the step that raises
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(owner, name, raising(error))
     with pytest.raises(error):
         served.step(5)
     monkeypatch.undo()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"^[^\n]*engine\.reset\(\)[^\n]*$"):
-            served.step()
-    served.engine.reset()
-    served.check_drained()
+    check_reset_is_needed(served)
     again = [served.add(prompt, 12) for prompt in prompts]
     served.run()
     served.check(*again)
 
 
-@each_mode
-def test_a_step_that_is_cancelled_needs_a_reset(model, mode):
+def test_a_step_that_is_cancelled_needs_a_reset(model):
     """At the point where megatron lets other coroutines run."""
-    served = EngineHarness(model, async_sched_mode=mode)
+    served = EngineHarness(model)
     served.add(tokens(2, 9, seed=1), 12)
     served.step(3)
 
@@ -541,33 +385,14 @@ def test_a_step_that_is_cancelled_needs_a_reset(model, mode):
 
     with pytest.raises(asyncio.CancelledError):
         served.engine._loop.run_until_complete(cancel())
-    with pytest.raises(RuntimeError, match=r"engine\.reset\(\)"):
-        served.step()
-    served.engine.reset()
-    served.check_drained()
-
-
-@each_management
-@each_mode
-def test_a_step_of_a_suspended_engine_does_nothing(model, management, mode):
-    served = EngineHarness(model, async_sched_mode=mode, kv_cache_management_mode=management)
-    served.add(tokens(4, 9, seed=1), count=4)
-    served.step()
-    served.engine.suspend()
-    with pytest.raises(EngineSuspendedError):
-        served.step()
-    served.engine.resume()
-    served.run()
-    served.check()
-    assert "forward_failed" not in served.context.prefix_stats().fallbacks
+    check_reset_is_needed(served)
 
 
 @pytest.mark.parametrize("slots", [None, 32])
 def test_drafts_that_a_failed_step_accepted_are_forgotten(tiny_mtp, slots, monkeypatch):
     """Megatron forgets them at the end of a step, and refuses every prefill that finds some."""
-    served = EngineHarness(tiny_mtp, async_sched_mode="legacy", num_speculative_tokens=1, slots=slots)
+    served = Drafting(tiny_mtp, 1, async_sched_mode="legacy", slots=slots)
     prompt = tokens(2, 30, seed=1)
-    answer = list(served.send(prompt, count=30).generated_tokens)
     accepted, update = served.engine.controller._accepted_tokens_per_request, served.context.update_requests
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -577,11 +402,12 @@ def test_drafts_that_a_failed_step_accepted_are_forgotten(tiny_mtp, slots, monke
         return update(*args, **kwargs)
 
     monkeypatch.setattr(served.context, "update_requests", failing)
-    with forced_drafts(served.engine, {2: prompt + answer}, lambda *_: 1), pytest.raises(Boom):
-        served.send(prompt, count=20)
+    served.ask(prompt, 20)
+    with pytest.raises(Boom):
+        served.run()
     assert bool((accepted != -1).any())
     served.engine.reset()
-    again = served.add(prompt, 4)
+    again = served.ask(prompt, 4)
     served.run()
     served.check(again)
 

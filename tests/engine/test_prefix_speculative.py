@@ -9,44 +9,23 @@ import pytest
 
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.harness.defect_helpers import WrongAnswer, defect, make_side
-from tests.harness.drafts import forced_drafts
+from tests.harness.drafts import Drafting, forced_drafts
 from tests.harness.engine_helpers import assert_matches, random_tokens, run_to_end
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, known_answer, tokens
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, known_answer, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
-from tests.harness.selection import mostly_slow
+from tests.harness.selection import mostly_slow_rows
 
-NEW_TOKENS = 12
-
-
-class Speculating(EngineHarness):
-    """An engine with drafts. `drafting` decides how many drafts are right."""
-
-    def __init__(self, model, drafts: int, **fields) -> None:
-        super().__init__(model, num_speculative_tokens=drafts, **fields)
-        self.plain = EngineHarness(model, slots=None)
-
-    def drafting(self, accepted):
-        """A context with forced drafts. The right answers are those of requests added by `ask`."""
-        self.truth: dict[int, list[int]] = {}
-        return forced_drafts(self.engine, self.truth, accepted)
-
-    def ask(self, prompt: list[int], count: int = NEW_TOKENS, **attributes) -> int:
-        """Adds a request. The drafts are made from its right answer."""
-        number = self.add(prompt, count, **attributes)
-        self.truth[number] = prompt + known_answer(self.plain, prompt, count)
-        return number
+CASES = [(1, "legacy"), (2, "async"), (3, "legacy"), (3, "async")]
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
-@pytest.mark.parametrize("drafts", mostly_slow([1, 2, 3], 3))
+@pytest.mark.parametrize(("drafts", "mode"), mostly_slow_rows(CASES, (3, "async")))
 def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, mode):
     check_accepted_drafts(tiny_mtp, drafts, mode)
 
 
-@pytest.mark.parametrize("drafts", mostly_slow([1, 3], 3))
-def test_drafts_of_gated_delta_net(tiny_gdn_mtp, drafts):
+def test_drafts_of_gated_delta_net(tiny_gdn_mtp):
     """Beside Mamba2: the states of both go back to the last accepted token."""
-    check_accepted_drafts(tiny_gdn_mtp, drafts, "async", range(2, 4))
+    check_accepted_drafts(tiny_gdn_mtp, 3, "async", range(2, 4))
 
 
 def test_drafts_of_qwen3_next(platform):
@@ -62,50 +41,45 @@ def test_drafts_of_mamba2(platform):
 
 
 def check_accepted_drafts(model, drafts, mode, tokens_before_end=range(1, 6)):
-    served = Speculating(model, drafts, async_sched_mode=mode)
+    served = Drafting(model, drafts, lambda *_: 0, async_sched_mode=mode)
     shared = tokens(2, 0, seed=1)
-    with served.drafting(lambda request_id, position: 0):
-        served.ask(shared + random_tokens(5, seed=2))
-        served.run()
+    served.ask(shared + random_tokens(5, seed=2))
+    served.run()
     forwards = {}
     for accepted in range(drafts + 1):
-        with served.drafting(lambda request_id, position, accepted=accepted: accepted) as drafted:
-            for before_end in tokens_before_end:  # the answer begins so many tokens before a block's end
-                number = served.ask(shared + tokens(1, -before_end, seed=10 * accepted + before_end))
-                served.run()
-                assert served.finished[number].num_cached_tokens == len(shared)
-        forwards[accepted] = len(drafted)
-        assert max(drafted) == accepted
+        served.accepted, served.drafted = lambda *_, accepted=accepted: accepted, []
+        for before_end in tokens_before_end:  # the answer begins so many tokens before a block's end
+            number = served.ask(shared + tokens(1, -before_end, seed=before_end))
+            served.run()
+            assert served.finished[number].num_cached_tokens == len(shared)
+        forwards[accepted] = len(served.drafted)
+        assert max(served.drafted) == accepted
     # Each forward gives one token more than drafts were right.
     assert all(forwards[more] < forwards[more - 1] for more in range(1, drafts + 1)), forwards
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
-@pytest.mark.parametrize("mutant", mostly_slow([None, *MUTANTS], None, "ssm_zeroed"))
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
-def test_mixed_acceptance_in_one_batch_and_the_next_turn(tiny_mtp, mode, mutant):
-    check_mixed_acceptance(tiny_mtp, mode, mutant)
+MIXED = [
+    *(("tiny_mtp", "legacy", None), ("tiny_mtp", "async", None), ("tiny_gdn_mtp", "legacy", None)),
+    *(("tiny_mtp", "async", mutant) for mutant in MUTANTS),
+]
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
-def test_mixed_acceptance_of_gated_delta_net(tiny_gdn_mtp, mode):
-    check_mixed_acceptance(tiny_gdn_mtp, mode, None)
-
-
-def check_mixed_acceptance(model, mode, mutant):
-    served = Speculating(model, 3, async_sched_mode=mode)
-    served.send(tokens(6, 1, seed=999))  # a state of another depth, for the mutant
+@pytest.mark.parametrize(("name", "mode", "mutant"), mostly_slow_rows(MIXED, MIXED[2], MIXED[3]))
+def test_mixed_acceptance_in_one_batch_and_the_next_turn(request, name, mode, mutant):
+    model = request.getfixturevalue(name)
+    served = Drafting(model, 3, lambda request_id, position: (request_id * 7 + position) % 4, async_sched_mode=mode)
+    served.ask(tokens(6, 1, seed=999), 1)  # a state of another depth, for the mutant
+    served.run()
     prompts = [tokens(1, 2 + 17 * number, seed=number) for number in range(4)]
-    with served.drafting(lambda request_id, position: (request_id * 7 + position) % 4):
-        first = [served.ask(prompt, 70) for prompt in prompts]
+    first = [served.ask(prompt, 70) for prompt in prompts]
+    served.run()
+    with mutated_resume(served.engine, mutant):
+        turns = [
+            served.ask(prompt + list(served.finished[number].generated_tokens) + [5, 6, 7])
+            for prompt, number in zip(prompts, first, strict=True)
+        ]
         served.run()
-        with mutated_resume(served.engine, mutant):
-            turns = [
-                served.ask(prompt + list(served.finished[number].generated_tokens) + [5, 6, 7])
-                for prompt, number in zip(prompts, first, strict=True)
-            ]
-            served.run()
     served.check(*first)
     for number, prompt in zip(turns, prompts, strict=True):
         request = served.finished[number]
@@ -118,56 +92,40 @@ def check_mixed_acceptance(model, mode, mutant):
     served.check_drained()
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
-def test_preempted_while_drafts_cross_blocks(tiny_mtp, mode):
-    served = Speculating(tiny_mtp, 3, async_sched_mode=mode, blocks=9)
-    with served.drafting(lambda request_id, position: position % 4):
-        for number in range(4):
-            served.ask(tokens(1, 20 + number, seed=50 + number), count=BLOCK + 9)
-        served.run()
-    assert served.engine.evicted_request_count > 0
-    served.check()
-    served.check_drained()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drafts", mostly_slow([1, 2, 3], 2))
+@pytest.mark.parametrize(("drafts", "mode"), mostly_slow_rows(CASES, (2, "async")))
 @pytest.mark.parametrize("slots", [32, None])
 def test_requests_that_just_fit(tiny_mtp, slots, drafts, mode):
     """Their last drafts lie past their end, and past all blocks; every number of them is right once."""
-    served = Speculating(tiny_mtp, drafts, slots=slots, async_sched_mode=mode, blocks=2)
+    served = Drafting(tiny_mtp, drafts, slots=slots, async_sched_mode=mode, blocks=2)
     for count in (1, 4, 40, 2 * BLOCK - 1):
         for accepted in range(drafts + 1):
-            with served.drafting(lambda request_id, position, accepted=accepted: accepted):
-                number = served.ask(random_tokens(2 * BLOCK - count, seed=count + accepted), count)
-                served.run()
+            served.accepted = lambda *_, accepted=accepted: accepted
+            number = served.ask(random_tokens(2 * BLOCK - count, seed=count), count, cache_salt=str(accepted))
+            served.run()
             served.check(number)
             served.check_drained()
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
-def test_several_requests_that_just_fit(tiny_mtp, mode):
+def test_several_requests_that_just_fit(tiny_mtp):
     """Together they have no block to spare; one is preempted, another one still computes its prompt."""
-    served = Speculating(tiny_mtp, 3, async_sched_mode=mode, blocks=4, enable_chunked_prefill=True, max_tokens=70)
-    with served.drafting(lambda request_id, position: (position + request_id) % 4):
-        for count in (40, 30, 9, 3):
-            served.ask(random_tokens(2 * BLOCK - count, seed=count), count)
-        served.run()
-    served.check()
-    served.check_drained()
+    fields = {"blocks": 4, "enable_chunked_prefill": True, "max_tokens": 70}
+    served = Drafting(tiny_mtp, 3, lambda request_id, position: (position + request_id) % 4, **fields)
+    for count in (40, 30, 9, 3):
+        served.ask(random_tokens(2 * BLOCK - count, seed=count), count)
+    served.finish()
 
 
 def test_rejected_tokens_are_never_matched(tiny_mtp):
     """A prompt that continues with rejected drafts only shares what was really computed."""
-    served = Speculating(tiny_mtp, 3)
+    served = Drafting(tiny_mtp, 3, lambda *_: 0)
     prompt = tokens(2, -2, seed=3)
-    with served.drafting(lambda request_id, position: 0):
-        number = served.ask(prompt)
-        served.run()
+    number = served.ask(prompt)
+    served.run()
     wrong = [(token + 1) % 512 for token in served.truth[number][len(prompt) + 1 :]]
     base = served.truth[number][: len(prompt) + 1]
-    request = served.send(base + wrong + [1])
-    assert request.num_cached_tokens == BLOCK
+    again = served.ask(base + wrong + [1], 4)
+    served.run()
+    assert served.finished[again].num_cached_tokens == BLOCK
     served.check()
 
 
@@ -195,9 +153,8 @@ def test_29_prefill_in_a_row_whose_drafts_were_accepted(side):
     check_tokens(side, finished, truth)
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 @defect(30, "a resumed request writes KV into the block of one that was evicted", raises=WrongAnswer)
-def test_30_resumed_where_another_one_is_evicted(side, mode):
+def test_30_resumed_where_another_one_is_evicted(side):
     """Also with caching off. Both requests need a block in the same step, and one block is left.
 
     Megatron remembers the last block of each row, for tokens before a block boundary. Then it evicts the first row, and
@@ -207,7 +164,7 @@ def test_30_resumed_where_another_one_is_evicted(side, mode):
     prompts = {number: random_tokens(BLOCK - 2, seed=number) for number in (1, 2)}
     truth = {n: prompt + list(plain.send(prompt, count=40).generated_tokens) for n, prompt in prompts.items()}
     engine = side.build(
-        slots=0, num_speculative_tokens=2, async_sched_mode=mode, blocks=3, block_size_tokens=BLOCK, max_requests=2
+        slots=0, num_speculative_tokens=2, async_sched_mode="async", blocks=3, block_size_tokens=BLOCK, max_requests=2
     )
     finished: dict = {}
     with forced_drafts(engine, truth, lambda request_id, position: 0):
@@ -218,14 +175,13 @@ def test_30_resumed_where_another_one_is_evicted(side, mode):
     check_tokens(side, finished, truth)
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
 @defect(33, "drafts past the end of a request need a block that there is not", raises=AssertionError)
-def test_33_drafts_past_the_end_of_a_request_that_just_fits(side, mode):
+def test_33_drafts_past_the_end_of_a_request_that_just_fits(side):
     """Also with caching off: with two blocks of 64 tokens, a prompt of 124 and 4 tokens to generate."""
     prompt = random_tokens(2 * BLOCK - 4, seed=1)
     truth = {1: prompt + known_answer(EngineHarness(side.model, slots=None), prompt, 4)}
     engine = side.build(
-        slots=0, num_speculative_tokens=2, async_sched_mode=mode, blocks=2, block_size_tokens=BLOCK, max_requests=2
+        slots=0, num_speculative_tokens=2, async_sched_mode="async", blocks=2, block_size_tokens=BLOCK, max_requests=2
     )
     finished: dict = {}
     with forced_drafts(engine, truth, lambda request_id, position: 0):

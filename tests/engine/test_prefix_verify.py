@@ -1,66 +1,76 @@
-"""``verify_hits``: a share of the hits is computed again and compared. A wrong cache is noticed."""
+"""States are kept bit by bit, and ``verify_hits`` computes a share of the hits again: a wrong cache is noticed.
+
+(What the scan makes of states: tests/kernels/test_ssd.py.)
+"""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
+import torch
+from megatron.core.ssm import mamba_mixer as upstream
 
-from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.models import get_preset
-from tests.harness.engine_helpers import assert_matches, greedy, random_tokens, run_to_end
-from tests.harness.naive_model import NaiveHybridModel
+from tests.harness.engine_helpers import random_tokens
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 
-
-def send_sharing(engine, count: int, seed: int = 1) -> dict:
-    """Sends a prompt of two blocks, then ``count`` prompts that continue it."""
-    finished: dict = {}
-    prefix = random_tokens(512, seed=seed)
-    for number in range(count + 1):
-        own = random_tokens(3 + number, seed=10 + number) if number else [7]
-        engine.add_request(number, prefix + own, greedy(3))
-        run_to_end(engine, finished)
-        engine.context.check_integrity()
-    return finished
+PREFIX = tokens(3, 0, seed=1)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize(("share", "verified"), [(0.0, 0), (0.5, 4), (1.0, 8)])
-def test_a_right_cache_has_no_mismatch(tiny, share, verified, chunked):
-    fields = {"max_sequence_length": 1024, "enable_chunked_prefill": chunked, "max_tokens": 192 if chunked else 4096}
-    prefix = HybridPrefixConfig(mamba_gb=0.002, verify_hits=share, retention_interval_tokens=0)
-    engine = build_engine(tiny, prefix, **fields)
-    finished = send_sharing(engine, 8)
-    stats = engine.context.prefix_stats()
+@pytest.mark.parametrize("block", [64, 96])
+def test_a_checkpoint_is_the_live_state_at_its_boundary_and_is_what_a_hit_reads(model, monkeypatch, block):
+    served, scan = EngineHarness(model, block_size_tokens=block), upstream.mamba_chunk_scan_combined_varlen
+    context, read = served.context, list[torch.Tensor]()
+
+    def recording(**fields: Any) -> Any:
+        read.append(fields["initial_states"][0].clone())
+        return scan(**fields)
+
+    monkeypatch.setattr(upstream, "mamba_chunk_scan_combined_varlen", recording)
+    prompt = random_tokens(3 * block, seed=1)
+    served.add(prompt, 2)
+    served.step()  # the prefill, whose last token ends a block
+    live = int(context.mamba_metadata.request_to_mamba_state_idx[0])
+    tail = max((node for node in served.cache.nodes() if node.slot >= 0), key=lambda node: node.depth_blocks)
+    state = context.shared_memory.state
+    now, kept = state(context.states.live.slot(live)), {name: part.clone() for name, part in state(tail.slot).items()}
+    assert tail.depth_blocks == 3 and all(torch.equal(now[name], kept[name]) for name in kept)
+    served.run()
+
+    read.clear()
+    assert served.send(prompt + random_tokens(5, seed=2), count=2).num_cached_tokens == len(prompt)
+    assert len(read) == model.hybrid_config.layer_pattern.count("M")
+    assert all(torch.equal(read[layer], ssm) for layer, ssm in enumerate(kept["ssm"]))
+    for name, tensor in state(tail.slot).items():  # reading it, and computing on, did not change it
+        assert torch.equal(tensor, kept[name])
+
+
+@pytest.mark.parametrize(("share", "verified", "chunked"), [(0.0, 0, False), (0.5, 4, True), (1.0, 8, False)])
+def test_a_right_cache_has_no_mismatch(model, share, verified, chunked):
+    fields = {"enable_chunked_prefill": True, "max_tokens": 192} if chunked else {}
+    served = EngineHarness(model, verify_hits=share, **fields)
+    for number in range(9):
+        served.send(PREFIX + random_tokens(3 + number, seed=10 + number))
+    stats = served.context.prefix_stats()
     assert (stats.verified_hits, stats.verify_mismatches) == (verified, 0)
-    assert stats.reused_tokens == (8 - verified) * 512
+    assert stats.reused_tokens == (8 - verified) * len(PREFIX)
     assert stats.slots_used == 1  # what was computed for the comparison is not kept
-    reference = NaiveHybridModel(tiny, get_preset("tiny"))
-    for request in finished.values():
-        assert_matches(reference, request)
+    served.check()
 
 
 @pytest.mark.parametrize("part", ["ssm", "conv", "kv"])
-def test_a_wrong_cache_is_noticed(tiny, part, caplog):
-    prefix = HybridPrefixConfig(mamba_gb=0.002, verify_hits=1.0, retention_interval_tokens=0)
-    engine = build_engine(tiny, prefix, max_sequence_length=1024)
-    send_sharing(engine, 0)
-    context = engine.context
-    (node,) = [node for node in context.prefix_cache.nodes() if node.slot >= 0]
+def test_a_wrong_cache_is_noticed(model, part, caplog):
+    served = EngineHarness(model, verify_hits=1.0)
+    served.send([*PREFIX, 7])
+    (node,) = [node for node in served.cache.nodes() if node.slot >= 0]
     if part == "kv":
-        context.memory_buffer[:, :, node.block_id] *= 1.1
+        served.context.memory_buffer[:, :, node.block_id] *= 1.1
     else:
-        context.shared_memory.state(node.slot)[part].mul_(1.1)
-    finished: dict = {}
+        served.context.shared_memory.state(node.slot)[part].mul_(1.1)
     with caplog.at_level(logging.WARNING, logger="megatron_hybrid_prefix"):
-        engine.add_request(50, [*random_tokens(512, seed=1), 3, 4], greedy(3))
-        run_to_end(engine, finished)
-    stats = context.prefix_stats()
+        served.send([*PREFIX, 3, 4])
+    stats = served.context.prefix_stats()
     assert (stats.verified_hits, stats.verify_mismatches) == (1, 1)
-    assert f"first 512 tokens differs from recomputing them; relative difference {part}" in caplog.text
-    assert_matches(NaiveHybridModel(tiny, get_preset("tiny")), finished[50])  # it did not use what is wrong
-
-
-def test_the_share_is_checked():
-    with pytest.raises(ValueError, match=r"verify_hits=1\.5: must be from 0 to 1"):
-        HybridPrefixConfig(mamba_gb=1, verify_hits=1.5)
+    assert f"first {3 * BLOCK} tokens differs from recomputing them; relative difference {part}" in caplog.text
+    served.check()  # it did not use what is wrong

@@ -1,7 +1,7 @@
 """Log-probs of prompts and answers, and the likeliest tokens, at every position, against a float64 recompute.
 
-Each scenario runs on this package's engine, with caching off and on, with legacy and async scheduling. Scenarios with a
-defect of megatron-core also run on its classes, and must fail there.
+Each scenario runs on this package's engine with caching off and on, in one scheduling each; random traffic runs in both. Scenarios
+with a defect of megatron-core also run on its classes, and must fail there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
@@ -25,17 +24,11 @@ from tests.harness.engine_helpers import (
     LOG_PROB_NOISE,
     NOISES,
     greedy,
-    kv_budget,
     random_tokens,
-    run_to_end,
-    state_bytes,
 )
-from tests.harness.lifecycle_helpers import IdTokenizer
+from tests.harness.lifecycle_helpers import BLOCK, MANY, EngineHarness, IdTokenizer, known_answer
 from tests.harness.naive_model import NaiveHybridModel
 
-MODES = ("legacy", "async")
-SIDES = ("off", "on")
-BLOCK = 64
 # Float32 alone is off by up to 1.4e-5 where a random token is unlikely: a plain float32 recompute is, too. Prompts of these
 # seeds are well conditioned: on the processors tried, one forward over the whole prompt is off by less than half of this.
 # Where another processor's order of sums is off by more, the position's noise decides, as in `assert_matches`.
@@ -47,65 +40,33 @@ class WrongLogProb(Exception):
     """Not an AssertionError, so that another failure cannot count as the defect."""
 
 
-class Traffic:
-    """An engine, its requests, and the right results.
+class Traffic(EngineHarness):
+    """An engine whose requests ask for log-probs of prompt and answer.
 
     Args:
         model: A model of ``build_hybrid_model``.
         side: "off" or "on" (the cache), or "upstream": megatron's classes with caching off.
-        tokenizer: By default one with a different text for each token.
-        blocks: KV blocks; by default many.
-        paused_blocks: How many of them are for paused requests.
-        states: State slots of the cache.
-        cache: More settings of the cache.
-        **fields: Fields of megatron's ``InferenceConfig``.
+        states: Most states in the cache.
+        **fields: Of `EngineHarness`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        side: str,
-        *,
-        tokenizer: Any = None,
-        blocks: int | None = None,
-        paused_blocks: int = 0,
-        states: int | None = None,
-        cache: dict[str, Any] | None = None,
-        **fields: Any,
-    ) -> None:
+    def __init__(self, model: Any, side: str, *, states: int = MANY, **fields: Any) -> None:
         fields = {
             "max_sequence_length": 512,
-            "max_requests": 4,
             "max_tokens": 512,
-            "block_size_tokens": BLOCK,
             "buffer_size_gb": 0.02,
             "enable_chunked_prefill": True,
             "materialize_only_last_token_logits": False,
+            "retention_interval_tokens": None,
+            "tokenizer": IdTokenizer(),  # with a different text for each token
         } | fields
-        if blocks is not None:
-            fields |= kv_budget(
-                model,
-                blocks,
-                block_tokens=fields["block_size_tokens"],
-                max_requests=fields["max_requests"],
-                speculative_tokens=fields.get("num_speculative_tokens", 0),
-                paused_blocks=paused_blocks,
-            )
-        tokenizer = tokenizer or IdTokenizer()
         if side == "upstream":
-            self.engine = build_upstream_engine(model, tokenizer=tokenizer, **fields)
-        else:
-            prefix = None
-            if side == "on":
-                cap = {} if states is None else {"mamba_gb": states * state_bytes(model) / 2**30}
-                prefix = HybridPrefixConfig(**cap, **(cache or {}))
-            self.engine = build_engine(model, prefix, tokenizer=tokenizer, **fields)
-        self.context = self.engine.context
-        self.finished: dict[int, Any] = {}
+            fields["build"] = lambda model, prefix, **fields: build_upstream_engine(model, **fields)
+        super().__init__(model, slots=states if side == "on" else None, **fields)
         self.asked: dict[int, Any] = {}
 
     def add(self, prompt: list[int], count: int = 4, cache: dict[str, Any] | None = None, **params: Any) -> int:
-        """Adds a greedy request for log-probs of prompt and answer.
+        """Adds a greedy request.
 
         Args:
             prompt: Its tokens.
@@ -113,16 +74,10 @@ class Traffic:
             cache: Its cache options.
             **params: Fields of its sampling parameters.
         """
-        number = len(self.asked) + 1
         params = {"skip_prompt_log_probs": False} | params
-        self.asked[number], sampling = greedy(count, **params), greedy(count, **params)
-        sampling.add_attributes(cache or {})
-        self.engine.add_request(number, prompt, sampling)
+        number = super().add(prompt, count, params=params, **(cache or {}))
+        self.asked[number] = greedy(count, **params)
         return number
-
-    def run(self, steps: int | None = None) -> None:
-        """Runs a number of steps, or to the end."""
-        run_to_end(self.engine, self.finished, steps)
 
     def check(self, reference: Reference) -> None:
         """Checks that all requests are finished with the right results.
@@ -146,21 +101,17 @@ class Reference:
     Attributes:
         log_probs: Function of token ids: log-probs after each of them, in float64, token by token.
         noise: Function of token ids: the effect of float32 rounding on each of these.
-        answer: Function of a prompt and a count: the engine's greedy answer, without chunks, drafts and cache.
     """
 
     def __init__(self, model: Any) -> None:
         naive = NaiveHybridModel(model, model.hybrid_config)
         self.log_probs: Callable[[tuple[int, ...]], torch.Tensor] = cache(lambda tokens: naive.log_probs(list(tokens)))
         self.noise: Callable[[tuple[int, ...]], torch.Tensor] = cache(lambda tokens: naive.noise(list(tokens)))
-        self.answer: Callable[[tuple[int, ...], int], list[int]] = cache(lambda *asked: _answer(model, *asked))
+        self._plain = EngineHarness(model, slots=None)
 
-
-def _answer(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
-    traffic = Traffic(model, "off")
-    traffic.add(list(prompt), count)
-    traffic.run()
-    return list(traffic.finished[1].generated_tokens)
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        """The engine's greedy answer, without chunks, drafts and cache."""
+        return known_answer(self._plain, prompt, count)
 
 
 def too_far(reference: Reference, tokens: list[int], row: int, off: float, token_ids: list[int]) -> bool:
@@ -242,29 +193,27 @@ def test_no_number_and_a_wrong_one_are_too_far(reference, value):
         assert _wrong_top_n(reference, tokens, 0, entry | {name: entry[name] + value}, 2)
 
 
-def each_side(test: Callable[..., None]) -> Callable[..., None]:
-    """Caching off and on, with legacy and async scheduling."""
-    return pytest.mark.parametrize("mode", MODES)(pytest.mark.parametrize("side", SIDES)(test))
+ENGINES = [("off", "legacy"), ("on", "async")]
+each_engine = pytest.mark.parametrize(("side", "mode"), ENGINES)
 
 
-def defect(what: str, modes: tuple[str, ...] = MODES, raises: type[Exception] = WrongLogProb) -> Any:
-    """`each_side`, and megatron's classes, which must fail with ``raises`` in ``modes``."""
+def defect(what: str, mode: str = "legacy", raises: type[Exception] = WrongLogProb) -> Any:
+    """`each_engine`, and megatron's classes, which must fail with ``raises``."""
     fails = pytest.mark.xfail(strict=True, reason=f"megatron-core: {what}", raises=raises)
-    cases = [pytest.param("upstream", mode, marks=fails) for mode in modes]
-    return pytest.mark.parametrize(("side", "mode"), cases + [(side, mode) for side in SIDES for mode in MODES])
+    return pytest.mark.parametrize(("side", "mode"), [pytest.param("upstream", mode, marks=fails), *ENGINES])
 
 
 # -- prompts computed whole --------------------------------------------------------------------------------------------
 
 
-@each_side
+@each_engine
 def test_whole_prompts_of_several_lengths_in_a_step(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode)
     for _ in range(2):  # with the cache on, the second sighting could skip positions
         for number, length in enumerate((1, 2, 3, 4, 65, 128, 200)):
             traffic.add(prompt(number, length), 3, top_n_logprobs=number % 4)
             if number == 4:
-                traffic.run(steps=2)  # the others come beside running decodes
+                traffic.step(2)  # the others come beside running decodes
         traffic.run()
     traffic.check(reference)
     if side == "on":
@@ -278,16 +227,15 @@ def test_whole_prompts_of_several_lengths_in_a_step(tiny, reference, side, mode)
 # -- prompts computed in chunks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step_tokens", [64, 128])
 @defect("the token sampled after a chunk stands for the prompt's next one")
-def test_chunks(tiny, reference, side, mode, step_tokens):
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=step_tokens)
+def test_chunks(tiny, reference, side, mode):
+    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     traffic.add(prompt(0, 200), top_n_logprobs=3)
     traffic.run()
     traffic.check(reference)
 
 
-@each_side
+@each_engine
 def test_the_last_chunk_has_any_length(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     for number, length in enumerate((129, 130, 131, 132, 192)):  # 1 to 4 tokens, and a whole chunk
@@ -297,7 +245,7 @@ def test_the_last_chunk_has_any_length(tiny, reference, side, mode):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-@each_side
+@pytest.mark.parametrize(("side", "mode"), [*ENGINES, ("off", "async"), ("on", "legacy")])
 def test_random_traffic(tiny, reference, side, mode, seed):
     """Chunks end anywhere beside decodes. Requests with different parameters share steps."""
     dice = random.Random(seed)
@@ -315,21 +263,20 @@ def test_random_traffic(tiny, reference, side, mode, seed):
         length = dice.choice((1, 2, dice.randrange(3, 64), dice.randrange(64, 240)))
         traffic.add(prompt(dice.randrange(6), length), dice.randrange(1, 9), **asks)
         if dice.random() < 0.6:
-            traffic.run(steps=dice.randrange(1, 5))
+            traffic.step(dice.randrange(1, 5))
     traffic.run()
     traffic.check(reference)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_of_attention_alone(platform, mode):
+def test_a_model_of_attention_alone(platform):
     """It cannot be cached. `build_engine` uses the same classes, and it can be aborted between two chunks."""
     model = build_hybrid_model(get_preset("tiny", layer_pattern="*-*-"), seed=0, platform=platform)
-    traffic = Traffic(model, "off", async_sched_mode=mode, max_tokens=64)
+    traffic = Traffic(model, "off", async_sched_mode="async", max_tokens=64)
     traffic.add(prompt(0, 200), 5, top_n_logprobs=2)
     traffic.add(prompt(1, 1), 9)
-    traffic.run(steps=6)
+    traffic.step(6)
     aborted = traffic.add(prompt(2, 200), 5)
-    traffic.run(steps=2)
+    traffic.step(2)
     assert traffic.engine.get_request(aborted).finished_chunk_token_count > 0
     assert traffic.engine.abort_request(aborted)
     traffic.run()
@@ -350,7 +297,7 @@ def test_only_a_chunks_end_depends_on_the_token_that_follows_it(tiny, reference,
     assert [problem.split(":")[0] for problem in problems] == ["position 63", "position 127", "position 191"]
 
 
-@each_side
+@each_engine
 def test_a_prompts_own_end_token_between_two_chunks_ends_nothing(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     tokens = prompt(0, 200)
@@ -374,13 +321,13 @@ def test_likeliest_tokens_of_an_answer_after_chunks(tiny, reference, side, mode)
 def test_beside_a_request_that_asks_for_nothing(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode)
     traffic.add(prompt(1, 100), return_log_probs=False)
-    traffic.run(steps=2)
+    traffic.step(2)
     traffic.add(prompt(2, 70))
     traffic.run()
     traffic.check(reference)
 
 
-@defect("what was asked for does not move with the rows of the requests that go on", modes=("async",))
+@defect("what was asked for does not move with the rows of the requests that go on", mode="async")
 def test_the_step_after_another_request_ended(tiny, reference, side, mode):
     """Async: a step is sampled after its rows moved up. The first request asks for no log-probs, and ends."""
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_requests=3)
@@ -406,7 +353,7 @@ def test_an_answer_of_no_tokens(tiny, reference, side, mode):
 def test_stop_words(tiny, reference, side, mode, left):
     """Of two tokens: one that would come now or never, and one that comes with tokens left."""
     tokens = prompt(2, 100)
-    answer = reference.answer(tuple(tokens), 6)
+    answer = reference.answer(tokens, 6)
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     for count in (left + 2, 6):
         traffic.add(tokens, count, top_n_logprobs=2, stop_words=[f"{answer[left]} {answer[left + 1]}"])
@@ -465,11 +412,12 @@ def test_processed_log_probs(tiny, reference, side, mode):
             assert list(entry.values()) == pytest.approx(row.topk(2).values.tolist(), abs=LOG_PROB_NOISE)
 
 
-@pytest.mark.parametrize(("side", "host_gb"), [("off", 0.0), ("on", 0.0), ("on", 0.01)])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("side", "mode", "host_gb"), [("off", "async", 0.0), ("on", "legacy", 0.0), ("on", "async", 0.01)]
+)
 def test_preempted_requests(tiny, reference, side, mode, host_gb):
     blocks = 9 if side == "on" else 6  # a request starts only if there would be room for one more page of states
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, blocks=blocks, cache={"host_gb": host_gb})
+    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, blocks=blocks, host_gb=host_gb)
     for number in range(3):
         traffic.add(prompt(number, 100 + number), 36, top_n_logprobs=number)
     traffic.run()
@@ -477,23 +425,22 @@ def test_preempted_requests(tiny, reference, side, mode, host_gb):
     traffic.check(reference)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_chunk_that_waits_for_blocks(tiny, reference, mode):
+def test_a_chunk_that_waits_for_blocks(tiny, reference):
     """Between two chunks, a running request takes a block that the next chunk needs. (With a cache: `test_prefix_requests.py`.)"""
-    traffic = Traffic(tiny, "off", async_sched_mode=mode, max_tokens=128, blocks=5)
+    traffic = Traffic(tiny, "off", async_sched_mode="async", max_tokens=128, blocks=5)
     traffic.add(prompt(0, 62), 20, top_n_logprobs=1)
-    traffic.run(steps=2)
+    traffic.step(2)
     chunked = traffic.add(prompt(1, 200), top_n_logprobs=1)
     waited = 0
     while traffic.engine.has_unfinished_requests():
-        traffic.run(steps=1)
+        traffic.step(1)
         if chunked in traffic.engine.waiting_request_ids and traffic.context.total_request_count == 1:
             waited += traffic.engine.get_request(chunked).finished_chunk_token_count > 0
     assert waited > 10
     traffic.check(reference)
 
 
-@each_side
+@each_engine
 def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatch):
     """Its row among the active requests is not its row among all requests."""
     paused = []
@@ -510,40 +457,39 @@ def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatc
     context = traffic.context
     traffic.add(prompt(0, 126), 20)
     traffic.add(prompt(2, 3), 60)
-    traffic.run(steps=3)
+    traffic.step(3)
     traffic.add(prompt(1, 128), 1)
     traffic.run()
     assert 1 in paused
     traffic.check(reference)
 
 
-@pytest.mark.parametrize("blocks", [None, 6])
-@each_side
+@pytest.mark.parametrize(
+    ("side", "mode", "blocks"),
+    [("off", "legacy", None), ("on", "async", None), ("off", "async", 6), ("on", "legacy", 6)],
+)
 def test_drafts(tiny_mtp, mtp_reference, side, mode, blocks):
     """Accepted drafts have log-probs, rejected ones do not. Chunks end as without drafts."""
     asked = []
     for number, length in enumerate((200, 1, 66, 121)):
         fields = ({"top_n_logprobs": 2}, {}, {"skip_prompt_log_probs": True, "top_n_logprobs": 1}, {})[number]
         asked.append((prompt(number, length), 8 + 6 * number, fields))
-    truth = {
-        number: tokens + mtp_reference.answer(tuple(tokens), count)
-        for number, (tokens, count, _) in enumerate(asked, 1)
-    }
+    truth = {number: tokens + mtp_reference.answer(tokens, count) for number, (tokens, count, _) in enumerate(asked, 1)}
     traffic = Traffic(tiny_mtp, side, async_sched_mode=mode, max_tokens=64, num_speculative_tokens=2, blocks=blocks)
     with forced_drafts(traffic.engine, truth, lambda request_id, position: (request_id + position) % 3) as drafted:
         for tokens, count, fields in asked:
             traffic.add(tokens, count, **fields)
-            traffic.run(steps=2)
+            traffic.step(2)
         traffic.run()
     assert set(drafted) == {0, 1, 2}
     traffic.check(mtp_reference)
 
 
-@each_side
+@each_engine
 def test_drafts_of_a_request_that_moves_up_when_another_is_preempted(tiny_mtp, mtp_reference, side, mode):
     """Both need a block in the same step, and one is left. Tokens before its end go into the old block."""
     prompts = {number: prompt(number, BLOCK - 2) for number in (1, 2)}
-    truth = {number: tokens + mtp_reference.answer(tuple(tokens), 12) for number, tokens in prompts.items()}
+    truth = {number: tokens + mtp_reference.answer(tokens, 12) for number, tokens in prompts.items()}
     traffic = Traffic(tiny_mtp, side, async_sched_mode=mode, num_speculative_tokens=2, blocks=3, max_requests=2)
     with forced_drafts(traffic.engine, truth, lambda request_id, position: 0):
         for tokens in prompts.values():

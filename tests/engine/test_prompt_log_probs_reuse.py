@@ -15,10 +15,11 @@ from megatron_hybrid_prefix.index.keys import KeyMaker
 from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.mcore.context import context, scored_prompt, scores
 from megatron_hybrid_prefix.mcore.context.scored_prompt import Scores
-from tests.engine.test_prompt_log_probs import BLOCK, MODES, Reference, Traffic, WrongLogProb, prompt
+from tests.engine.test_prompt_log_probs import Reference, Traffic, WrongLogProb, prompt
 from tests.harness.bits import Alone, differing, exact_harness
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import greedy, random_tokens
+from tests.harness.engine_helpers import random_tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, raising
 from tests.harness.selection import mostly_slow
 
 
@@ -40,13 +41,6 @@ def computed(traffic: Traffic) -> int:
     return traffic.context.prefix_stats().computed_prompt_tokens
 
 
-def finish(traffic: Traffic) -> None:
-    """Runs to the end, one step at a time; checks the cache after each."""
-    while traffic.engine.has_unfinished_requests():
-        traffic.run(steps=1)
-        traffic.context.check_integrity()
-
-
 CUTS = (2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK)
 
 
@@ -54,12 +48,11 @@ def endings_part(traffic: Traffic) -> None:
     """Endings that part at a boundary, one before it and one after it. Each reaches further than its predecessors."""
     for number, cut in enumerate((*CUTS, *CUTS)):
         traffic.add(ending(cut, number), number % 3, top_n_logprobs=2)
-        finish(traffic)
+        traffic.run()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_endings_that_part_at_a_boundary_one_before_and_one_after(tiny, reference, mode):
-    traffic = Traffic(tiny, "on", async_sched_mode=mode)
+def test_endings_that_part_at_a_boundary_one_before_and_one_after(tiny, reference):
+    traffic = Traffic(tiny, "on", async_sched_mode="async")
     endings_part(traffic)
     traffic.check(reference)
     assert [traffic.finished[number].num_cached_tokens for number in range(1, 9)] == [
@@ -81,7 +74,7 @@ def test_other_recurrent_layers(model, request):
     traffic = Traffic(model, "on", max_tokens=64)
     for number, cut in enumerate(CUTS):
         traffic.add(ending(cut, number), 1, top_n_logprobs=1)
-        finish(traffic)
+        traffic.run()
     traffic.check(Reference(model))
     assert traffic.finished[4].num_cached_tokens >= 2 * BLOCK
 
@@ -89,7 +82,7 @@ def test_other_recurrent_layers(model, request):
 # -- four endings of one long context ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", mostly_slow(itertools.product(MODES, (False, True)), ("async", True)), ids=str)
+@pytest.mark.parametrize("case", mostly_slow([("async", True), ("legacy", False)], ("async", True)), ids=str)
 def test_four_endings_of_a_long_context(tiny, case):
     """What a multiple-choice task asks for: the context is computed once."""
     mode, at_once = case
@@ -124,7 +117,7 @@ def test_requests_that_do_not_ask_pay_nothing(tiny, monkeypatch):
     monkeypatch.setattr(scores.ScoredPrompts, "_first_tokens", None)
     for number, cut in enumerate(CUTS):
         traffic.add(ending(cut, number), 1, skip_prompt_log_probs=True)
-        finish(traffic)
+        traffic.run()
     stats = traffic.context.prefix_stats()
     assert stats.scores_bytes_used == 0 and stats.reused_tokens > 0
 
@@ -141,7 +134,7 @@ def test_prompts_cached_without_log_probs_are_computed_and_fill_them(tiny, refer
     more = [traffic.add(ending(128, 5 + number), 1, top_n_logprobs=top_n) for number, top_n in enumerate((0, 2, 2, 1))]
     traffic.run()
     assert [traffic.finished[asked].num_cached_tokens for asked in more[:2]] == [128, 0]
-    finish(traffic)
+    traffic.run()
     again = traffic.add(ending(128, 20), 1, top_n_logprobs=2)
     traffic.run()
     assert traffic.finished[again].num_cached_tokens == 128
@@ -166,15 +159,17 @@ def test_never_across_salts_and_adapters(tiny, reference, options, mutant, monke
     traffic.check(reference)
 
 
-@pytest.mark.parametrize("when", ["idle", "between two chunks", "mutant"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "when"),
+    [("legacy", "idle"), ("legacy", "between two chunks"), ("async", "between two chunks"), ("async", "mutant")],
+)
 def test_never_across_weights(tiny, mode, when):
     """The output layer changes: log-probs of the old weights are wrong, and no KV or state tells."""
     traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64)
     weight = tiny.output_layer.weight
     kept = weight.detach().clone()
     traffic.add(ending(128, 0), 1)
-    traffic.run(steps=2 if when == "between two chunks" else None)
+    traffic.step(2) if when == "between two chunks" else traffic.run()
     try:
         with torch.no_grad():
             weight *= 1.1
@@ -199,12 +194,11 @@ def test_never_across_weights(tiny, mode, when):
 
 @pytest.mark.parametrize("budget_bytes", mostly_slow([0, 100, 3400, 9000], 3400))
 def test_a_small_budget_computes_more_and_is_kept(tiny, reference, budget_bytes):
-    traffic = Traffic(tiny, "on", cache={"prompt_log_probs_gb": budget_bytes / 2**30})
+    traffic = Traffic(tiny, "on", prompt_log_probs_gb=budget_bytes / 2**30)
     for number, cut in enumerate((*CUTS, *CUTS)):
         traffic.add(ending(cut, number), 1, top_n_logprobs=2)
         while traffic.engine.has_unfinished_requests():
-            traffic.run(steps=1)
-            traffic.context.check_integrity()
+            traffic.step()
             assert traffic.context.prefix_stats().scores_bytes_used <= budget_bytes
     traffic.check(reference)
     stats = traffic.context.prefix_stats()
@@ -212,14 +206,10 @@ def test_a_small_budget_computes_more_and_is_kept(tiny, reference, budget_bytes)
     assert (stats.reused_tokens > 0) == (budget_bytes > 2048 + 1280), "next logits, and scores of a block"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, mode, monkeypatch):
-    def fail(*_: Any) -> None:
-        raise RuntimeError("a tokenizer that fails")
-
-    traffic = Traffic(tiny, "on", async_sched_mode=mode)
+def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, monkeypatch):
+    traffic = Traffic(tiny, "on", async_sched_mode="async")
     traffic.add(ending(128, 0), 1)
-    monkeypatch.setattr(scores.ScoredPrompts, "collect", fail)
+    monkeypatch.setattr(scores.ScoredPrompts, "collect", raising(RuntimeError("a tokenizer that fails")))
     with pytest.raises(RuntimeError, match="tokenizer"):
         traffic.run()
     monkeypatch.undo()
@@ -228,17 +218,15 @@ def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, mode, mo
     traffic.engine.reset()
     del traffic.asked[1]
     for number, cached in ((2, 0), (3, 128)):
-        traffic.asked[number] = greedy(1, skip_prompt_log_probs=False)
-        traffic.engine.add_request(number, ending(128, number), greedy(1, skip_prompt_log_probs=False))
+        traffic.add(ending(128, number), 1)
         traffic.run()
         assert traffic.finished[number].num_cached_tokens == cached
     traffic.check(reference)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_request_whose_promised_log_probs_never_come_starts_over(tiny, reference, mode, monkeypatch):
+def test_a_request_whose_promised_log_probs_never_come_starts_over(tiny, reference, monkeypatch):
     """The step that promised them turns out to lack some."""
-    traffic = Traffic(tiny, "on", async_sched_mode=mode)
+    traffic = Traffic(tiny, "on", async_sched_mode="async")
     add, calls = scored_prompt.ScoredPrompt.add, itertools.count()
 
     def lose_once(prompt: Any, *step: Any) -> bool:
@@ -267,24 +255,24 @@ def test_processed_log_probs_are_not_shared(tiny):
 # -- eviction, host tier, preemption, drafts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", mostly_slow(itertools.product(MODES, (False, True)), ("legacy", True)), ids=str)
+@pytest.mark.parametrize("case", mostly_slow([("legacy", True), ("async", False)], ("legacy", True)), ids=str)
 def test_back_from_the_host(tiny, reference, case):
     """Log-probs stay on the host beside the tier's entries. After a failed load they are those of the computed prompt."""
     mode, fault = case
-    traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64, blocks=7, states=4, cache={"host_gb": 0.02})
+    traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64, blocks=7, states=4, host_gb=0.02)
     first = ending(128, 0, length=70)
     traffic.add(first, 1, top_n_logprobs=1)
-    finish(traffic)
+    traffic.run()
     for number in range(1, 4):
         traffic.add(prompt(number, 200), 1, skip_prompt_log_probs=True)
-        finish(traffic)
+        traffic.run()
     cache = traffic.context.prefix_cache
     assert not cache.match(cache.chain(first)).path
     if fault:
         arena, node = traffic.context.host_moves.arena, cache.node(cache.chain(first).keys[1])
         arena.pages.memory[cache._store.host.entries.pages(node.host_block)[0] * arena.pages.page_bytes + 17] ^= 4
     asked = traffic.add(ending(128, 9), 2, top_n_logprobs=1)
-    finish(traffic)
+    traffic.run()
     stats = traffic.context.prefix_stats()
     assert (stats.reused_tokens_host, traffic.finished[asked].num_cached_tokens) == ((0, 0) if fault else (128, 128))
     assert stats.fallbacks == ({"host_load_failed": 1} if fault else {})
@@ -292,30 +280,14 @@ def test_back_from_the_host(tiny, reference, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host_gb", [0.0, 0.02])
-@pytest.mark.parametrize("mode", MODES)
-def test_preempted_after_their_prompt(tiny, reference, mode, host_gb):
-    """They have the log-probs of their prompt already, so they resume like any other request."""
-    traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64, blocks=7, cache={"host_gb": host_gb})
-    for number in range(3):
-        traffic.add(ending(64, number, length=40), 60, top_n_logprobs=number)
-    finish(traffic)
-    assert traffic.engine.evicted_request_count > 0
-    traffic.check(reference)
-    if host_gb:
-        assert traffic.context.prefix_stats().tiers["host"].preempted > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_drafts(tiny_mtp, mode):
+def test_drafts(tiny_mtp):
     right = Reference(tiny_mtp)
-    truth = {n: ending(cut, n) + right.answer(tuple(ending(cut, n)), 8) for n, cut in enumerate((*CUTS, 128), 1)}
-    traffic = Traffic(tiny_mtp, "on", async_sched_mode=mode, max_tokens=128, num_speculative_tokens=2)
+    truth = {n: ending(cut, n) + right.answer(ending(cut, n), 8) for n, cut in enumerate((*CUTS, 128), 1)}
+    traffic = Traffic(tiny_mtp, "on", async_sched_mode="async", max_tokens=128, num_speculative_tokens=2)
     with forced_drafts(traffic.engine, truth, lambda request_id, position: (request_id + position) % 3):
         for number, tokens in truth.items():
             traffic.add(tokens[:-8], 8, top_n_logprobs=1)
-            traffic.run(steps=2 if number % 2 else None)
+            traffic.step(2) if number % 2 else traffic.run()
             traffic.context.check_integrity()
         traffic.run()
     traffic.check(right)
@@ -338,10 +310,8 @@ def random_traffic(model: Any, seed: int) -> Traffic:
         max_tokens=dice.choice((64, 128, 512)),
         blocks=None if plenty else dice.choice((8, 14)),
         states=32 if plenty else dice.choice((1, 3, 6)),
-        cache={
-            "prompt_log_probs_gb": 0.1 if plenty else dice.choice((2000, 5000, 20000)) / 2**30,
-            "host_gb": 0.0 if plenty else dice.choice((0.0, 0.0004, 0.02)),
-        },
+        prompt_log_probs_gb=0.1 if plenty else dice.choice((2000, 5000, 20000)) / 2**30,
+        host_gb=0.0 if plenty else dice.choice((0.0, 0.0004, 0.02)),
     )
     for _request in range(18):
         context = prompt(dice.randrange(2), 240)
@@ -355,19 +325,14 @@ def random_traffic(model: Any, seed: int) -> Traffic:
             options |= dice.choice(({"cache_read": False}, {"cache_write": False}))
         asked = traffic.add(tokens, dice.choice((0, 1, 1, 3, 40)), cache=options, **asks)
         if dice.random() < 0.7:
-            for _ in range(dice.randrange(1, 6)):
-                traffic.run(steps=1)
-                traffic.context.check_integrity()
+            traffic.step(dice.randrange(1, 6))
         chance = dice.random()
         if chance < 0.05:
             traffic.engine.invalidate()
         elif chance < 0.1 and traffic.engine.abort_request(asked):
-            traffic.asked.pop(asked)
-            traffic.asked[-asked] = None  # numbers go on
-    finish(traffic)
-    for number in [number for number, params in traffic.asked.items() if params is None]:
-        del traffic.asked[number]
-        traffic.finished.pop(-number)
+            del traffic.asked[asked]
+    traffic.run()
+    traffic.finished = {number: traffic.finished[number] for number in traffic.asked}
     return traffic
 
 

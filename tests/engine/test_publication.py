@@ -9,7 +9,7 @@ import pytest
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.engine.test_prefix_host import HOST_GB, push_out, small
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, raising, tokens
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -41,8 +41,7 @@ def test_a_prompt_is_published_once_its_forward_is_launched(model, mode, monkeyp
         served.send(prompt, count=1)
         assert order[:3] == ["forward", "publish", "bookkeeping"] and order.count("publish") == 1
         assert served.context.prefix_stats().computed_prompt_tokens - before == computed
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_a_forward_of_a_capture_publishes_nothing(model):
@@ -100,8 +99,7 @@ def test_what_is_known_after_the_forward_only_is_published_then(model, mode, wha
         "a hit that is verified": stats.verified_hits,
         "log-probs of the prompt": stats.scores_bytes_used,
     }[what]
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 def test_blocks_whose_routing_is_kept_after_the_forward_are_published_then(tmp_path, monkeypatch):
@@ -124,12 +122,8 @@ def test_nothing_is_left_of_a_step_that_fails_after_its_publication(model, mode,
     prompt = tokens(4, 0, seed=1) + random_tokens(9, seed=2)
     controller = served.engine.controller
     name = "_dynamic_step_sample_logits" if mode == "legacy" else "_run_async_sched_sample"
-
-    def failing(*args: Any) -> Any:
-        raise RuntimeError("injected")
-
     with monkeypatch.context() as patch:
-        patch.setattr(controller, name, failing)
+        patch.setattr(controller, name, raising(RuntimeError("injected")))
         served.add(prompt)
         with pytest.raises(RuntimeError, match="injected"):
             served.step(2)
@@ -144,5 +138,4 @@ def test_nothing_is_left_of_a_step_that_fails_after_its_publication(model, mode,
     served.cache.check_integrity()
     assert served.send(prompt).num_cached_tokens == 0
     assert served.send(prompt).num_cached_tokens == 4 * BLOCK
-    served.check()
-    served.check_drained()
+    served.finish()

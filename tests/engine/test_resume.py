@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,29 +16,18 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.engine_helpers import assert_matches, greedy
-from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
-from tests.harness.limits import HANG_S
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
 from tests.harness.named_models import named
-from tests.harness.selection import mostly_slow
-from tests.harness.shared_tiers import stats_of, written
+from tests.harness.selection import mostly_slow_rows
+from tests.harness.shared_tiers import STORES, stats_of, written
 
-PERSIST, OFFLOAD, RECOMPUTE = (
+MANAGEMENT = PERSIST, OFFLOAD, RECOMPUTE = (
     KVCacheManagementMode.PERSIST,
     KVCacheManagementMode.OFFLOAD,
     KVCacheManagementMode.RECOMPUTE,
 )
-each_management = pytest.mark.parametrize("management", (PERSIST, OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
-each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+each_management = pytest.mark.parametrize("management", MANAGEMENT, ids=lambda value: value.value)
 ON_HOST = {"slots": 4, "blocks": 20, "host_gb": 0.02}  # what does not fit goes to the host
-
-
-@pytest.fixture(autouse=True, scope="module")
-def collected_quickly() -> Iterator[None]:
-    """Makes megatron's garbage collection on suspend fast, by excluding all imported objects."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def busy(model: Any, **fields: Any) -> EngineHarness:
@@ -49,7 +36,7 @@ def busy(model: Any, **fields: Any) -> EngineHarness:
         model, **({"enable_chunked_prefill": True, "max_tokens": 2 * BLOCK, "max_requests": 3} | fields)
     )
     served.send(tokens(2, 30, seed=1))
-    served.add(tokens(1, 50, seed=2), 2 * BLOCK)
+    served.add(tokens(1, 50, seed=2), BLOCK)
     served.step(4)
     chunked = served.add(tokens(6, 11, seed=3), 5)
     served.add(tokens(2, 5, seed=4), 5)
@@ -63,12 +50,15 @@ def busy(model: Any, **fields: Any) -> EngineHarness:
 CACHES = {"cache": {}, "host tier": ON_HOST, "no cache": {"slots": None}}
 
 
-@each_management
-@each_mode
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_suspended_engine_can_be_reset(model, management, mode, cache):
+@pytest.mark.parametrize(
+    ("management", "cache"),
+    [*((each, "cache") for each in MANAGEMENT), (RECOMPUTE, "host tier"), (PERSIST, "no cache")],
+)
+def test_a_suspended_engine_can_be_reset(model, management, cache):
     """It stays suspended, and has forgotten its requests once it resumes."""
-    served = busy(model, kv_cache_management_mode=management, async_sched_mode=mode, **CACHES[cache])
+    served = busy(model, kv_cache_management_mode=management, **CACHES[cache])
+    with pytest.warns(UserWarning, match="failed to be added"):
+        served.add(tokens(100, 0, seed=5))
     served.engine.suspend()
     for _ in range(2):
         served.engine.reset()
@@ -79,26 +69,10 @@ def test_a_suspended_engine_can_be_reset(model, management, mode, cache):
     late = served.add(tokens(0, 9, seed=5))
     served.engine.resume()
     served.run()
-    assert list(served.finished) == [1, late]  # those that were dropped are 2 to 4
+    assert list(served.finished) == [1, late]  # those that were dropped are 2 to 5
     again = [served.send(tokens(2, 30, seed=1)) for _ in range(2)]
     assert [request.num_cached_tokens for request in again] == [0, 0 if cache == "no cache" else 2 * BLOCK]
-    served.check()
-    served.check_drained()
-
-
-@each_management
-def test_a_request_that_was_refused_is_returned_after_a_suspension_or_dropped_by_a_reset(model, management):
-    for reset in (False, True):
-        served = EngineHarness(model, kv_cache_management_mode=management)
-        with pytest.warns(UserWarning, match="failed to be added"):
-            refused = served.add(tokens(100, 0, seed=5))
-        served.engine.suspend()
-        if reset:
-            served.engine.reset()
-        served.engine.resume()
-        served.step()
-        assert list(served.finished) == ([] if reset else [refused])
-        served.check_drained()
+    served.finish()
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PAUSED", "SUSPENDING", "SUSPENDED", "RESUMING", "STOPPED"])
@@ -124,26 +98,26 @@ def test_a_reset_behind_a_coordinator_leaves_its_states_and_signals_alone(model,
 @each_management
 def test_a_suspended_engine_generates_nothing_and_says_so(model, management):
     served = EngineHarness(model, kv_cache_management_mode=management)
+    served.add(tokens(4, 9, seed=2))
+    served.step()
     served.engine.suspend()
     for call in (served.step, lambda: served.engine.generate([tokens(0, 9, seed=1)], greedy(3))):
         with pytest.raises(EngineSuspendedError, match=r"^the engine is suspended: call engine\.resume\(\) first$"):
             call()
     served.engine.resume()
+    served.run()
+    served.check()
     assert len(served.engine.generate([tokens(0, 9, seed=1)], greedy(3))) == 1
+    assert "forward_failed" not in served.context.prefix_stats().fallbacks
     served.check_drained()
 
 
-@each_mode
 @pytest.mark.parametrize("management", (OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
-def test_a_resume_without_memory_can_be_repeated(model, management, mode, monkeypatch):
+def test_a_resume_without_memory_can_be_repeated(model, management, monkeypatch):
     """A trainer may still have it."""
-    served = busy(model, kv_cache_management_mode=management, async_sched_mode=mode, keep_on_resume=True)
+    served = busy(model, kv_cache_management_mode=management, keep_on_resume=True)
     served.engine.suspend()
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.undo()
-        raise MemoryError("an error of this test")
-
+    fail = raising(MemoryError("an error of this test"), monkeypatch.undo)
     if management == RECOMPUTE:
         monkeypatch.setattr(type(served.context), "make_state_metadata", fail)  # KV and states are allocated
     else:
@@ -155,13 +129,10 @@ def test_a_resume_without_memory_can_be_repeated(model, management, mode, monkey
     served.engine.resume()
     served.run()
     assert sorted(served.finished) == [1, 2, 3, 4]
-    served.check()
-    served.check_drained()
+    served.finish()
 
 
 # -- weights that change while the engine is suspended, with nothing announced -----------------------------------------
-
-MODELS = {"mamba2": "tiny", "gated delta net": "tiny-gdn", "both": "tiny-mixed"}
 
 
 @pytest.fixture
@@ -218,10 +189,17 @@ def spoilt(served: EngineHarness, *ids: int) -> bool:
     return False
 
 
-@each_mode
-@each_management
-@pytest.mark.parametrize("name", mostly_slow(MODELS.values(), "tiny", "tiny-gdn"), ids=MODELS.get)
-@pytest.mark.parametrize("cache", mostly_slow(["cache", "host tier"], "cache", "host tier"))
+SUSPENSIONS = [  # each management, each model, each memory, each scheduling
+    *(("tiny", PERSIST, "legacy", "cache"), ("tiny", OFFLOAD, "async", "cache"), ("tiny", RECOMPUTE, "async", "cache")),
+    *(("tiny", PERSIST, "async", "host tier"), ("tiny", RECOMPUTE, "legacy", "host tier")),
+    *(("tiny-gdn", RECOMPUTE, "async", "cache"), ("tiny-mixed", PERSIST, "async", "host tier")),
+]
+each_suspension = pytest.mark.parametrize(
+    ("name", "management", "mode", "cache"), mostly_slow_rows(SUSPENSIONS, *SUSPENSIONS[1:4], SUSPENSIONS[5])
+)
+
+
+@each_suspension
 def test_nothing_computed_before_a_suspension_is_reused(own_models, name, management, mode, cache, caplog):
     model, trained = own_models(name)
     served = EngineHarness(model, kv_cache_management_mode=management, async_sched_mode=mode, **CACHES[cache])
@@ -260,15 +238,19 @@ def test_with_the_setting_the_cache_survives_and_other_weights_would_be_noticed(
     assert served.context.prefix_stats().invalidations == 0 and not caplog.records
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_however_weights_change(own_models, way):
+@pytest.mark.parametrize(("way", "coordinator"), [*((way, False) for way in WAYS), ("copy_", True)])
+def test_however_weights_change(own_models, way, coordinator):
+    """Behind a coordinator `resume` is called in the state SUSPENDED, and the loop goes on from RESUMING."""
     model, trained = own_models("tiny")
     served = EngineHarness(model)
-    prompt = tokens(2, 30, seed=1)
+    prompt, engine = tokens(2, 30, seed=1), served.engine
     served.send(prompt)
-    served.engine.suspend()
+    engine.use_coordinator, engine.state = coordinator, EngineState.PAUSED if coordinator else engine.state
+    engine.suspend()
+    engine.state = EngineState.SUSPENDED
     WAYS[way](model, trained)
-    served.engine.resume()
+    engine.resume()
+    engine.use_coordinator, engine.state = False, EngineState.RUNNING
     assert served.send(prompt, count=9).num_cached_tokens == 0
     served.check(2)
     fresh = EngineHarness(trained)
@@ -276,10 +258,7 @@ def test_however_weights_change(own_models, way):
     assert served.finished[2].generated_tokens == fresh.finished[1].generated_tokens
 
 
-@each_mode
-@each_management
-@pytest.mark.parametrize("cache", mostly_slow(["cache", "host tier"], "cache"))
-@pytest.mark.parametrize("name", mostly_slow(MODELS.values(), "tiny"), ids=MODELS.get)
+@each_suspension
 def test_requests_in_flight_publish_nothing_of_the_old_weights(own_models, name, management, mode, cache):
     """A request that had not begun is of the new weights. So is what a recomputing engine says after the suspension."""
     model, trained = own_models(name)
@@ -290,7 +269,7 @@ def test_requests_in_flight_publish_nothing_of_the_old_weights(own_models, name,
     served.engine.resume()
     served.check_integrity()
     served.run()
-    assert len(served.finished[decoding].generated_tokens) == 2 * BLOCK
+    assert len(served.finished[decoding].generated_tokens) == BLOCK
     served.check(waiting)
     if management == RECOMPUTE:
         served.check(chunked)
@@ -305,7 +284,7 @@ def test_requests_in_flight_publish_nothing_of_the_old_weights(own_models, name,
     served.check_drained()
 
 
-@each_management
+@pytest.mark.parametrize("management", (PERSIST, RECOMPUTE), ids=lambda value: value.value)
 @pytest.mark.parametrize("announced", ["before", "while suspended", "after"])
 def test_weights_that_are_announced_too_are_dropped_once(own_models, management, announced, caplog):
     """What is announced before drops all: `resume` has nothing left to drop, and what ran since the announcement after."""
@@ -345,39 +324,48 @@ def test_a_resume_without_a_suspension_drops_nothing(model):
     assert served.context.prefix_stats().invalidations == 1
 
 
-def test_the_signals_of_a_coordinator_do_the_same(own_models):
-    """There `resume` is called in the state SUSPENDED, and the loop goes on from RESUMING."""
+@pytest.mark.parametrize(
+    ("phase", "mode"),
+    [("decode", "legacy"), ("decode", "async"), ("between chunks", "legacy"), ("first forward", "async")],
+)
+def test_a_request_that_spans_the_change_caches_nothing(own_models, phase, mode):
+    """Neither what it computed before nor what it computes later. A request that still waits uses only the new weights."""
     model, trained = own_models("tiny")
-    served = EngineHarness(model)
-    prompt = tokens(2, 30, seed=1)
-    served.send(prompt)
-    served.engine.use_coordinator, served.engine.state = True, EngineState.PAUSED
-    served.engine.suspend()
-    served.engine.state = EngineState.SUSPENDED
+    chunked = phase == "between chunks"
+    served = EngineHarness(
+        model, async_sched_mode=mode, enable_chunked_prefill=chunked, max_tokens=(3 if chunked else 16) * BLOCK
+    )
+    prompt = tokens(3 if chunked else 1, 40, seed=1)
+    spanning = served.add(prompt, BLOCK)  # it fills a block by decoding, too
+    served.step(4 if phase == "decode" else 1)
+    generated = len(served.engine.get_request(spanning).generated_tokens)
+    assert (generated > 1) == (phase == "decode")
+    if chunked:
+        assert served.context.chunked_prefill_request_id == spanning
+    waiting = served.add(tokens(1, 50, seed=2))
     copy_in_place(model, trained)
-    served.engine.resume()
-    served.engine.use_coordinator, served.engine.state = False, EngineState.RUNNING
-    assert served.send(prompt).num_cached_tokens == 0
-    served.check(2)
+    served.engine._generation_epoch = 1
+    served.run()
+    assert len(served.finished[spanning].generated_tokens) == BLOCK
+    assert (served.cache.blocks.cached_count, served.kept_states) == (1, 1)  # of the one that waited
+    served.check(waiting)
+    sequence = prompt + list(served.finished[spanning].generated_tokens)
+    again = served.send(sequence)
+    assert again.num_cached_tokens == 0
+    assert served.send(tokens(1, 50, seed=2)).num_cached_tokens == BLOCK
+    served.check(waiting, again.request_id, again.request_id + 1)
+    served.check_drained()
 
 
 # -- tiers that other processes use ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["folder", "mooncake"])
-def shared(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a shared tier."""
-    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "a secret for the tests")
-    if request.param == "folder":
-        return f"file://{tmp_path}/cache?gb=1&min_tokens=0&wait_s={HANG_S}"
-    use_fake_mooncake(monkeypatch, FakeCluster())
-    return f"mooncake://127.0.0.1:50051?min_tokens=0&wait_s={HANG_S}&ask_s={HANG_S}&refresh_s=1e-9"
-
-
-@each_management
-def test_a_shared_tier_never_serves_states_of_other_weights(own_models, shared, management):
+@pytest.mark.parametrize(("store", "management"), [("folder", PERSIST), ("folder", RECOMPUTE), ("mooncake", OFFLOAD)])
+def test_a_shared_tier_never_serves_states_of_other_weights(own_models, store, management, tmp_path, monkeypatch):
     """Neither those that this process stored before, nor, to processes with the old weights, those that it stores now."""
     model, trained = own_models("tiny")
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "a secret for the tests")
+    shared = STORES[store](tmp_path / "cache", monkeypatch).url()
     fields = {"slots": 6, "blocks": 20, "host_gb": 0.01, "max_requests": 2, "shared": shared}
     prompt = tokens(4, 9, seed=1)
     served = EngineHarness(model, kv_cache_management_mode=management, **fields)
@@ -417,9 +405,13 @@ def replayed(self: MambaMixer) -> torch.Tensor:
     return self._A_neg_exp_cache.view(-1, 1, 1).expand(-1, self.headdim, self.d_state)
 
 
-@pytest.mark.parametrize("how", ["invalidate", "epoch", "resume"])
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("cache", [{}, {"slots": None}], ids=["cache", "no cache"])
+@pytest.mark.parametrize(
+    ("how", "training", "cache"),
+    [
+        *(("invalidate", False, {}), ("epoch", True, {}), ("resume", True, {})),
+        *(("invalidate", True, {"slots": None}), ("resume", False, {"slots": None})),
+    ],
+)
 def test_what_a_captured_decode_reads_is_refreshed_in_place(own_models, how, training, cache, monkeypatch):
     model, _ = own_models("tiny")
     served = EngineHarness(model, **cache)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.engine.sampling import RowRequest, adjusted, filtered, gumbel, sample
 from megatron_hybrid_prefix.mcore.runner import RequestResult, run_batch
 from megatron_hybrid_prefix.sampling import SamplingOptions
-from tests.harness.drafts import forced_drafts
+from tests.harness.drafts import Drafting
 from tests.harness.engine_helpers import kv_budget, random_tokens
 from tests.harness.lifecycle_helpers import MODES, EngineHarness
 
@@ -129,8 +130,6 @@ PROMPTS = [random_tokens(150 + 37 * number, 128 + number) for number in range(le
 
 
 def params(options: SamplingOptions | None, count: int) -> Any:
-    from megatron.core.inference.sampling_params import SamplingParams
-
     own = {} if options is None else {"sampling_options": options.as_dict()}
     fields = {"num_tokens_to_generate": count, "top_k": 1, "termination_id": -1}
     return SamplingParams.deserialize(fields | own)
@@ -178,10 +177,9 @@ def test_every_token_is_sampled_with_its_requests_options(tiny, tiny_reference, 
     assert alone.generated == together[2].generated
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_in_chunks_and_preempted(tiny, tiny_reference, mode):
+def test_in_chunks_and_preempted(tiny, tiny_reference):
     """Chunks sample tokens that nobody uses; a preempted request computes its answer so far as a prompt."""
-    results = answers(tiny, mode, [0, 1, 2, 3], blocks=15, cached=False, enable_chunked_prefill=True, max_tokens=128)
+    results = answers(tiny, "async", [0, 1, 2, 3], blocks=15, cached=False, enable_chunked_prefill=True, max_tokens=128)
     assert any(result.recomputed_tokens for result in results)
     for number, result in enumerate(results):
         check(tiny_reference, number, result)
@@ -196,29 +194,24 @@ def test_drafts_change_nothing_of_what_is_sampled(tiny_mtp, mode):
         SamplingOptions(temperature=0.0, logit_bias=((9, 3.0),)),
         None,
     ]
-    plain, drafting = (
-        EngineHarness(tiny_mtp, num_speculative_tokens=drafts, async_sched_mode=mode) for drafts in (0, 2)
-    )
+    plain = EngineHarness(tiny_mtp, async_sched_mode=mode)
+    drafting = Drafting(tiny_mtp, 2, lambda number, position: (number + position) % 3, async_sched_mode=mode)
 
-    def ask(served: EngineHarness) -> None:
+    def ask(served: EngineHarness) -> dict[int, list[int]]:
         for prompt, options in zip(PROMPTS, chosen, strict=True):
             served.add(prompt, 40, **({} if options is None else {"sampling_options": options.as_dict()}))
+        served.run()
+        return {number: list(request.generated_tokens) for number, request in served.finished.items()}
 
-    ask(plain)
-    plain.run()
-    answers = {number: list(request.generated_tokens) for number, request in plain.finished.items()}
-    truth = {number: PROMPTS[number - 1] + answer for number, answer in answers.items()}
-    ask(drafting)
-    with forced_drafts(drafting.engine, truth, lambda number, position: (number + position) % 3):
-        drafting.run()
+    answers = ask(plain)
+    drafting.truth |= {number: PROMPTS[number - 1] + answer for number, answer in answers.items()}
+    assert ask(drafting) == answers
     assert drafting.engine._spec_tokens_accepted_per_pos.sum() > 40
-    assert {number: list(request.generated_tokens) for number, request in drafting.finished.items()} == answers
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_top_k_with_top_p_and_drafts(tiny_mtp, mode):
+def test_top_k_with_top_p_and_drafts(tiny_mtp):
     """Without a seed: each token is among those that both leave."""
-    served = EngineHarness(tiny_mtp, num_speculative_tokens=2, async_sched_mode=mode)
+    served = EngineHarness(tiny_mtp, num_speculative_tokens=2)
     options = SamplingOptions(top_k=5, top_p=0.7)
     served.add(PROMPTS[0], 40, params={"top_k": 5, "top_p": 0.0}, sampling_options=options.as_dict())
     served.run()

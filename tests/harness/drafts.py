@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.harness.lifecycle_helpers import EngineHarness, known_answer
+
 
 @contextmanager
 def forced_drafts(engine: Any, truth: dict[int, list[int]], accepted: Callable[[int, int], int]) -> Iterator[list[int]]:
@@ -44,3 +46,42 @@ def forced_drafts(engine: Any, truth: dict[int, list[int]], accepted: Callable[[
         yield drafted
     finally:
         del controller._compute_serial_mtp_and_sample
+
+
+class Drafting(EngineHarness):
+    """An engine whose drafts are made from the right answers of the requests that `ask` adds.
+
+    Args:
+        model: A model with depths of multi-token prediction.
+        drafts: Draft tokens; 0: none.
+        accepted: As of `forced_drafts`; all by default. May be changed between steps.
+        **fields: Of `EngineHarness`.
+
+    Attributes:
+        truth: Prompt and answer as without drafts, by request id.
+        drafted: The number of right drafts before each forward of each request.
+    """
+
+    def __init__(
+        self, model: Any, drafts: int, accepted: Callable[[int, int], int] = lambda *_: 99, **fields: Any
+    ) -> None:
+        super().__init__(model, num_speculative_tokens=drafts, **fields)
+        self.plain = EngineHarness(model, slots=None)
+        self.accepted, self._drafts = accepted, drafts
+        self.truth: dict[int, list[int]] = {}
+        self.drafted: list[int] = []
+
+    def ask(self, prompt: list[int], count: int = 12, **attributes: Any) -> int:
+        """As `add`; the drafts are made from its right answer."""
+        number = self.add(prompt, count, **attributes)
+        self.truth[number] = prompt + known_answer(self.plain, prompt, count)
+        return number
+
+    def step(self, count: int = 1) -> list[int]:
+        """See `EngineHarness`, with forced drafts."""
+        if not self._drafts:
+            return super().step(count)
+        with forced_drafts(self.engine, self.truth, self.accepted) as drafted:
+            ids = super().step(count)
+        self.drafted += drafted
+        return ids

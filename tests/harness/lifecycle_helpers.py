@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
@@ -49,12 +49,20 @@ class EngineHarness:
         blocks: KV blocks for which there is room beside running requests; by default many. Without ``slots`` checkpoints are in
             these blocks.
         paused_blocks: How many of them are for paused requests.
+        build: As `build_engine`.
         **fields: Fields of megatron's ``InferenceConfig`` and of `HybridPrefixConfig` (no interval checkpoints by
         default), and ``tokenizer``.
     """
 
     def __init__(
-        self, model: Any, *, slots: int | None = MANY, blocks: int | None = None, paused_blocks: int = 0, **fields: Any
+        self,
+        model: Any,
+        *,
+        slots: int | None = MANY,
+        blocks: int | None = None,
+        paused_blocks: int = 0,
+        build: Callable[..., Any] = build_engine,
+        **fields: Any,
     ) -> None:
         self.model = model
         fields = {
@@ -70,14 +78,14 @@ class EngineHarness:
             "speculative_tokens": fields.get("num_speculative_tokens", 0),
         }
         own = {name: fields.pop(name) for name in HybridPrefixConfig.__dataclass_fields__ if name in fields}
-        capped = "cache_gb" not in own and (blocks is None or slots != MANY)
-        memory = {"mamba_gb": (slots or 0) * state_bytes(model) / 2**30} if capped else {}
+        capped = slots is not None and "cache_gb" not in own and (blocks is None or slots != MANY)
+        memory = {"mamba_gb": slots * state_bytes(model) / 2**30} if capped else {}
         if blocks is not None:
             fields |= kv_budget(model, blocks, paused_blocks=paused_blocks, **sizes)
         # Checkpoints that no test expects would have to be counted in each.
         own = memory | {"retention_interval_tokens": 0} | own
         prefix = None if slots is None else HybridPrefixConfig(**own)
-        self.engine = build_engine(model, prefix, **fields)
+        self.engine = build(model, prefix, **fields)
         self.context = self.engine.context
         if blocks is not None and slots is None:
             allocator = self.context.kv_block_allocator
@@ -162,6 +170,12 @@ class EngineHarness:
             assert self.kept_states == self.cache.stats().slots_used
             self.check_integrity()
 
+    def finish(self) -> None:
+        """Runs to the end. Checks all answers, and that nothing is held."""
+        self.run()
+        self.check()
+        self.check_drained()
+
     @property
     def kept_states(self) -> int:
         """Checkpoints that can be resumed from."""
@@ -179,6 +193,16 @@ class EngineHarness:
     def live_slots(self) -> int:
         """State slots of live requests."""
         return self.context.max_requests - self.context.mamba_metadata.mamba_state_free_slot_count
+
+
+def raising(error: BaseException | type[BaseException], before: Callable[[], object] = lambda: None) -> Any:
+    """A function that raises, whatever its arguments are; first it calls ``before``."""
+
+    def raises(*args: Any, **kwargs: Any) -> Any:
+        before()
+        raise error
+
+    return raises
 
 
 def tokens(blocks: int, own: int, seed: int) -> list[int]:

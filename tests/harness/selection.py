@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,6 +10,15 @@ import pytest
 
 def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
     """Values of a parameter. Only those in ``fast`` are in the default run."""
+    return _marked(values, fast, lambda value: (value,))
+
+
+def mostly_slow_rows(rows: Iterable[tuple[Any, ...]], *fast: tuple[Any, ...]) -> list[Any]:
+    """Likewise, values of several parameters at once."""
+    return _marked(rows, fast, tuple)
+
+
+def _marked(values: Iterable[Any], fast: tuple[Any, ...], parts: Callable[[Any], tuple[Any, ...]]) -> list[Any]:
     values = list(values)
     assert fast and all(value in values for value in fast)
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [value if value in fast else pytest.param(*parts(value), marks=pytest.mark.slow) for value in values]

@@ -21,11 +21,10 @@ import numpy as np
 import pytest
 
 from tests.core.test_mooncake_tier import KV, Process, data, object_of, prompt_tags, tag
-from tests.engine.test_mooncake_tier import check_mooncake_ranks
 from tests.harness.fake_mooncake import FakeCluster, FakeStore
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.limits import HANG_S, wait_until
-from tests.harness.shared_tiers import stats_of, written
+from tests.harness.shared_tiers import check_mooncake_ranks, stats_of, tier_of, written
 from tests.harness.workers.launch import WORKERS, free_port, run_prepared, run_ranks
 
 store_module = pytest.importorskip("mooncake.store", reason="needs scripts/mooncake.sh", exc_type=ImportError)
@@ -106,10 +105,6 @@ def computed(model: Any, cluster: Cluster) -> EngineHarness:
     served = start(model, cluster)
     served.send(PROMPT)
     return written(served)
-
-
-def tier_of(served: EngineHarness) -> Any:
-    return served.cache._store.host.behind.tier
 
 
 def process(cluster: Cluster, out: Path, *seeds: int) -> Any:

@@ -1,0 +1,104 @@
+"""Engines that cannot be built: one line says what was given, and what to use."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore import build_upstream_engine
+from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, get_preset
+
+BITS = {"mamba_gb": 0.1, "exact": "bits"}
+WHOLE_CHUNKS = "^block_size_tokens=96: layers of kind gated_delta_net need a multiple of 64$"
+# Model, settings of the cache, fields of the engine, message.
+REFUSED = [
+    ("tiny", None, {"buffer_size_gb": 0.0001}, "^buffer_size_gb=.* too small: .*max_requests=16"),
+    ("tiny", None, {"max_tokens": 64, "max_requests": 128}, "^max_tokens=64 must be at least max_requests=128"),
+    ("tiny", None, {"no_such_field": 1}, "^unknown InferenceConfig field"),
+    ("tiny", None, {"block_size_tokens": 0}, "^block_size_tokens=0: must be at least 1"),
+    ("tiny", None, {"num_speculative_tokens": 1}, "^num_speculative_tokens=1: the model has no multi-token prediction"),
+    ("tiny", None, {"num_speculative_tokens": -1}, "^num_speculative_tokens=-1: must not be negative"),
+    (
+        "tiny_mtp",
+        None,
+        {"num_speculative_tokens": 4},
+        "^num_speculative_tokens=4: the model drafts at most mtp_num_layers=3",
+    ),
+    (
+        "tiny_mtp",
+        None,
+        {"num_speculative_tokens": 3, "block_size_tokens": 3},
+        "^num_speculative_tokens=3 must be below block_size_tokens=3",
+    ),
+    *((name, None, {"block_size_tokens": 96}, WHOLE_CHUNKS) for name in ("tiny_gdn", "tiny_mixed")),
+    *((name, {"mamba_gb": 0.01}, {"block_size_tokens": 96}, WHOLE_CHUNKS) for name in ("tiny_gdn", "tiny_mixed")),
+    (
+        "tiny_mixed",
+        None,
+        {"enable_prefix_caching": True},
+        "^megatron's own engine cannot run a model with layers of kind",
+    ),
+    # -- the cache
+    (
+        "tiny",
+        {"mamba_gb": 0.1},
+        {"enable_prefix_caching": True},
+        "^prefix=.* enable_prefix_caching=True .*exclude each other$",
+    ),
+    (
+        "tiny",
+        {"retention_interval_tokens": 100},
+        {},
+        "^retention_interval_tokens=100: must be 0 or a multiple of block_tokens=",
+    ),
+    ("tiny", {"verify_hits": 1.5}, {}, "^verify_hits=1.5: must be from 0 to 1"),
+    ("tiny", {"cache_gb": 0.0}, {}, "^cache_gb=0.0: must be above 0$"),
+    ("tiny", {"mamba_gb": -1.0}, {}, "^mamba_gb=-1.0: must be 0 or more$"),
+    ("tiny", {"cache_gb": 0.01, "mamba_gb": 0.02}, {}, "^mamba_gb=0.02 is a cap within cache_gb=0.01, and larger: .*$"),
+    ("tiny_mtp", {"cache_gb": 1.2345678e-5}, {}, "^cache_gb=1.2345678e-05 is too small: .* need 0.[0-9]+ MiB$"),
+    (
+        "tiny_mtp",
+        {"cache_gb": 1e-3},
+        {"max_requests": 8, "num_speculative_tokens": 3},
+        "^cache_gb=0.001 is too small: .* with 3 drafts .*$",
+    ),
+    ("tiny_mtp", {}, {"buffer_size_gb": 1e-5}, "^buffer_size_gb=1e-05 is too small: .*$"),
+    # -- bits
+    ("tiny", BITS | {"exact": "roughly"}, {}, "exact='roughly': must be 'bits', or None"),
+    ("tiny", BITS | {"state_dtype": "bfloat16"}, {}, "exact='bits' needs state_dtype='float32', not 'bfloat16'"),
+    (
+        "tiny",
+        BITS | {"shared": "file:///x?gb=1", "host_gb": 1},
+        {},
+        "exact='bits' does not go with shared: what is there may",
+    ),
+    ("tiny_mixed", BITS, {}, "experts are not covered"),
+    ("tiny_mtp", BITS, {}, "drafted tokens are not covered"),
+    ("tiny_mtp", BITS, {"num_speculative_tokens": 2}, "does not go with num_speculative_tokens=2; use 0"),
+    ("tiny", BITS, {"logprobs_mode": "processed_logprobs"}, "does not go with logprobs_mode='processed_logprobs'"),
+    ("tiny", BITS, {"enable_chunked_prefill": True, "max_tokens": 128}, "needs max_tokens of 260 or more, not 128"),
+]
+
+
+@pytest.mark.parametrize(("name", "prefix", "fields", "said"), REFUSED, ids=str)
+def test_an_engine(request, name, prefix, fields, said):
+    model, sizes = request.getfixturevalue(name), {} if prefix is None else {"max_requests": 4, "block_size_tokens": 64}
+    with pytest.raises(ValueError, match=said) as error:
+        build_engine(model, None if prefix is None else HybridPrefixConfig(**prefix), **sizes | fields)
+    assert "\n" not in str(error.value)
+
+
+def test_megatrons_own_engine(tiny_mixed):
+    with pytest.raises(ValueError, match=r"^megatron's own engine cannot run a model with layers of kind"):
+        build_upstream_engine(tiny_mixed)
+
+
+def test_a_model_without_attention():
+    with pytest.raises(ValueError, match="no attention layer"):
+        get_preset("tiny", layer_pattern="M-M-")
+    assert isinstance(get_preset("tiny"), HybridModelConfig)
+
+
+def test_cuda_graphs_without_a_gpu(platform):
+    with pytest.raises(ValueError, match="cuda_graph_impl='local' needs a CUDA device"):
+        build_hybrid_model("tiny", platform=platform, cuda_graph_impl="local")
