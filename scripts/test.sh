@@ -20,7 +20,7 @@ while (($#)); do
     -h | --help) usage; exit 0 ;;
     --all) all=1 ;;
     --megatron)
-      [[ ${2:-} =~ ^[0-9]+(\.[0-9]+)+[a-z0-9]*$ ]] || die "--megatron needs a version, such as 0.19.1"
+      [[ ${2:-} =~ ^[0-9]+(\.[0-9]+)+[a-z0-9]*$ ]] || die "--megatron needs a version, such as 0.19.3"
       megatron=$2
       shift
       ;;
