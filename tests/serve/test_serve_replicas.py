@@ -125,12 +125,6 @@ def test_idle_traffic_goes_to_all_replicas(server):
     assert status == 200 and health["replicas"] == {"0": "ok", "1": "ok"}
 
 
-def test_salts_share_nothing(server):
-    order = ["x", "y", "x", "y", "z"]
-    found = [cached(complete(server.client(), extra={"cache_salt": f"salts {salt}"})) for salt in order]
-    assert found == [0, 0, HIT, HIT, 0]
-
-
 def test_log_probs_of_a_prompt_come_with_a_hit_too(server, tiny_reference):
     tokens = TOKENIZER.tokenize(PROMPT)
     rows = tiny_reference.log_probs(tokens)
@@ -141,23 +135,6 @@ def test_log_probs_of_a_prompt_come_with_a_hit_too(server, tiny_reference):
         assert cached(answer) == hit and entries[0] is None
         found = [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], tokens[1:], strict=True)]
         assert found == pytest.approx(right, abs=LOG_PROB_NOISE)
-
-
-@pytest.mark.parametrize("stop", [None, ["A", "="]])
-def test_streams_say_what_whole_answers_say(server, stop):
-    client, fields = server.client(), {"max_tokens": 40, "stop": stop, "n": 2, "extra": {"ignore_eos": True}}
-    whole = complete(client, **fields)
-    texts, reasons = ["", ""], {}
-    for chunk in complete(client, stream=True, **fields):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            if choice.finish_reason:
-                reasons[choice.index] = choice.finish_reason
-    assert texts == [choice.text for choice in whole.choices] and all(texts)
-    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
-    full = complete(client, max_tokens=40, extra={"ignore_eos": True}).choices[0].text
-    cut = min((full.index(word) for word in stop or () if word in full), default=len(full))
-    assert texts[0] == full[:cut]
 
 
 def events(server: Endpoint, **fields: Any) -> list[Any]:
@@ -190,6 +167,7 @@ def test_streams_are_those_of_one_process(server, tiny):
         salt | {"temperature": 0.9, "seed": 7, "n": 2},
         salt | {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01, "presence_penalty": 0.5},
         salt | {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {"66": 2.0}},
+        salt | {"temperature": 0, "stop": ["A", "="], "n": 2},
     ]
     with running(tiny) as alone:
         assert BLOCK == ONE_PROCESS_BLOCK
