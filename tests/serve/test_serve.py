@@ -43,14 +43,9 @@ from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics  #
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from tests.harness.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes  # noqa: E402
 from tests.harness.limits import HANG_S, wait_until  # noqa: E402
-from tests.harness.server_process import Endpoint  # noqa: E402
+from tests.harness.server_process import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Endpoint  # noqa: E402
 
-BLOCK = 64
 TOKENIZER = ByteTokenizer(512)
-PROMPT = "The cache holds keys and values in blocks, and a state at some of their ends. " * 4  # 4 blocks and a half
-HIT = len(PROMPT) // BLOCK * BLOCK
-ADMIN = "admin-secret"
-LIMIT_TOKENS = 1024
 
 
 class Server(Endpoint):
@@ -191,25 +186,34 @@ def assert_error(body: Any, *, code: str | None = None) -> None:
 # --- The openai client, and the cache --------------------------------------------------------------------------------
 
 
-def test_the_answer_is_the_engines(server, salt, tiny):
-    """A miss and a hit, compared with an engine without a cache."""
+def engines_answer(model: Any) -> tuple[str, list[float]]:
+    """Text and log-probs after `PROMPT` of an engine without a cache."""
     from megatron.core.inference.sampling_params import SamplingParams
 
     from megatron_hybrid_prefix.mcore.runner import run_batch
 
-    engine = build_engine(tiny, tokenizer=TOKENIZER, max_sequence_length=LIMIT_TOKENS)
+    engine = build_engine(model, tokenizer=TOKENIZER, max_sequence_length=LIMIT_TOKENS)
     params = SamplingParams(
         num_tokens_to_generate=12, top_k=1, termination_id=257, return_log_probs=True, skip_prompt_log_probs=True
     )
-    expected = run_batch(engine, [TOKENIZER.tokenize(PROMPT)], params)[0]
+    answer = run_batch(engine, [TOKENIZER.tokenize(PROMPT)], params)[0]
+    return TOKENIZER.detokenize(answer.generated), answer.log_probs
+
+
+def check_hits(server: Endpoint, model: Any, salt: str) -> None:
+    """A miss and a hit are the engine's answer."""
+    text, log_probs = engines_answer(model)
     for hit in (0, HIT):
-        answer = complete(server.client(), extra=salt, logprobs=0)
-        assert cached(answer) == hit
+        answer = complete(server.client(), logprobs=0, extra={"cache_salt": salt})
+        (choice,) = answer.choices
+        assert (cached(answer), choice.text, choice.finish_reason) == (hit, text, "length")
+        assert choice.logprobs.token_logprobs == pytest.approx(log_probs, abs=LOG_PROB_NOISE)
         usage = (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens)
         assert usage == (len(PROMPT), 12, len(PROMPT) + 12)
-        choice = answer.choices[0]
-        assert (choice.text, choice.finish_reason) == (TOKENIZER.detokenize(expected.generated), "length")
-        assert choice.logprobs.token_logprobs == pytest.approx(expected.log_probs, abs=LOG_PROB_NOISE)
+
+
+def test_the_second_call_is_cached_and_says_the_same(server, tiny):
+    check_hits(server, tiny, "hits")
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -629,9 +633,9 @@ def _post(path: str, body: bytes) -> bytes:
     return head.encode() + body
 
 
-async def _raw(port: int, path: str, body: bytes, *, send_bytes: int | None = None) -> tuple[int, bytes]:
+async def _raw(server: Endpoint, path: str, body: bytes, *, send_bytes: int | None = None) -> tuple[int, bytes]:
     """Status and body of a response; or sends only part of the request and disconnects."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
     try:
         writer.write(_post(path, body)[:send_bytes])
         if send_bytes is not None:
@@ -643,87 +647,88 @@ async def _raw(port: int, path: str, body: bytes, *, send_bytes: int | None = No
         writer.transport.abort()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["legacy", "async, in chunks"])
-def test_many_clients_at_once(tiny, mode):
-    """64 at a time, on a server with room for few: streams, whole answers, cancellations, and invalid requests."""
+def many_at_once(server: Endpoint, clients: int = 64, turns: int = 4) -> Counter[str]:
+    """What so many clients do at once: streams, whole answers, cancellations, invalid requests. Returns how often which."""
     rng = random.Random(0)
     seen: Counter[str] = Counter()
 
-    async def client(number: int, server: Server, api: Any, strict: Any) -> None:
-        for turn in range(4):
-            kind = rng.choice(["stream", "whole", "chat", "cancel", "timeout", "bad", "half", "long"])
-            fields: dict[str, Any] = {
-                "model": "tiny",
-                "prompt": PROMPT[: rng.randrange(1, len(PROMPT))] + f"{number} {turn}" * rng.randrange(20),
-                "max_tokens": rng.randrange(1, 60),
-                "temperature": rng.choice([0, 1]),
-                "n": rng.choice([1, 1, 2]),
-                "extra_body": {"cache_salt": f"tenant {number % 3}", "ignore_eos": True},
-            }
-            try:
-                if kind == "stream":
-                    chunks = [c async for c in await api.completions.create(**fields, stream=True)]
-                    assert sum(bool(c.choices[0].finish_reason) for c in chunks) == fields["n"]
-                elif kind == "whole":
-                    answer = await strict.completions.create(**fields, logprobs=1)
-                    assert answer.usage.completion_tokens == fields["n"] * fields["max_tokens"]
-                elif kind == "chat":
-                    prompt = fields.pop("prompt")
-                    messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": prompt}]
-                    answer = await strict.chat.completions.create(messages=messages, **fields, stop=["e", "xyz"])
-                    assert len(answer.choices) == fields["n"]
-                elif kind == "cancel":
-                    async with await api.completions.create(**fields | {"max_tokens": 500}, stream=True) as stream:
-                        async for _ in stream:
-                            break
-                elif kind == "timeout":
-                    call = api.completions.create(**fields | {"max_tokens": 500})
-                    with pytest.raises(asyncio.TimeoutError):
-                        await asyncio.wait_for(call, rng.uniform(0.001, 0.05))
-                elif kind == "bad":
-                    body = BAD[rng.choice(list(BAD))][0]
-                    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-                    path = rng.choice(["/v1/completions", "/v1/chat/completions"])
-                    status, text = await _raw(server.port, path, data)
-                    assert 400 <= status < 500
-                    assert_error(json.loads(text))
-                elif kind == "half":
-                    body = json.dumps(COMPLETION).encode()
-                    await _raw(server.port, "/v1/completions", body, send_bytes=rng.randrange(20, 100))
-                elif kind == "long":
-                    with pytest.raises((openai.BadRequestError, openai.APIStatusError)) as caught:
-                        await api.completions.create(**fields | {"prompt": "x" * rng.choice([2000, 60_000])})
-                    assert caught.value.status_code in (400, 413)
-                    assert_error({"error": caught.value.body})
-                seen[kind] += 1
-            except openai.RateLimitError as error:
-                assert_error({"error": error.body}, code="rate_limit_exceeded")
-                seen["429"] += 1
+    async def ask(number: int, turn: int, api: Any, strict: Any) -> None:
+        kind = rng.choice(["stream", "whole", "chat", "cancel", "timeout", "bad", "half", "long"])
+        fields: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": PROMPT[: rng.randrange(1, len(PROMPT))] + f"{number} {turn}" * rng.randrange(20),
+            "max_tokens": rng.randrange(1, 60),
+            "temperature": rng.choice([0, 1]),
+            "n": rng.choice([1, 1, 2]),
+            "extra_body": {"cache_salt": f"tenant {number % 3}", "ignore_eos": True},
+        }
+        try:
+            if kind == "stream":
+                chunks = [c async for c in await api.completions.create(**fields, stream=True)]
+                assert sum(bool(c.choices[0].finish_reason) for c in chunks) == fields["n"]
+            elif kind == "whole":
+                answer = await strict.completions.create(**fields, logprobs=1)
+                assert answer.usage.completion_tokens == fields["n"] * fields["max_tokens"]
+            elif kind == "chat":
+                prompt = fields.pop("prompt")
+                messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": prompt}]
+                answer = await strict.chat.completions.create(messages=messages, **fields, stop=["e", "xyz"])
+                assert len(answer.choices) == fields["n"]
+            elif kind == "cancel":
+                async with await api.completions.create(**fields | {"max_tokens": 500}, stream=True) as stream:
+                    async for _ in stream:
+                        break
+            elif kind == "timeout":
+                call = api.completions.create(**fields | {"max_tokens": 500})
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(call, rng.uniform(0.001, 0.05))
+            elif kind == "bad":
+                body = BAD[rng.choice([name for name in BAD if name != "prompt log-probs"])][
+                    0
+                ]  # some servers have them
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                path = rng.choice(["/v1/completions", "/v1/chat/completions"])
+                status, text = await _raw(server, path, data)
+                assert 400 <= status < 500
+                assert_error(json.loads(text))
+            elif kind == "half":
+                body = json.dumps(COMPLETION).encode()
+                await _raw(server, "/v1/completions", body, send_bytes=rng.randrange(20, 100))
+            elif kind == "long":
+                with pytest.raises((openai.BadRequestError, openai.APIStatusError)) as caught:
+                    await api.completions.create(**fields | {"prompt": "x" * rng.choice([2000, 60_000])})
+                assert caught.value.status_code in (400, 413)
+                assert_error({"error": caught.value.body})
+            seen[kind] += 1
+        except openai.RateLimitError as error:
+            assert_error({"error": error.body}, code="rate_limit_exceeded")
+            seen["429"] += 1
 
-    async def load(server: Server) -> None:
+    async def client(number: int, *apis: Any) -> None:
+        for turn in range(turns):
+            await ask(number, turn, *apis)
+
+    async def load() -> None:
         # The client's types say that every streamed chunk has a finish_reason; it is null except in the last one.
         api, strict = (
-            openai.AsyncOpenAI(
-                base_url=f"{server.url}/v1",
-                api_key="x",
-                max_retries=0,
-                timeout=HANG_S,
-                _strict_response_validation=check,
-            )
-            for check in (False, True)
+            server.client(kind=openai.AsyncOpenAI, _strict_response_validation=check) for check in (False, True)
         )
         async with api, strict:
-            await asyncio.gather(*(client(number, server, api, strict) for number in range(64)))
+            await asyncio.gather(*(client(number, api, strict) for number in range(clients)))
 
-    fields: dict[str, Any] = {}
-    if mode != "legacy":
-        from megatron.core.inference.config import AsyncScheduleMode
+    asyncio.run(asyncio.wait_for(load(), HANG_S))
+    return seen
 
-        fields = {"async_sched_mode": AsyncScheduleMode.ASYNC, "enable_chunked_prefill": True, "max_tokens": 256}
+
+@pytest.mark.slow
+def test_many_clients_at_once(tiny):
+    """On a server with room for few. Chunks and asynchronous scheduling; test_serve_replicas.py has neither."""
+    from megatron.core.inference.config import AsyncScheduleMode
+
+    fields = {"async_sched_mode": AsyncScheduleMode.ASYNC, "enable_chunked_prefill": True, "max_tokens": 256}
     sizes = {"blocks": 40, "slots": 12, "max_requests": 6, "max_waiting": 30, "body_bytes": 50_000}
     with running(tiny, **sizes, engine_fields=fields) as server:
-        asyncio.run(asyncio.wait_for(load(server), HANG_S))
+        seen = many_at_once(server)
         server.wait_until_idle()
         status, health = server.send("/health")
         assert (status, health["engine_failures"]) == (200, 0)
