@@ -103,7 +103,7 @@ def test_experts_and_refusals(layout, ranks_of):
     tp, ep = layout
     for rank in ranks_of(layout)[0]:
         # Two layers; every tensor-parallel rank has a part of each expert.
-        assert rank["local_experts"] == 2 * worker.LAYOUTS[layout].get("num_moe_experts", 4) // ep
+        assert rank["local_experts"] == 2 * worker.LAYOUTS[layout].num_moe_experts // ep
         assert (
             rank["refusal"]
             == f"tp={2 * tp} x pp=1 x ep={ep} does not divide the {tp * ep} process(es) that were started"

@@ -31,17 +31,17 @@ SHARED = {
     "moe_shared_expert_intermediate_size": 96,
     "moe_shared_expert_gate": True,
 }
-# (tp, ep): changes of ``tiny-moe``. In the second one several ranks have the same key/value head.
+# (tp, ep): dimensions. With the second one both ranks have the same key/value head.
 LAYOUTS = {
-    (1, 2): {},
-    (2, 1): SHARED | {"num_query_groups": 1},
-    (2, 2): SHARED | {"num_query_groups": 2},
+    (1, 2): get_preset("tiny-moe"),
+    (2, 1): get_preset("tiny-qwen3-next", layer_pattern="GE*E", num_query_groups=1),
+    (2, 2): get_preset("tiny-moe", **SHARED | {"num_query_groups": 2}),
 }
 
 
 def build(layout, platform, seed=0):
     """This rank's shard of a layout's model."""
-    return build_hybrid_model(get_preset("tiny-moe", **LAYOUTS[layout]), seed=seed, platform=platform)
+    return build_hybrid_model(LAYOUTS[layout], seed=seed, platform=platform)
 
 
 def prompts(rank):
