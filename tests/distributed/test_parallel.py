@@ -11,6 +11,7 @@ from megatron_hybrid_prefix.models import get_preset
 from tests.engine.test_prompt_log_probs import Reference, wrong
 from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy
 from tests.harness.limits import HANG_S, wait_until
+from tests.harness.selection import mostly_slow
 from tests.harness.workers import parallel_engine
 from tests.harness.workers.launch import run_ranks
 
@@ -20,7 +21,7 @@ def one_rank(platform):
     return parallel_engine.layout_answers(tp=1, pp=1)
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["tp2", "pp2"])
+@pytest.fixture(scope="module", params=mostly_slow([(2, 1), (1, 2)], (2, 1)), ids=["tp2", "pp2"])
 def two_ranks(request, tmp_path_factory):
     """The layout, and each rank's findings."""
     tp, pp = request.param
