@@ -96,16 +96,13 @@ def installed(tmp_path_factory) -> Path:
 
 def test_the_wheel_runs(installed, tmp_path):
     """Its command, and a prompt; with the packages of this environment."""
-    assert (
-        run(installed / "bin" / "hybrid-prefix", "--version", folder=tmp_path, path=installed).split()[1] == __version__
-    )
-    said = run(
-        sys.executable, "-m", "megatron_hybrid_prefix", "plan", "tiny", "--cache-gb", 2, folder=tmp_path, path=installed
-    )
+    here: dict[str, Path] = {"folder": tmp_path, "path": installed}
+    assert run(installed / "bin" / "hybrid-prefix", "--version", **here) == f"hybrid-prefix {__version__}\n"
+    said = run(sys.executable, "-m", "megatron_hybrid_prefix", "plan", "tiny", "--cache-gb", 2, **here)
     assert "most cached states" in said
     example = (ROOT / "examples" / "ten_lines.py").read_text()
     where = "import megatron_hybrid_prefix as package\nprint(package.__file__)"
-    *said, place = run(sys.executable, "-c", f"{example}\n{where}", folder=tmp_path, path=installed).splitlines()
+    *said, place = run(sys.executable, "-c", f"{example}\n{where}", **here).splitlines()
     assert [int(line.split()[0]) for line in said] == [0, 512] and place.startswith(str(installed))
 
 
