@@ -3,7 +3,7 @@
 #   scripts/test.sh [--all] [--megatron VERSION] [--without-mamba] [ARGUMENTS OF PYTEST ...]
 #
 #   (nothing)             some tests of every kind: at most five minutes on two idle cores
-#   --all                 all tests: at most twenty minutes
+#   --all                 all tests but those marked nightly (scripts/nightly.sh): at most fifteen minutes
 #   --megatron VERSION    with another megatron-core, in an environment made for it
 #   --without-mamba       without mamba-ssm and causal-conv1d, as a plain `pip install` of this package leaves it
 #
@@ -20,7 +20,7 @@ while (($#)); do
     -h | --help) usage; exit 0 ;;
     --all) all=1 ;;
     --megatron)
-      [[ ${2:-} =~ ^[0-9]+(\.[0-9]+)+[a-z0-9]*$ ]] || die "--megatron needs a version, such as 0.19.1"
+      [[ ${2:-} =~ ^[0-9]+(\.[0-9]+)+[a-z0-9]*$ ]] || die "--megatron needs a version, such as 0.19.3"
       megatron=$2
       shift
       ;;
@@ -43,5 +43,5 @@ fi
 # Tests start a hundred processes, and each would compile all of our sources again: half a second of 4.
 unset PYTHONDONTWRITEBYTECODE
 arguments=(-n 2 --dist loadfile --no-loadscope-reorder) # in the order that tests/conftest.py gives
-((all)) || arguments+=(-m "not slow")
+if ((all)); then arguments+=(-m "not nightly"); else arguments+=(-m "not slow and not nightly"); fi
 exec "$python" -m pytest -q "${arguments[@]}" "$@"

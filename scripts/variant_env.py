@@ -131,7 +131,7 @@ def main() -> int:
     if sys.prefix == sys.base_prefix:
         parser.error("run it with the python of an environment")
     if options.megatron and not re.fullmatch(r"\d+(\.\d+)+\w*", options.megatron):
-        parser.error(f"--megatron {options.megatron}: give a version such as 0.19.1")
+        parser.error(f"--megatron {options.megatron}: give a version such as 0.19.3")
     for file in (options.requirements, options.constraints):
         if file is not None and not file.is_file():
             parser.error(f"there is no file {file}")

@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 from megatron_hybrid_prefix.errors import PlatformError
 
 # The supported range. pyproject.toml repeats it for pip; a test compares the two.
-SUPPORTED = ">=0.19.1,<0.20"
+SUPPORTED = ">=0.19.2,<0.20"
 REQUIREMENT = f"megatron-core{SUPPORTED}"
 REMEDY = f'install a supported version: pip install "{REQUIREMENT}"'
 

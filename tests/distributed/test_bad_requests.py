@@ -21,6 +21,7 @@ def check_answers(found):
         assert answer == found["alone"][number]
 
 
+@pytest.mark.slow
 def test_on_two_ranks(tmp_path):
     first, second = run_ranks("bad_requests.py", tmp_path / "found.json", "tp", COUNT, ranks=2)
     assert first == second

@@ -89,12 +89,11 @@ def test_one_rank_says_what_the_reference_says(alone):
     served.check()
 
 
-@pytest.mark.parametrize("engine", ["off", "on"])
-@pytest.mark.parametrize("mode", worker.MODES)
-def test_ranks_say_what_one_says_without_a_cache(layout, alone, ranks_of, mode, engine):
+@pytest.mark.parametrize("engine", ["off", *worker.MODES])
+def test_ranks_say_what_one_says_without_a_cache(layout, alone, ranks_of, engine):
     found, reference = ranks_of(layout)[0], alone(layout)
     for number, rank in enumerate(found):
-        answers, own = rank[mode][engine]["answers"], number // layout[0]
+        answers, own = rank[engine]["answers"], number // layout[0]
         right = reference.answers(own)
         assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in right]
         reference.check(answers, own)
@@ -104,7 +103,7 @@ def test_experts_and_refusals(layout, ranks_of):
     tp, ep = layout
     for rank in ranks_of(layout)[0]:
         # Two layers; every tensor-parallel rank has a part of each expert.
-        assert rank["local_experts"] == 2 * worker.LAYOUTS[layout].get("num_moe_experts", 4) // ep
+        assert rank["local_experts"] == 2 * worker.LAYOUTS[layout].num_moe_experts // ep
         assert (
             rank["refusal"]
             == f"tp={2 * tp} x pp=1 x ep={ep} does not divide the {tp * ep} process(es) that were started"
@@ -116,14 +115,14 @@ def test_each_rank_reuses_its_own_prefix_also_after_it_was_idle(layout, ranks_of
     tp, _ = layout
     shared = 3 * worker.BLOCK_TOKENS
     for number, rank in enumerate(ranks_of(layout)[0]):
-        found = rank[mode]["on"]
+        found = rank[mode]
         cached = [answer["cached_tokens"] for answer in found["answers"]]
         if number // tp == 0:  # the last three came at once: two waited for the first, while other ranks were idle
             assert cached[-3:] == [0, 5 * worker.BLOCK_TOKENS, 5 * worker.BLOCK_TOKENS]
             del cached[-3:]
         assert cached[0] == 0 and min(cached[1:]) >= shared, (number, cached)
         assert found["idle_forwards"] == 0 if number // tp == 0 else found["idle_forwards"] > 10
-        assert rank[mode]["off"]["answers"][1]["cached_tokens"] == 0
+        assert rank["off"]["answers"][1]["cached_tokens"] == 0
 
 
 def test_what_is_wrong_is_seen(layout, alone, ranks_of):

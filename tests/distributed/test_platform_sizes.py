@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.workers.launch import run_ranks
 
-pytestmark = pytest.mark.multi
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
 OWN_GROUPS = "make the process groups with those sizes, before ensure_platform(), which keeps them"

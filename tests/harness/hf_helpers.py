@@ -250,13 +250,11 @@ def save_tokenizer(folder: Path, *special: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def make_reference(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """State dict, and tokens and logits of prompts with their greedy continuation; ``folder`` gets the model's files."""
-    return make_references({folder: asked})[folder]
-
-
 def make_references(asked: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
-    """As `make_reference`, for several folders in one process."""
+    """State dict, and tokens and logits of prompts with their greedy continuation, of each folder. It gets the model's files.
+
+    One process makes them all.
+    """
     for folder, wanted in asked.items():
         folder.mkdir(exist_ok=True)
         (folder / "asked.json").write_text(json.dumps(wanted))
@@ -272,7 +270,7 @@ def make_references(asked: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, A
 
 
 def load_reference(folder: Path) -> dict[str, Any]:
-    """What `make_reference` left in a folder."""
+    """What `make_references` left in a folder."""
     return torch.load(folder / "out.pt", weights_only=True)
 
 

@@ -26,7 +26,7 @@ NUMERIC_TESTS = (
     "tests/kernels",
     "tests/engine/test_bits.py",
     "tests/engine/test_engine_exact.py",
-    "tests/models/test_hf_parity.py",
+    "tests/models/test_hf_folder_parity.py",
     "tests/models/test_models.py",
     "tests/engine/test_prefix_verify.py",
     "tests/engine/test_prefix_exact.py",

@@ -24,7 +24,7 @@ NAN = float("nan")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which knows float32 only, and is slow
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="of the PyTorch version, or for a GPU")
 SEEDS = range(2 if INTERPRETED else 6)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 NAMES = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
 # Key heads, value heads, K, V. Programs of the kernels have 16 or 32 columns of V, and a power of two of K.
 SHAPES = [(1, 2, 16, 40), (3, 3, 40, 72), (1, 2, 128, 128), (1, 1, 256, 64)]
@@ -284,7 +284,7 @@ def test_parts_of_wider_rows():
     check_scan(0, dtype=torch.float32, scan=parts_of_wider_rows)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1, seconds=10)
 @pytest.mark.parametrize(("key_dim", "value_dim"), SIZES)
 def test_sizes_of_heads_in_bfloat16(key_dim, value_dim):
     sizes = {"dtype": torch.bfloat16, "key_dim": key_dim, "value_dim": value_dim}
@@ -293,7 +293,7 @@ def test_sizes_of_heads_in_bfloat16(key_dim, value_dim):
     check_resuming("cuda", **sizes)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=13)
 def test_slots_beyond_two_to_the_31_elements():
     heads, size, far = 4, 16, 2**30 + 16
     args = make(100, 0, dtype=torch.bfloat16, device="cuda", key_dim=size, value_dim=size)

@@ -20,7 +20,7 @@ from tests.kernels import rounding
 from tests.kernels.steps import SLOTS, Step, poisoned_pool
 
 NAN = float("nan")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEEDS = 6 if INTERPRETED else 40
 CHUNK_TOKENS = 8
@@ -104,7 +104,7 @@ def check_convolution(device, taps, dtype, convolve=convolve_from_slots):
             rounding.check(out[span].cpu(), expected, rounding.allowed(expected, weighted, dtype))
 
 
-@pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu(gib=1))])
 def test_tokens_of_a_program_do_not_change_the_bits(device, monkeypatch):
     """Of many tokens a program computes twice as many."""
     generator = torch.Generator().manual_seed(0)
@@ -292,7 +292,7 @@ def test_slot_copies_of_unlike_states_are_refused():
             copy_slots(torch.zeros(2, 3, 4), other, slots, slots)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=9)
 def test_slots_beyond_two_to_the_31_elements():
     """A pool of production size: offsets need 64 bits."""
     heads, headdim, d_state, slots = 128, 64, 128, 2100

@@ -1,12 +1,14 @@
 """A folder that transformers saved, run by its name alone, gives transformers' answers (fp32, random weights).
 
-Each family with tied and untied embeddings, from one file and from several shards, with one rank, and two of every kind.
+Each family with tied and untied embeddings, from one file and from several shards, with one rank, and two of every kind. And
+no weight is ignored, constant, or like another: what is wrong shows.
 """
 
 from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -19,8 +21,8 @@ from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, o
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.hf_helpers import (
     BAMBA_ASKED,
+    MODELS,
     NEMOTRON_H_ASKED,
-    NEMOTRON_H_EXPERTS,
     NEMOTRON_H_EXPERTS_ASKED,
     QWEN3_NEXT_ASKED,
     PromptLogits,
@@ -90,54 +92,143 @@ def test_logits_tokens_and_log_probs(platform, references, folder):
         assert_same_answer(request, reference["cases"][number])
 
 
+# -- what is wrong shows ---------------------------------------------------------------------------------------------------
+
+
+class Family:
+    """A family's model, the weights that transformers gave it, and how far a prompt's logits are off with others."""
+
+    def __init__(self, platform, references, name):
+        self.reference = next(reference for folder, reference in references.items() if folder.name == name)
+        self.config, self.weights = MODELS[name][0], self.reference["state_dict"]
+        self.model = build_hybrid_model(self.config, seed=9, platform=platform)
+        self._logits = PromptLogits(self.model)
+        self._case = next(case for case in self.reference["cases"] if case["length"] == 64)
+        self.load(self.weights)
+
+    def load(self, weights):
+        copy_hf_weights(self.model, weights, self.config)
+
+    def gap(self):
+        return float((self._logits(self._case["tokens"]) - self._case["logits"]).abs().max())
+
+
 @pytest.fixture(scope="module")
-def experts(references):
-    return next(reference for folder, reference in references.items() if folder.name == "nemotron_h_experts")
+def family(platform, references):
+    return cache(lambda name: Family(platform, references, name))
 
 
-def _case(reference):
-    return next(case for case in reference["cases"] if case["length"] == 64)
+def test_weights_may_be_replaced_and_may_have_the_hubs_names(family):
+    nemotron = family("nemotron_h")
+    hub = {name.replace("model.", "backbone.", 1): value for name, value in nemotron.weights.items()}
+    for weights in (nemotron.weights, hub | {"mtp.layers.0.norm.weight": torch.zeros(1)}):
+        with torch.no_grad():
+            for value in nemotron.model.parameters():
+                value.zero_()
+        answers_of_a_batch(nemotron.model, nemotron.reference)  # decodes, which leaves copies of these weights' A
+        nemotron.load(weights)
+        for number, request in answers_of_a_batch(nemotron.model, nemotron.reference).items():
+            assert_same_answer(request, nemotron.reference["cases"][number])
+
+
+def test_a_perturbation_of_any_weight_shows(family):
+    """Changing any one weight by a few percent breaks the parity."""
+    nemotron = family("nemotron_h")
+    for name, weight in nemotron.weights.items():
+        wrong = weight + 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+        nemotron.load(nemotron.weights | {name: wrong})
+        assert nemotron.gap() >= FAR, name
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "stacks", "least"),
     [
-        {"moe_router_scaling": 1.0},
-        {"moe_router_groups": 0, "moe_router_topk_groups": 0},
-        {"moe_router_topk": 2},
+        ("nemotron_h_experts", ("model.layers.2.mixer.experts.up_proj", "model.layers.5.mixer.experts.down_proj"), 60),
+        ("qwen3_next", ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"), 150),
     ],
-    ids=lambda changes: next(iter(changes)),
 )
-def test_another_router_shows(platform, experts, changes):
-    config = replace(NEMOTRON_H_EXPERTS, **changes)
-    model = build_hybrid_model(config, platform=platform)
-    copy_hf_weights(model, experts["state_dict"], config)
-    case = _case(experts)
-    assert (PromptLogits(model)(case["tokens"]) - case["logits"]).abs().max() >= FAR
-
-
-def test_swapping_any_two_weights_of_equal_shape_shows(platform, experts):
-    """Also two experts of a layer; and the routers' bias is not ignored."""
-    model = build_hybrid_model(NEMOTRON_H_EXPERTS, platform=platform)
-    prompt_logits, weights, case = PromptLogits(model), experts["state_dict"], _case(experts)
+def test_swapping_any_two_weights_of_equal_shape_shows(family, name, stacks, least):
+    """Also two experts of a layer, and one's gate and up projection; and the routers' bias is not ignored."""
+    served = family(name)
+    weights = served.weights
     wrong = {
-        (one, other): weights | {one: weights[other], other: weights[one]}
+        (one, other): {one: weights[other], other: weights[one]}
         for one, other in combinations(weights, 2)
         if weights[one].shape == weights[other].shape
     }
-    for name in ("model.layers.2.mixer.experts.up_proj", "model.layers.5.mixer.experts.down_proj"):
-        for other in range(1, NEMOTRON_H_EXPERTS.num_moe_experts):
-            stack = weights[name].clone()
-            stack[[0, other]] = stack[[other, 0]]
-            wrong[name, other] = weights | {name: stack}
-    for name in weights:
-        if name.endswith("e_score_correction_bias"):
-            wrong[name, None] = weights | {name: torch.zeros_like(weights[name])}
-    assert len(wrong) > 60
+    for stacked in stacks:
+        stack = weights[stacked]
+        for other in range(1, len(stack)):
+            order = [other, *range(1, other), 0, *range(other + 1, len(stack))]
+            wrong[stacked, other] = {stacked: stack[order]}
+        if "gate_up" in stacked:
+            wrong[stacked, "gate and up"] = {stacked: stack.roll(stack.shape[1] // 2, dims=1)}
+    for bias in weights:
+        if bias.endswith("e_score_correction_bias"):
+            wrong[bias, None] = {bias: torch.zeros_like(weights[bias])}
+    assert len(wrong) > least
     for pair, swapped in wrong.items():
-        copy_hf_weights(model, swapped, NEMOTRON_H_EXPERTS)
-        assert (prompt_logits(case["tokens"]) - case["logits"]).abs().max() >= FAR, pair
+        served.load(weights | swapped)
+        assert served.gap() >= FAR, pair
 
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("nemotron_h_experts", {"moe_router_scaling": 1.0}),
+        ("nemotron_h_experts", {"moe_router_groups": 0, "moe_router_topk_groups": 0}),
+        ("nemotron_h_experts", {"moe_router_topk": 2}),
+        ("qwen3_next", {"rotary_base": 10_000}),
+        ("qwen3_next", {"rotary_fraction": 0.5}),
+        ("qwen3_next", {"moe_router_topk": 2}),
+        ("qwen3_next", {"layernorm_epsilon": 1e-3}),
+    ],
+    ids=str,
+)
+def test_another_dimension_shows(platform, family, name, changes):
+    reference, config = family(name).reference, replace(MODELS[name][0], **changes)
+    model = build_hybrid_model(config, seed=9, platform=platform)
+    copy_hf_weights(model, reference["state_dict"], config)
+    case = reference["cases"][-1]
+    assert (PromptLogits(model)(case["tokens"]) - case["logits"]).abs().max() >= FAR
+
+
+def test_a_wrong_state_dict_is_one_clear_line_and_changes_nothing(family):
+    experts = "model.layers.0.mlp.experts.down_proj"
+    wrong = {
+        "nemotron_h": [
+            ({"backbone.norm_f.bias": torch.zeros(1)}, "unknown weight model.norm_f.bias"),
+            ({"dt_bias": None}, "lacks weight .*dt_bias and 2"),
+            ({"model.layers.0.mixer.in_proj.bias": torch.zeros(1)}, "unknown weight .*in_proj.bias"),
+            ({"lm_head.weight": torch.zeros(271, 64)}, "lm_head.weight has shape"),
+        ],
+        "qwen3_next": [
+            ({"model.norm.bias": torch.zeros(1)}, "unknown weight model.norm.bias"),
+            ({"q_norm.weight": None}, "lacks weight model.layers.3.self_attn.q_norm.weight"),
+            ({experts: torch.zeros(7, 64, 40)}, rf"{experts} has shape \(7, 64, 40\), .* require \(8, 64, 40\)"),
+        ],
+    }
+    for name, cases in wrong.items():
+        served = family(name)
+        before = {key: value.clone() for key, value in served.model.named_parameters()}
+        for changes, message in cases:
+            left_out = tuple(key for key, value in changes.items() if value is None)
+            given = {
+                key: value for key, value in (served.weights | changes).items() if not key.endswith(left_out or " ")
+            }
+            with pytest.raises(ValueError, match=message) as error:
+                served.load(given)
+            assert "\n" not in str(error.value)
+        assert all(torch.equal(value, before[key]) for key, value in served.model.named_parameters())
+
+
+def test_only_models_like_nemotron_h(family):
+    nemotron = family("nemotron_h")
+    with pytest.raises(ValueError, match="squared ReLU and no position embedding"):
+        copy_hf_weights(nemotron.model, nemotron.weights, replace(nemotron.config, rotary_base=10000))
+
+
+# -- several ranks ---------------------------------------------------------------------------------------------------------
 
 # (tp, pp, ep), and the folders: every pipeline stage needs an attention layer, tied embeddings run without stages only.
 LAYOUTS = {

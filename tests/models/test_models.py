@@ -31,28 +31,16 @@ def test_no_later_token_changes_what_the_reference_says(request, model_name):
     assert not reference.log_probs([*tokens[:69], 511 - tokens[69]]).equal(known[:70])
 
 
-@pytest.mark.parametrize("boundary", [128, 256])
-def test_tiny_has_long_memory_in_both_state_components(tiny, boundary):
-    reference = NaiveHybridModel(tiny, get_preset("tiny"))
-    tokens = random_tokens(boundary + 304, seed=boundary)
-    right = reference.log_probs(tokens)
-    without_ssm = (reference.log_probs(tokens, zero_ssm_at=boundary) - right).abs()
-    without_conv = (reference.log_probs(tokens, zero_conv_at=boundary) - right).abs()
-    # The log-prob of the best token, as a test compares it, at each of the next eight positions.
-    best = right.argmax(-1, keepdim=True)
-    assert without_ssm.gather(1, best)[boundary : boundary + 8].min() >= 1e-3
-    assert without_conv.gather(1, best)[boundary : boundary + 3].min() >= 1e-3
-    assert without_ssm[boundary + 300].max() >= 1e-3
-
-
-@pytest.mark.parametrize("boundary", [64, 256])
-def test_tiny_gdn_has_long_memory_in_both_state_components(tiny_gdn, boundary):
-    reference = NaiveHybridModel(tiny_gdn, tiny_gdn.hybrid_config)
-    for seed in range(3):
+@pytest.mark.parametrize(("preset", "boundary"), [("tiny", 128), ("tiny", 256), ("tiny_gdn", 64), ("tiny_gdn", 256)])
+def test_both_state_components_have_long_memory(request, preset, boundary):
+    model = request.getfixturevalue(preset)
+    reference = NaiveHybridModel(model, model.hybrid_config)
+    for seed in range(1 if preset == "tiny" else 3):
         tokens = random_tokens(boundary + 304, seed=boundary + seed)
         right = reference.log_probs(tokens)
         without_state = (reference.log_probs(tokens, zero_ssm_at=boundary) - right).abs()
         without_conv = (reference.log_probs(tokens, zero_conv_at=boundary) - right).abs()
+        # The log-prob of the best token, as a test compares it, at each of the next positions.
         best = right.argmax(-1, keepdim=True)
         assert without_state.gather(1, best)[boundary : boundary + 8].min() >= 1e-3
         assert without_conv.gather(1, best)[boundary : boundary + 3].min() >= 1e-3
@@ -299,44 +287,40 @@ def test_stages_keep_the_layers_and_each_has_attention(pattern, pp):
 
 
 @pytest.mark.parametrize(
-    ("preset", "layout", "message"),
+    ("preset", "changes", "layout", "message"),
     [
-        ("tiny", {"tp": 3}, "^tp=3 does not divide mamba_num_groups=4"),
-        ("tiny-gdn", {"tp": 8}, "^tp=8 does not divide gdn_num_key_heads=4"),
-        ("tiny-moe", {"tp": 256}, "^tp=256 does not divide mamba_num_groups=4"),
-        ("tiny", {"pp": 3}, "^pp=3 is impossible"),
-        ("tiny", {"tp": 0}, "^tp=0: must be at least 1"),
-        ("tiny", {"pp": 0}, "^pp=0: must be at least 1"),
-        ("tiny-moe", {"ep": 0}, "^ep=0: must be at least 1"),
-        ("tiny", {"ep": 2}, "^ep=2 needs E layers; layer_pattern='M\\*-M\\*-' has none"),
-    ],
-)
-def test_impossible_layouts_are_refused(preset, layout, message):
-    with pytest.raises(ValueError, match=message) as error:
-        get_preset(preset).check_parallel(**({"tp": 1, "pp": 1} | layout))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "layout", "message"),
-    [
-        ({}, {"tp": 1, "ep": 3}, "ep=3 does not divide num_moe_experts=4"),
-        ({"moe_ffn_hidden_size": 31}, {"tp": 2}, "tp=2 does not divide moe_ffn_hidden_size=31"),
+        ("tiny", {}, {"tp": 3}, "^tp=3 does not divide mamba_num_groups=4"),
+        ("tiny", {"vocab_size": 511}, {"tp": 2}, "^tp=2 does not divide vocab_size=511"),
+        ("tiny", {"ffn_hidden_size": 129}, {"tp": 2}, "^tp=2 does not divide ffn_hidden_size=129"),
+        ("tiny-gdn", {}, {"tp": 8}, "^tp=8 does not divide gdn_num_key_heads=4"),
+        ("tiny-moe", {}, {"tp": 256}, "^tp=256 does not divide mamba_num_groups=4"),
+        ("tiny-moe", {}, {"ep": 3}, "ep=3 does not divide num_moe_experts=4"),
+        ("tiny-moe", {"moe_ffn_hidden_size": 31}, {"tp": 2}, "tp=2 does not divide moe_ffn_hidden_size=31"),
         (
+            "tiny-moe",
             {"moe_shared_expert_intermediate_size": 33},
             {"tp": 2},
             "tp=2 does not divide moe_shared_expert_intermediate_size=33",
         ),
         (
+            "tiny-moe",
             {"num_query_groups": 6, "num_attention_heads": 12},
             {"tp": 4},
             "tp=4 is neither a divisor nor a multiple of num_query_groups=6",
         ),
+        ("tiny", {}, {"pp": 3}, "^pp=3 is impossible: .*the model has 2"),
+        ("tiny", {"layer_pattern": "M*-M*-|M-M-M-"}, {"pp": 2}, "every pipeline stage needs an attention layer"),
+        ("tiny", {"layer_pattern": "M-M*-M-M-M-"}, {"pp": 2}, "^pp=2 is impossible"),
+        ("tiny", {"tie_embeddings": True}, {"pp": 2}, "tied embeddings"),
+        ("tiny", {}, {"tp": 0}, "^tp=0: must be at least 1"),
+        ("tiny", {}, {"pp": 0}, "^pp=0: must be at least 1"),
+        ("tiny-moe", {}, {"ep": 0}, "^ep=0: must be at least 1"),
+        ("tiny", {}, {"ep": 2}, "^ep=2 needs E layers; layer_pattern='M\\*-M\\*-' has none"),
     ],
 )
-def test_impossible_layouts_of_experts_and_heads_are_refused(changes, layout, message):
+def test_impossible_layouts_are_refused(preset, changes, layout, message):
     with pytest.raises(ValueError, match=message) as error:
-        get_preset("tiny-moe", **changes).check_parallel(**({"pp": 1} | layout))
+        get_preset(preset, **changes).check_parallel(**({"tp": 1, "pp": 1} | layout))
     assert "\n" not in str(error.value)
 
 

@@ -35,22 +35,8 @@ def copy_of_the_project(folder: Path) -> Path:
 def folder_with_tools(folder: Path) -> str:
     """A PATH folder with the usual tools but no Python."""
     folder.mkdir()
-    for name in (
-        "bash",
-        "cat",
-        "dirname",
-        "ls",
-        "mkdir",
-        "mv",
-        "rm",
-        "sed",
-        "sort",
-        "tail",
-        "uname",
-        "env",
-        "date",
-        "tr",
-    ):
+    text, files = ("cat", "sed", "sort", "tail", "tr"), ("dirname", "ls", "mkdir", "mv", "rm")
+    for name in (*text, *files, "bash", "date", "env", "uname"):
         found = shutil.which(name)
         if found:
             (folder / name).symlink_to(found)

@@ -4,66 +4,36 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.harness.limits import HANG_S
-from tests.harness.workers.launch import environment, run_prepared, torchrun
+from tests.harness.server_process import started
+from tests.harness.workers.launch import environments_of, run_prepared
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEN_LINES = EXAMPLES / "ten_lines.py"
 
 
-def run(name: str, *arguments: str, ranks: int = 1, forked: bool = True) -> str:
+def run(name: str, *arguments: str, ranks: int = 1) -> str:
     """What an example prints; it says nothing on stderr, such as a warning of megatron's.
 
     Args:
         name: File.
         arguments: Of the script.
-        ranks: Number of processes.
-        forked: One process is forked from one that has imported torch and megatron.
+        ranks: Number of processes, forked from one that has imported torch and megatron.
     """
-    if ranks == 1 and forked:
-        (done,) = run_prepared(EXAMPLES / name, *arguments)
-    else:
-        command = [sys.executable] if ranks == 1 else torchrun(ranks)
-        done = subprocess.run(
-            [*command, str(EXAMPLES / name), *arguments],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert ranks > 1 or "Warning" not in done.stderr, done.stderr[-3000:]
-    return done.stdout
+    environments = environments_of(ranks) if ranks > 1 else ({},)
+    done = run_prepared(EXAMPLES / name, *arguments, environments=environments)
+    for one in done:
+        assert one.returncode == 0, one.stderr[-3000:]
+        assert ranks > 1 or "Warning" not in one.stderr, one.stderr[-3000:]
+    return "".join(one.stdout for one in done)
 
 
 def numbers(text: str) -> list[int]:
     """All that stand by themselves."""
     return [int(number) for number in re.findall(r"(?<![\w.=])\d+(?![\w.])", text)]
-
-
-@contextmanager
-def server() -> Iterator[str]:
-    """The address of a server of `tiny`, while the block runs."""
-    command = [sys.executable, "-m", "megatron_hybrid_prefix", "serve", "--preset", "tiny", "--port", "0"]
-    with subprocess.Popen(
-        command, env=environment() | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            found = next((match for line in process.stdout if (match := re.search(r"http://\S+", line))), None)
-            assert found is not None, "the server ended"
-            yield found[0]
-        finally:
-            process.terminate()
 
 
 def test_the_first_has_ten_lines():
@@ -82,13 +52,10 @@ def test_the_table_has_each_of_them():
 
 
 def test_every_example_is_run():
+    """`test_wheel.py` runs the first one."""
     source = Path(__file__).read_text()
-    assert [path.name for path in EXAMPLES.glob("*.py") if f'run("{path.name}"' not in source] == []
-
-
-@pytest.mark.slow
-def test_the_second_prompt_hits():
-    assert numbers(run("ten_lines.py", forked=False)) == [0, 512]
+    unrun = [path for path in EXAMPLES.glob("*.py") if f'run("{path.name}"' not in source]
+    assert unrun == [TEN_LINES] and TEN_LINES.name in Path(__file__).with_name("test_wheel.py").read_text()
 
 
 @pytest.mark.slow
@@ -131,10 +98,10 @@ def test_two_ranks_hit():
 
 
 @pytest.mark.slow
-def test_turns_of_a_conversation_are_reused():
+def test_turns_of_a_conversation_are_reused(tmp_path):
     pytest.importorskip("openai")
-    with server() as url:
-        turns = [numbers(line) for line in run("server_client.py", url).splitlines()]
+    with started(tmp_path, "--max-sequence-length", "4096", ranks=1, with_torchrun=False) as server:
+        turns = [numbers(line) for line in run("server_client.py", server.url).splitlines()]
     first, *others = turns
     assert len(turns) == 3 and first[0] == 0
     assert all(cached > prompt // 2 for cached, prompt in others)

@@ -23,27 +23,19 @@ def hooks() -> dict[str, dict[str, Any]]:
     return {hook["id"]: hook for repository in config["repos"] for hook in repository["hooks"]}
 
 
-def workflow() -> dict[Any, Any]:
-    return yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-
-
-def test_the_workflow_runs_what_ci_runs():
-    (job,) = workflow()["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    assert job["timeout-minutes"] == 90
-    assert {"push", "pull_request"} <= set(workflow()[True])  # YAML reads the key `on` as true
-
-
-def test_the_workflow_may_only_read_and_its_actions_are_pinned():
-    assert workflow()["permissions"] == {"contents": "read"}
-    (job,) = workflow()["jobs"].values()
-    assert "permissions" not in job
+@pytest.mark.parametrize(
+    ("name", "script", "when"),
+    [("ci", ".ci/run", {"push", "pull_request"}), ("nightly", "scripts/nightly.sh", {"schedule", "workflow_dispatch"})],
+)
+def test_a_workflow_runs_one_script_may_only_read_and_pins_its_actions(name, script, when):
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+    assert set(workflow[True]) == when  # YAML reads the key `on` as true
+    assert workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    assert "permissions" not in job and job["timeout-minutes"] == 90
+    assert [step["run"] for step in job["steps"] if "run" in step] == [script]
     used = [step["uses"] for step in job["steps"] if "uses" in step]
     assert len(used) == 2 and all(re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", action) for action in used)
-
-
-def test_the_workflow_has_a_python_that_the_package_supports():
-    (job,) = workflow()["jobs"].values()
     (version,) = [step["with"]["python-version"] for step in job["steps"] if "python-version" in step.get("with", {})]
     assert f'requires-python = ">={version}"' in (ROOT / "pyproject.toml").read_text()
 

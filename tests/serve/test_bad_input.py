@@ -70,6 +70,8 @@ MESSAGES: dict[str, Any] = {
     "no content": [{"role": "user"}],
     "an empty message": [{}],
     "another role": [{"role": "robot", "content": "x"}],
+    "half a pair as a role": [{"role": HALF, "content": "x"}],
+    "half a pair in a call": [{"role": "assistant", "tool_calls": [{"function": {"name": HALF}}]}],
     "a role with a capital": [{"role": "User", "content": "x"}],
     "a role of another type": [{"role": 1, "content": "x"}],
     "an unhashable role": [{"role": [], "content": "x"}],
@@ -114,6 +116,7 @@ MORE: dict[str, tuple[str, Any]] = {
     "too long an answer": ("/v1/completions", {"max_tokens": 2000}),
     "no answer": ("/v1/completions", {"max_tokens": 0}),
     "the likeliest of all": ("/v1/completions", {"top_k": 512}),
+    "log-probs of the prompt of a stream": ("/v1/completions", {"prompt_logprobs": 1, "stream": True}),
     "log-probs of the prompt": ("/v1/completions", {"echo": True, "logprobs": 1}),
     "best of more": ("/v1/completions", {"best_of": 2}),
     "options of no stream": ("/v1/completions", {"stream_options": {"include_usage": True}}),
@@ -196,8 +199,8 @@ def refused_by_rule(model: type[Fields], name: str) -> list[Any]:
     return [] if rule is None else [*booleans, "other", 7, 0.5, [1], [[]], {"a": 1}]
 
 
-def schema_cases(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Bodies in which one field has a wrong type, or is just out of its range. Yields names and changed bodies."""
+def schema_cases(path: str) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    """Bodies in which one field has a wrong type, or is just out of its range. Yields names, bodies, and the field to name."""
     model, good = GOOD[path]
     schema = model.model_json_schema()
     for name, field in schema["properties"].items():
@@ -207,31 +210,31 @@ def schema_cases(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not types:
             assert refused or name in ACCEPTED, f"say which values {name!r} refuses"
         for wrong in refused:
-            yield f"{name} {wrong!r}", good | {name: wrong}
+            yield f"{name} {wrong!r}", good | {name: wrong}, name
         for kind, value in VALUES.items():
             fits = kind in types or (kind == "integer" and "number" in types)
             if types and not fits:
-                yield f"{name} is {kind}", good | {name: value}
+                yield f"{name} is {kind}", good | {name: value}, name
         if types - {"boolean"}:
-            yield f"{name} is deep", good | {name: DEEP}
+            yield f"{name} is deep", good | {name: DEEP}, name
         if types & {"string", "array", "object"}:
             half = HALF if "string" in types else [HALF] if "array" in types else {HALF: 1}
-            yield f"{name} has half a pair", good | {name: half}
+            yield f"{name} has half a pair", good | {name: half}, name
         if types & {"integer", "number"}:
             for huge in (10**30, -(10**30), 1e200, -1e200):
-                yield f"{name} {huge:.0e}", good | {name: huge}
+                yield f"{name} {huge:.0e}", good | {name: huge}, name
         for option in options:
             for limit, value in option.items():
                 if (change := _beyond(limit, value, option)) is not None:
-                    yield f"{name} beyond {limit}", good | {name: change}
+                    yield f"{name} beyond {limit}", good | {name: change}, name
     for name in schema.get("required", ()):
         rest = {key: value for key, value in good.items() if key != name}
-        yield f"{name} is missing", rest
-        yield f"{name} is null", rest | {name: None}
-    yield "unknown field", good | {"colour": "red"}
-    yield "half a pair as a field", good | {HALF: 1}
-    yield "empty field name", good | {"": 1}
-    yield "long field name", good | {"x" * 5000: 1}
+        yield f"{name} is missing", rest, name
+        yield f"{name} is null", rest | {name: None}, name
+    yield "unknown field", good | {"colour": "red"}, None
+    yield "half a pair as a field", good | {HALF: 1}, None
+    yield "empty field name", good | {"": 1}, None
+    yield "long field name", good | {"x" * 5000: 1}, None
 
 
 def _options(field: dict[str, Any]) -> list[dict[str, Any]]:
@@ -262,20 +265,20 @@ def _beyond(limit: str, value: Any, option: dict[str, Any]) -> Any:
     return None
 
 
-def json_cases() -> Iterator[tuple[str, str, bytes]]:
-    """Names, paths and bodies."""
+def json_cases() -> Iterator[tuple[str, str, bytes, str | None]]:
+    """Names, paths, bodies, and the field that the error names; None: any."""
     for path, (_, good) in GOOD.items():
-        for name, body in schema_cases(path):
-            yield name, path, json.dumps(body).encode()
+        for name, body, field in schema_cases(path):
+            yield name, path, json.dumps(body).encode(), field
         rest = json.dumps(good)[1:].encode()
         for name, data in NOT_JSON.items():
             whole = data[:-2] + rest if data.endswith(b", {}") else data
-            yield name, path, whole
+            yield name, path, whole, None
     chat = GOOD["/v1/chat/completions"][1]
     for name, messages in MESSAGES.items():
-        yield name, "/v1/chat/completions", json.dumps(chat | {"messages": messages}).encode()
+        yield name, "/v1/chat/completions", json.dumps(chat | {"messages": messages}).encode(), None
     for name, (path, changes) in MORE.items():
-        yield name, path, json.dumps(GOOD[path][1] | changes).encode()
+        yield name, path, json.dumps(GOOD[path][1] | changes).encode(), None
 
 
 def test_defaults_of_other_servers_change_nothing():
@@ -354,8 +357,8 @@ def replies(server: Server) -> Counter[tuple[str, str]]:
     )
 
 
-def problem_of(status: int, body: bytes) -> str | None:
-    """What is wrong with a reply to a bad request; None: nothing."""
+def problem_of(status: int, body: bytes, field: str | None = None) -> str | None:
+    """What is wrong with a reply to a bad request with this wrong field; None: nothing."""
     if not 400 <= status < 500:
         return f"status {status}: {body[:200]!r}"
     try:
@@ -363,6 +366,8 @@ def problem_of(status: int, body: bytes) -> str | None:
     except (ValueError, KeyError):
         return f"no JSON error: {body[:200]!r}"
     message = error["message"]
+    if field is not None and error["param"] not in (field, f"{field}[0]"):
+        return f"names {error['param']}"
     if set(error) != {"message", "type", "param", "code"} or error["type"] != "invalid_request_error":
         return f"another form: {error}"
     if not message or "\n" in message or len(message) > 400:
@@ -383,11 +388,11 @@ def test_bodies(server, caplog):
     before, sent, problems = replies(server), Counter[tuple[str, str]](), {}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG_S)
     headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
-    for name, path, body in json_cases():
+    for name, path, body, field in json_cases():
         connection.request("POST", path, body, headers)
         socket = connection.sock
         answer = connection.getresponse()
-        if problem := problem_of(answer.status, answer.read()):
+        if problem := problem_of(answer.status, answer.read(), field):
             problems[f"{path}: {name}"] = problem
         assert connection.sock is socket
         sent[path, str(answer.status)] += 1

@@ -87,20 +87,6 @@ def served(**changes: Any) -> ServedModel:
 # --- H1: bounded work ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["completions", "chat"])
-@pytest.mark.parametrize("count", [MOST_BREAKPOINTS + 1, 1_000_000])
-def test_too_many_breakpoints_are_refused_before_any_work(server, kind, count):
-    path, body = ("/v1/completions", COMPLETION) if kind == "completions" else ("/v1/chat/completions", CHAT)
-    before = server.metrics()
-    status, answer = server.send(path, body | {"cache_breakpoints": [0] * count})
-    assert status == 400
-    assert_error(answer, code="invalid_value")
-    assert answer["error"]["param"] == "cache_breakpoints"
-    key = ("http_requests_total", (("path", path), ("status", "400")))
-    assert server.metrics()[key] == before.get(key, 0) + 1
-    assert complete(server.client(), "x", max_tokens=1).choices
-
-
 def test_breakpoints_count_once_and_in_order():
     asked = read_request(
         COMPLETION | {"prompt": "x" * 10, "cache_breakpoints": [9, 3, 9, 3]}, "completions", served(), None
@@ -392,44 +378,6 @@ def test_the_command_computes_prompts_in_chunks():
     assert not make_parser().parse_args(["--no-chunked-prefill"]).chunked_prefill
 
 
-# --- M5: text that is none -------------------------------------------------------------------------------------------
-
-HALF = "\ud800"
-NO_TEXT = {
-    "model": COMPLETION | {"model": HALF},
-    "field": COMPLETION | {HALF: 1},
-    "stop": COMPLETION | {"stop": HALF},
-    "salt": COMPLETION | {"cache_salt": HALF},
-    "bias": COMPLETION | {"logit_bias": {HALF: 1}},
-    "stream option": COMPLETION | {"stream": True, "stream_options": {HALF: 1}},
-    "role": CHAT | {"messages": [{"role": HALF, "content": "x"}]},
-    "name": CHAT | {"messages": [{"role": "user", "content": "x", "name": HALF}]},
-    "field of a message": CHAT | {"messages": [{"role": "user", "content": "x", HALF: 1}]},
-    "call": CHAT | {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": HALF}}]}]},
-    "variable": CHAT | {"chat_template_kwargs": {HALF: 1}},
-    "value of a variable": CHAT | {"chat_template_kwargs": {"a": [HALF]}},
-    "effort": CHAT | {"reasoning_effort": HALF},
-    "tool choice": CHAT | {"tool_choice": HALF},
-}
-
-
-@pytest.mark.parametrize("name", NO_TEXT)
-def test_half_a_surrogate_pair_is_the_clients_error(server, name):
-    body = NO_TEXT[name]
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    key = ("http_requests_total", (("path", path), ("status", "400")))
-    before = server.metrics().get(key, 0)
-    status, answer = server.send(path, body)
-    assert status == 400, answer
-    assert_error(answer)
-    assert server.metrics()[key] == before + 1
-
-
-def test_a_model_of_any_name_is_not_found(server):
-    assert server.send("/v1/models/" + "%ED%A0%80")[0] == 404
-    assert server.send("/v1/models/" + "x" * 5000)[0] == 404
-
-
 # --- M6, M7: sampling fields -----------------------------------------------------------------------------------------
 
 
@@ -467,6 +415,7 @@ def test_sampling_fields_reach_the_engine(server, salt):
     assert ask({"top_k": 1}, top_p=0.5, **hot).text == greedy
     assert ask({"top_k": 50}, top_p=1e-9, **hot).text == greedy
     assert ask({"min_p": 1.0}, **hot).text == greedy
+    assert ask({}, temperature=1.0, top_p=0.0).text == ask({}, temperature=1e-9).text == greedy
     assert ask({"min_p": 0, "repetition_penalty": 1.0, "top_k": -1}, logit_bias={}).text == greedy
     assert ask({}, logit_bias={"65": 100}).text == "A" * 12
     assert ask({}, logit_bias={"65": 100}, presence_penalty=2.0).text == "A" * 12
@@ -590,7 +539,6 @@ def test_tokenize_detokenize_version_and_health_generate(server):
     assert server.send("/tokenizer_info") == (200, info)
     for path, body in (
         ("/tokenize", {"prompt": 1}),
-        ("/tokenize", {"prompt": HALF}),
         ("/detokenize", {"tokens": [512]}),
         ("/detokenize", {}),
     ):
@@ -676,33 +624,6 @@ def test_a_slow_body_is_given_up(tiny):
     with running(tiny, read_s=0.05) as server:
         assert b" 408 " in asyncio.run(asyncio.wait_for(stall(), HANG_S))
         assert server.metrics()[("http_requests_total", (("path", "/v1/completions"), ("status", "408")))] == 1
-
-
-NOT_HTTP = {
-    "no HTTP": b"hello\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    "no length": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n",
-    "two lengths": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\n{}",
-    "a space before the colon": b"GET /health HTTP/1.1\r\nhost : x\r\n\r\n",
-    "a zero byte": b"GET /health HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n",
-    "endless headers": b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"b" * 200_000,
-}
-
-
-def test_bytes_that_are_not_http_are_refused_and_counted(server):
-    async def send(data: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(data)
-        answer = await reader.readline()
-        writer.transport.abort()
-        return answer
-
-    key = ("http_requests_total", (("path", "other"), ("status", "400")))
-    for name, data in NOT_HTTP.items():
-        before = server.metrics().get(key, 0)
-        assert b" 400 " in asyncio.run(asyncio.wait_for(send(data), HANG_S)), name
-        assert server.metrics()[key] == before + 1, name
-    assert server.send("/health")[0] == 200
 
 
 def test_replies_do_not_wait_for_acknowledgements(server):

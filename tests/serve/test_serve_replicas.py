@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import os
-import random
 import signal
 import time
 import urllib.request
@@ -23,28 +22,22 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
-from megatron_hybrid_prefix import build_engine  # noqa: E402
 from megatron_hybrid_prefix.serve.http_server import SAME_SIGNAL_S  # noqa: E402
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from tests.harness.engine_helpers import LOG_PROB_NOISE  # noqa: E402
 from tests.harness.limits import HANG_S  # noqa: E402
 from tests.harness.server_process import (  # noqa: E402
     ADMIN,
     BLOCK,
     HIT,
-    LIMIT_TOKENS,
     PROMPT,
     Endpoint,
     Server,
     children,
     started,
 )
-from tests.serve.test_serve import BLOCK as ONE_PROCESS_BLOCK  # noqa: E402
-from tests.serve.test_serve import running  # noqa: E402
+from tests.serve.test_serve import TOKENIZER, cached, check_hits, complete, many_at_once, running  # noqa: E402
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
-
-TOKENIZER = ByteTokenizer(512)
 
 
 @pytest.fixture(scope="module")
@@ -53,41 +46,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def cached(answer: Any) -> int:
-    return answer.usage.prompt_tokens_details.cached_tokens
-
-
-def complete(client: Any, prompt: str = PROMPT, *, extra: dict[str, Any] | None = None, **fields: Any) -> Any:
-    fields = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0} | fields
-    return client.completions.create(**fields, extra_body=extra or {})
-
-
-def expected(model: Any) -> tuple[str, list[float]]:
-    """Text and log-probs of `PROMPT` without a cache, computed in this process."""
-    from megatron.core.inference.sampling_params import SamplingParams
-
-    from megatron_hybrid_prefix.mcore.runner import run_batch
-
-    engine = build_engine(model, tokenizer=TOKENIZER, max_sequence_length=LIMIT_TOKENS)
-    params = SamplingParams(
-        num_tokens_to_generate=12, top_k=1, termination_id=257, return_log_probs=True, skip_prompt_log_probs=True
-    )
-    answer = run_batch(engine, [TOKENIZER.tokenize(PROMPT)], params)[0]
-    return TOKENIZER.detokenize(answer.generated), answer.log_probs
-
-
-def check_hits(server: Server, model: Any, salt: str = "hits") -> None:
-    text, log_probs = expected(model)
-    for hit in (0, HIT):
-        answer = complete(server.client(), logprobs=0, extra={"cache_salt": salt})
-        assert (cached(answer), answer.choices[0].text) == (hit, text)
-        assert answer.choices[0].logprobs.token_logprobs == pytest.approx(log_probs, abs=LOG_PROB_NOISE)
-        assert answer.choices[0].finish_reason == "length"
-
-
 def test_the_second_call_is_cached_and_says_the_same(server, tiny):
     before = server.metric("time_to_first_token_seconds_count", cache="hit")
-    check_hits(server, tiny)
+    check_hits(server, tiny, "hits")
     assert server.metric("time_to_first_token_seconds_count", cache="hit") == [before[0] + 1]
 
 
@@ -126,12 +87,6 @@ def test_idle_traffic_goes_to_all_replicas(server):
     assert status == 200 and health["replicas"] == {"0": "ok", "1": "ok"}
 
 
-def test_salts_share_nothing(server):
-    order = ["x", "y", "x", "y", "z"]
-    found = [cached(complete(server.client(), extra={"cache_salt": f"salts {salt}"})) for salt in order]
-    assert found == [0, 0, HIT, HIT, 0]
-
-
 def test_log_probs_of_a_prompt_come_with_a_hit_too(server, tiny_reference):
     tokens = TOKENIZER.tokenize(PROMPT)
     rows = tiny_reference.log_probs(tokens)
@@ -142,23 +97,6 @@ def test_log_probs_of_a_prompt_come_with_a_hit_too(server, tiny_reference):
         assert cached(answer) == hit and entries[0] is None
         found = [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], tokens[1:], strict=True)]
         assert found == pytest.approx(right, abs=LOG_PROB_NOISE)
-
-
-@pytest.mark.parametrize("stop", [None, ["A", "="]])
-def test_streams_say_what_whole_answers_say(server, stop):
-    client, fields = server.client(), {"max_tokens": 40, "stop": stop, "n": 2, "extra": {"ignore_eos": True}}
-    whole = complete(client, **fields)
-    texts, reasons = ["", ""], {}
-    for chunk in complete(client, stream=True, **fields):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            if choice.finish_reason:
-                reasons[choice.index] = choice.finish_reason
-    assert texts == [choice.text for choice in whole.choices] and all(texts)
-    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
-    full = complete(client, max_tokens=40, extra={"ignore_eos": True}).choices[0].text
-    cut = min((full.index(word) for word in stop or () if word in full), default=len(full))
-    assert texts[0] == full[:cut]
 
 
 def events(server: Endpoint, **fields: Any) -> list[Any]:
@@ -191,9 +129,9 @@ def test_streams_are_those_of_one_process(server, tiny):
         salt | {"temperature": 0.9, "seed": 7, "n": 2},
         salt | {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01, "presence_penalty": 0.5},
         salt | {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {"66": 2.0}},
+        salt | {"temperature": 0, "stop": ["A", "="], "n": 2},
     ]
     with running(tiny) as alone:
-        assert BLOCK == ONE_PROCESS_BLOCK
         expected = [without_log_probs(events(alone, **fields)) for fields in kinds]
     found = [without_log_probs(events(server, **fields)) for fields in kinds]
     for (here, here_log_probs), (there, there_log_probs) in zip(expected, found, strict=True):
@@ -284,43 +222,11 @@ def test_each_replica_explains_its_own_cache(server):
 
 
 def test_many_clients_at_once(server):
-    """64 at a time: whole answers, streams, clients that disconnect, and invalid requests."""
-    rng = random.Random(0)
-
-    async def ask(client: Any, number: int) -> None:
-        for turn in range(2):
-            kind = rng.choice(["whole", "stream", "gone", "bad", "long"])
-            fields: dict[str, Any] = {
-                "model": "tiny",
-                "prompt": PROMPT[: rng.randrange(1, len(PROMPT))] + f"{number} {turn}",
-                "max_tokens": rng.randrange(1, 30),
-                "extra_body": {"cache_salt": f"tenant {number % 3}", "ignore_eos": True},
-            }
-            if kind == "whole":
-                answer = await client.completions.create(**fields)
-                assert answer.usage.completion_tokens == fields["max_tokens"]
-            elif kind == "stream":
-                chunks = [chunk async for chunk in await client.completions.create(**fields, stream=True)]
-                assert sum(bool(chunk.choices[0].finish_reason) for chunk in chunks) == 1
-            elif kind == "gone":
-                with pytest.raises(asyncio.TimeoutError):
-                    await asyncio.wait_for(client.completions.create(**fields | {"max_tokens": 60}), 0.02)
-            else:
-                wrong = {"max_tokens": -1} if kind == "bad" else {"prompt": "x" * 5000}
-                with pytest.raises(openai.BadRequestError) as caught:
-                    await client.completions.create(**fields | wrong)
-                assert {"message", "type", "param", "code"} == set(caught.value.body)
-
-    async def load() -> None:
-        async with server.client(kind=openai.AsyncOpenAI) as client:
-            await asyncio.gather(*(ask(client, number) for number in range(64)))
-
-    asyncio.run(asyncio.wait_for(load(), HANG_S))
+    seen = many_at_once(server, turns=2)
     server.wait_until_drained()
     status, health = server.send("/health")
     assert (status, health["engine_failures"]) == (200, 0)
-    status, answer = server.send("/v1/completions", b"{")
-    assert status == 400 and set(answer) == {"error"}
+    assert all(seen[kind] for kind in ("stream", "whole", "cancel", "timeout", "bad", "long")), seen
 
 
 def test_the_end_lets_answers_end(server):
@@ -336,18 +242,21 @@ def test_the_end_lets_answers_end(server):
     assert "an engine ended" not in server.errors() and "SystemExit" not in server.errors()
 
 
-def test_one_replica_of_two_ranks_until_one_is_killed(tmp_path, tiny):
+def test_one_replica_of_two_ranks_until_the_coordinator_ends(tmp_path, tiny):
     with started(tmp_path, "--tp", "2") as server:
-        check_hits(server, tiny)
+        check_hits(server, tiny, "before")
         assert len(server.metric("slots")) == 1
         with complete(server.client(), max_tokens=700, stream=True, extra={"ignore_eos": True}) as stream:
             next(iter(stream))
         server.wait_until_drained()  # all ranks aborted it at the same step
         assert decoded_blocks(server) < 700 // BLOCK / 2
         check_hits(server, tiny, "after")
-        os.kill(server.ranks[1], signal.SIGKILL)
+        coordinator = next(
+            pid for pid in children(server.ranks[0]) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(coordinator, signal.SIGKILL)
         server.wait_until_gone()
-        assert server.process.returncode != 0 and "Signal 9 (SIGKILL)" in server.errors()
+        assert server.process.returncode != 0 and "the coordinator ended" in server.errors()
 
 
 async def lines_of(server: Server, number: int, begun: list[int], **fields: Any) -> list[str]:
@@ -408,13 +317,3 @@ def test_a_lost_replica_is_named_and_the_others_go_on(tmp_path):
         found = asyncio.run(asyncio.wait_for(streams(6, end), HANG_S))
         assert any([is_cut(lines, "server_stopping") for lines in found])
         server.wait_until_gone()
-
-
-def test_a_coordinator_that_ends_ends_the_server(tmp_path):
-    with started(tmp_path) as server:
-        coordinator = next(
-            pid for pid in children(server.ranks[0]) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
-        os.kill(coordinator, signal.SIGKILL)
-        server.wait_until_gone()
-        assert server.process.returncode != 0 and "the coordinator ended" in server.errors()

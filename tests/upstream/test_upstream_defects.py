@@ -18,6 +18,8 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.defect_helpers import BLOCK, WrongAnswer, defect, make_side
 from tests.harness.engine_helpers import assert_matches, greedy, random_tokens, run_to_end
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def side(request, tiny):

@@ -61,20 +61,20 @@ def only_this(monkeypatch, fresh):
     return use
 
 
-@pytest.mark.parametrize("version", ["0.19.1", "0.19.2", "0.19.3", "0.19.2+abc", "0.19.2rc1", "0.19.2.dev20260101+g1"])
+@pytest.mark.parametrize("version", ["0.19.2", "0.19.3", "0.19.2+abc", "0.19.3rc1", "0.19.3.dev20260101+g1"])
 def test_supported_versions(version, tmp_path, only_this):
     only_this(package(tmp_path, "0.19." + version[5], version))
     assert str(megatron_version.check_version()) == f"megatron-core {version}"
 
 
 @pytest.mark.parametrize(
-    "version", ["0.18.0", "0.19.0", "0.19.1rc0", "0.20.0", "0.20.0rc0", "0.20.0.dev20260101", "0.20.1", "1.0.0"]
+    "version", ["0.18.0", "0.19.1", "0.19.2rc1", "0.20.0", "0.20.0rc0", "0.20.0.dev20260101", "0.20.1", "1.0.0"]
 )
 def test_unsupported_versions(version, tmp_path, only_this):
     only_this(package(tmp_path, ".".join(re.findall(r"\d+", version)[:3]), version))
     assert refusal() == (
-        f"megatron-core {version} is installed, supported is >=0.19.1,<0.20; "
-        'install a supported version: pip install "megatron-core>=0.19.1,<0.20"'
+        f"megatron-core {version} is installed, supported is >=0.19.2,<0.20; "
+        'install a supported version: pip install "megatron-core>=0.19.2,<0.20"'
     )
 
 
@@ -97,7 +97,7 @@ def refusal() -> str:
 
 def test_none_is_installed(tmp_path, only_this):
     only_this(tmp_path)
-    assert refusal().startswith("megatron-core is not installed, supported is >=0.19.1,<0.20; install")
+    assert refusal().startswith("megatron-core is not installed, supported is >=0.19.2,<0.20; install")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_source_builds_in_range_are_left_to_the_table(sources, metadata, shown, 
 )
 def test_other_source_builds_are_refused(sources, metadata, shown, tmp_path, only_this):
     only_this(package(tmp_path, sources, metadata))
-    assert refusal().startswith(f"{shown.format(tmp_path)} is installed, supported is >=0.19.1,<0.20; install")
+    assert refusal().startswith(f"{shown.format(tmp_path)} is installed, supported is >=0.19.2,<0.20; install")
 
 
 def test_pip_is_asked_for_the_supported_versions():

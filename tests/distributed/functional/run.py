@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
 from tests.harness.rank_stats import alike_on_ranks
-from tests.harness.workers.launch import environment, run_ranks, run_torchrun
+from tests.harness.workers.launch import environment, environments_of, run_ranks, run_torchrun
 
 WORKER = Path(__file__).with_name("ranks.py")
 CASE_TIMEOUT_S = {"cpu": HANG_S, "cuda": HANG_S}
@@ -248,18 +247,13 @@ def is_running(pid: int) -> bool:
 def run_killed_alone(name: str, case: Case, device: str, out: Path, layers: str) -> str:
     """The last rank is killed. Every other rank must end with an error by itself, without torchrun."""
     folder = out.parent
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     errors = [folder / f"rank{rank}.err" for rank in range(case.ranks)]
     processes = []
     try:
-        for rank in range(case.ranks):
-            with errors[rank].open("w") as stderr:
+        for path, own in zip(errors, environments_of(case.ranks), strict=True):
+            with path.open("w") as stderr:
                 command = [sys.executable, str(WORKER), str(out), name, device, layers]
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                env = environment(device) | common | own
+                env = environment(device) | own
                 processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=stderr))
         *others, victim = processes
 

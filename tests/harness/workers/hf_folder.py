@@ -1,6 +1,6 @@
 """Hugging Face folders on several ranks. Usage: ``torchrun hf_folder.py OUT.json TP PP EP FOLDER...``.
 
-Each FOLDER is what `make_reference` left; models are built with its name alone. A checkpoint in FOLDER/mcore must hold the
+Each FOLDER is what `make_references` left; models are built with its name alone. A checkpoint in FOLDER/mcore must hold the
 same weights; this layout's is saved into FOLDER/mcore-again.
 """
 

@@ -26,7 +26,7 @@ from tests.harness.workers.launch import write_findings
 BLOCK_TOKENS = 64
 ROWS = 4
 MODES = ("legacy", "async")
-ONE_MODE = {"M*-M*-": ("legacy",), "M*-|M*-": ("async",), "G*-|MG*-": ("async",), "M*-M-|*-": ("legacy",)}
+ONE_MODE = {"M*-|M*-M-M-": ("legacy",), "G*-|MG*-": ("async",), "M*-M-|*-": ("legacy",), "*-|M*-M-": ("async",)}
 SCENARIOS = ("tails", "chunked", "preempted", "host", "pressed")
 SLOTS = {"tails": 40, "chunked": 3, "preempted": 6, "host": 3, "pressed": 3}
 FIELDS = {
@@ -308,7 +308,7 @@ def layout_findings(pattern, tp, pp, platform):
 
 
 def modes_of(pattern):
-    """Scheduling modes of the scenarios of a pattern. Both where stages differ most; each mode sees each layout and kind."""
+    """Scheduling modes of the scenarios of a pattern: both for one of them, and both with pipeline stages."""
     return ONE_MODE.get(pattern, MODES)
 
 
