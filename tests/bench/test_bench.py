@@ -1,4 +1,4 @@
-"""The command `tools/bench.py`: its arithmetic, bad input, and that each scenario measures what it claims."""
+"""`hybrid-prefix bench`: its arithmetic, bad input, and that each scenario measures what it claims."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from megatron_hybrid_prefix.cli import bench
 from megatron_hybrid_prefix.console.terminal import InputError
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.selection import mostly_slow
-from tests.harness.workers.launch import environments_of, run_prepared
+from tests.harness.workers.launch import COMMAND, environments_of, run_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "bench.py"
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 # Nothing here needs a good figure.
@@ -629,7 +628,7 @@ def test_ctrl_c_writes_nothing(
 def test_help_shows_sizes_and_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, str(TOOL)]
+    command = [sys.executable, str(COMMAND), "bench"]
     shown = subprocess.run([*command, "shared_prefix", "--help"], capture_output=True, text=True, env=environment)
     assert shown.returncode == 0, shown.stderr
     text = " ".join(shown.stdout.split())
@@ -646,7 +645,7 @@ def test_help_shows_sizes_and_needs_no_torch(tmp_path: Path) -> None:
 def test_two_ranks_report_once(tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     argv = ["shared_prefix", *map(str, SMALL["shared_prefix"]), "--repeats", "1", "--tp", "2", "--json", str(path)]
-    ranks = run_prepared(TOOL, *argv, environments=environments_of(2))
+    ranks = run_prepared(COMMAND, "bench", *argv, environments=environments_of(2))
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
     said = "".join(rank.stdout for rank in ranks)
     assert said.count("platform: ") == said.count("engine ours: ") == 1 and "tp=2" in said

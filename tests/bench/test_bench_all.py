@@ -1,4 +1,4 @@
-"""`tools/bench.py all` and `report`: all scenarios into one JSON, and the report of it."""
+"""`hybrid-prefix bench all` and `report`: all scenarios into one JSON, and the report of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `hybrid-prefix`: its verbs, its errors, and the scripts that call the same code."""
+"""The command `hybrid-prefix`: its verbs and its errors."""
 
 from __future__ import annotations
 
@@ -31,11 +31,6 @@ def run(*argv: object, lacking: tuple[str, ...] = ()) -> subprocess.CompletedPro
         timeout=HANG_S,
         check=False,
     )
-
-
-def python_files() -> list[Path]:
-    """Python files of the tools and the tests."""
-    return [*ROOT.glob("tools/*.py"), *ROOT.glob("tests/**/*.py")]
 
 
 def test_help_has_a_line_for_each_verb(capsys):
@@ -124,34 +119,7 @@ def test_only_the_command_line_imports_what_no_engine_needs():
     assert wrong == []
 
 
-# --- The scripts in tools/ -------------------------------------------------------------------------------------------
-
-
-def test_scripts_are_a_few_lines_and_import_no_other_script():
-    tools = [path for path in python_files() if path.parent.name == "tools"]
-    names = {path.stem for path in ROOT.glob("tools/*.py")}
-    assert len(tools) >= 7
-    for path in tools:
-        text = path.read_text()
-        assert len(text.splitlines()) <= 12, path
-        assert not set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)) & names, path
-        assert os.access(path, os.X_OK), path
-
-
 def test_no_test_changes_where_modules_are_found():
     allowed = {ROOT / "tests" / "harness" / "workers" / "prepared.py"}  # which runs a script as python does
     changed = "sys.path" + ".insert"
-    assert {path for path in python_files() if changed in path.read_text()} <= allowed
-
-
-def test_a_script_is_called_by_its_name():
-    for path in (ROOT / "tools").glob("*.py"):
-        result = subprocess.run(
-            [sys.executable, str(path), "--help"],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            check=False,
-        )
-        assert result.returncode == 0 and result.stdout.startswith(f"usage: {path.name} "), result.stderr
+    assert {path for path in ROOT.glob("tests/**/*.py") if changed in path.read_text()} <= allowed

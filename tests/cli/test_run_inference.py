@@ -1,4 +1,4 @@
-"""The command `tools/run_inference.py`, and `run_batch` under it: bad input, results, comparison, ranks, Ctrl-C."""
+"""`hybrid-prefix generate`, and `run_batch` under it: bad input, results, comparison, ranks, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from megatron_hybrid_prefix.console.sessions import least_tokens
 from megatron_hybrid_prefix.tokenizer import common_tokens
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
-from tests.harness.workers.launch import environments_of, run_prepared, torchrun
+from tests.harness.workers.launch import COMMAND, environments_of, run_prepared, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "run_inference.py"
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at some of the block boundaries. " * 12
@@ -659,7 +658,7 @@ def test_recomputing_after_an_eviction_is_counted_apart(batch: Any) -> None:
 
 @pytest.mark.slow
 def test_as_a_process(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOL)]
+    command = [sys.executable, str(COMMAND), "generate"]
     wrong = subprocess.run(
         [*command, "x", "--tp", "2"], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S
     )
@@ -672,7 +671,17 @@ def test_as_a_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
-    command = [sys.executable, str(TOOL), "hi", "--num-tokens-to-generate", "16000", "--ignore-eos", "--json", result]
+    command = [
+        sys.executable,
+        str(COMMAND),
+        "generate",
+        "hi",
+        "--num-tokens-to-generate",
+        "16000",
+        "--ignore-eos",
+        "--json",
+        result,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("platform: ")
@@ -689,7 +698,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
     prompts = ("hi", CONTEXT, "--num-tokens-to-generate", "8", "--compare", "off,upstream")
     alone = run_json(tmp_path, *prompts)
     path = tmp_path / "two.json"
-    ranks = run_prepared(TOOL, *prompts, "--tp", 2, "--json", path, environments=environments_of(2))
+    ranks = run_prepared(COMMAND, "generate", *prompts, "--tp", 2, "--json", path, environments=environments_of(2))
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
     said = "".join(rank.stdout for rank in ranks)
     assert said.count("platform: ") == 1 and "tp=2" in said
@@ -703,7 +712,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 @pytest.mark.multi
 def test_two_ranks_say_what_is_wrong_once(tmp_path: Path) -> None:
-    command = [*torchrun(2), str(TOOL), "--text-file", str(tmp_path / "absent"), "--tp", "2"]
+    command = [*torchrun(2), str(COMMAND), "generate", "--text-file", str(tmp_path / "absent"), "--tp", "2"]
     run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
     assert run.returncode != 0
     assert run.stderr.count("error: cannot read") == 1

@@ -1,4 +1,4 @@
-"""`tools/plan_capacity.py`: bytes of a model, what a budget holds, which budget to raise first."""
+"""`hybrid-prefix plan`: bytes of a model, what a budget holds, which budget to raise first."""
 
 from __future__ import annotations
 

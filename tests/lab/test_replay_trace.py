@@ -1,4 +1,4 @@
-"""`tools/replay_trace.py`: formats, errors, figures, work."""
+"""`hybrid-prefix replay`: formats, errors, figures, work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tools/serve.py`: the `openai` client, cache statistics, tenants, errors, load, failures. On the CPU with `tiny`."""
+"""`hybrid-prefix serve`: the `openai` client, cache statistics, tenants, errors, load, failures. On the CPU with `tiny`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "serve.py"
 
 from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
@@ -963,7 +962,9 @@ def test_the_command(tmp_path):
     process = subprocess.Popen(
         [
             sys.executable,
-            str(TOOL),
+            "-m",
+            "megatron_hybrid_prefix",
+            "serve",
             "--port",
             "0",
             "--max-sequence-length",
