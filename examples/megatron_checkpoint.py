@@ -29,27 +29,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hybrid_prefix import add_hybrid_prefix_args, hybrid_prefix_config_from_args
-from megatron_hybrid_prefix.console.engine_options import (
-    cache_figures,
-    positive_int,
-    started_platform,
-    stop_requested,
-)
+from megatron_hybrid_prefix.console.answers import EngineRun, Request, print_report, totals
+from megatron_hybrid_prefix.console.engine_options import positive_int
+from megatron_hybrid_prefix.console.running import cache_figures, send, started_platform, stop_requested
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
-    EngineRun,
     InputError,
     Interrupt,
-    Request,
-    Stopped,
     as_input_errors,
+    as_main,
     check_writable,
     is_main_rank,
     output_console,
-    print_report,
-    run_command,
-    totals,
     write_json,
+    wrote,
 )
 from megatron_hybrid_prefix.errors import PlatformError
 
@@ -259,19 +252,12 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
 
 def generate(engine: Any, requests: list[Request], batch: bool, should_stop: Callable[[], bool]) -> EngineRun:
     """Sends the requests, all at once or one after another."""
-    from megatron_hybrid_prefix.mcore.runner import run_batch
     from megatron_hybrid_prefix.upstream.names import SamplingParams
 
     started_s, results = time.perf_counter(), []
     for group in [requests] if batch else [[request] for request in requests]:
-        results += run_batch(
-            engine,
-            [request.tokens for request in group],
-            [SamplingParams.deserialize(request.sampling) for request in group],
-            should_stop=should_stop,
-        )
-        if any(result.status == "stopped" for result in results):
-            raise Stopped
+        sampling = [SamplingParams.deserialize(request.sampling) for request in group]
+        results += send(engine, [request.tokens for request in group], sampling, should_stop)
     figures = cache_figures(engine)
     return EngineRun(
         name="off" if figures is None else "ours",
@@ -328,8 +314,11 @@ def run_on(platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> Non
     if args.json is not None:
         answers = [asdict(answer) for answer in result.results]
         write_json(args.json, {"totals": totals(result), "prefix_stats": result.prefix_stats, "requests": answers})
-        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+        wrote(console, args.json)
+
+
+main = as_main(run)
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(lambda interrupt: run(sys.argv[1:], interrupt)))
+    sys.exit(main(sys.argv[1:]))

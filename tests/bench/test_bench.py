@@ -133,16 +133,11 @@ def test_a_summary_has_samples_medians_and_ratios_of_medians() -> None:
 
 # --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
 
+# Options of models and engines: tests/cli/test_run_inference.py, whose verb has the same ones.
 BAD_OPTIONS = {
     "no scenario": ([], "required: SCENARIO"),
     "unknown scenario": (["everything"], "invalid choice: 'everything'"),
     "unknown engine": (["no_reuse", "--engine", "off,best"], "no engine 'best'; there are: off, upstream, ours"),
-    "an engine that is gone": (
-        ["no_reuse", "--engine", "off,split"],
-        "--engine: the engine 'split' was removed: use ours",
-    ),
-    "engine twice": (["no_reuse", "--engine", "off,off"], "--engine: off,off names an engine twice"),
-    "unknown preset": (["no_reuse", "--preset", "huge"], "no preset 'huge'; there are: tiny"),
     "another scenario's size": (["no_reuse", "--shared-tokens", "8"], "unrecognized arguments: --shared-tokens 8"),
     "no repeats": (["index", "--repeats", "0"], "argument --repeats: '0' is not a whole number above 0"),
     "bad fraction": (["pressure", "--budget-fraction", "half"], "'half' is not a number above 0"),
@@ -169,10 +164,6 @@ BAD_OPTIONS = {
         "16890 prompt + 16 generated tokens exceed the 16896",
     ),
     "longer than a step": (["no_reuse", "--max-tokens", "64"], "512 tokens are more than --max-tokens 64"),
-    "unaligned step": (["no_reuse", "--max-tokens", "65"], "--max-tokens 65 is not a multiple of 64"),
-    "tp does not divide": (["no_reuse", "--tp", "3"], "tp=3 does not divide"),
-    "exact in bf16": (["no_reuse", "--exact", "bits", "--state-dtype", "bfloat16"], "needs state_dtype='float32'"),
-    "no such folder": (["no_reuse", "--json", "absent/r.json"], "cannot write absent/r.json: there is no folder"),
     "graphs on CPU": (["no_reuse", "--cuda-graphs", "2"], "needs a CUDA device"),
     "too little for upstream": (["no_reuse", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
     "too little for all": (["no_reuse", "--buffer-gb", "0.0001"], "engine off: buffer_size_gb=0.0001 is too small"),
@@ -241,10 +232,9 @@ def test_cold_prompts_are_as_long_as_what_a_hit_computed(measure: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduling", [(), ("--async-scheduling",)], ids=["legacy", "async"])
-def test_multi_turn(scheduling: tuple[str, ...], measure: Any) -> None:
-    """2 conversations with prompts of 150, 306 and 462 tokens."""
-    data = measure("multi_turn", "--repeats", 2, *scheduling)
+def test_multi_turn(measure: Any) -> None:
+    """2 conversations with prompts of 150, 306 and 462 tokens. Asynchronous: see `test_forced_answers`."""
+    data = measure("multi_turn", "--repeats", 2)
     for engine in ("off", "upstream", "ours"):
         assert samples(data, "generated_tokens", engine) == [2 * 3 * 6] * 2
         assert samples(data, "failed_requests", engine) == [0, 0]
@@ -346,6 +336,39 @@ def assert_same_memory(data: dict[str, Any]) -> None:
         if "mamba_gb" in budget:
             assert budget["buffer_gb"] + budget["mamba_gb"] == pytest.approx(total), name
     assert budgets["ours"].keys() & {"cache_gb", "buffer_gb", "mamba_gb"} == {"cache_gb"}
+
+
+def test_engines_share_the_memory_that_is_free(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the usual budgets they would not fit together."""
+    monkeypatch.setattr(runner, "free_for_engines", lambda platform: int(0.06 * 2**30))
+    data = measure("no_reuse", "--repeats", 1)
+    budget = {"buffer_gb": 0.014, "mamba_gb": 0.002}
+    assert data["engines"]["upstream"]["budget"] == budget == {**data["engines"]["off"]["budget"], "mamba_gb": 0.002}
+    assert_same_memory(data)
+
+
+@pytest.mark.parametrize("engine", ["upstream", "ours"])
+def test_a_lack_of_memory_is_one_line(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of any engine, also while requests run."""
+    import torch
+
+    send = engines.Contestant.send
+
+    def raising(self: Any, *args: Any, **options: Any) -> Any:
+        if self.name == engine:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.00 GiB. GPU 0 has a total of")
+        return send(self, *args, **options)
+
+    monkeypatch.setattr(engines.Contestant, "send", raising)
+    argv = ["no_reuse", *map(str, SMALL["no_reuse"]), "--json", str(tmp_path / "result.json")]
+    assert bench.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"error: engine {engine}: not enough memory; lower --cache-gb or --buffer-gb, --max-requests "
+    )
+    assert said.count("\n") == 1 and "or run fewer engines" in said and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

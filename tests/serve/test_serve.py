@@ -929,7 +929,7 @@ def test_a_chat_template_cannot_leave_its_sandbox(template):
         (["--host", "a" * 300 + ".."], "cannot listen on aaa"),
         (["--drain-time", "-1"], "'-1' is not a number, 0 or above"),
         (["--cache-gb", "1e9", "--port", "0"], "--cache-gb 1e+09: 1e+09 GiB of host memory are needed, "),
-        (["--mamba-gb", "1e9", "--port", "0"], "--buffer-gb 0.25 and --mamba-gb 1e+09: "),
+        (["--mamba-gb", "1e9", "--port", "0"], "--mamba-gb 1e+09: the most for checkpoints in --cache-gb 0.3, so"),
         (["--host-gb", "1e9", "--port", "0"], "--cache-gb 0.3 and --host-gb 1e+09: "),
         (["--max-tokens", "9999999999"], "'9999999999' is too large: it must have at most 9 digits"),
         (["--tokenizer", "nowhere"], "no tokenizer at nowhere"),
