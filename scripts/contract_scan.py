@@ -63,19 +63,17 @@ class Source(NamedTuple):
 
 @functools.cache
 def sources() -> list[Source]:
-    """Modules of the package and the tools."""
+    """Modules of the package."""
     found = []
-    for path in [*sorted((ROOT / PACKAGE).rglob("*.py")), *sorted((ROOT / "tools").glob("*.py"))]:
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         inner = path.relative_to(ROOT).with_suffix("")
-        is_ours = inner.parts[0] == PACKAGE
-        dotted = ".".join(inner.parts).removesuffix(".__init__")
-        namespace = vars(importlib.import_module(dotted)) if is_ours else {}
+        namespace = vars(importlib.import_module(".".join(inner.parts).removesuffix(".__init__")))
         found.append(Source(inner.as_posix().removeprefix(f"{PACKAGE}/"), path.read_text("utf-8"), namespace))
     return found
 
 
 def nested_classes(source: Source) -> list[str]:
-    """Classes derived from megatron's in functions and tools, which `our_classes` does not see."""
+    """Classes derived from megatron's in functions, which `our_classes` does not see."""
     reader = _Reader(source, {})
     top = set(reader.tree.body) if source.namespace else set()
     nodes = [node for node in ast.walk(reader.tree) if isinstance(node, ast.ClassDef) and node not in top]

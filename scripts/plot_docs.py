@@ -3,7 +3,7 @@
 
     scripts/plot_docs.py                        # draws all of them again
     scripts/plot_docs.py --take out/bench.json  # first takes over a new measurement of `hybrid-prefix bench all`
-    scripts/plot_docs.py --take out/demo.json   # the same of `hybrid-prefix demo`
+    scripts/plot_docs.py --take out/demo.json   # the same of `hybrid-prefix demo --json out/demo.json`
 
 Each file in docs/data names the source of its figures. A whole run's JSON is too large for the repository: `--take`
 keeps what the plots show.

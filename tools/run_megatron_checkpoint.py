@@ -1,9 +1,8 @@
 #!/usr/bin/env python
-"""Generates from a Megatron checkpoint with this cache; alone or under torchrun."""
+"""Prompts through a Megatron checkpoint."""
 
-import sys
-
-from megatron_hybrid_prefix.cli.megatron_checkpoint import main
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runpy.run_path(str(Path(__file__).parents[1] / "examples/megatron_checkpoint.py"), run_name="__main__")

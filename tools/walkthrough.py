@@ -1,9 +1,8 @@
 #!/usr/bin/env python
-"""Follows one conversation through the cache; see `docs/walkthrough.md`."""
+"""The walkthrough of the documents."""
 
-import sys
-
-from megatron_hybrid_prefix.cli.walkthrough import main
+import runpy
+from pathlib import Path
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runpy.run_path(str(Path(__file__).parents[1] / "examples/walkthrough.py"), run_name="__main__")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, number_text, page, styles_of
+from megatron_hybrid_prefix.bench.stats import number_text
+from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page, styles_of
 
 _TITLE_INCHES = 0.22  # of a panel's heading
-# Groups of bars in the plot of a scenario that has no chart here.
-_SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class Panel(NamedTuple):
     """One axis of bars.
 
     Attributes:
@@ -29,8 +26,7 @@ class Panel:
     heading: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
+class Chart(NamedTuple):
     """The plot of a scenario.
 
     Attributes:
@@ -42,72 +38,44 @@ class Chart:
     panels: Sequence[Panel]
 
 
-_FIRST_TOKEN = "Time to first token"
+_FIRST = "Time to first token"
+_SECOND = {
+    "first_token_2_plain_ms": "no hint",
+    "first_token_2_named_ms": "request 1 says where the shared part ends",
+}
+_TURNS = {"first_token_median_ms": "median", "first_token_p99_ms": "p99"}
+_COMPUTED = {"mean_turn_computed_tokens": "mean", "max_turn_computed_tokens": "most"}
+_RETURNS = {"cold_ms": "first time", "back_ms": "back from the host", "again_ms": "again, on the device"}
+_RATE = [Panel({"tokens_per_second": ""}, "tokens/s")]
+_LATEST = {"latest_first_token_ms": ""}
 CHARTS: dict[str, Chart] = {
     "shared_prefix": Chart(
-        title=f"{_FIRST_TOKEN} of requests with the same beginning",
-        panels=[Panel(unit="ms", bars={f"first_token_{n}_ms": f"request {n}" for n in (1, 2, 3)})],
+        f"{_FIRST} of requests with the same beginning",
+        [Panel({f"first_token_{n}_ms": f"request {n}" for n in (1, 2, 3)}, "ms")],
     ),
-    "first_sighting": Chart(
-        title=f"{_FIRST_TOKEN} of the second request with the same beginning",
-        panels=[
-            Panel(
-                unit="ms",
-                bars={
-                    "first_token_2_plain_ms": "no hint",
-                    "first_token_2_named_ms": "request 1 says where the shared part ends",
-                },
-            )
-        ],
-    ),
+    "first_sighting": Chart(f"{_FIRST} of the second request with the same beginning", [Panel(_SECOND, "ms")]),
     "multi_turn": Chart(
-        title="A later turn of a conversation whose answers are longer than a block",
-        panels=[
-            Panel(
-                heading=_FIRST_TOKEN, unit="ms", bars={"first_token_median_ms": "median", "first_token_p99_ms": "p99"}
-            ),
-            Panel(
-                heading="Prompt tokens computed",
-                unit="tokens",
-                bars={"mean_turn_computed_tokens": "mean", "max_turn_computed_tokens": "most"},
-            ),
-        ],
+        "A later turn of a conversation whose answers are longer than a block",
+        [Panel(_TURNS, "ms", _FIRST), Panel(_COMPUTED, "tokens", "Prompt tokens computed")],
     ),
     "herd": Chart(
-        title="A herd: cold requests with one prefix, at once",
-        panels=[
-            Panel(heading=f"{_FIRST_TOKEN} of the last request", unit="ms", bars={"latest_first_token_ms": ""}),
-            Panel(heading="Times that the prefix was computed", unit="", bars={"prefix_computed_times": ""}),
+        "A herd: cold requests with one prefix, at once",
+        [
+            Panel(_LATEST, "ms", f"{_FIRST} of the last request"),
+            Panel({"prefix_computed_times": ""}, "", "Times that the prefix was computed"),
         ],
     ),
     "samples": Chart(
-        title="Several answers to one prompt, at once",
-        panels=[
-            Panel(heading=f"{_FIRST_TOKEN} of the last answer", unit="ms", bars={"latest_first_token_ms": ""}),
-            Panel(heading="Prompt tokens computed", unit="tokens", bars={"computed_tokens": ""}),
+        "Several answers to one prompt, at once",
+        [
+            Panel(_LATEST, "ms", f"{_FIRST} of the last answer"),
+            Panel({"computed_tokens": ""}, "tokens", "Prompt tokens computed"),
         ],
     ),
-    "no_reuse": Chart(
-        title="Throughput where nothing can be reused",
-        panels=[Panel(unit="tokens/s", bars={"tokens_per_second": ""})],
-    ),
-    "pressure": Chart(
-        title="Throughput with memory for half of the prefixes",
-        panels=[Panel(unit="tokens/s", bars={"tokens_per_second": ""})],
-    ),
-    "host_tier": Chart(
-        title=f"{_FIRST_TOKEN} of a prompt that comes back from host memory",
-        panels=[
-            Panel(
-                unit="ms",
-                bars={"cold_ms": "first time", "back_ms": "back from the host", "again_ms": "again, on the device"},
-            )
-        ],
-    ),
-    "index": Chart(
-        title="CPU time of a decode step, nothing to admit",
-        panels=[Panel(unit="ms", bars={"decode_cpu_ms": ""})],
-    ),
+    "no_reuse": Chart("Throughput where nothing can be reused", _RATE),
+    "pressure": Chart("Throughput with memory for half of the prefixes", _RATE),
+    "host_tier": Chart(f"{_FIRST} of a prompt that comes back from host memory", [Panel(_RETURNS, "ms")]),
+    "index": Chart("CPU time of a decode step, nothing to admit", [Panel({"decode_cpu_ms": ""}, "ms")]),
 }
 
 
@@ -115,20 +83,17 @@ def chart_of(name: str, result: Mapping[str, Any]) -> Chart | None:
     """What to draw of a scenario's result; None: it has no figure to draw.
 
     Args:
-        name: Of the scenario; an unknown one gets its first times.
+        name: Of the scenario.
         result: Its JSON.
     """
     metrics = result.get("metrics", {})
-    chart = CHARTS.get(name)
-    if chart is None:
-        times = {key: metric["label"] for key, metric in metrics.items() if key.endswith("_ms") and has_value(metric)}
-        chart = Chart(title=name, panels=[Panel(unit="ms", bars=dict(list(times.items())[:_SHOWN]))])
+    chart = CHARTS[name]
     panels = []
     for panel in chart.panels:
         bars = {key: label for key, label in panel.bars.items() if key in metrics and has_value(metrics[key])}
         if bars:
-            panels.append(Panel(heading=panel.heading, unit=panel.unit, bars=bars))
-    return Chart(title=chart.title, panels=panels) if panels else None
+            panels.append(panel._replace(bars=bars))
+    return Chart(chart.title, panels) if panels else None
 
 
 def has_value(metric: Mapping[str, Any]) -> bool:
@@ -165,16 +130,15 @@ def _draw_panel(axis: Any, panel: Panel, result: Mapping[str, Any], engines: Seq
         axis,
         list(panel.bars.values()),
         {engine: [metric["median"].get(engine) for metric in metrics] for engine in engines},
-        figure_of=lambda value: f"{number_text(value)} {panel.unit}".rstrip(),
-        ranges={engine: [_range(metric, engine) for metric in metrics] for engine in engines},
+        figure_of=lambda value: f"{number_text(value, 3)} {panel.unit}".rstrip(),
+        ranges={engine: [_samples(metric, engine) for metric in metrics] for engine in engines},
         notes=notes,
         heading=panel.heading,
     )
 
 
-def _range(metric: Mapping[str, Any], engine: str) -> tuple[float, float] | None:
-    samples = [sample for sample in metric["samples"].get(engine, ()) if sample is not None]
-    return (min(samples), max(samples)) if samples else None
+def _samples(metric: Mapping[str, Any], engine: str) -> list[float]:
+    return [sample for sample in metric["samples"].get(engine, ()) if sample is not None]
 
 
 def _subtitle(result: Mapping[str, Any]) -> str:

@@ -26,15 +26,15 @@ MOST_TRACED_BLOCKS = 200_000
 MOST_EVICTED_BLOCKS = 50_000
 
 METRICS = (
-    Metric(name="index_keys_ms", label="long prompt: keys, ms", digits=3),
-    Metric(name="index_match_ms", label="long prompt: match, ms", digits=3),
-    Metric(name="index_admit_ms", label="long prompt: admit, ms", digits=3),
-    Metric(name="index_plan_ms", label="long prompt: plan, ms", digits=3),
-    Metric(name="index_total_ms", label="long prompt: all four, ms", digits=3, goal="<= 3"),
-    Metric(name="index_kv_eviction_us", label="eviction of a KV block, us", digits=2, goal="<= 50"),
-    Metric(name="index_state_eviction_us", label="request that evicts a state, us", digits=2, goal="<= 50"),
-    Metric(name="index_bytes_per_block", label="memory of a block, bytes", digits=0, goal="<= 600"),
-    Metric(name="index_requests_per_second", label="requests of 24 blocks, a second", digits=0, goal=">= 5,000"),
+    Metric("index_keys_ms", "long prompt: keys, ms"),
+    Metric("index_match_ms", "long prompt: match, ms"),
+    Metric("index_admit_ms", "long prompt: admit, ms"),
+    Metric("index_plan_ms", "long prompt: plan, ms"),
+    Metric("index_total_ms", "long prompt: all four, ms", goal="<= 3"),
+    Metric("index_kv_eviction_us", "eviction of a KV block, us", goal="<= 50"),
+    Metric("index_state_eviction_us", "request that evicts a state, us", goal="<= 50"),
+    Metric("index_bytes_per_block", "memory of a block, bytes", goal="<= 600"),
+    Metric("index_requests_per_second", "requests of 24 blocks, a second", goal=">= 5,000"),
 )
 
 

@@ -10,21 +10,17 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_hybrid_prefix.bench.forced import forced_answers
-from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, cache_figures, check_memory
-from megatron_hybrid_prefix.console.terminal import (
-    InputError,
-    Stopped,
-    as_input_errors,
-    no_garbage_collection,
-    one_line,
-)
+from megatron_hybrid_prefix.console import terminal
+from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, check_memory
+from megatron_hybrid_prefix.console.running import cache_figures, greedy, send
+from megatron_hybrid_prefix.console.terminal import InputError, Stopped
 
 
 @contextmanager
 def timed_round() -> Iterator[None]:
     """Collects garbage before the timed round, and disables the collector during it, for every engine."""
     gc.collect()
-    with no_garbage_collection():
+    with terminal.no_garbage_collection():
         yield
 
 
@@ -49,6 +45,9 @@ class Contestant:
     def attempt(self) -> Iterator[None]:
         """A context in which an exception of the engine excludes this engine, and the others continue.
 
+        But a lack of memory ends the benchmark: the engines share it, so that figures of the others would not be those of
+        these budgets.
+
         It runs in inference mode, as megatron's scripts run their engines. Capturing CUDA graphs resets the engine in
         inference mode. Tensors created there, such as megatron's list of free state slots, cannot be written outside of
         it.
@@ -56,12 +55,12 @@ class Contestant:
         import torch
 
         try:
-            with torch.inference_mode():
+            with terminal.as_memory_errors(f"engine {self.name}"), torch.inference_mode():
                 yield
         except (InputError, Stopped):
             raise
         except Exception as error:
-            self.crash = f"{type(error).__name__}: {one_line(error)}"
+            self.crash = f"{type(error).__name__}: {terminal.one_line(error)}"
             self.trace = traceback.format_exc()
 
     def send(
@@ -86,18 +85,14 @@ class Contestant:
         Raises:
             RuntimeError: An answer differs from the forced one.
         """
-        from megatron_hybrid_prefix.mcore.runner import run_batch
-
         sampling = [greedy(generate) for _ in prompts]
         for params, own in zip(sampling, attributes or (), strict=attributes is not None):
             params.add_attributes(dict(own))
         with nullcontext() if answers is None else forced_answers(self.engine, answers):
             synchronize()
             started_s = time.perf_counter()
-            results = run_batch(self.engine, prompts, sampling, should_stop=self.should_stop)
+            results = send(self.engine, prompts, sampling, self.should_stop)
             wall_s = time.perf_counter() - started_s
-        if any(result.status == "stopped" for result in results):
-            raise Stopped
         for result, answer in zip(results, answers or (), strict=answers is not None):
             if result.status == "completed" and result.generated != answer:
                 raise RuntimeError("an answer differs from the forced one")
@@ -117,13 +112,6 @@ class Contestant:
             "kv_blocks": block_counts(context.kv_block_allocator).total - 1,
             "state_slots": self.counters().get("slots_total", 0 if allocator is None else allocator.max_slots),
         }
-
-
-def greedy(generate: int) -> Any:
-    """Greedy sampling parameters for exactly ``generate`` tokens."""
-    from megatron_hybrid_prefix.upstream.names import SamplingParams
-
-    return SamplingParams(num_tokens_to_generate=generate, top_k=1, termination_id=-1)
 
 
 def synchronize() -> None:
@@ -152,7 +140,7 @@ def contestants(
         make_model: Builds a model, the same one each time. CUDA graphs are tied to the model's modules, so with graphs
             each engine gets its own model. Without graphs all engines share one.
         make_fields: Arguments that all engines share, for a given model.
-        budgets_of: The engines' memory, for a given model.
+        budgets_of: The engines' memory, for the first model, which is there already.
         cuda_graphs: Whether engines capture CUDA graphs.
         crash_when_built: True: an engine that cannot be built is excluded. False: that is an `InputError`.
         should_stop: Whether Ctrl-C was pressed.
@@ -163,7 +151,7 @@ def contestants(
 
     found: list[Contestant] = []
     graphs = _GraphRecords() if cuda_graphs else None
-    model: Any = None
+    model = budgets = None
     try:
         for name in names:
             if should_stop():
@@ -172,11 +160,12 @@ def contestants(
                 graphs.begin()
             if model is None or graphs is not None:
                 model = make_model()
-            budgets = budgets_of(model)
+            budgets = budgets or budgets_of(model)
             contestant = Contestant(name, make_fields(model) | ENGINES[name](budgets), should_stop)
-            check_memory(budgets, contestant.fields, next(model.parameters()).device, f"engine {name}: ")
+            check_memory(contestant.fields, next(model.parameters()).device, f"engine {name}: ")
             found.append(contestant)
-            with contestant.attempt(), as_input_errors(*_refusals(crash_when_built), prefix=f"engine {name}: "):
+            refusals = () if crash_when_built else (ValueError,)
+            with contestant.attempt(), terminal.as_input_errors(*refusals, prefix=f"engine {name}: "):
                 # "off" and "upstream" use megatron's own classes. Where megatron cannot run the model, "off" is this package's
                 # engine without its cache.
                 off = not contestant.fields.get("enable_prefix_caching")
@@ -196,13 +185,6 @@ def contestants(
         for contestant in found:
             if contestant.engine is not None:
                 release_engine(contestant.engine)
-
-
-def _refusals(crash_when_built: bool) -> tuple[type[Exception], ...]:
-    """Exceptions that mean that the options ask for an impossible engine."""
-    import torch
-
-    return () if crash_when_built else (ValueError, torch.OutOfMemoryError)
 
 
 class _GraphRecords:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid_prefix.bench.charts import chart_of, draw_chart, has_value
+from megatron_hybrid_prefix.bench.charts import chart_of, draw_chart
+from megatron_hybrid_prefix.bench.stats import cells
 from megatron_hybrid_prefix.console.terminal import write_whole
 
 
@@ -67,37 +68,18 @@ def _scenario(found: Mapping[str, Any]) -> list[str]:
     lines = [f"{result['workload']}. {options['preset']}, {graphs}, {options['repeats']} rounds.", ""]
     lines += [f"    {result['command']}", ""]
     for report in (result["control_plane"], result["metrics"]):
-        rows = {name: metric for name, metric in report.items() if has_value(metric)}
+        heads, *rows = cells(report)
         if rows:
-            lines += [*_table(rows), ""]
+            lines += [_row(heads), f"|---|{'---:|' * (len(heads) - 2)}---|", *map(_row, rows), ""]
     for engine, one in result["engines"].items():
         if one["status"] != "completed":
             lines += [f"Engine {engine} {one['status']}: {_cell(one['error'])}", ""]
     return lines[:-1]
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    first = next(iter(rows.values()))
-    engines = list(first["median"])
-    pairs = list(dict.fromkeys(pair for metric in rows.values() for pair in metric["ratio"]))
-    heads = ["median", *engines, *pairs, "goal"]
-    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 2)}---|"]
-    for metric in rows.values():
-        cells = [_cell(metric["label"])]
-        cells += [_number(metric["median"][engine]) for engine in engines]
-        cells += [_number(metric["ratio"].get(pair)) for pair in pairs]
-        lines.append(f"| {' | '.join([*cells, _cell(metric['goal'] or '')])} |")
-    return lines
+def _row(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_cell, texts))} |"
 
 
 def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
-
-
-def _number(value: float | None) -> str:
-    """Whole numbers whole, others with four digits that say something."""
-    if value is None:
-        return ""
-    if value == int(value) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,27 +11,19 @@ from typing import Any
 from rich.console import Console
 
 from megatron_hybrid_prefix.bench.engines import Contestant, contestants
-from megatron_hybrid_prefix.bench.scenario import Machine, Scenario
-from megatron_hybrid_prefix.bench.stats import Metric, Sample, engine_table, plain_table, rotated, summarise
+from megatron_hybrid_prefix.bench.scenario import Scenario
+from megatron_hybrid_prefix.bench.stats import Metric, Sample, rotated, side_by_side, summarise
+from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.engine_options import (
     Budgets,
     budget_of,
     engine_fields,
-    hardware,
     plain,
     state_dtype_field,
-    stop_requested,
-    versions,
 )
 from megatron_hybrid_prefix.console.hf import build_model
-from megatron_hybrid_prefix.console.terminal import (
-    InputError,
-    Interrupt,
-    as_input_errors,
-    is_main_rank,
-    printable,
-    progress,
-)
+from megatron_hybrid_prefix.console.running import free_for_engines, hardware, stop_requested, versions
+from megatron_hybrid_prefix.console.terminal import InputError, Interrupt
 
 
 class Bench:
@@ -60,7 +51,7 @@ class Bench:
 
     def run(self) -> None:
         """Runs all rounds, and keeps the figures."""
-        if is_main_rank():
+        if terminal.is_main_rank():
             self.plain_metrics, self.plain_samples = self.scenario.without_engine(self.args.repeats)
         built = contestants(
             self.names,
@@ -74,7 +65,7 @@ class Bench:
         with built as every:
             self._check_fits(every)
             rooms = {contestant.name: contestant.room() for contestant in every if contestant.engine is not None}
-            with progress(["rounds"], 1 + self.args.repeats) as done:
+            with terminal.progress(["rounds"], 1 + self.args.repeats) as done:
                 self._rounds(every, lambda count: done("rounds", count))
             for contestant in every:
                 self.engines[contestant.name] = {
@@ -84,7 +75,7 @@ class Bench:
                     "budget": budget_of(contestant.fields),
                     **rooms.get(contestant.name, {}),
                     "prefix_stats": (contestant.counters() or None) if contestant.crash is None else None,
-                    "fields": {key: _plain_value(value) for key, value in plain(contestant.fields).items()},
+                    "fields": plain(contestant.fields),
                 }
 
     def _rounds(self, every: Sequence[Contestant], on_round: Callable[[int], None]) -> None:
@@ -107,21 +98,30 @@ class Bench:
         return fields | state_dtype_field(model, self.args.state_dtype)
 
     def _budgets(self, model: Any) -> Budgets:
-        """From the options, else from the scenario, else the defaults."""
-        wanted = self.scenario.budgets(machine_of(model, self.args))
-        return Budgets.of(self.args, self.platform.device.type, **wanted)
+        """From the options, else from the scenario, else from the memory that is free for all engines."""
+        free_bytes = free_for_engines(self.platform)
+        if self.args.cuda_graphs:  # each of the other engines gets a model of its own
+            model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+            free_bytes -= (len(self.names) - 1) * model_bytes
+        return Budgets.of(
+            self.args,
+            self.platform.device.type,
+            free_bytes=free_bytes,
+            engines=len(self.names),
+            **self.scenario.budgets(*bytes_of(model, self.args), self.args.max_requests),
+        )
 
     def _check_fits(self, every: Sequence[Contestant]) -> None:
         from megatron_hybrid_prefix.mcore.runner import check_fits
 
         for contestant in every:
             if contestant.engine is not None:
-                with as_input_errors(ValueError, prefix=f"engine {contestant.name}: "):
+                with terminal.as_input_errors(ValueError, prefix=f"engine {contestant.name}: "):
                     check_fits(contestant.engine, self.scenario.longest_tokens, self.scenario.generated_tokens)
 
 
-def machine_of(model: Any, args: argparse.Namespace) -> Machine:
-    """Bytes of the model's KV blocks and states on this rank."""
+def bytes_of(model: Any, args: argparse.Namespace) -> tuple[int, int]:
+    """Bytes of a KV block and of a state on this rank."""
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
 
     given = state_dtype_field(model, args.state_dtype).get("mamba_inference_state_config")
@@ -133,18 +133,7 @@ def machine_of(model: Any, args: argparse.Namespace) -> Machine:
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
     attention_layers = sum(symbol == "*" for symbol in states.layer_type_list)
     token_bytes = 2 * attention_layers * heads * config.kv_channels * config.params_dtype.itemsize
-    return Machine(
-        block_tokens=args.block_size_tokens,
-        block_bytes=args.block_size_tokens * token_bytes,
-        state_bytes=state_bytes(states),
-        max_requests=args.max_requests,
-    )
-
-
-def _plain_value(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return str(value)
-    return value
+    return args.block_size_tokens * token_bytes, state_bytes(states)
 
 
 # --- Report ----------------------------------------------------------------------------------------------------------
@@ -181,13 +170,13 @@ def print_report(console: Console, bench: Bench, report: dict[str, Any]) -> None
     console.print(f"{scenario.name}: {scenario.describe()}", markup=False, soft_wrap=True)
     console.print(f"{args.preset}, {graphs}; rounds: 1 warm-up, {args.repeats} timed", markup=False, soft_wrap=True)
     if bench.plain_metrics:
-        console.print(plain_table("control plane", bench.plain_metrics, report["control_plane"], "cache"))
-    console.print(engine_table("engines side by side", scenario.metrics(), report["metrics"], bench.names))
+        console.print(side_by_side("control plane", report["control_plane"]))
+    console.print(side_by_side("engines side by side", report["metrics"]))
     for name, engine in bench.engines.items():
         room = f": {_room(engine)}" if "kv_blocks" in engine else ""
         crash = f" crashed: {engine['error']}" if engine["status"] == "crashed" else ""
         line = f"engine {name}{room}{';' if room and crash else ''}{crash}"
-        console.print(printable(line), markup=False, soft_wrap=True)
+        console.print(terminal.printable(line), markup=False, soft_wrap=True)
 
 
 def _room(engine: dict[str, Any]) -> str:

@@ -15,26 +15,9 @@ from megatron_hybrid_prefix.console.engine_options import DEFAULT_ENGINES
 MS = 1e3
 
 
-def size(cpu: float, cuda: float, text: str) -> Any:
-    """A size of a scenario: an option with a default for CPU and one for CUDA."""
-    return dataclasses.field(metadata={"cpu": cpu, "cuda": cuda, "help": text})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What a scenario may know of the model and the engine options when it sets budgets.
-
-    Attributes:
-        block_tokens: Tokens per KV block.
-        block_bytes: Bytes of a KV block on this rank.
-        state_bytes: Bytes of one recurrent state on this rank.
-        max_requests: Most running requests.
-    """
-
-    block_tokens: int
-    block_bytes: int
-    state_bytes: int
-    max_requests: int
+def size(cpu: float, cuda: float, text: str, *, quick: float | None = None) -> Any:
+    """A size of a scenario: an option with a default for CPU and one for CUDA; ``quick``: with ``bench all --quick``."""
+    return dataclasses.field(metadata={"cpu": cpu, "cuda": cuda, "help": text, "quick": quick})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +29,7 @@ class Scenario:
         engines: Engines that run by default.
         crash_is_a_result: True: an engine that cannot be built is reported as crashed. False: the command fails.
         repeats: Timed rounds, by kind of device.
+        at_once: Name of the size that says how many requests are sent at once; empty: one.
         block_tokens: Tokens per KV block, from the engine options.
     """
 
@@ -53,6 +37,7 @@ class Scenario:
     engines: ClassVar[Sequence[str]] = DEFAULT_ENGINES
     crash_is_a_result: ClassVar[bool] = False
     repeats: ClassVar[Mapping[str, int]] = {"cpu": 3, "cuda": 5}
+    at_once: ClassVar[str] = ""
     block_tokens: int = 256
 
     @classmethod
@@ -62,8 +47,9 @@ class Scenario:
 
     @property
     def longest_tokens(self) -> int:
-        """Length of the longest prompt."""
-        raise NotImplementedError
+        """Length of the longest prompt: ``prompt_tokens``, or ``shared_tokens`` and ``own_tokens``. Others override this."""
+        sizes: dict[str, int] = {field.name: getattr(self, field.name) for field in self.sizes()}
+        return sizes["prompt_tokens"] if "prompt_tokens" in sizes else sizes["shared_tokens"] + sizes["own_tokens"]
 
     @property
     def generated_tokens(self) -> int:
@@ -73,7 +59,7 @@ class Scenario:
     @property
     def max_requests(self) -> int:
         """Default of ``--max-requests``."""
-        return 16
+        return max(16, getattr(self, self.at_once)) if self.at_once else 16
 
     @property
     def max_tokens(self) -> int | None:
@@ -84,8 +70,22 @@ class Scenario:
         """Why these sizes cannot run, in one line; None if they can."""
         return None
 
-    def budgets(self, machine: Machine) -> dict[str, float]:
-        """The scenario's ``buffer_gb``, ``mamba_gb`` and ``host_gb`` on this rank (see `Budgets`). Options override them."""
+    def too_many_at_once(self, max_requests: int) -> str | None:
+        """A `problem`, for requests that must not wait for each other."""
+        if getattr(self, self.at_once) > max_requests:
+            return (
+                f"--{self.at_once} {getattr(self, self.at_once)} cannot run at once with --max-requests {max_requests}"
+            )
+        return None
+
+    def budgets(self, block_bytes: int, state_bytes: int, max_requests: int) -> dict[str, float]:
+        """The scenario's ``buffer_gb``, ``mamba_gb`` and ``host_gb`` on this rank (see `Budgets`). Options override them.
+
+        Args:
+            block_bytes: Bytes of a KV block on this rank.
+            state_bytes: Bytes of a recurrent state on this rank.
+            max_requests: Most running requests.
+        """
         return {}
 
     def describe(self) -> str:

@@ -10,27 +10,27 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_hybrid_prefix.console.terminal import table_of
+
 # One repeat of one engine: metric -> value. None or missing: the engine does not have this metric.
 Sample = dict[str, float | None]
 # Pairs of engines whose ratio is shown.
 RATIO_PAIRS = (("upstream", "off"), ("ours", "off"), ("ours", "upstream"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """A figure of the report.
 
     Attributes:
         name: Key in samples and JSON. Ends with the unit.
         label: Row label in the table.
-        digits: Digits after the decimal point in the table.
         goal: Goal of this package's engine, as text.
         ratios: Whether to show ratios between engines.
     """
 
     name: str
     label: str
-    digits: int = 1
     goal: str = ""
     ratios: bool = True
 
@@ -82,35 +82,34 @@ def summarise(
     return report
 
 
-def engine_table(title: str, metrics: Sequence[Metric], report: Mapping[str, Any], engines: Sequence[str]) -> Table:
-    """A row per metric, a column per engine and per ratio. Metrics that no engine has are left out."""
-    pairs = [f"{a}/{b}" for a, b in RATIO_PAIRS if a in engines and b in engines]
-    table = Table(title=title, title_justify="left")
-    table.add_column("median of repeats", no_wrap=True)
-    for head in (*engines, *pairs):
-        table.add_column(head, justify="right", no_wrap=True)
-    with_goal = any(metric.goal for metric in metrics)
-    if with_goal:
-        table.add_column("goal (ours)", no_wrap=True)
-    for metric in metrics:
-        row = report[metric.name]
-        if all(value is None for value in row["median"].values()):
-            continue
-        cells = [_number(row["median"][engine], metric.digits) for engine in engines]
-        cells += [_number(row["ratio"].get(pair), 3) for pair in pairs]
-        table.add_row(metric.label, *cells, *([metric.goal] if with_goal else []))
+def cells(report: Mapping[str, Any]) -> list[list[str]]:
+    """The table of a `summarise`, or of the same from a JSON: a row per metric that any engine has, after the heads.
+
+    Its columns are the metric, each engine, each ratio and the goal.
+    """
+    rows = [row for row in report.values() if any(value is not None for value in row["median"].values())]
+    engines = list(dict.fromkeys(engine for row in rows for engine in row["median"]))
+    pairs = list(dict.fromkeys(pair for row in rows for pair in row["ratio"]))
+    table = [["median", *engines, *pairs, "goal"]]
+    for row in rows:
+        medians = [number_text(row["median"].get(engine)) for engine in engines]
+        ratios = [number_text(row["ratio"].get(pair)) for pair in pairs]
+        table.append([row["label"], *medians, *ratios, row["goal"] or ""])
     return table
 
 
-def plain_table(title: str, metrics: Sequence[Metric], report: Mapping[str, Any], column: str) -> Table:
-    """A table of the figures that need no engine."""
-    table = Table(title=title, title_justify="left")
-    for head in ("median of repeats", "value", "goal"):
-        table.add_column(head, justify="right" if head == "value" else "left", no_wrap=True)
-    for metric in metrics:
-        table.add_row(metric.label, _number(report[metric.name]["median"][column], metric.digits), metric.goal)
+def side_by_side(title: str, report: Mapping[str, Any]) -> Table:
+    """These `cells` for the terminal."""
+    heads, *rows = cells(report)
+    table = table_of(title, *heads)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+def number_text(value: float | None, digits: int = 4) -> str:
+    """Whole numbers whole, others with so many digits that say something: 17,760, 126.3, 4.578."""
+    if value is None:
+        return "-"
+    is_whole = value == int(value) or abs(value) >= 10 ** (digits - 1)
+    return f"{value:,.0f}" if is_whole else f"{value:.{digits}g}"

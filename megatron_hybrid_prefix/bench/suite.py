@@ -12,43 +12,26 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from megatron_hybrid_prefix.bench.report import write_report
+from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
+from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.engine_options import positive_int
-from megatron_hybrid_prefix.console.terminal import (
-    InputError,
-    Interrupt,
-    check_can_plot,
-    check_folder,
-    check_writable,
-    command_line,
-    has_other_ranks,
-    printable,
-    read_text,
-    split_names,
-    write_json,
-)
+from megatron_hybrid_prefix.console.terminal import InputError, Interrupt
 
 # Runs one scenario.
 BENCH = (sys.executable, "-m", "megatron_hybrid_prefix", "bench")
 KIND = "megatron_hybrid_prefix benchmarks"  # what the JSON says it is
 EXIT_FAILED = 1
 # Sizes of --quick: enough to see each scenario's effect, not to measure it.
-QUICK: dict[str, dict[str, int]] = {
-    "shared_prefix": {"shared_tokens": 512, "own_tokens": 100, "cold_prompts": 2},
-    "first_sighting": {"shared_tokens": 512, "own_tokens": 100},
-    "multi_turn": {"turns": 3, "new_tokens": 150, "generate": 20},
-    "herd": {"requests": 3, "prefix_blocks": 2, "own_tokens": 100},
-    "samples": {"samples": 3, "prompt_tokens": 600},
-    "no_reuse": {"requests": 4, "prompt_tokens": 300, "generate": 8},
-    "pressure": {"prefixes": 8, "shared_tokens": 512, "requests": 20, "running": 2},
-    "host_tier": {"prompts": 4, "shared_tokens": 512, "own_tokens": 60},
-    "index": {"index_blocks": 20_000, "long_prompt_tokens": 30_000, "steps": 12, "requests": 3},
+QUICK: dict[str, dict[str, float]] = {
+    name: {field.name: value for field in kind.sizes() if (value := field.metadata["quick"]) is not None}
+    for name, kind in SCENARIOS.items()
 }
 QUICK_REPEATS = 2
 # Options of its own; all others are handed on to each scenario.
@@ -60,26 +43,20 @@ COMMON = ("versions", "platform", "hardware")
 # --- Options ---------------------------------------------------------------------------------------------------------
 
 
-def add_commands(commands: Any, scenarios: Mapping[str, Any], add_common: Callable[..., None]) -> None:
+def add_commands(commands: Any, add_common: Callable[..., None]) -> None:
     """The commands ``all`` and ``report``.
 
     Args:
         commands: argparse's subparsers.
-        scenarios: All there are.
         add_common: Adds ``--engine``, ``--repeats``, and the options of the model and the engines to a parser.
     """
     doc = "every scenario with its defaults, one JSON; with --report tables and plots, too"
     command = commands.add_parser("all", help=doc, description=doc, allow_abbrev=False)
     add = command.add_argument
-    add("--scenarios", default=",".join(scenarios), metavar="NAMES", help="by comma (default: %(default)s)")
+    add("--scenarios", default=",".join(SCENARIOS), metavar="NAMES", help="by comma (default: %(default)s)")
     add("--quick", action="store_true", help=f"small sizes and {QUICK_REPEATS} rounds: to see that it works")
-    add(
-        "--gpus",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="scenarios at a time, each on a GPU of its own (default: 1)",
-    )
+    text = "scenarios at a time, each on a GPU of its own (default: 1)"
+    add("--gpus", type=positive_int, default=1, metavar="N", help=text)
     add("--json", type=Path, default=Path("bench.json"), metavar="PATH", help="what is measured (default: %(default)s)")
     add("--report", type=Path, metavar="FOLDER", help="write tables and plots there")
     add_common(command)
@@ -100,18 +77,18 @@ def gpu_count() -> int:
 # --- Running ---------------------------------------------------------------------------------------------------------
 
 
-def run_all(args: argparse.Namespace, scenarios: Mapping[str, Any], command: str, interrupt: Interrupt) -> int:
+def run_all(args: argparse.Namespace, command: str, interrupt: Interrupt) -> int:
     """Run them one after another; what there is gets written after each, so that little is lost.
 
     Returns:
         0; `EXIT_FAILED` if a scenario failed or an engine other than upstream's crashed in it; 130 after Ctrl-C.
     """
-    names = split_names(args.scenarios, scenarios, "a scenario", "--scenarios")
-    check_writable(args.json)
+    names = terminal.split_names(args.scenarios, SCENARIOS, "a scenario", "--scenarios")
+    terminal.check_writable(args.json)
     if args.report is not None:
-        check_can_plot("--report")
-        check_folder(args.report, "--report")
-    if has_other_ranks():
+        terminal.check_can_plot("--report")
+        terminal.check_folder(args.report, "--report")
+    if terminal.has_other_ranks():
         raise InputError("all starts a process for each scenario: run scenarios one by one under torchrun")
     if args.gpus > 1 and args.gpus > (gpus := gpu_count()):
         raise InputError(f"--gpus {args.gpus}: there are {gpus}")
@@ -129,13 +106,13 @@ def run_all(args: argparse.Namespace, scenarios: Mapping[str, Any], command: str
         for key in COMMON:
             if key in found["result"]:
                 data.setdefault(key, found["result"][key])
-        write_json(args.json, data)
+        terminal.write_json(args.json, data)
     print(f"wrote {args.json}")
     if args.report is not None:
         print(f"wrote {write_report(data, args.report)}")
     failed = [name for name, found in data["scenarios"].items() if found["status"] != "completed"]
     for name in failed:
-        print(printable(f"{name} {data['scenarios'][name]['status']}: {data['scenarios'][name]['error']}"))
+        print(terminal.printable(f"{name} {data['scenarios'][name]['status']}: {data['scenarios'][name]['error']}"))
     return EXIT_FAILED if failed else 0
 
 
@@ -197,7 +174,7 @@ def run_one(name: str, args: argparse.Namespace, gpu: str | None = None) -> dict
         output, errors = process.communicate()
         result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if result:  # what to type for it; the file is gone
-        result["command"], result["options"]["json"] = command_line(argv), None
+        result["command"], result["options"]["json"] = terminal.command_line(argv), None
     code = process.returncode
     if code:
         sys.stderr.write(errors)
@@ -240,10 +217,10 @@ def run_report(args: argparse.Namespace) -> int:
     Raises:
         InputError: It is not what `run_all` writes.
     """
-    check_can_plot("report")
-    check_folder(args.folder, "FOLDER")
+    terminal.check_can_plot("report")
+    terminal.check_folder(args.folder, "FOLDER")
     try:
-        data = json.loads(read_text(args.input))
+        data = json.loads(terminal.read_text(args.input))
     except json.JSONDecodeError as error:
         raise InputError(f"{args.input}: no JSON: {error}") from None
     if not isinstance(data, dict) or data.get("kind") != KIND:

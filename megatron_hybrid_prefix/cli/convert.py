@@ -13,22 +13,23 @@ exit code: 0; 2 for bad input; 130 after Ctrl-C.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_hybrid_prefix.console.engine_options import positive_int, started_platform
-from megatron_hybrid_prefix.console.hf import add_hf_option, build_model, choose_model
+from megatron_hybrid_prefix.console.engine_options import add_options
+from megatron_hybrid_prefix.console.hf import build_model, choose_model
+from megatron_hybrid_prefix.console.running import started_platform
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
     InputError,
     Interrupt,
     as_input_errors,
+    as_main,
     check_folder,
+    command_parser,
     is_main_rank,
     output_console,
-    run_command,
 )
 
 GB = 1e9
@@ -36,16 +37,11 @@ GB = 1e9
 
 def make_parser() -> ArgumentParser:
     """The command's parser."""
-    summary, _, rest = (__doc__ or "").partition("\n\n")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
-    add = parser.add_argument
-    add_hf_option(add)
-    add("--out", type=Path, required=True, metavar="DIR", help="folder for the checkpoint: a new or an empty one")
-    add("--tp", type=positive_int, default=1, metavar="N", help="tensor-parallel size (default: %(default)s)")
-    add("--pp", type=positive_int, default=1, metavar="N", help="pipeline-parallel size (default: %(default)s)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
-    parser.set_defaults(preset=None, load=None, seed=0)
+    parser = command_parser(__doc__)
+    add_options(parser, "--hf", "--tp", "--pp", "--device")
+    text = "folder for the checkpoint: a new or an empty one"
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
+    parser.set_defaults(preset=None)
     return parser
 
 
@@ -70,14 +66,8 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
         if is_main_rank():
             files = [path for path in args.out.rglob("*") if path.is_file()]
             size_gb = sum(path.stat().st_size for path in files) / GB
-            output_console().print(
-                f"wrote {args.out}: {size_gb:.3g} GB in {len(files)} files; {loaded_s - started_s:.1f} s to load, "
-                f"{saved_s - loaded_s:.1f} s to save",
-                markup=False,
-                soft_wrap=True,
-            )
+            text = f"wrote {args.out}: {size_gb:.3g} GB in {len(files)} files; {loaded_s - started_s:.1f} s to load, "
+            output_console().print(f"{text}{saved_s - loaded_s:.1f} s to save", markup=False, soft_wrap=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit code."""
-    return run_command(lambda interrupt: run(argv, interrupt))
+main = as_main(run)

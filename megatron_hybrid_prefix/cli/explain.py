@@ -13,7 +13,6 @@ exit code: 0; 2 for bad input, or if the server cannot be reached or refuses; 13
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import urllib.error
@@ -29,17 +28,16 @@ from megatron_hybrid_prefix.console.terminal import (
     InputError,
     Interrupt,
     as_input_errors,
+    as_main,
+    command_parser,
     printable,
     read_text,
-    run_command,
 )
 
 
 def make_parser() -> ArgumentParser:
     """The command's parser."""
-    summary, _, rest = (__doc__ or "").partition("\n\n")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("prompt", nargs="?", help="text of a completion's prompt")
     add(
@@ -113,6 +111,4 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"status {error.code}, which is no answer of hybrid-prefix serve"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit code."""
-    return run_command(lambda interrupt: run(argv, interrupt))
+main = as_main(run)

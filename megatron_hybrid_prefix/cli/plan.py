@@ -31,32 +31,18 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from megatron_hybrid_prefix._version import __version__
-from megatron_hybrid_prefix.config import add_removed_flags
-from megatron_hybrid_prefix.console.engine_options import check_cap, positive_float, positive_int, whole_number
-from megatron_hybrid_prefix.console.hf import add_hf_option, folder_of
-from megatron_hybrid_prefix.console.terminal import (
-    ArgumentParser,
-    InputError,
-    Interrupt,
-    Stopped,
-    as_input_errors,
-    check_writable,
-    command_line,
-    output_console,
-    printable,
-    run_command,
-    write_json,
-)
-from megatron_hybrid_prefix.lab.break_even import GB, break_even, break_even_rows
-from megatron_hybrid_prefix.lab.budget import advice, expected_reuse, plan_budget
-from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_of, sizes_of_config
-from megatron_hybrid_prefix.lab.fit import fits, parameter_count
+from megatron_hybrid_prefix.console import engine_options as options
+from megatron_hybrid_prefix.console import terminal
+from megatron_hybrid_prefix.console.hf import folder_of
+from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, Stopped, as_main
+from megatron_hybrid_prefix.lab.budget import Usage, advice, expected_reuse, plan_budget
+from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
+from megatron_hybrid_prefix.lab.fit import GB, break_even, break_even_rows, fits, parameter_count
 from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of, floor_gib
 from megatron_hybrid_prefix.lab.plan_report import print_fits, print_plan
 from megatron_hybrid_prefix.lab.replay import TooLargeError
@@ -69,76 +55,32 @@ from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, evic
 
 def make_parser() -> ArgumentParser:
     """The command's parser."""
-    summary, _, rest = (__doc__ or "").partition("\n\n")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a preset, a file of Megatron arguments (YAML, JSON), or a config.json",
-    )
-    add = parser.add_argument_group("model").add_argument
-    add_hf_option(add)
-    add("--tp", type=positive_int, default=1, metavar="N", help="tensor-parallel size (default: %(default)s)")
-    add(
-        "--state-dtype", choices=("float32", "bfloat16"), help="dtype of the matrix states (default: each layer kind's)"
-    )
-    add = parser.add_argument_group("budget per rank").add_argument
-    add(
-        "--cache-gb",
-        type=positive_float,
-        help="GiB for KV, checkpoints and states of running requests together",
-    )
-    add("--mamba-gb", type=positive_float, help="most GiB of checkpoints in --cache-gb (default: no limit)")
-    add("--host-gb", type=positive_float, help="GiB of pinned host memory for evicted KV and states (default: none)")
-    add("--block-size-tokens", type=positive_int, default=256, help="tokens per KV block (default: %(default)s)")
-    add("--max-requests", type=positive_int, default=64, help="most running requests (default: %(default)s)")
-    add(
-        "--speculative-tokens",
-        type=whole_number,
-        default=0,
-        help="draft tokens of speculative decoding (default: %(default)s)",
-    )
+    parser = terminal.command_parser(__doc__)
+    text = "a preset, a file of Megatron arguments (YAML, JSON), or a config.json"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
+    options.add_options(parser, "--hf", "--tp", "--state-dtype", title="model")
+    group = parser.add_argument_group("budget per rank")
+    memory = {"help": "GiB for KV, checkpoints and states of running requests together"}
+    shared = ("--cache-gb", "--mamba-gb", "--host-gb", "--block-size-tokens", "--max-requests")
+    options.add_options(group, *shared, cache_gb=memory, max_requests={"default": 64})
+    text = "draft tokens of speculative decoding (default: %(default)s)"
+    group.add_argument("--speculative-tokens", type=options.whole_number, default=0, metavar="N", help=text)
     add = parser.add_argument_group("what fits").add_argument
-    add(
-        "--gpu-gb",
-        type=positive_float,
-        metavar="X",
-        help="memory of one GPU, in GB (10^9 bytes), such as 80, instead of --cache-gb; needs --hf or a preset",
-    )
-    add(
-        "--conversation-tokens",
-        type=positive_int,
-        default=8192,
-        metavar="N",
-        help="tokens of a conversation that is kept, for --gpu-gb and --cache-gb (default: %(default)s)",
-    )
+    text = "memory of one GPU, in GB (10^9 bytes), such as 80, instead of --cache-gb; needs --hf or a preset"
+    add("--gpu-gb", type=options.positive_float, metavar="X", help=text)
+    text = "tokens of a conversation that is kept, for --gpu-gb and --cache-gb (default: %(default)s)"
+    add("--conversation-tokens", type=options.positive_int, default=8192, metavar="N", help=text)
     add = parser.add_argument_group("a shared folder").add_argument
-    add(
-        "--prefill-tokens-per-s",
-        type=positive_float,
-        metavar="X",
-        help="prompt tokens that the model computes per second: those of a long prompt over the time to its first token; "
-        "not with --gpu-gb",
-    )
+    text = "prompt tokens that the model computes per second: those of a long prompt over the time to its first token; "
+    text += "not with --gpu-gb"
+    add("--prefill-tokens-per-s", type=options.positive_float, metavar="X", help=text)
     add = parser.add_argument_group("expected reuse").add_argument
-    add(
-        "--trace",
-        nargs="+",
-        type=Path,
-        metavar="TRACE",
-        help="files of recorded requests, see hybrid-prefix replay --help",
-    )
-    add("--limit", type=positive_int, metavar="N", help="only the first N requests by time")
-    add(
-        "--eviction",
-        choices=eviction_policy_names(),
-        default=DEFAULT_EVICTION_POLICY,
-        help="eviction policy (default: %(default)s)",
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all results as JSON")
-    add_removed_flags(parser, {"--buffer-gb": "use --cache-gb"})
+    text = "files of recorded requests, see hybrid-prefix replay --help"
+    add("--trace", nargs="+", type=Path, metavar="TRACE", help=text)
+    add("--limit", type=options.positive_int, metavar="N", help="only the first N requests by time")
+    text = "eviction policy (default: %(default)s)"
+    add("--eviction", choices=eviction_policy_names(), default=DEFAULT_EVICTION_POLICY, help=text)
+    options.add_options(parser, "--json")
     return parser
 
 
@@ -152,25 +94,30 @@ def stop_of(interrupt: Interrupt) -> Callable[[int], None]:
     return on_request
 
 
-def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
+def usage_of(args: argparse.Namespace, conversation_tokens: int) -> Usage:
+    """What the memory is for."""
+    return Usage(
+        block_tokens=args.block_size_tokens,
+        conversation_tokens=conversation_tokens,
+        max_requests=args.max_requests,
+        drafts=args.speculative_tokens,
+        host_bytes=bytes_of(args.host_gb or 0, GIB, "--host-gb"),
+    )
+
+
+def run_fits(argv: Sequence[str] | None, args: argparse.Namespace) -> int:
     """What fits a GPU of ``--gpu-gb``, and the command with this budget. Returns the exit code."""
     folder = folder_of(args)
-    with as_input_errors(ValueError):
+    with terminal.as_input_errors(ValueError):
         config = get_preset(args.model) if folder is None else folder.config
     name = args.model if folder is None else folder.name
     conversation_tokens = min(args.conversation_tokens, config.max_sequence_length)
-    found = fits(
-        config,
-        gpu_bytes=bytes_of(args.gpu_gb, GB, "--gpu-gb"),
-        conversation_tokens=conversation_tokens,
-        block_tokens=args.block_size_tokens,
-        max_requests=args.max_requests,
-        drafts=args.speculative_tokens,
-        state_dtype=args.state_dtype,
-    )
+    usage = usage_of(args, conversation_tokens)
+    gpu_bytes = bytes_of(args.gpu_gb, GB, "--gpu-gb")
+    found = fits(config, usage, gpu_bytes=gpu_bytes, state_dtype=args.state_dtype)
     parameters = parameter_count(config)
-    console = output_console()
-    title = f"{printable(name)}, {parameters / 1e9:.3g} B parameters, {config.dtype}"
+    console = terminal.output_console()
+    title = f"{terminal.printable(name)}, {parameters / 1e9:.3g} B parameters, {config.dtype}"
     print_fits(console, found, title, conversation_tokens)
     smallest = next((fit for fit in found if fit.plan is not None), None)
     if smallest is None or smallest.plan is None:
@@ -189,31 +136,21 @@ def run_fits(argv: Sequence[str], args: argparse.Namespace) -> int:
         text += f" --state-dtype {args.state_dtype}" if args.state_dtype else ""
     console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
-        report = {"version": __version__, "command": command_line(argv), "model": name, "advice": text}
-        write_json(args.json, report | {"parameters": parameters, "fits": [asdict(fit) for fit in found]})
-        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+        report = {"version": __version__, "command": terminal.command_line(argv), "model": name, "advice": text}
+        terminal.write_json(args.json, report | {"parameters": parameters, "fits": [asdict(fit) for fit in found]})
+        terminal.wrote(console, args.json)
     return 0
 
 
-def run_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, interrupt: Interrupt) -> int:
+def run_budget(argv: Sequence[str] | None, args: argparse.Namespace, sizes: Sizes, interrupt: Interrupt) -> int:
     """What the budgets hold, and what they reuse. Returns the exit code."""
     cache_bytes = bytes_of(args.cache_gb, GIB, "--cache-gb")
     mamba_bytes = None if args.mamba_gb is None else bytes_of(args.mamba_gb, GIB, "--mamba-gb")
-    host_bytes = bytes_of(args.host_gb or 0, GIB, "--host-gb")
-    block_bytes = sizes.kv_block_bytes(args.block_size_tokens)
-    with as_input_errors(ValueError, prefix=f"--cache-gb {args.cache_gb:g}: "):
-        plan = plan_budget(
-            sizes,
-            cache_bytes=cache_bytes,
-            mamba_bytes=mamba_bytes,
-            block_tokens=args.block_size_tokens,
-            conversation_tokens=args.conversation_tokens,
-            max_requests=args.max_requests,
-            drafts=args.speculative_tokens,
-            host_bytes=host_bytes,
-        )
-    least_bytes = sizes.state_bytes + block_bytes  # padding stays on the device
-    if 0 < host_bytes < least_bytes:
+    usage = usage_of(args, args.conversation_tokens)
+    with terminal.as_input_errors(ValueError, prefix=f"--cache-gb {args.cache_gb:g}: "):
+        plan = plan_budget(sizes, usage, cache_bytes=cache_bytes, mamba_bytes=mamba_bytes)
+    least_bytes = sizes.state_bytes + sizes.kv_block_bytes(usage.block_tokens)  # padding stays on the device
+    if 0 < usage.host_bytes < least_bytes:
         raise InputError(f"--host-gb {args.host_gb:g}: a state and a KV block take {least_bytes / GIB:.4f} GiB")
     reuse, text = None, "add --trace to learn which budget to raise first"
     if args.trace:
@@ -224,55 +161,34 @@ def run_budget(argv: Sequence[str], args: argparse.Namespace, sizes: Sizes, inte
             state_bytes=sizes.state_bytes,
             mamba_bytes=mamba_bytes,
         )
-        with as_input_errors(TooLargeError):
+        with terminal.as_input_errors(TooLargeError):
             reuse = expected_reuse(
-                trace, memory, host_bytes=host_bytes, eviction=args.eviction, on_request=stop_of(interrupt)
+                trace, memory, host_bytes=usage.host_bytes, eviction=args.eviction, on_request=stop_of(interrupt)
             )
         text = advice(reuse)
     pays = break_even(sizes.kv_token_bytes, sizes.state_bytes, args.prefill_tokens_per_s)
-    console = output_console()
-    print_plan(
-        console,
-        sizes,
-        plan,
-        host_bytes=host_bytes,
-        block_tokens=args.block_size_tokens,
-        conversation_tokens=args.conversation_tokens,
-        max_requests=args.max_requests,
-        drafts=args.speculative_tokens,
-        more_rows=break_even_rows(pays),
-        reuse=reuse,
-    )
+    console = terminal.output_console()
+    print_plan(console, sizes, plan, usage, more_rows=break_even_rows(pays), reuse=reuse)
     console.print(text, markup=False, soft_wrap=True)
     if args.json is not None:
-        layout = plan.layout
         report = {
             "version": __version__,
-            "command": command_line(argv),
+            "command": terminal.command_line(argv),
             "model": sizes.name,
             "tp": sizes.tp,
             "cache_bytes": cache_bytes,
             "mamba_bytes": mamba_bytes,
-            "host_bytes": host_bytes,
+            "host_bytes": usage.host_bytes,
             "checkpoint_bytes": sizes.state_bytes,
-            "kv_block_bytes": layout.block_bytes,
-            "kv_block_padding_bytes": plan.block_padding_bytes,
             "next_logits_bytes": sizes.next_logits_bytes,
             "live_request_bytes": sizes.live_bytes(args.speculative_tokens),
-            "page_blocks": layout.page_blocks,
-            "page_states": layout.page_states,
-            "padding_bytes": layout.padding_bytes,
-            "kv_blocks": layout.total_blocks,
-            "states": plan.cached_states,
-            "conversations": plan.conversations,
-            "host_states": plan.host_states,
-            "host_conversations": plan.host_conversations,
+            "plan": asdict(plan),
             "break_even_tokens": pays or None,
             "expected_reuse": reuse,
             "advice": text,
         }
-        write_json(args.json, report)
-        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+        terminal.write_json(args.json, report)
+        terminal.wrote(console, args.json)
     return 0
 
 
@@ -287,7 +203,7 @@ def check_model(args: argparse.Namespace) -> None:
     if args.cache_gb is not None:
         if args.gpu_gb is not None:
             raise InputError("--cache-gb: does not go with --gpu-gb")
-        check_cap(args.mamba_gb, args.cache_gb)
+        options.check_cap(args.mamba_gb, args.cache_gb)
     elif (
         args.gpu_gb is None
         or args.mamba_gb is not None
@@ -299,25 +215,18 @@ def check_model(args: argparse.Namespace) -> None:
         raise InputError("give --cache-gb, or --gpu-gb alone (with --hf or a preset) to learn which")
 
 
-def run(argv: Sequence[str], interrupt: Interrupt) -> int:
+def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     """Runs the command."""
     args = make_parser().parse_args(argv)
-    if args.json is not None:
-        check_writable(args.json)
+    options.check_output(args)
     check_model(args)
     if args.cache_gb is None:
         return run_fits(argv, args)
-    folder = folder_of(args)
-    if folder is None:
-        sizes = sizes_of(args.model, tp=args.tp, state_dtype=args.state_dtype)
-    else:
-        with as_input_errors(ValueError):
-            sizes = sizes_of_config(folder.name, folder.config, tp=args.tp, state_dtype=args.state_dtype)
-    with as_input_errors(ValueError):
+    sizes = sizes_from(args.model, args, tp=args.tp, state_dtype=args.state_dtype)
+    assert sizes is not None  # there is a model
+    with terminal.as_input_errors(ValueError):
         sizes.check_blocks(args.block_size_tokens)
     return run_budget(argv, args, sizes, interrupt)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit code."""
-    return run_command(lambda interrupt: run(sys.argv[1:] if argv is None else argv, interrupt))
+main = as_main(run)

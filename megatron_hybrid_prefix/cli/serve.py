@@ -4,7 +4,7 @@ examples:
     hybrid-prefix serve --preset tiny --port 8000
     hybrid-prefix serve --hf ./NVIDIA-Nemotron-Nano-9B-v2 --cache-gb 100
     hybrid-prefix serve --preset nemotron-h-8b --load CHECKPOINT --tokenizer FOLDER --cuda-graphs 8 --max-requests 64
-    torchrun --nproc-per-node 8 -m megatron_hybrid_prefix.cli.serve --tp 2 ...   # 4 replicas of 2 GPUs
+    torchrun --nproc-per-node 8 -m megatron_hybrid_prefix serve --tp 2 ...   # 4 replicas of 2 GPUs
 
 routes:
     POST /v1/completions, /v1/chat/completions   streamed or not; for the `openai` client
@@ -12,31 +12,17 @@ routes:
     GET  /v1/models, /version, /health, /health_generate, /metrics   /metrics is for Prometheus
     GET  /docs, /openapi.json                    the API as a page, and as an OpenAPI document
     POST /admin/reset_cache                      empties the prefix cache; needs --admin-token
+    POST /admin/explain                          what a request would reuse, and why not more; needs --admin-token
 
 A response says in usage.prompt_tokens_details.cached_tokens how many prompt tokens were skipped.
 
-request fields in addition to OpenAI's (`extra_body` of its client):
-    "cache_salt"          text; requests with different salts share nothing
-    "cache_breakpoints"   up to where other prompts will share this one. Completions: token positions. Chats: message
-                          numbers from 0 (default: all messages).
-    "cache_read"          false: do not reuse cached prefixes
-    "cache_write"         false: do not cache this request
-    "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "chat_template_kwargs", ...
-
-Unknown fields are an error, as with OpenAI. So are fields that this server does not support, such as images and tools.
-docs/server-fields.md lists all fields.
+Requests have OpenAI's fields, vLLM's for sampling ("top_k", "min_p", ...), and for the cache "cache_salt", "cache_read",
+"cache_write" and "cache_breakpoints"; docs/server-fields.md lists them. Other fields are an error, as with OpenAI.
 
 --api-keys: each line of the file is "NAME KEY". Requests with keys of different names share nothing.
 
-memory:
-    --cache-gb is the memory that KV blocks, checkpoints and the states of running requests share. --mamba-gb limits the
-    checkpoints in it. Without --cache-gb the memory is --buffer-gb and --mamba-gb together.
-
-replicas:
-    Under torchrun, --tp x --pp ranks form a replica. Megatron's data-parallel coordinator sends each request to the
-    replica that has most of its prefix; other requests take turns. Requests with one "prompt_cache_key" go to one
-    replica. Streams, aborts and /metrics work as with one process; /metrics has a label for the replica. If a replica
-    ends, /health names it and the others go on, unless torchrun ends them: it ends all ranks if one fails.
+Under torchrun, --tp x --pp ranks form a replica. Megatron's data-parallel coordinator sends each request to the replica that
+has most of its prefix; other requests take turns. Requests with one "prompt_cache_key" go to one replica.
 """
 
 from __future__ import annotations
@@ -46,7 +32,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -56,43 +41,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.console.engine_options import (
-    ENGINE_ADVICE,
-    Budgets,
-    add_engine_options,
-    add_model_options,
-    check_cap,
-    check_engine_options,
-    check_memory,
-    engine_fields,
-    positive_float,
-    positive_int,
-    started_platform,
-    stop_requested,
-    whole_number,
-)
-from megatron_hybrid_prefix.console.hf import (
-    add_bos_option,
-    add_tokenizer_options,
-    build_model,
-    default_sampling,
-    tokenizer_folder,
-    tokenizer_of,
-)
-from megatron_hybrid_prefix.console.terminal import (
-    ArgumentParser,
-    InputError,
-    Interrupt,
-    Stopped,
-    as_input_errors,
-    as_memory_errors,
-    has_other_ranks,
-    is_main_rank,
-    output_console,
-    read_text,
-    run_command,
-)
-from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.console import engine_options as options
+from megatron_hybrid_prefix.console import running, terminal
+from megatron_hybrid_prefix.console.hf import build_model, default_sampling, tokenizer_folder, tokenizer_of
+from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, Stopped, as_main
 from megatron_hybrid_prefix.serve.chat_template import load_chat_form
 
 ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
@@ -103,121 +55,60 @@ _CONNECT_S = 60.0
 
 def make_parser() -> ArgumentParser:
     """The command's parser."""
-    summary, _, rest = (__doc__ or "").partition("\n\n")
-    parser = ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = terminal.command_parser(__doc__)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=whole_number, default=8000, help="port to listen on; 0: any free port (default: %(default)s)")
     add(
-        "--served-model-name",
-        metavar="NAME",
-        help="model name in the API (default: that of --preset, or the folder of --hf)",
+        "--port",
+        type=options.whole_number,
+        default=8000,
+        help="port to listen on; 0: any free port (default: %(default)s)",
     )
+    text = "model name in the API (default: that of --preset, or the folder of --hf)"
+    add("--served-model-name", metavar="NAME", help=text)
     add("--api-keys", type=Path, metavar="FILE", help="require an API key; each line of FILE is 'NAME KEY'")
-    add("--admin-token", metavar="TOKEN", help=f"enable /admin/reset_cache with this token (default: ${ADMIN_TOKEN})")
-    add(
-        "--max-waiting",
-        type=whole_number,
-        default=256,
-        help="most waiting answers; further requests get 429 (default: %(default)s)",
-    )
-    add(
-        "--max-per-tenant",
-        type=positive_int,
-        metavar="N",
-        help="most answers that run or wait for one name of --api-keys; further requests get 429 (default: no limit)",
-    )
-    add(
-        "--read-timeout",
-        type=positive_float,
-        default=60.0,
-        metavar="S",
-        help="seconds that the headers of a request, and its body, may take (default: %(default)s)",
-    )
-    add(
-        "--step-timeout",
-        type=positive_float,
-        default=300.0,
-        metavar="S",
-        help="seconds that a step of the engine may take before /health says 503 (default: %(default)s)",
-    )
-    add(
-        "--drain-time",
-        type=seconds,
-        default=5.0,
-        metavar="S",
-        help="seconds that open requests may go on after SIGTERM or Ctrl-C (default: %(default)s)",
-    )
+    add("--admin-token", metavar="TOKEN", help=f"enable the routes /admin/... with this token (default: ${ADMIN_TOKEN})")
+    text = "most waiting answers; further requests get 429 (default: %(default)s)"
+    add("--max-waiting", type=options.whole_number, default=256, metavar="N", help=text)
+    text = "most answers that run or wait for one name of --api-keys; further requests get 429 (default: no limit)"
+    add("--max-per-tenant", type=options.positive_int, metavar="N", help=text)
+    text = "seconds that the headers of a request, and its body, may take (default: %(default)s)"
+    add("--read-timeout", type=options.positive_float, default=60.0, metavar="S", help=text)
+    text = "seconds that a step of the engine may take before /health says 503 (default: %(default)s)"
+    add("--step-timeout", type=options.positive_float, default=300.0, metavar="S", help=text)
+    text = "seconds that open requests may go on after SIGTERM or Ctrl-C (default: %(default)s)"
+    add("--drain-time", type=seconds, default=5.0, metavar="S", help=text)
     add("--no-access-log", action="store_true", help="do not log a line per request; the lines never have prompts")
-    add(
-        "--max-body-mb",
-        type=positive_float,
-        default=16.0,
-        help="largest request body in MiB; larger ones get 413 (default: %(default)s)",
-    )
+    text = "largest request body in MiB; larger ones get 413 (default: %(default)s)"
+    add("--max-body-mb", type=options.positive_float, default=16.0, metavar="MIB", help=text)
 
-    add = parser.add_argument_group("model").add_argument
-    add_model_options(add)
-    add(
-        "--load",
-        type=Path,
-        metavar="DIR",
-        help="load the weights from a Megatron distributed checkpoint (default: random weights)",
-    )
-    add_tokenizer_options(add)
-    add_bos_option(add)
-    add(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja chat template (default: that of the --tokenizer or --hf folder, else a plain format; none with --hf)",
-    )
+    group = parser.add_argument_group("model")
+    options.add_options(group, *options.MODEL_OPTIONS, "--load", *options.TEXT_OPTIONS)
+    text = "Jinja chat template (default: that of the --tokenizer or --hf folder, else a plain format; none with --hf)"
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help=text)
 
-    add = parser.add_argument_group("engine").add_argument
-    add("--max-sequence-length", type=positive_int, help="longest prompt plus answer, in tokens (default: the model's)")
-    add_engine_options(
-        add,
-        max_requests=16,
-        max_requests_text="default: %(default)s",
-        cuda_graphs_text="default: none",
-        several_engines=False,
+    group = parser.add_argument_group("engine")
+    # A server computes long prompts in chunks unless told otherwise.
+    options.add_options(
+        group, "--max-sequence-length", *(name for name in options.ENGINE_OPTIONS if name != "--chunked-prefill")
     )
-    add(
-        "--verify-hits",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="share of the hits, 0 to 1, to compute without the cache, too, and compare (default: %(default)s)",
-    )
+    add = group.add_argument
+    text = "share of the hits, 0 to 1, to compute without the cache, too, and compare (default: %(default)s)"
+    add("--verify-hits", type=share, default=0.0, metavar="SHARE", help=text)
     add("--no-cache", action="store_true", help="compute every prompt whole, and keep no state: for comparisons")
-    add(
-        "--prompt-log-probs",
-        action="store_true",
-        help="allow 'prompt_logprobs', and 'echo' with 'logprobs'; takes memory for the logits of all tokens of a step",
-    )
-    add(
-        "--prompt-log-probs-gb",
-        type=positive_float,
-        default=0.25,
-        metavar="GIB",
-        help="most host memory for the log-probs of cached prompts, so that prompts that want them can skip tokens "
-        "(default: %(default)s)",
-    )
-    parser.set_defaults(chunked_prefill=True)
-    add(
-        "--no-chunked-prefill",
-        action="store_false",
-        dest="chunked_prefill",
-        help="compute each prompt in one step; prompts longer than --max-tokens are then refused",
-    )
+    text = "allow 'prompt_logprobs', and 'echo' with 'logprobs'; takes memory for the logits of all tokens of a step"
+    add("--prompt-log-probs", action="store_true", help=text)
+    text = "most host memory for the log-probs of cached prompts, so that prompts that want them can skip tokens "
+    text += "(default: %(default)s)"
+    add("--prompt-log-probs-gb", type=options.positive_float, default=0.25, metavar="GIB", help=text)
+    text = "compute each prompt in one step; prompts longer than --max-tokens are then refused"
+    add("--no-chunked-prefill", action="store_false", dest="chunked_prefill", help=text)
     return parser
 
 
 def seconds(text: str) -> float:
     """An argparse type: a number of seconds, 0 or more."""
-    return 0.0 if text in ("0", "0.0") else positive_float(text, "a number, 0 or above")
+    return 0.0 if text in ("0", "0.0") else options.positive_float(text, "a number, 0 or above")
 
 
 def share(text: str) -> float:
@@ -230,18 +121,11 @@ def share(text: str) -> float:
 
 def check_options(args: argparse.Namespace) -> Any:
     """Checks everything that needs neither torch nor a device. Returns the model's configuration."""
-    needs = NEEDS + (NEEDS_OF_REPLICAS if has_other_ranks() else ())
+    needs = NEEDS + (NEEDS_OF_REPLICAS if terminal.has_other_ranks() else ())
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         raise InputError(f"{', '.join(missing)} not installed: pip install 'megatron-hybrid-prefix[serve]'")
-    config = check_engine_options(args)
-    if (args.max_sequence_length or 0) > config.max_sequence_length:
-        raise InputError(f"--max-sequence-length: {args.preset} has at most {config.max_sequence_length}")
-    if args.load is not None and not args.load.is_dir():
-        raise InputError(f"--load: there is no folder {args.load}")
-    if args.cache_gb is not None and args.buffer_gb is not None:
-        raise InputError("--cache-gb replaces --buffer-gb: give one of them")
-    check_cap(args.mamba_gb, args.cache_gb)
+    config = options.check_engine_options(args)
     if args.no_cache:
         given = ("mamba_gb", "host_gb", "shared", "verify_hits")
         for name in (name for name in given if getattr(args, name)):
@@ -266,7 +150,7 @@ def read_keys(path: Path | None) -> dict[str, str]:
         InputError: A line is not "NAME KEY", or a key appears twice.
     """
     keys: dict[str, str] = {}
-    for number, line in enumerate(read_text(path).splitlines() if path is not None else (), 1):
+    for number, line in enumerate(terminal.read_text(path).splitlines() if path is not None else (), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
@@ -280,8 +164,9 @@ def read_keys(path: Path | None) -> dict[str, str]:
     return keys
 
 
-def cache_config(args: argparse.Namespace, budgets: Budgets) -> HybridPrefixConfig:
+def cache_config(args: argparse.Namespace, budgets: options.Budgets) -> HybridPrefixConfig:
     """The cache's settings. With ``--no-cache`` no state is cached, and each request is told to use none."""
+    options.check_cap(args.mamba_gb, budgets.prefix.cache_gb)
     return replace(
         budgets.prefix,
         mamba_gb=0.0 if args.no_cache else args.mamba_gb,
@@ -291,25 +176,20 @@ def cache_config(args: argparse.Namespace, budgets: Budgets) -> HybridPrefixConf
     )
 
 
-def make_engine(model: Any, tokenizer: Any, device_type: str, args: argparse.Namespace) -> Any:
+def make_engine(model: Any, tokenizer: Any, platform: Any, args: argparse.Namespace) -> Any:
     """Builds the engine for the options, and warms it up.
 
     Raises:
         InputError: It cannot be built.
     """
-    from megatron_hybrid_prefix.mcore import build_engine
-    from megatron_hybrid_prefix.mcore.runner import run_batch
-    from megatron_hybrid_prefix.upstream.names import SamplingParams
-
-    budgets = Budgets.of(args, device_type)
-    fields = engine_fields(args, device_type, 0, args.max_sequence_length) | {"prefix": cache_config(args, budgets)}
+    device_type = platform.device.type
+    budgets = options.Budgets.of(args, device_type, free_bytes=running.free_for_engines(platform))
+    fields = options.engine_fields(args, device_type, 0, args.max_sequence_length) | {
+        "prefix": cache_config(args, budgets)
+    }
     fields["materialize_only_last_token_logits"] = not args.prompt_log_probs
-    check_memory(budgets, fields, next(model.parameters()).device)
-    with as_input_errors(ValueError), as_memory_errors("the engine", ENGINE_ADVICE):
-        engine = build_engine(model, tokenizer=tokenizer, **fields)
-    # Warm up: the first forward of a process does lazy set-up. Two tokens are too few to be cached.
-    run_batch(engine, [[0, 1]], SamplingParams(num_tokens_to_generate=2, top_k=1, termination_id=-1))
-    return engine
+    options.check_memory(fields, platform.device)
+    return running.made_engine("the engine", model, fields, tokenizer)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -320,7 +200,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     from megatron_hybrid_prefix.serve.http_server import bound_socket
 
-    with as_input_errors(OSError, OverflowError, UnicodeError, prefix=f"cannot listen on {host}:{port}: "):
+    with terminal.as_input_errors(OSError, OverflowError, UnicodeError, prefix=f"cannot listen on {host}:{port}: "):
         return bound_socket(host, port)
 
 
@@ -340,22 +220,15 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
     start_logging(access_log=not args.no_access_log)
     chat = load_chat_form(args.chat_template, tokenizer_folder(args), plain=args.hf is None)
-    if args.add_bos and tokenizer.bos is None:
-        raise InputError("--add-bos: the tokenizer has no begin-of-text token")
     with ExitStack() as stack:
-        listener = stack.enter_context(listen(args.host, args.port)) if is_main_rank() else None
-        platform = stack.enter_context(started_platform(args))
-        output_console().print(platform.describe(), markup=False, soft_wrap=True)
-        budgets = Budgets.of(args, platform.device.type)
-        check_memory(budgets, {"prefix": cache_config(args, budgets)}, platform.device, all_ranks=True)
+        listener = stack.enter_context(listen(args.host, args.port)) if terminal.is_main_rank() else None
+        platform = stack.enter_context(running.started_platform(args))
+        terminal.output_console().print(platform.describe(), markup=False, soft_wrap=True)
+        budgets = options.Budgets.of(args, platform.device.type, free_bytes=running.free_for_engines(platform))
+        options.check_memory({"prefix": cache_config(args, budgets)}, platform.device, all_ranks=True)
         model = build_model(args, config, platform)
-        if args.load is not None:
-            from megatron_hybrid_prefix import models
-
-            with as_input_errors(ValueError, PlatformError):
-                models.load_checkpoint(model, args.load)
-        engine = make_engine(model, tokenizer, platform.device.type, args)
-        if stop_requested(platform, interrupt):
+        engine = make_engine(model, tokenizer, platform, args)
+        if running.stop_requested(platform, interrupt):
             raise Stopped
         if listener is None:
             from megatron_hybrid_prefix.serve.ranks import serve_with_others
@@ -444,10 +317,4 @@ def serve_replicas(
     leave(0)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server. Returns its exit code."""
-    return run_command(lambda interrupt: run(argv, interrupt))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = as_main(run)

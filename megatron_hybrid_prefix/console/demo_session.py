@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,29 @@ from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONTEXT_FILES = ("cache.py", "mcore/entrypoints/build.py", "mcore/runner.py")
-CONTEXT_TOKENS = {"cpu": 4000, "cuda": 16000}
+CONTEXT_TOKENS = {"cpu": 2000, "cuda": 16000}
+BLOCK_TOKENS = {"cpu": 128, "cuda": 256}
 QUESTION_FILES = ("index/tree.py", "index/matcher.py", "policy/boundaries.py", "pool/slots.py", "index/keys.py")
 EXCERPT_CHARACTERS = 200
 FOLLOW_UP = "And which of that does the text above use?"
 SYSTEM = "You answer questions about the text that follows, briefly and with the names that it uses."
 HERD_SYSTEM = "You review the text that follows, one remark a line."
+HERD_USERS = 4
 SHORT_ANSWER_TOKENS = 8
+LONGER_TOKENS = 44  # that the first answer has more than a block
 # The convolution of the models looks at 4 tokens. Of a prompt that goes on 2 tokens before its end it needs 1 from before.
 TAIL_TOKENS = 2
 # Texts end so many tokens before a block boundary: every question crosses it, as one longer than a block does anyway.
 GAP_TOKENS = 8
 
+Prompts = list[list[int]]
+# Prompts, tokens to generate -> a `RequestResult` each.
+Send = Callable[[Prompts, int], list[Any]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """All prompts but those that continue an answer, as tokens.
+    """All prompts but those that continue an answer, as tokens. A round's begin with its number, so that rounds share nothing.
 
     Attributes:
         text: System prompt and context of the first two users.
@@ -41,9 +48,9 @@ class Session:
     """
 
     text: list[int]
-    questions: list[list[int]]
-    herd: list[list[int]]
-    chunked: list[list[int]]
+    questions: Prompts
+    herd: Prompts
+    chunked: Prompts
     step_tokens: int
     answer_tokens: int
 
@@ -52,63 +59,56 @@ class Session:
         return [*self.text, *self.questions[0], *answer, *_tokens("\n"), *self.questions[1]]
 
     def longest_tokens(self) -> int:
-        """Length of the longest prompt."""
-        return max(len(self.next_turn([0] * self.answer_tokens)), *map(len, [*self.herd, *self.chunked]))
+        """Length of the longest prompt with its answer."""
+        prompts = [self.next_turn([0] * self.answer_tokens), *self.herd, *self.chunked]
+        return max(map(len, prompts)) + SHORT_ANSWER_TOKENS
 
 
-def make_session(
-    context: str, questions: Sequence[str], follow_up: str, *, users: int, answer_tokens: int, block_tokens: int
-) -> Session:
-    """A session about ``context``.
+def make_session(round_number: int, context_tokens: int, block_tokens: int) -> Session:
+    """A session about the sources of this package.
 
     Args:
-        context: What users ask about.
-        questions: They are taken in turn.
-        follow_up: What the first user asks next.
-        users: Of the herd.
-        answer_tokens: Least length of the first answer; up to a block more is generated.
+        round_number: Of the round, one digit.
+        context_tokens: Of the sources.
         block_tokens: Of a KV block.
 
     Raises:
-        InputError: The context is too short.
+        InputError: The context is too short for such blocks.
     """
-    numbered = [f"User {n}: {questions[n % len(questions)]}" for n in range(users + 4)]
-    asked = [_tokens(f"{question}\nAssistant:") for question in numbered]
-    then_asked = _tokens(f"User 0: {follow_up}\nAssistant:")
-    text = _cut(_tokens(f"{SYSTEM}\n\n{context}"), block_tokens)
+    context = _sources(context_tokens)
+    asked = [_tokens(f"User {number}: {_question(number)}\nAssistant:") for number in range(HERD_USERS + 4)]
+    text = _cut(_tokens(f"{round_number}. {SYSTEM}\n\n{context}"), block_tokens)
     if len(text) < 5 * block_tokens - GAP_TOKENS:
-        need = 5 * block_tokens
-        raise InputError(
-            f"--context: {len(context.encode())} bytes are too few for blocks of {block_tokens}: give {need}"
-        )
-    whole = len(text) + len(asked[0]) + answer_tokens + 1 + len(then_asked)
-    answer_tokens += (TAIL_TOKENS - whole) % block_tokens
-    herd_text = _cut(_tokens(f"{HERD_SYSTEM}\n\n{context}")[: max(3 * block_tokens, len(text) // 2)], block_tokens)
-    start = _cut(text[: 5 * block_tokens], block_tokens)
-    unrelated = _tokens(f"{context[::-1]}")[: 6 * block_tokens - 20]
+        raise InputError(f"{context_tokens} tokens of text are too few for blocks of {block_tokens}")
+    answer_tokens = block_tokens + LONGER_TOKENS
+    # Spaces, so that the next turn ends where it should.
+    whole = len(text) + len(asked[0]) + answer_tokens + 1 + len(_tokens(f"User 0: {FOLLOW_UP}\nAssistant:"))
+    then_asked = _tokens(f"User 0: {FOLLOW_UP}{' ' * ((TAIL_TOKENS - whole) % block_tokens)}\nAssistant:")
+    herd_text = _tokens(f"{round_number}. {HERD_SYSTEM}\n\n{context}")[: max(3 * block_tokens, len(text) // 2)]
+    start = _cut([*_tokens(f"{round_number}. "), *text[: 5 * block_tokens]], block_tokens)
+    unrelated = _tokens(f"{round_number}. {context[::-1]}")[: 6 * block_tokens - 20]
     return Session(
         text=text,
         questions=[asked[0], then_asked, asked[1]],
-        herd=[herd_text + question for question in asked[2 : 2 + users]],
+        herd=[_cut(herd_text, block_tokens) + question for question in asked[2 : 2 + HERD_USERS]],
         chunked=[start + asked[-2], unrelated, start + asked[-1]],
         step_tokens=step_tokens(8 * block_tokens),
         answer_tokens=answer_tokens,
     )
 
 
-def default_context(tokens: int) -> str:
+def _sources(tokens: int) -> str:
     """Sources of this package, one byte and one token a character."""
     text = "".join(f"# {name}\n{(PACKAGE / name).read_text(encoding='utf-8')}\n" for name in CONTEXT_FILES)
     return text.encode("ascii", errors="replace").decode()[:tokens]
 
 
-def default_questions() -> list[str]:
-    """Questions about a pasted piece of source each; none is as long as another."""
-    asked = []
-    for number, name in enumerate(QUESTION_FILES):
-        piece = (PACKAGE / name).read_text(encoding="utf-8")[: EXCERPT_CHARACTERS + 13 * number]
-        asked.append(f"This is the beginning of {name}:\n{piece}\nHow does it fit into the text above?")
-    return asked
+def _question(number: int) -> str:
+    """About a pasted piece of source; none is as long as another."""
+    number %= len(QUESTION_FILES)
+    name = QUESTION_FILES[number]
+    piece = (PACKAGE / name).read_text(encoding="utf-8")[: EXCERPT_CHARACTERS + 13 * number]
+    return f"This is the beginning of {name}:\n{piece}\nHow does it fit into the text above?"
 
 
 def _cut(tokens: list[int], block_tokens: int) -> list[int]:
@@ -118,10 +118,6 @@ def _cut(tokens: list[int], block_tokens: int) -> list[int]:
 
 def _tokens(text: str) -> list[int]:
     return list(ByteTokenizer().tokenize(text))
-
-
-# Prompts, tokens to generate -> a `RequestResult` each.
-Send = Callable[[list[list[int]], int], list[Any]]
 
 
 def play(session: Session, send: Send, answer: list[int] | None) -> dict[str, list[Any]]:
@@ -156,21 +152,22 @@ def play_chunked(session: Session, send: Send) -> dict[str, list[Any]]:
 
 def titles(session: Session) -> dict[str, tuple[str, str]]:
     """What is sent in each part, in full and in a few words for the plot (which leaves out what has none)."""
-    text, users = len(session.text), len(session.herd)
+    text, answer = f"{len(session.text):,}", session.answer_tokens
+    chunks = f"Chunked prefill, {session.step_tokens:,} tokens a step: known text, with a new prompt in the same steps"
     return {
-        "first_question": (f"First question about a text of {text:,} tokens", ""),
+        "first_question": (f"First question about a text of {text} tokens", ""),
         "next_turn": (
-            f"Next turn, after an answer of {session.answer_tokens} tokens: longer than a block",
+            f"Next turn, after an answer of {answer} tokens: longer than a block",
             "next turn, after a long answer",
         ),
         "same_prompt": (
-            f"The same prompt again; it ends {TAIL_TOKENS} tokens behind a block boundary (chosen so)",
+            f"The same prompt again; it ends {TAIL_TOKENS} tokens after a block boundary (chosen so)",
             "the same prompt again",
         ),
         "other_user": ("Another user asks about the same text, for the first time", "another user, same text"),
-        "herd": (f"Herd: {users} users ask about one new text at once (the slowest)", f"herd of {users}, the slowest"),
-        "chunks": (
-            f"Chunked prefill, {session.step_tokens:,} tokens a step: known text, beside a new prompt",
-            "prefill in chunks",
+        "herd": (
+            f"Herd: {HERD_USERS} users ask about one new text at once (the slowest)",
+            f"herd of {HERD_USERS}, the slowest",
         ),
+        "chunks": (chunks, "prefill in chunks"),
     }

@@ -1,4 +1,4 @@
-"""Shared by the commands that run engines: options, the engines' names and arguments, the platform, versions.
+"""The options that verbs share, and what engines are built with: `OPTIONS` has each of them once.
 
 This module imports neither torch nor megatron before a platform is started, so that bad input is reported at once.
 """
@@ -6,32 +6,24 @@ This module imports neither torch nor megatron before a platform is started, so 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
-import platform as host
-import re
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.config import ExactName, HybridPrefixConfig
-from megatron_hybrid_prefix.console.hf import add_hf_option, choose_model
+from megatron_hybrid_prefix.console.hf import choose_model
 from megatron_hybrid_prefix.console.terminal import (
     InputError,
-    Interrupt,
-    Stopped,
     as_input_errors,
+    check_can_plot,
+    check_writable,
     split_names,
 )
-from megatron_hybrid_prefix.errors import PlatformError
-from megatron_hybrid_prefix.models.config import PRESETS
+from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.tiers.registry import parse_url
 
 GIB = 2**30
@@ -40,11 +32,25 @@ DEFAULT_BUFFER_GB = {"cpu": 0.25, "cuda": 20.0}
 DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
 DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
 STEP_TOKENS_MULTIPLE = 64  # megatron pads a step's tokens to this, and asserts that max_tokens is a multiple
-ENGINE_ADVICE = "lower its budgets, --max-tokens or --max-requests"
-PACKAGES = ("megatron-core", "torch", "triton", "mamba-ssm", "causal-conv1d", "flash-attn-4", "transformer-engine")
+KEPT_FREE = 0.15  # of the memory that is free before engines are built: activations, CUDA graphs, the allocator
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def default_budgets(free_bytes: int, device_type: str, engines: int = 1) -> dict[str, float]:
+    """``buffer_gb`` and ``mamba_gb`` of an engine, in GiB: the usual ones, or less where they do not fit.
+
+    Args:
+        free_bytes: Free on a rank once it has all weights.
+        device_type: "cpu" or "cuda".
+        engines: That have their memory at the same time.
+    """
+    usual = {"buffer_gb": DEFAULT_BUFFER_GB[device_type], "mamba_gb": DEFAULT_MAMBA_GB[device_type]}
+    room_gb = max(0.0, free_bytes * (1 - KEPT_FREE) / GIB / engines)
+    share = min(1.0, room_gb / sum(usual.values()))
+    # In thousandths of a GiB, and never more than there is.
+    return {name: gb if share == 1 else int(gb * share * 1000) / 1000 for name, gb in usual.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +61,6 @@ class Budgets:
         buffer_gb: GiB for KV blocks and the states of running requests, in megatron's own engines.
         mamba_gb: GiB for checkpoints, in megatron's own engine with a cache.
         cache_gb: GiB for all of these, in an engine with this package's cache. None: the sum of the two.
-        by_parts: Whether one of the two was given as an option, so that an error names them.
         host_gb: GiB of host memory for evicted KV and states.
         shared: URL of the tier behind the host memory; None: none.
         exact: The field of `HybridPrefixConfig`, of the engines with this package's cache.
@@ -64,19 +69,22 @@ class Budgets:
     buffer_gb: float
     mamba_gb: float
     cache_gb: float | None = None
-    by_parts: bool = False
     host_gb: float = 0.0
     shared: str | None = None
     exact: ExactName | None = None
 
     @classmethod
-    def of(cls, args: argparse.Namespace, device_type: str, **wanted: float) -> Budgets:
-        """The budgets of the options of `add_engine_options`, else ``wanted``, else the defaults."""
-        names = ("cache_gb", "buffer_gb", "mamba_gb", "host_gb")
-        given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-        defaults = {"buffer_gb": DEFAULT_BUFFER_GB[device_type], "mamba_gb": DEFAULT_MAMBA_GB[device_type]}
-        by_parts = "cache_gb" not in given and bool(given.keys() & defaults.keys())
-        return cls(**(defaults | wanted | given), by_parts=by_parts, shared=args.shared, exact=args.exact)
+    def of(
+        cls, args: argparse.Namespace, device_type: str, *, free_bytes: int, engines: int = 1, **wanted: float
+    ) -> Budgets:
+        """The budgets of the options; else ``wanted``; else `default_budgets`, whose arguments these are.
+
+        Without ``--buffer-gb`` (`SEVERAL_ENGINES`), ``--mamba-gb`` is a limit in ``--cache-gb`` and no budget.
+        """
+        names = ["cache_gb", "host_gb", *(("buffer_gb", "mamba_gb") if hasattr(args, "buffer_gb") else ())]
+        given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+        defaults = default_budgets(free_bytes, device_type, engines)
+        return cls(**(defaults | wanted | given), shared=args.shared, exact=args.exact)
 
     @property
     def prefix(self) -> HybridPrefixConfig:
@@ -117,13 +125,10 @@ def check_cap(mamba_gb: float | None, cache_gb: float | None) -> None:
         )
 
 
-def check_memory(
-    budgets: Budgets, fields: dict[str, Any], device: Any, where: str = "", *, all_ranks: bool = False
-) -> None:
+def check_memory(fields: dict[str, Any], device: Any, where: str = "", *, all_ranks: bool = False) -> None:
     """Checks that an engine's budget fits into the memory that is free now.
 
     Args:
-        budgets: Where the engine's budget comes from.
         fields: Arguments of build_engine.
         device: The platform's device.
         where: Before the message.
@@ -135,9 +140,6 @@ def check_memory(
     from megatron_hybrid_prefix.platform.memory import free_bytes, host_free_bytes
 
     budget = budget_of(fields)
-    if budgets.by_parts and "cache_gb" in budget:
-        del budget["cache_gb"]
-        budget |= {"buffer_gb": budgets.buffer_gb, "mamba_gb": budgets.mamba_gb}
     on_host = {name: gb for name, gb in budget.items() if name == "host_gb" or device.type == "cpu"}
     on_device = {name: gb for name, gb in budget.items() if name not in on_host}
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if all_ranks else 1
@@ -155,90 +157,6 @@ def check_memory(
 
 
 # --- Options ---------------------------------------------------------------------------------------------------------
-
-
-def add_model_options(add: Callable[..., Any], *, shown: str = DEFAULT_PRESET) -> None:
-    """Adds the options of the model and its ranks. ``shown``: the default preset, for the help."""
-    add(
-        "--preset",
-        metavar="NAME",
-        help=f"model: {', '.join(PRESETS)} (default: {shown})",
-    )
-    add_hf_option(add)
-    add("--seed", type=int, default=0, metavar="N", help="seed of the random weights (default: %(default)s)")
-    add("--tp", type=positive_int, default=1, metavar="N", help="tensor-parallel size (default: %(default)s)")
-    add("--pp", type=positive_int, default=1, metavar="N", help="pipeline-parallel size (default: %(default)s)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
-
-
-def add_engine_options(
-    add: Callable[..., Any],
-    *,
-    max_requests: int | None,
-    max_requests_text: str,
-    cuda_graphs_text: str,
-    several_engines: bool = True,
-) -> None:
-    """Adds the options of engines.
-
-    Args:
-        add: Adds an option.
-        max_requests: Default of ``--max-requests``.
-        max_requests_text: That default, in the help.
-        cuda_graphs_text: The default of ``--cuda-graphs``, in the help.
-        several_engines: Whether the command runs the engines of `ENGINES`. Otherwise it runs this package's engine.
-    """
-    cache, ours = "GiB for KV blocks, checkpoints and the states of running requests together", ""
-    if several_engines:
-        ours = "engine ours: "
-        cache = f"{ours}{cache} (default: --buffer-gb and --mamba-gb together)"
-        buffer = "engines off, upstream: GiB for KV blocks and the states of running requests"
-        mamba = "engine upstream: GiB for checkpoints (default: 0.05 on CPU, 8 on GPU)"
-    else:
-        cache = f"{cache} (default: 0.3 on CPU, 28 on GPU)"
-        buffer = "instead of --cache-gb: the memory is this and --mamba-gb together"
-        mamba = "most GiB for checkpoints (default: no limit; with --buffer-gb 0.05 on CPU, 8 on GPU are added)"
-    add("--block-size-tokens", type=positive_int, default=256, help="tokens per KV block (default: %(default)s)")
-    add("--cache-gb", type=positive_float, help=cache)
-    add("--buffer-gb", type=positive_float, help=f"{buffer} (default: 0.25 on CPU, 20 on GPU)")
-    add("--mamba-gb", type=positive_float, help=mamba)
-    add(
-        "--host-gb",
-        type=positive_float,
-        help="GiB of pinned host memory for evicted KV and states, this cache only (default: none)",
-    )
-    add(
-        "--shared",
-        metavar="URL",
-        help="folder, Mooncake Store or a plugin's tier behind the host memory that outlives the process and may be shared, "
-        "such as file:///var/cache/prefix?gb=200 or mooncake://10.0.0.1:50051; needs --host-gb, and a secret: "
-        "HYBRID_PREFIX_SECRET, or secret_file in the URL (default: none)",
-    )
-    add(
-        "--state-dtype",
-        choices=("float32", "bfloat16"),
-        help="dtype of the matrix states (default: the parameters' for Mamba2, float32 for Gated DeltaNet)",
-    )
-    add(
-        "--exact",
-        choices=("bits",),
-        help=f"{ours}tokens and log-probs have the same bits on hits and misses, "
-        "alone and in any batch; slower (default: the same up to rounding)",
-    )
-    add("--max-requests", type=positive_int, default=max_requests, help=f"most running requests ({max_requests_text})")
-    add(
-        "--max-tokens",
-        type=positive_int,
-        help="most tokens per step (default: 4096 on CPU, 16384 on GPU; more if a prompt is longer)",
-    )
-    add("--chunked-prefill", action="store_true", help="split long prompts over several steps")
-    add("--async-scheduling", action="store_true", help="use megatron-core's asynchronous scheduling")
-    add(
-        "--cuda-graphs",
-        type=whole_number,
-        metavar="N",
-        help=f"number of CUDA graphs to capture, GPU only ({cuda_graphs_text})",
-    )
 
 
 def positive_int(text: str) -> int:
@@ -269,15 +187,149 @@ def positive_float(text: str, what: str = "a number above 0") -> float:
     return value
 
 
+Option = dict[str, Any]
+
+
+def _option(text: str, **more: Any) -> Option:
+    """Arguments of argparse for an option with this help."""
+    return {"help": text} | more
+
+
+_count = partial(_option, type=positive_int, metavar="N")
+_gib = partial(_option, type=positive_float, metavar="GIB")
+_flag = partial(_option, action="store_true")
+_folder = partial(_option, type=Path, metavar="DIR")
+_path = partial(_option, type=Path, metavar="PATH")
+
+_MODEL: dict[str, Option] = {
+    "--preset": _option(f"model: {', '.join(PRESETS)} (default: tiny)", metavar="NAME"),
+    "--hf": _option(
+        "a Hugging Face folder (config.json, *.safetensors) instead of --preset; nothing is downloaded", metavar="DIR"
+    ),
+    "--seed": _option("seed of the random weights (default: 0)", type=int, default=0, metavar="N"),
+    "--tp": _count("tensor-parallel size (default: 1)", default=1),
+    "--pp": _count("pipeline-parallel size (default: 1)", default=1),
+    "--device": _option("default: cuda if there is a GPU, else cpu", choices=("cpu", "cuda")),
+}
+_TEXT: dict[str, Option] = {
+    "--tokenizer": _folder(
+        "folder with a Hugging Face tokenizer.json, or 'bytes': a token per byte (default: that of --hf, else bytes)"
+    ),
+    "--no-generation-config": _flag(
+        "with --hf: do not take end tokens and default sampling from its generation_config.json"
+    ),
+    "--add-bos": _flag(
+        "start text with the tokenizer's begin-of-text token even if neither the tokenizer nor the chat template does; "
+        "never twice"
+    ),
+}
+_ENGINE: dict[str, Option] = {
+    "--block-size-tokens": _count("tokens per KV block (default: 256)", default=256),
+    "--cache-gb": _gib(
+        "memory that KV blocks, checkpoints and the states of running requests share (default: 0.3 on CPU, 28 on GPU, less "
+        "where less is free)"
+    ),
+    "--mamba-gb": _gib("most memory for checkpoints in --cache-gb (default: no limit)"),
+    "--host-gb": _gib("pinned host memory for evicted KV and states, this cache only (default: none)"),
+    "--shared": _option(
+        "folder, Mooncake Store or a plugin's tier behind the host memory that outlives the process and may be shared, such "
+        "as file:///var/cache/prefix?gb=200 or mooncake://10.0.0.1:50051; needs --host-gb, and a secret: "
+        "HYBRID_PREFIX_SECRET, or secret_file in the URL (default: none)",
+        metavar="URL",
+    ),
+    "--state-dtype": _option(
+        "dtype of the matrix states (default: the parameters' for Mamba2, float32 for Gated DeltaNet)",
+        choices=("float32", "bfloat16"),
+    ),
+    "--exact": _option(
+        "this cache: tokens and log-probs have the same bits on hits and misses, alone and in any batch; slower (default: "
+        "the same up to rounding)",
+        choices=("bits",),
+    ),
+    "--max-requests": _count("most running requests (default: %(default)s)", default=16),
+    "--max-tokens": _count("most tokens per step (default: 4096 on CPU, 16384 on GPU; more if a prompt is longer)"),
+    "--chunked-prefill": _flag("split long prompts over several steps"),
+    "--async-scheduling": _flag("use megatron-core's asynchronous scheduling"),
+    "--cuda-graphs": _option(
+        "number of CUDA graphs to capture, GPU only (default: none)", type=whole_number, metavar="N"
+    ),
+}
+OPTIONS: dict[str, Option] = {
+    **_MODEL,
+    "--load": _folder(
+        "load the weights from a Megatron distributed checkpoint, such as one of --save (default: random weights)"
+    ),
+    **_TEXT,
+    "--max-sequence-length": _count("longest prompt plus answer, in tokens (default: the model's)"),
+    **_ENGINE,
+    "--json": _path("write all results as JSON"),
+    "--plot": _path("draw the results, as PNG, SVG or PDF"),
+}
+MODEL_OPTIONS, TEXT_OPTIONS, ENGINE_OPTIONS = tuple(_MODEL), tuple(_TEXT), tuple(_ENGINE)
+# For verbs that run several engines side by side: the budget of megatron's own two.
+SEVERAL_ENGINES: dict[str, Option] = {
+    "--cache-gb": _gib(
+        "engine ours: memory for KV blocks, checkpoints and running states (default: the two below together)"
+    ),
+    "--buffer-gb": _gib(
+        "engines off, upstream: memory for KV blocks and running states (default: 0.25 on CPU, 20 on GPU, less where less "
+        "is free)"
+    ),
+    "--mamba-gb": _gib(
+        "engine upstream: memory for checkpoints (default: 0.05 on CPU, 8 on GPU, less where less is free)"
+    ),
+}
+
+
+def add_options(parser: Any, *names: str, title: str | None = None, **changed: Any) -> None:
+    """Adds shared options.
+
+    Args:
+        parser: A parser or a group.
+        names: Of `OPTIONS`.
+        title: Of a group of the parser for them; None: no group.
+        changed: What is different here, by the option's destination, such as ``max_requests={"default": 64}``.
+    """
+    group = parser if title is None else parser.add_argument_group(title)
+    for name in names:
+        group.add_argument(name, **OPTIONS[name] | changed.get(name[2:].replace("-", "_"), {}))
+
+
+def add_several_engines(parser: Any, option: str, default: str, **changed: Any) -> Any:
+    """Adds the options of engines, for a verb that runs several of `ENGINES`. Returns their group.
+
+    Args:
+        parser: The parser.
+        option: The one that names the engines.
+        default: Which run by default.
+        changed: See `add_options`.
+    """
+    text = "off: megatron-core without prefix caching; upstream: with its own; ours: with this package's cache.\n"
+    text += "All engines with a cache have the same memory, unless --cache-gb is given."
+    group = parser.add_argument_group("engines", description=text)
+    names = f"engines to run, comma-separated: {', '.join(ENGINES)} (default: {default})"
+    group.add_argument(option, metavar="NAMES", help=names)
+    for name, own in SEVERAL_ENGINES.items():
+        group.add_argument(name, **own)
+    add_options(group, *(name for name in ENGINE_OPTIONS if name not in SEVERAL_ENGINES), **changed)
+    return group
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Checks at the start that what ``--json`` and ``--plot`` name can be written. Raises InputError if not."""
+    if getattr(args, "json", None) is not None:
+        check_writable(args.json)
+    if getattr(args, "plot", None) is not None:
+        check_can_plot("--plot", args.plot)
+
+
 def engine_names(text: str, option: str) -> list[str]:
     """Engine names from a comma-separated list; see `split_names`."""
-    if "split" in text.split(","):
-        raise InputError(f"{option}: the engine 'split' was removed: use ours, where KV and states share one memory")
     return split_names(text, ENGINES, "an engine", option)
 
 
-def check_engine_options(args: argparse.Namespace) -> Any:
-    """Checks everything that needs neither torch nor a device. Returns the model's configuration.
+def check_engine_options(args: argparse.Namespace) -> HybridModelConfig:
+    """Checks all shared options, as far as that needs neither torch nor a device. Returns the model's configuration.
 
     Raises:
         InputError: No engine can be built with these options.
@@ -295,6 +347,11 @@ def check_engine_options(args: argparse.Namespace) -> Any:
         raise InputError(f"--max-requests {args.max_requests} is not a multiple of --tp {args.tp}")
     if (args.max_tokens or 0) % STEP_TOKENS_MULTIPLE:
         raise InputError(f"--max-tokens {args.max_tokens} is not a multiple of {STEP_TOKENS_MULTIPLE}")
+    if (getattr(args, "max_sequence_length", None) or 0) > config.max_sequence_length:
+        raise InputError(f"--max-sequence-length: {args.preset} has at most {config.max_sequence_length}")
+    if getattr(args, "load", None) is not None and not args.load.is_dir():
+        raise InputError(f"--load: there is no folder {args.load}")
+    check_output(args)
     return config
 
 
@@ -344,93 +401,6 @@ def state_dtype_field(model: Any, state_dtype: str | None) -> dict[str, Any]:
 
 
 def plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields as JSON values."""
-    return {name: getattr(value, "value", value) for name, value in fields.items()}
-
-
-# --- Platform --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def started_platform(args: argparse.Namespace) -> Iterator[Any]:
-    """The platform for ``--tp``, ``--pp`` and ``--device``. Shut down at the end if it was started here.
-
-    Raises:
-        InputError: It cannot be started.
-    """
-    from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
-
-    was_running = running_platform() is not None
-    try:
-        with as_input_errors(ValueError, PlatformError):
-            started = ensure_platform(tp=args.tp, pp=args.pp, device=args.device)
-        unregister_stack_dumps()
-        yield started
-    except (InputError, Stopped):  # all ranks get here; after another exception they may not
-        if not was_running:
-            shut_down()
-        raise
-    if not was_running:
-        shut_down()
-
-
-def unregister_stack_dumps() -> None:
-    """Removes megatron's signal handlers, which print a stack trace at every Ctrl-C and SIGTERM."""
-    import megatron.core.inference.engines  # noqa: F401
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        faulthandler.unregister(number)
-
-
-def stop_requested(platform: Any, interrupt: Interrupt) -> bool:
-    """Whether Ctrl-C was pressed on any rank. A collective call, so that all ranks stop at the same step."""
-    if platform.world_size == 1:
-        return interrupt.requested
-    import torch
-
-    flag = torch.tensor([int(interrupt.requested)], dtype=torch.int32, device=platform.device)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-    return bool(flag.item())
-
-
-def cache_figures(engine: Any) -> dict[str, Any] | None:
-    """Statistics of this package's cache in an engine; None if the engine has no such cache."""
-    context = engine.context
-    return None if getattr(context, "prefix_cache", None) is None else context.prefix_stats().as_dict()
-
-
-def versions() -> dict[str, str]:
-    """Versions of this package, Python, and the installed dependencies."""
-    found = {"megatron-hybrid-prefix": __version__, "python": host.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version_of(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def hardware(platform: Any) -> dict[str, Any]:
-    """CPU and GPU of this rank. Needs a running platform."""
-    import torch
-
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), host.machine())
-    found: dict[str, Any] = {
-        "processor": model,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "ranks": platform.world_size,
-    }
-    if platform.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(platform.device)
-        driver = Path("/proc/driver/nvidia/version")
-        version = re.search(r"\b\d+\.\d+(\.\d+)?\b", driver.read_text()) if driver.is_file() else None
-        found |= {
-            "gpu": gpu.name,
-            "gpu_memory_gib": round(gpu.total_memory / 2**30, 1),
-            "cuda": torch.version.cuda,
-            "driver": version[0] if version else None,
-        }
-    return found
+    """Fields as JSON values: settings as text, and of an enumeration the value."""
+    texts = {name: str(value) if is_dataclass(value) else value for name, value in fields.items()}
+    return {name: getattr(value, "value", value) for name, value in texts.items()}

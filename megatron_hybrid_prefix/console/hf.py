@@ -1,4 +1,4 @@
-"""Shared by the commands: ``--hf DIR``, a Hugging Face folder in the place of a preset.
+"""Shared by the verbs: the model of ``--preset`` or ``--hf DIR`` (a Hugging Face folder), its weights and its tokenizer.
 
 This module imports neither torch nor megatron before a model is built.
 """
@@ -6,22 +6,19 @@ This module imports neither torch nor megatron before a model is built.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_hybrid_prefix.console.terminal import (
     InputError,
     as_input_errors,
     as_memory_errors,
     has_other_ranks,
-    is_main_rank,
+    progress,
 )
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.hf_tokens import GENERATION_CONFIG, end_token_ids
@@ -32,40 +29,6 @@ from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.tokenizer import Tokenizer, load_tokenizer
 
 BYTES = "bytes"  # --tokenizer bytes: a token per byte, also with --hf
-
-
-def add_hf_option(add: Callable[..., Any]) -> None:
-    """Adds ``--hf``."""
-    add(
-        "--hf",
-        metavar="DIR",
-        help="a Hugging Face folder (config.json, *.safetensors) instead of --preset; nothing is downloaded",
-    )
-
-
-def add_tokenizer_options(add: Callable[..., Any]) -> None:
-    """Adds ``--tokenizer`` and ``--no-generation-config``."""
-    add(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="folder with a Hugging Face tokenizer.json, or 'bytes': a token per byte (default: that of --hf, else bytes)",
-    )
-    add(
-        "--no-generation-config",
-        action="store_true",
-        help="with --hf: do not take end tokens and default sampling from its generation_config.json",
-    )
-
-
-def add_bos_option(add: Callable[..., Any]) -> None:
-    """Adds ``--add-bos``."""
-    add(
-        "--add-bos",
-        action="store_true",
-        help="start text with the tokenizer's begin-of-text token even if neither the tokenizer nor the chat template does; never "
-        "twice",
-    )
 
 
 @cache
@@ -129,7 +92,7 @@ def _checked_folder(args: argparse.Namespace) -> HfFolder:
 
 
 def build_model(args: argparse.Namespace, config: HybridModelConfig, platform: Any) -> Any:
-    """This rank's shard, with random weights or those of ``--hf``, which come with a progress bar.
+    """This rank's shard, with random weights or those of ``--load`` or ``--hf``; the latter come with a progress bar.
 
     Raises:
         InputError: It cannot be built or loaded.
@@ -143,27 +106,18 @@ def build_model(args: argparse.Namespace, config: HybridModelConfig, platform: A
         as_memory_errors("the model", "it can be split over ranks with --tp and --pp"),
     ):
         if folder is None:
-            return models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
-        with _reading(DTYPE_BYTES[config.dtype]) as on_read:
+            model = models.build_hybrid_model(config, seed=args.seed, platform=platform, **overrides)
+            if getattr(args, "load", None) is not None:
+                models.load_checkpoint(model, args.load)
+            return model
+        columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with progress(["weights"], 1, *columns) as done:
+
+            def on_read(values: int, total: int) -> None:
+                done("weights", values * value_bytes, total * value_bytes)
+
+            value_bytes = DTYPE_BYTES[config.dtype]
             return models.build_hybrid_model(config, hf=folder, platform=platform, on_read=on_read, **overrides)
-
-
-@contextmanager
-def _reading(value_bytes: int) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar of bytes on stderr, silent as `progress` is. Yields what to call with values read, and all values."""
-    console = Console(stderr=True)
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), DownloadColumn()),
-        *(TransferSpeedColumn(), TimeRemainingColumn()),
-    )
-    bars = Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and is_main_rank()))
-    with bars:
-        task = bars.add_task("weights", total=None)
-
-        def on_read(values: int, total: int) -> None:
-            bars.update(task, completed=values * value_bytes, total=total * value_bytes)
-
-        yield on_read
 
 
 # --- Tokenizer and generation_config.json ----------------------------------------------------------------------------
@@ -196,22 +150,21 @@ def tokenizer_of(args: argparse.Namespace, vocab_size: int) -> Tokenizer:
         InputError: It cannot be read, or does not suit the model.
     """
     path, folder = tokenizer_folder(args), folder_of(args)
-    if path is None:
-        return load_tokenizer(None, vocab_size)
     generation_config = not args.no_generation_config
     with as_input_errors(ValueError):
         ends = () if folder is None else end_token_ids(folder.path, generation_config=generation_config)
-        return load_tokenizer(path, vocab_size, end_tokens=ends, generation_config=generation_config)
+        tokenizer = (
+            load_tokenizer(None, vocab_size)
+            if path is None
+            else load_tokenizer(path, vocab_size, end_tokens=ends, generation_config=generation_config)
+        )
+    if getattr(args, "add_bos", False) and tokenizer.bos is None:
+        raise InputError("--add-bos: the tokenizer has no begin-of-text token")
+    return tokenizer
 
 
-# Of generation_config.json: the least and the greatest value that can be sampled with.
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_k": (0, float("inf")),
-    "top_p": (1e-6, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 10.0),
-}
+# What is taken of generation_config.json.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def default_sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -227,12 +180,12 @@ def default_sampling(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     nothing = asdict(SamplingOptions())
     found: dict[str, Any] = {}
-    for name, (low, high) in _RANGES.items():
+    for name in _SAMPLING:
         value = folder.generation.get(name)
         if value is None:
             continue
-        if type(value) not in (int, float) or not low <= value <= high or (name == "top_k" and type(value) is not int):
-            raise InputError(f"{folder.path / GENERATION_CONFIG}: {name} is {value!r}")
+        with as_input_errors(ValueError, prefix=f"{folder.path / GENERATION_CONFIG}: "):
+            SamplingOptions(**{name: value})
         if value != nothing[name] and not (name == "top_k" and value >= folder.config.vocab_size):
             found[name] = value
     samples = folder.generation.get("do_sample")

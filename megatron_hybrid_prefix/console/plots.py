@@ -14,11 +14,9 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from megatron_hybrid_prefix.arithmetic import ceil_div
 
 # Endings of plots, and what each would say of the version or the date.
 FORMATS = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}
@@ -26,13 +24,10 @@ WIDTH_INCHES = 6.0
 DOTS_PER_INCH = 200
 INK = "#222222"
 FAINT = "#5c5c5c"
-_LINE_INCHES = 0.165  # of a line of the subtitle
-_TITLE_INCHES = 0.24
-_LEGEND_INCHES = 0.12  # and of each row of the legend:
-_ROW_INCHES = 0.21
-_ROW_CHARACTERS = 75
+_HEADER_INCHES = 1.0  # about what title, legend and subtitle take
 _TITLE_CHARACTERS = 56
 _SUBTITLE_CHARACTERS = 88
+_LEGEND_CHARACTERS = 75  # of one row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +81,7 @@ def styles_of(names: Sequence[str], *, ours: str | None = None) -> dict[str, Sty
             found[name] = ENGINE_STYLES[key]
         else:
             style = OTHER_STYLES[others % len(OTHER_STYLES)]
-            found[name] = Style(
-                label=name, colour=style.colour, marker=style.marker, dashes=style.dashes, width=style.width
-            )
+            found[name] = replace(style, label=name)
             others += 1
     return found
 
@@ -122,55 +115,36 @@ def page(
     rc: Any = {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
     rc |= {"axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "svg.hashsalt": "plots"}
     with matplotlib.rc_context(rc):
-        titles = textwrap.wrap(title, _TITLE_CHARACTERS)
-        under = textwrap.wrap(subtitle, _SUBTITLE_CHARACTERS)
-        header = 0.08 + _TITLE_INCHES * len(titles) + _LINE_INCHES * len(under)
-        header += _LEGEND_INCHES + _ROW_INCHES * ceil_div(len(legend), _columns(legend)) if legend else 0.08
-        height = sum(heights) + header
-        figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH)
-        figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - header / height))
+        figure = Figure(figsize=(WIDTH_INCHES, sum(heights) + _HEADER_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
         axes = figure.subplots(len(heights), 1, height_ratios=list(heights), squeeze=False)[:, 0]
-        top = 0.08
-        for line in titles:
-            figure.text(0.013, 1 - top / height, line, va="top", fontsize=11.5, fontweight="bold")
-            top += _TITLE_INCHES
-        for line in under:
-            figure.text(0.013, 1 - top / height, line, va="top", fontsize=8.5, color=FAINT)
-            top += _LINE_INCHES
-        if legend:
-            _draw_legend(figure, legend, lines, 1 - (top + 0.02) / height)
+        under = textwrap.fill(subtitle, _SUBTITLE_CHARACTERS)
+        figure.supxlabel(under, x=0.013, ha="left", fontsize=8.5, color=FAINT)
+        _draw_legend(figure, textwrap.fill(title, _TITLE_CHARACTERS), legend or {}, lines)
         yield list(axes)
         # Without a version and a date in it, the same figures give the same file.
         figure.savefig(path, metadata={FORMATS[path.suffix.lower()]: None})
 
 
-def _columns(styles: Mapping[str, Style]) -> int:
-    """Columns of a legend: one row where it has room."""
-    characters = sum(len(style.label or name) + 6 for name, style in styles.items())
-    return len(styles) if characters <= _ROW_CHARACTERS else min(3, len(styles))
-
-
-def _draw_legend(figure: Any, styles: Mapping[str, Style], lines: bool, at: float) -> None:
+def _draw_legend(figure: Any, title: str, styles: Mapping[str, Style], lines: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = []
-    for name, style in styles.items():
-        label = style.label or name
-        if lines:
-            handles.append(Line2D([], [], label=label, **line_options(style)))
-        else:
-            handles.append(Patch(label=label, color=style.colour))
+    named = {style.label or name: style for name, style in styles.items()}
+    handles = [
+        Line2D([], [], label=label, **line_options(style)) if lines else Patch(label=label, color=style.colour)
+        for label, style in named.items()
+    ]
+    in_a_row = sum(len(label) + 6 for label in named) <= _LEGEND_CHARACTERS
     figure.legend(
         handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0.0, at),
-        ncols=_columns(styles),
+        title=title,
+        title_fontproperties={"size": 11.5, "weight": "bold"},
+        alignment="left",
+        loc="outside upper left",
+        ncols=max(1, len(named) if in_a_row else min(3, len(named))),
         frameon=False,
-        fontsize=9.5,
         columnspacing=1.4,
         handlelength=2.6 if lines else 1.2,
-        handletextpad=0.5,
     )
 
 
@@ -221,7 +195,7 @@ def draw_bars(
     values: Mapping[str, Sequence[float | None]],
     *,
     figure_of: Callable[[float], str],
-    ranges: Mapping[str, Sequence[tuple[float, float] | None]] | None = None,
+    ranges: Mapping[str, Sequence[Sequence[float] | None]] | None = None,
     notes: Mapping[tuple[str, int], str] | None = None,
     heading: str = "",
     label_characters: int = 26,
@@ -233,7 +207,7 @@ def draw_bars(
         groups: What each group of bars is about; an empty text where the titles say it.
         values: Engine -> its value in each group; None: no bar, its note only.
         figure_of: A value as it is written on its bar.
-        ranges: Engine -> least and largest sample in each group, drawn as a whisker.
+        ranges: Engine -> the samples of each group; a whisker is drawn from the least to the largest.
         notes: (engine, number of the group) -> text after the figure, or in place of it.
         heading: Above the axis.
         label_characters: Width of a group's label before it is wrapped.
@@ -250,9 +224,10 @@ def draw_bars(
             if value is not None:
                 axis.barh(place, value, height * 0.9, color=styles[engine].colour)
                 span = ranges[engine][group] if ranges else None
-                if span is not None and span[1] - span[0] > 0.01 * highest:
-                    axis.plot(span, [place, place], color=INK, linewidth=0.9, solid_capstyle="butt")
-                    end = max(end, span[1])
+                if span and max(span) - min(span) > 0.01 * highest:
+                    most = min(max(span), 1.1 * highest)  # one that is far off would leave no room for the bars
+                    axis.plot((min(span), most), [place, place], color=INK, linewidth=0.9, solid_capstyle="butt")
+                    end = max(end, most)
             text = "  ".join(part for part in ("" if value is None else figure_of(value), note) if part)
             if text:
                 axis.annotate(
@@ -273,14 +248,3 @@ def draw_bars(
     axis.spines["bottom"].set_visible(False)
     if heading:
         axis.set_title(heading, loc="left", fontsize=9.5, fontweight="bold")
-
-
-def number_text(value: float) -> str:
-    """Three digits that say something, with thousands marked: 126, 12, 4.58, 17,760."""
-    if value == 0:
-        return "0"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    rounded = round(value, digits)
-    if abs(rounded) >= 10 or rounded == int(rounded):
-        return f"{value:,.0f}"
-    return f"{value:,.{digits}f}"

@@ -1,18 +1,19 @@
-"""Reads prompts as tokens: from arguments, text files, JSON lines, recorded sessions and conversations."""
+"""Prompts and how to sample: their options, and reading prompts as tokens from text, JSON lines, sessions, conversations."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid_prefix.console.sessions import read_sessions
-from megatron_hybrid_prefix.console.terminal import InputError, Request, read_text
-from megatron_hybrid_prefix.sampling import SamplingOptions
+from megatron_hybrid_prefix.console.answers import Request
+from megatron_hybrid_prefix.console.engine_options import positive_int
+from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, json_lines, read_json, read_text
+from megatron_hybrid_prefix.sampling import SamplingOptions, check_integer, check_tokens
 from megatron_hybrid_prefix.tokenizer import Tokenizer, common_tokens, other_ends, prompt_tokens
 
 # What says how the next token is chosen.
@@ -34,6 +35,61 @@ SAMPLING_FIELDS: dict[str, tuple[type, ...]] = {
     "cache_write": (bool,),
     "cache_breakpoints": (list,),
 }
+
+
+# --- Options ---------------------------------------------------------------------------------------------------------
+
+
+def add_prompt_options(parser: Any) -> None:
+    """Adds prompts as text and in files; see `parse_prompts`."""
+    add = parser.add_argument_group("input").add_argument
+    add("prompt", nargs="*", metavar="PROMPT", help="a prompt, as text; - is standard input, also for the files below")
+    for name, text in (
+        ("--text-file", "a text file with one prompt (repeatable)"),
+        ("--jsonl", "prompts as JSON lines, see below (repeatable)"),
+        ("--sessions", "recorded requests as JSON lines, see below; sent by timestamp (repeatable)"),
+    ):
+        add(name, action="append", default=[], type=Path, metavar="F", help=text)
+    add("--conversation", type=Path, metavar="F", help="a conversation as JSON, see below; sent turn by turn")
+
+
+def parse_prompts(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments: prompts and options in any order, and after ``--`` only prompts. The prompt ``-`` is standard input."""
+    own, literal = list(argv), []
+    if "--" in argv:  # parse_intermixed_args would take what comes after it for options
+        at = own.index("--")
+        own, literal = own[:at], own[at + 1 :]
+    args = parser.parse_intermixed_args(own)
+    args.prompt = [*(Path(text) if text == "-" else text for text in args.prompt), *literal]
+    return args
+
+
+def add_sampling_options(parser: Any) -> None:
+    """Adds how answers are sampled, and where they end."""
+    group = parser.add_argument_group("sampling")
+    add = group.add_argument
+    text = "length of an answer (default: %(default)s)"
+    add("--num-tokens-to-generate", type=positive_int, default=32, metavar="N", help=text)
+    how = "(with none of --temperature, --top-k and --top-p: as --hf says, else greedy)"
+    add("--temperature", type=float, help=f"sampling temperature; 0 is greedy {how}")
+    add(
+        "--top-k",
+        type=int,
+        help="sample from the K tokens of the highest probability; 1 is greedy, 0 is off (default: 0)",
+    )
+    add("--top-p", type=float, help="nucleus sampling, 0 to 1; 0 is off (default: 0)")
+    add("--stop-word", action="append", default=[], metavar="TEXT", help="stop before this text (repeatable)")
+    end = group.add_mutually_exclusive_group()
+    text = "stop at this token id (default: the tokenizer's end of text)"
+    end.add_argument("--termination-id", type=int, metavar="ID", help=text)
+    end.add_argument("--ignore-eos", action="store_true", help="do not stop at an end token")
+    text = "return log-probs of the generated tokens"
+    add("--log-probs", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "also return the N tokens of the highest probability per position, in --json (default: 0)"
+    add("--top-n-logprobs", type=int, default=0, metavar="N", help=text)
+
+
+# --- Prompts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,18 +162,22 @@ class Reader:
         texts = [read_text(text) if isinstance(text, Path) else text for text in args.prompt]
         found = [self._request(f"prompt {n}", self._begin(text)) for n, text in enumerate(texts, 1)]
         found += [self._request(path.name, self._begin(read_text(path))) for path in args.text_file]
-        for path in args.jsonl:
-            before = len(found)
-            for number, line in enumerate(read_text(path).split("\n"), 1):
-                if line.strip():
-                    found.append(self._json_line(f"{path}:{number}", f"{path.name}:{number}", line))
-            if len(found) == before:
-                raise InputError(f"{path}: no prompts in it")
-        return found
+        return found + [self._json_line(*line) for line in json_lines(args.jsonl, "prompts")]
 
     def sessions(self, paths: Sequence[Path]) -> list[Request]:
         """Prompts of recorded sessions, by time."""
-        return [self._request(line.label, self._begin(line.text), line.where) for line in read_sessions(paths)]
+        lines = []
+        for where, label, data in json_lines(paths, "requests"):
+            if not isinstance(data, dict) or not {"timestamp", "input"} <= data.keys():
+                raise InputError(f'{where}: expected an object with "timestamp" and "input"')
+            timestamp, text = data["timestamp"], data["input"]
+            if type(timestamp) not in (int, float) or (type(timestamp) is float and not math.isfinite(timestamp)):
+                raise InputError(f'{where}: "timestamp" must be a number')
+            if not isinstance(text, str):
+                raise InputError(f'{where}: "input" must be text')
+            lines.append((timestamp, self._request(label, self._begin(text), where)))
+        # Requests of the same time keep the order of files and lines.
+        return [request for _, request in sorted(lines, key=lambda line: line[0])]
 
     def conversation(self, data: Any, where: str) -> Conversation:
         """The conversation in the parsed JSON of a file."""
@@ -174,11 +234,7 @@ class Reader:
         tokens = tokenize("".join(parts))
         return tokens, [common_tokens(tokens, tokenize(text)) for text in accumulate(parts)]
 
-    def _json_line(self, where: str, label: str, line: str) -> Request:
-        try:
-            data = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    def _json_line(self, where: str, label: str, data: Any) -> Request:
         if not isinstance(data, dict) or ("prompt" in data) == ("tokens" in data):
             raise InputError(f'{where}: expected an object with either "prompt" or "tokens"')
         for key, value in data.items():
@@ -247,35 +303,28 @@ def how_to_sample(how: dict[str, Any], defaults: Mapping[str, Any], vocab_size: 
     values = {name: value for name, value in defaults.items() if name in penalty or not how.keys() - penalty} | how
     if not values.keys() - penalty:
         values["temperature"] = 0.0
-    rules = (
-        ("temperature", 0, float("inf"), "must be 0 (greedy) or above"),
-        ("top_k", 0, vocab_size - 1, f"must be in 0..{vocab_size - 1}"),
-        ("top_p", 0, 1, "must be in 0..1"),
-        ("min_p", 0, 1, "must be in 0..1"),
-        ("repetition_penalty", 1e-6, 1e6, "must be above 0"),
-    )
-    for name, low, high, problem in rules:
-        if name in values and (not low <= values[name] <= high or values[name] == float("inf")):
-            raise InputError(f"{where}{name}={values[name]} {problem}")
-    return SamplingOptions(**values | ({} if values.get("top_p", 1) else {"top_p": 1.0})).as_fields()
+    if not values.get("top_p", 1):
+        values["top_p"] = 1.0
+    with as_input_errors(ValueError, prefix=where):
+        options = SamplingOptions(**values)
+        options.check_vocabulary(vocab_size)
+    return options.as_fields()
 
 
 def check_sampling(fields: dict[str, Any], vocab_size: int, where: str = "") -> None:
     """Checks the other sampling parameters. Megatron would only assert on them in the middle of the run."""
-    outside = [
-        token for token in fields.get("stop_token_ids") or () if type(token) is not int or not 0 <= token < vocab_size
-    ]
-    rules = (
-        ("num_tokens_to_generate", fields["num_tokens_to_generate"] >= 1, "must be at least 1"),
-        ("termination_id", -1 <= fields["termination_id"] < vocab_size, f"is outside the vocabulary of {vocab_size}"),
-        ("stop_token_ids", not outside, f"must be ids of the vocabulary of {vocab_size}"),
-        ("top_n_logprobs", 0 <= fields["top_n_logprobs"] <= vocab_size, f"must be in 0..{vocab_size}"),
-        ("top_n_logprobs", fields["return_log_probs"] or not fields["top_n_logprobs"], "needs log-probs"),
-        ("stop_words", all(isinstance(w, str) and w for w in fields["stop_words"] or ()), "must be non-empty texts"),
-    )
-    for name, holds, problem in rules:
-        if not holds:
-            raise InputError(f"{where}{name}={fields[name]} {problem}")
+    ends, words = fields.get("stop_token_ids") or (), fields["stop_words"] or ()
+    with as_input_errors(ValueError, prefix=where):
+        check_integer("num_tokens_to_generate", fields["num_tokens_to_generate"], 1)
+        check_integer("termination_id", fields["termination_id"], -1, vocab_size - 1)
+        for token in ends:
+            check_integer("stop_token_ids", token)
+        check_tokens("stop_token_ids", ends, vocab_size)
+        check_integer("top_n_logprobs", fields["top_n_logprobs"], 0, vocab_size)
+    if fields["top_n_logprobs"] and not fields["return_log_probs"]:
+        raise InputError(f"{where}top_n_logprobs={fields['top_n_logprobs']} needs log-probs")
+    if not all(isinstance(word, str) and word for word in words):
+        raise InputError(f"{where}stop_words={words} must be non-empty texts")
 
 
 def for_megatron(sampling: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -301,18 +350,6 @@ def for_megatron(sampling: dict[str, Any], tokenizer: Tokenizer) -> dict[str, An
     return rest | {"stop_words": [*(sampling["stop_words"] or ()), *texts] or None}
 
 
-def read_json(path: Path) -> Any:
-    """Parses a JSON file.
-
-    Raises:
-        InputError: The file cannot be read, or is not JSON.
-    """
-    try:
-        return json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-
-
 def sampling_from(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     """The command's sampling options, but how to sample, as fields and attributes of megatron's ``SamplingParams``."""
     termination_id = tokenizer.eod if args.termination_id is None else args.termination_id
@@ -330,12 +367,11 @@ def sampling_from(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What to send: prompts or a conversation. With ``sessions`` the report has only totals."""
+    """What to send: prompts or a conversation."""
 
     prompts: list[Request]
     conversation: Conversation | None
     batched: bool
-    sessions: bool = False
 
     def longest(self) -> list[Request]:
         """All requests at their longest. Generated answers may end earlier."""
@@ -356,8 +392,6 @@ def read_work(
     Raises:
         InputError: Some of it is invalid.
     """
-    if args.add_bos and tokenizer.bos is None:
-        raise InputError("--add-bos: the tokenizer has no begin-of-text token")
     how = {name: getattr(args, name) for name in HOW if getattr(args, name, None) is not None}
     sampling = sampling_from(args, tokenizer) | how_to_sample(how, defaults, vocab_size)
     check_sampling(sampling, vocab_size)
@@ -387,7 +421,6 @@ def read_work(
         prompts=prompts,
         conversation=conversation,
         batched=(args.concurrency or usual) == "batch",
-        sessions=bool(args.sessions),
     )
     for request in work.longest():
         if len(request.tokens) >= max_sequence_length:

@@ -1,4 +1,4 @@
-"""Shared by all commands: one-line errors, Ctrl-C, atomic output files, progress bars, tables, plots.
+"""Shared by all verbs: parsers, one-line errors, Ctrl-C, atomic output files, JSON lines, progress bars.
 
 This module imports neither torch nor megatron, so that bad input is reported at once.
 """
@@ -18,17 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_hybrid_prefix.console.plots import FORMATS, draw_lines, page, styles_of
+from megatron_hybrid_prefix.console.plots import FORMATS
 from megatron_hybrid_prefix.errors import PluginError
 
 EXIT_INPUT = 2
@@ -37,14 +36,22 @@ EXIT_INTERRUPTED = 130
 _SAME_SIGINT_S = 1.0
 # torchrun ends all ranks soon after the first one exits. This gives rank 0 time to print its error.
 _LET_RANK_0_SPEAK_S = 3.0
-# What PyTorch says if host memory is short; it has no class for it.
-_NO_HOST_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed")
-# Most requests whose answers are printed in full.
-_SHOW_WHOLE_TEXTS = 4
+# What PyTorch says if memory is short and it has no class for that.
+_NO_MEMORY = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator",
+    "Storage size calculation overflowed",
+)
+MEMORY_ADVICE = "lower --cache-gb or --buffer-gb, --max-requests or --max-tokens, or run fewer engines"
 
 
 class InputError(Exception):
     """Bad input. Printed as one line; exit code 2."""
+
+
+class MemoryShortageError(InputError):
+    """A device or the host has too little memory. Not all ranks need have it, so each that has says so."""
 
 
 class Stopped(Exception):
@@ -68,9 +75,16 @@ class ArgumentParser(argparse.ArgumentParser):
         raise InputError(message)
 
 
-def command_line(argv: Sequence[str]) -> str:
+def command_parser(doc: str | None) -> ArgumentParser:
+    """The parser of a verb: its module's docstring is the help."""
+    summary, _, rest = (doc or "").partition("\n\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    return ArgumentParser(description=summary, epilog=rest, formatter_class=raw, allow_abbrev=False)
+
+
+def command_line(argv: Sequence[str] | None) -> str:
     """The command line as it can be typed again."""
-    return f"{Path(sys.argv[0]).name} {shlex.join(argv)}"
+    return f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:] if argv is None else argv)}"
 
 
 class Interrupt:
@@ -99,25 +113,51 @@ class Interrupt:
             os._exit(EXIT_INTERRUPTED)
 
 
-def run_command(command: Callable[[Interrupt], int | None]) -> int:
-    """Runs a command and returns its exit code. Rank 0 prints errors on stderr."""
-    with Interrupt() as interrupt:
-        try:
-            return command(interrupt) or 0
-        except (InputError, PluginError, OSError) as error:
-            if (
-                isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG
-            ):  # any question about a path may raise it
-                raise
-            if is_main_rank():
-                print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-            else:
-                time.sleep(_LET_RANK_0_SPEAK_S)
-            return EXIT_INPUT
-        except Stopped:
-            if is_main_rank():
-                print("interrupted: nothing was written", file=sys.stderr, flush=True)
-            return EXIT_INTERRUPTED
+def as_main(run: Callable[[Sequence[str] | None, Interrupt], int | None]) -> Callable[..., int]:
+    """A verb's ``main``: it takes the arguments (None: those of the process), and returns the exit code.
+
+    Args:
+        run: The verb. Its `InputError` and the lack of memory are one line on stderr, of rank 0.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        with Interrupt() as interrupt:
+            try:
+                return run(argv, interrupt) or 0
+            except Stopped:
+                if is_main_rank():
+                    print("interrupted: nothing was written", file=sys.stderr, flush=True)
+                return EXIT_INTERRUPTED
+            except Exception as error:
+                problem = _problem_of(error)
+                if problem is None:
+                    raise
+                if isinstance(problem, MemoryShortageError) or is_main_rank():
+                    rank = f"rank {os.environ['RANK']}: " if not is_main_rank() else ""
+                    print(f"error: {rank}{one_line(problem)}", file=sys.stderr, flush=True)
+                else:
+                    time.sleep(_LET_RANK_0_SPEAK_S)
+                return EXIT_INPUT
+
+    return main
+
+
+def _problem_of(error: Exception) -> Exception | None:
+    """What to tell the user in a line; None: the error is ours."""
+    is_long_name = (
+        isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+    )  # any question about a path may raise it
+    return error if isinstance(error, InputError | PluginError) or is_long_name else memory_shortage(error)
+
+
+def memory_shortage(error: Exception, what: str = "", advice: str = MEMORY_ADVICE) -> MemoryShortageError | None:
+    """A lack of memory (for ``what``) in one line, with advice; None: the error is another."""
+    if not isinstance(error, MemoryError | RuntimeError):
+        return None
+    text = one_line(error)
+    if isinstance(error, RuntimeError) and not any(said in text for said in _NO_MEMORY):
+        return None
+    return MemoryShortageError(f"{what}{': ' if what else ''}not enough memory; {advice}: {text.partition('. ')[0]}")
 
 
 @contextmanager
@@ -130,17 +170,15 @@ def as_input_errors(*kinds: type[Exception], prefix: str = "") -> Iterator[None]
 
 
 @contextmanager
-def as_memory_errors(what: str, advice: str) -> Iterator[None]:
-    """A context that turns the lack of memory for ``what`` into `InputError`, with advice."""
-    import torch
-
+def as_memory_errors(what: str, advice: str = MEMORY_ADVICE) -> Iterator[None]:
+    """A context that turns the lack of memory for ``what`` into `MemoryShortageError`, with advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        is_short = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not is_short and not any(text in str(error) for text in _NO_HOST_MEMORY):
+        problem = memory_shortage(error, what, advice)
+        if problem is None:
             raise
-        raise InputError(f"{what}: not enough memory; {advice}: {one_line(error)}") from error
+        raise problem from error
 
 
 def split_names(text: str, known: Iterable[str], what: str, option: str) -> list[str]:
@@ -250,6 +288,18 @@ def read_text(path: Path) -> str:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
+def read_json(path: Path) -> Any:
+    """Parses a JSON file.
+
+    Raises:
+        InputError: The file cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+
+
 def _standard_input() -> str:
     if has_other_ranks():
         raise InputError("standard input (-) goes to one process, and several ranks need it: give a file")
@@ -257,6 +307,31 @@ def _standard_input() -> str:
     if not data:
         raise InputError("standard input (-) is empty, or was read before")
     return data.decode("utf-8-sig")
+
+
+def json_lines(paths: Sequence[Path], what: str) -> Iterator[tuple[str, str, Any]]:
+    """The values of files with one JSON value per line; lines without one are skipped.
+
+    Yields:
+        Where it is: the file and the line, in full and in short; and the value.
+
+    Raises:
+        InputError: A file cannot be read or has no lines, or a line is no JSON. ``what``: what lines are, for the message.
+    """
+    for path in paths:
+        # Not splitlines: JSON text may contain other line separators.
+        lines = [(number, line) for number, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
+        if not lines:
+            raise InputError(f"{path}: no {what} in it")
+        for number, line in lines:
+            where = f"{path}:{number}"
+            try:
+                yield where, f"{path.name}:{number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                text = f"{where}: not JSON: {error.msg} at column {error.colno}; each line is a JSON object"
+                raise InputError(text) from None
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{where}: cannot read the JSON: {error}") from None
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -277,6 +352,11 @@ def write_json(path: Path, data: Any) -> None:
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
+def wrote(console: Console, path: Path) -> None:
+    """Says that a file was written."""
+    console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
 def printable(text: str) -> str:
     """``text`` without control characters."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
@@ -293,159 +373,38 @@ def output_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
+def table_of(title: str, *heads: str) -> Table:
+    """A table: the first column of texts, and answers, are on the left, figures on the right."""
+    table = Table(title=title, title_justify="left")
+    for number, head in enumerate(heads):
+        left = number == 0 or head in ("answer", "goal", "budget")
+        table.add_column(head, justify="left" if left else "right", no_wrap=True)
+    return table
+
+
 @contextmanager
-def progress(names: Sequence[str], total: int) -> Iterator[Callable[[str, int], None]]:
+def progress(names: Sequence[str], total: int, *more: ProgressColumn) -> Iterator[Callable[..., None]]:
     """Progress bars on stderr, one per name. Silent if stderr is not a terminal, and on ranks other than 0.
 
+    Args:
+        names: What is in progress.
+        total: Its steps.
+        more: Columns in place of the count and the time.
+
     Yields:
-        A function that sets how many of ``total`` are done for a name.
+        A function that sets how many of ``total`` are done for a name; a third argument is another total.
     """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), *(more or (MofNCompleteColumn(), TimeElapsedColumn())))
     bars = Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and is_main_rank()))
     with bars:
         tasks = {name: bars.add_task(name, total=total, start=False) for name in names}
 
-        def done(name: str, count: int) -> None:
+        def done(name: str, count: int, of: int = total) -> None:
             bars.start_task(tasks[name])
-            bars.update(tasks[name], completed=count)
+            bars.update(tasks[name], completed=count, total=of)
 
         yield done
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt. ``sampling`` has fields of megatron's ``SamplingParams``."""
-
-    label: str
-    tokens: list[int]
-    sampling: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRun:
-    """Results of one engine, in the order of the requests; total seconds; statistics of this package's cache."""
-
-    name: str
-    requests: list[Request]
-    results: list[Any]
-    wall_s: float
-    prefix_stats: dict[str, Any] | None = None
-
-
-def compare(first: EngineRun, other: EngineRun) -> list[dict[str, Any]]:
-    """Compares two runs, one entry per request. Log-probs are compared up to the first different token."""
-    entries = []
-    for request, a, b in zip(first.requests, first.results, other.results, strict=True):
-        equal = a.generated == b.generated
-        pairs = zip(a.generated, b.generated, strict=False)
-        same = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.generated), len(b.generated)))
-        gaps = [abs(x - y) for x, y in zip(a.log_probs[:same], b.log_probs[:same], strict=False)]
-        entries.append(
-            {
-                "label": request.label,
-                "tokens_equal": equal,
-                "first_difference": None if equal else same,
-                "compared_log_probs": len(gaps),
-                "max_log_prob_difference": max(gaps, default=None),
-            }
-        )
-    return entries
-
-
-def totals(run: EngineRun) -> dict[str, Any]:
-    """Sums over an engine's requests."""
-    keys = ("prompt_tokens", "computed_tokens", "reused_tokens", "recomputed_tokens")
-    sums: dict[str, Any] = {key: sum(getattr(result, key) for result in run.results) for key in keys}
-    generated = sum(len(result.generated) for result in run.results)
-    return sums | {
-        "requests": len(run.results),
-        "failed_requests": sum(result.status == "failed" for result in run.results),
-        "generated_tokens": generated,
-        "wall_s": run.wall_s,
-        "generated_tokens_per_second": generated / run.wall_s,
-    }
-
-
-def print_report(console: Console, runs: list[EngineRun], comparisons: list[dict[str, Any]]) -> None:
-    """Prints a table per engine and per comparison. Prints the answers if there are few."""
-    for run in runs:
-        console.print(_run_table(run))
-        for request, result in zip(run.requests, run.results, strict=True):
-            if result.error:
-                console.print(f"{request.label} failed: {printable(result.error)}", markup=False)
-            elif len(run.results) <= _SHOW_WHOLE_TEXTS and run is runs[0]:
-                console.print(f"--- {request.label}\n{printable(result.text)}", markup=False)
-    for comparison in comparisons:
-        console.print(_comparison_table(comparison))
-
-
-def _run_table(run: EngineRun) -> Table:
-    table = Table(title=f"engine: {run.name}", title_justify="left", show_footer=True)
-    total = totals(run)
-    footers = (
-        f"{total['wall_s']:.2f} s in total",
-        str(total["prompt_tokens"]),
-        str(total["computed_tokens"]),
-        str(total["reused_tokens"]),
-        "",
-        f"{total['generated_tokens_per_second']:.0f}",
-        f"{total['generated_tokens']} tokens generated",
-    )
-    heads = ("request", "prompt", "computed", "reused", "first token ms", "tokens/s", "answer")
-    for number, (head, footer) in enumerate(zip(heads, footers, strict=True)):
-        table.add_column(head, footer=footer, justify="right" if 0 < number < 6 else "left", no_wrap=True)
-    for request, result in zip(run.requests, run.results, strict=True):
-        first_s, rate = result.time_to_first_token_s, result.tokens_per_second
-        table.add_row(
-            request.label.replace("[", "\\["),
-            str(result.prompt_tokens),
-            str(result.computed_tokens),
-            str(result.reused_tokens),
-            "-" if first_s is None else f"{first_s * 1000:.1f}",
-            "-" if rate is None else f"{rate:.0f}",
-            excerpt(result.text, 28).replace("[", "\\[") if result.status == "completed" else result.status,
-        )
-    return table
-
-
-def _comparison_table(comparison: dict[str, Any]) -> Table:
-    table = Table(title=f"{comparison['engine']} against {comparison['against']}", title_justify="left")
-    for head in ("request", "tokens", "first difference", "max log-prob difference"):
-        table.add_column(head, justify="left" if head in ("request", "tokens") else "right", no_wrap=True)
-    for entry in comparison["requests"]:
-        gap = entry["max_log_prob_difference"]
-        table.add_row(
-            entry["label"].replace("[", "\\["),
-            "equal" if entry["tokens_equal"] else "[bold]DIFFERENT[/bold]",
-            "" if entry["first_difference"] is None else f"token {entry['first_difference']}",
-            "-" if gap is None else f"{gap:.2e}",
-        )
-    return table
-
-
-def save_plot(path: Path, runs: list[EngineRun], title: str) -> None:
-    """Plots time to first token and computed prompt tokens of each request, one line per engine.
-
-    Args:
-        path: A file with an ending of `FORMATS`.
-        runs: One or more engines with the same requests.
-        title: Model, machine and workload.
-    """
-    styles = styles_of([run.name for run in runs])
-    numbers = range(1, len(runs[0].results) + 1)
-    waits_ms = {
-        run.name: [None if (s := r.time_to_first_token_s) is None else 1e3 * s for r in run.results] for run in runs
-    }
-    computed = {run.name: [r.computed_tokens for r in run.results] for run in runs}
-    panels = (("Time to first token, ms", waits_ms), ("Prompt tokens computed", computed))
-    heading = "Each request: how long it waited, what it computed"
-    with page(path, title=heading, subtitle=title, heights=(2.0, 2.0), legend=styles, lines=True) as axes:
-        for axis, (label, values) in zip(axes, panels, strict=True):
-            draw_lines(axis, numbers, values, styles)
-            axis.set_title(label, loc="left", fontsize=9.5, fontweight="bold")
-            axis.xaxis.get_major_locator().set_params(integer=True)
-        axes[-1].set_xlabel("request")
 
 
 @contextmanager

@@ -18,6 +18,25 @@ WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a memory is for.
+
+    Attributes:
+        block_tokens: Tokens per KV block.
+        conversation_tokens: Tokens of a conversation that is kept.
+        max_requests: Most running requests. Their states are reserved only with drafts.
+        drafts: Draft tokens of speculative decoding.
+        host_bytes: Bytes of the host tier.
+    """
+
+    block_tokens: int
+    conversation_tokens: int
+    max_requests: int
+    drafts: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What a budget holds. A conversation that is kept has its KV and a checkpoint.
 
@@ -40,44 +59,34 @@ class Plan:
     host_conversations: int
 
 
-def plan_budget(
-    sizes: Sizes,
-    *,
-    cache_bytes: int,
-    mamba_bytes: int | None = None,
-    block_tokens: int,
-    conversation_tokens: int,
-    max_requests: int,
-    drafts: int = 0,
-    host_bytes: int = 0,
-) -> Plan:
+def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: int | None = None) -> Plan:
     """Computes what ``cache_bytes`` hold.
 
     Args:
         sizes: The model.
+        usage: What the memory is for.
         cache_bytes: Bytes for KV, checkpoints and states of running requests.
         mamba_bytes: Most bytes of cached states; None: no limit.
-        block_tokens: Tokens per KV block.
-        conversation_tokens: Tokens of a conversation that is kept.
-        max_requests: Most running requests. Their states are reserved only with drafts.
-        drafts: Draft tokens of speculative decoding.
-        host_bytes: Bytes of the host tier.
 
     Raises:
         ValueError: There is no room for a state and a KV block.
     """
-    block_bytes = sizes.kv_block_bytes(block_tokens)
+    block_bytes = sizes.kv_block_bytes(usage.block_tokens)
     layout = PageLayout.of(block_bytes=block_bytes, state_bytes=sizes.state_bytes, alignment_bytes=ALIGNMENT_BYTES)
-    own_bytes = (max_requests if drafts else 1) * sizes.live_bytes(drafts)
+    own_bytes = (usage.max_requests if usage.drafts else 1) * sizes.live_bytes(usage.drafts)
     least_bytes = own_bytes + layout.least_bytes + layout.block_bytes  # one block is megatron's dummy
     if cache_bytes < least_bytes:
-        reason = f" ({drafts} drafts take {own_bytes / GIB:.2f} GiB of them: lower --max-requests)" if drafts else ""
+        reason = (
+            f" ({usage.drafts} drafts take {own_bytes / GIB:.2f} GiB of them: lower --max-requests)"
+            if usage.drafts
+            else ""
+        )
         raise ValueError(f"a state and a KV block need {least_bytes / GIB:.4f} GiB{reason}")
     layout = replace(layout, total_blocks=(cache_bytes - own_bytes) // layout.block_bytes - 1)
     cached_states = layout.slots
     if mamba_bytes is not None:
         cached_states = min(cached_states, mamba_bytes // sizes.state_bytes)
-    conversation_blocks = ceil_div(conversation_tokens, block_tokens)
+    conversation_blocks = ceil_div(usage.conversation_tokens, usage.block_tokens)
     left_blocks = layout.total_blocks - layout.page_blocks  # a page is a running request's
     conversations = left_blocks * layout.page_states // (conversation_blocks * layout.page_states + layout.page_blocks)
     return Plan(
@@ -87,8 +96,8 @@ def plan_budget(
         cached_states=cached_states,
         conversations=min(conversations, cached_states),
         # Padding stays on the device.
-        host_states=host_bytes // sizes.state_bytes,
-        host_conversations=host_bytes // (conversation_blocks * block_bytes + sizes.state_bytes),
+        host_states=usage.host_bytes // sizes.state_bytes,
+        host_conversations=usage.host_bytes // (conversation_blocks * block_bytes + sizes.state_bytes),
     )
 
 

@@ -1,14 +1,16 @@
-"""`fits`: what a GPU holds beside a model's weights, and which budget to give. No torch, no megatron."""
+"""What a GPU holds beside a model's weights, and from how many tokens on loading a prefix beats computing it. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_hybrid_prefix.lab.budget import Plan, plan_budget
-from megatron_hybrid_prefix.lab.capacity import VALUE_BYTES, sizes_of_config
+from megatron_hybrid_prefix.lab.budget import Plan, Usage, plan_budget
+from megatron_hybrid_prefix.lab.capacity import sizes_of_config
 from megatron_hybrid_prefix.lab.memory import GIB
 from megatron_hybrid_prefix.models.config import HybridModelConfig
+from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES
 
+GB = 10**9
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 KEPT_FREE = 0.1  # of a GPU's memory: activations, CUDA graphs, the allocator
 
@@ -34,25 +36,21 @@ class Fit:
 
 def fits(
     config: HybridModelConfig,
+    usage: Usage,
     *,
     gpu_bytes: int,
-    conversation_tokens: int,
-    block_tokens: int,
-    max_requests: int,
-    drafts: int = 0,
-    host_bytes: int = 0,
     state_dtype: str | None = None,
 ) -> list[Fit]:
     """What GPUs of ``gpu_bytes`` hold at each tensor-parallel size that divides the model's dimensions.
 
     Args:
         config: The model's dimensions.
+        usage: What the memory is for.
         gpu_bytes: Memory of one GPU.
-        conversation_tokens, block_tokens, max_requests, drafts, host_bytes: See `plan_budget`.
         state_dtype: Dtype of the matrix states; None: the model's.
     """
     found = []
-    weight_bytes = parameter_count(config) * VALUE_BYTES[config.dtype]
+    weight_bytes = parameter_count(config) * DTYPE_BYTES[config.dtype]
     for tp in TENSOR_PARALLEL_SIZES:
         try:
             config.check_parallel(tp=tp, pp=1)
@@ -63,15 +61,7 @@ def fits(
         left = int(gpu_bytes * (1 - KEPT_FREE)) - weights
         cache = int(max(0, left) * 100 // GIB / 100 * GIB)
         try:
-            plan: Plan | None = plan_budget(
-                sizes,
-                cache_bytes=cache,
-                block_tokens=block_tokens,
-                conversation_tokens=conversation_tokens,
-                max_requests=max_requests,
-                drafts=drafts,
-                host_bytes=host_bytes,
-            )
+            plan: Plan | None = plan_budget(sizes, usage, cache_bytes=cache)
         except ValueError:
             plan = None
         kept = plan if plan is not None and plan.conversations else None
@@ -106,3 +96,36 @@ def parameter_count(config: HybridModelConfig) -> int:
     }
     embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * hidden
     return embeddings + hidden + sum(config.count(symbol) * (hidden + count) for symbol, count in layers.items())
+
+
+# --- A shared folder -------------------------------------------------------------------------------------------------
+
+LOAD_RATES = (1, 2, 4, 8, 16, 32)  # GB/s for one rank: a network, disks, the page cache
+
+
+def break_even_tokens(kv_token_bytes: int, state_bytes: int, gb_per_s: float, tokens_per_s: float) -> int | None:
+    """Fewest tokens of a prefix whose KV and state load in less time than they are computed; None: never.
+
+    Args:
+        kv_token_bytes: Bytes of the KV of a token on one rank.
+        state_bytes: Bytes of a state on one rank.
+        gb_per_s: What the rank reads, in 10^9 bytes per second.
+        tokens_per_s: Prompt tokens that the ranks of a model compute per second.
+    """
+    gain_bytes = gb_per_s * GB / tokens_per_s - kv_token_bytes  # of a token
+    return None if gain_bytes <= 0 else int(state_bytes / gain_bytes) + 1
+
+
+def break_even(kv_token_bytes: int, state_bytes: int, tokens_per_s: float | None) -> dict[int, int | None]:
+    """`break_even_tokens` by GB/s; empty if the speed of prefill is not known."""
+    if tokens_per_s is None:
+        return {}
+    return {rate: break_even_tokens(kv_token_bytes, state_bytes, rate, tokens_per_s) for rate in LOAD_RATES}
+
+
+def break_even_rows(found: dict[int, int | None]) -> list[tuple[str, str]]:
+    """Rows of the report."""
+    return [
+        (f"loading from a shared tier at {rate} GB/s pays from", "never" if tokens is None else f"{tokens:,} tokens")
+        for rate, tokens in found.items()
+    ]

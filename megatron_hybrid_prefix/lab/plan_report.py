@@ -8,42 +8,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_hybrid_prefix.console.terminal import printable
-from megatron_hybrid_prefix.lab.budget import Plan
+from megatron_hybrid_prefix.console.terminal import printable, table_of
+from megatron_hybrid_prefix.lab.budget import Plan, Usage
 from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.fit import Fit
-from megatron_hybrid_prefix.lab.memory import GIB, floor_gib
-from megatron_hybrid_prefix.pool.pages import PageLayout
+from megatron_hybrid_prefix.lab.memory import GIB, floor_gib, page_words
 
-SCORE_BYTES = 12  # of a prompt's token: float32 log-probs of it and of one likeliest token, and the id of that
-
-
-def two_columns(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    """A table of names and values."""
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("how much", justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def page_words(layout: PageLayout) -> str:
-    """What a page holds, in words."""
-    blocks = "1 KV block" if layout.page_blocks == 1 else f"{layout.page_blocks} KV blocks"
-    return f"a state takes {blocks}" if layout.page_states == 1 else f"{layout.page_states} states take {blocks}"
+SCORE_BYTES = 12  # of a prompt's token: float32 log-probs of it and of the most probable token, and the id of that
 
 
 def print_plan(
     console: Console,
     sizes: Sizes,
     plan: Plan,
+    usage: Usage,
     *,
-    host_bytes: int,
-    block_tokens: int,
-    conversation_tokens: int,
-    max_requests: int,
-    drafts: int,
     more_rows: Sequence[tuple[str, str]],
     reuse: dict[str, Any] | None,
 ) -> None:
@@ -53,25 +32,30 @@ def print_plan(
         ("one state", f"{sizes.state_bytes:,} bytes"),
         ("... takes as much memory as the KV of", f"{sizes.state_bytes / sizes.kv_token_bytes:,.0f} tokens"),
         (
-            f"one KV block of {block_tokens} tokens",
+            f"one KV block of {usage.block_tokens} tokens",
             f"{layout.block_bytes:,} bytes" + (f", {padding:,} of them padding" if padding else ""),
         ),
         (page_words(layout), f"{layout.padding_bytes / layout.page_bytes:.1%} unused"),
         ("KV blocks, if there were no states", f"{layout.total_blocks:,}"),
         ("most cached states", f"{plan.cached_states:,}"),
-        (f"conversations of {conversation_tokens:,} tokens with a checkpoint each", f"{plan.conversations:,}"),
+        (f"conversations of {usage.conversation_tokens:,} tokens with a checkpoint each", f"{plan.conversations:,}"),
     ]
-    if host_bytes:
+    if usage.host_bytes:
         rows += [
             ("... on the host, beside them", f"{plan.host_conversations:,}"),
             ("states on the host, if it holds no KV", f"{plan.host_states:,}"),
         ]
-    if drafts:
-        rows.append((f"set aside for {max_requests} requests with {drafts} drafts", f"{plan.own_bytes / GIB:.2f} GiB"))
+    if usage.drafts:
+        rows.append(
+            (
+                f"set aside for {usage.max_requests} requests with {usage.drafts} drafts",
+                f"{plan.own_bytes / GIB:.2f} GiB",
+            )
+        )
     if sizes.next_logits_bytes is not None:
         rows += [
             ("log-probs of prompts (host), per checkpoint", f"{sizes.next_logits_bytes:,} bytes"),
-            ("... per token, with one likeliest token", f"{SCORE_BYTES} bytes"),
+            ("... per token, with one token of the highest probability", f"{SCORE_BYTES} bytes"),
         ]
     rows += more_rows
     if reuse is not None:
@@ -81,17 +65,17 @@ def print_plan(
             *((f"{more} {option}", f"{gain:+.4f}") for option, gain in reuse["gains"].items()),
             ("reuse with unlimited memory", f"{reuse['ceiling_fraction']:.4f}"),
         ]
-    console.print(two_columns(f"{printable(sizes.name)}, tp={sizes.tp}", rows))
+    table = Table(title=f"{printable(sizes.name)}, tp={sizes.tp}", title_justify="left", show_header=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("how much", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def print_fits(console: Console, found: Sequence[Fit], title: str, conversation_tokens: int) -> None:
     """Prints what GPUs hold at each tensor-parallel size."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("--tp", justify="right")
-    table.add_column("weights", justify="right")
-    table.add_column("left", justify="right")
-    table.add_column("budget", no_wrap=True)
-    table.add_column("keeps", justify="right")
+    table = table_of(title, "--tp", "weights", "left", "budget", "keeps")
     for fit in found:
         cells = [str(fit.tp), f"{fit.weight_bytes / GIB:.1f} GiB", f"{max(0, fit.left_bytes) / GIB:.1f} GiB"]
         if fit.plan is None:

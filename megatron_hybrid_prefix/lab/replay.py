@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries
 MOST_ENTRIES = 2**22
 """Most KV blocks, state slots or pages of the host. The index takes some 300 bytes for each."""
 ADMISSIONS = ("adaptive", "asked", "tail")
-_SAMPLES = 200  # points of the time series
+_CALLS = 200  # of `on_request` in a replay
 
 
 class TooLargeError(ValueError):
@@ -53,18 +53,6 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Occupancy:
-    """Slots and blocks in use after ``requests`` requests, and the prompt tokens reused until then."""
-
-    requests: int
-    timestamp: float
-    state_slots_used: int
-    kv_blocks_cached: int
-    reused_tokens: int
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
     """The result of a replay.
 
@@ -75,7 +63,6 @@ class Replayed:
         prompt_tokens: Prompt tokens of all requests.
         reused_tokens: Reused tokens of each request.
         refused_requests: Requests whose prompt needs more KV blocks than there are. They were skipped.
-        series: Occupancy over time.
         counters: Counters of the cache, by name.
         seconds: Duration of the replay.
         memory: The memory that KV and states shared, if it was given in bytes. ``state_slots`` and ``kv_blocks`` are then the
@@ -88,7 +75,6 @@ class Replayed:
     prompt_tokens: int
     reused_tokens: array[int]
     refused_requests: int
-    series: tuple[Occupancy, ...]
     counters: Mapping[str, Any]
     seconds: float
     memory: Memory | None = None
@@ -104,24 +90,8 @@ class Replayed:
         return len(self.reused_tokens) / self.seconds
 
 
-class Server(Protocol):
-    """A cache that serves recorded requests."""
-
-    def serve(self, request: TraceRequest) -> int | None:
-        """Runs a request. Returns the reused prompt tokens; None if it needs too many KV blocks."""
-
-    def used_slots(self) -> int:
-        """State slots in use."""
-
-    def cached_blocks(self) -> int:
-        """KV blocks that a prompt can match."""
-
-    def counters(self) -> Mapping[str, Any]:
-        """Counters, by name."""
-
-
 class CacheServer:
-    """`HybridPrefixCache`, called as the engine calls it."""
+    """`HybridPrefixCache`, called as the engine calls it. `UpstreamRule` has the same methods."""
 
     def __init__(self, policy: Policy, block_tokens: int, sizes: Mapping[str, Any]) -> None:
         settings = CacheSettings(
@@ -136,7 +106,7 @@ class CacheServer:
         self._next_id = 0
 
     def serve(self, request: TraceRequest) -> int | None:
-        """See Server."""
+        """Runs a request. Returns the reused prompt tokens; None if it needs too many KV blocks."""
         cache = self._cache
         self._next_id += 1
         match = cache.match(KeyChain(request.keys, request.prompt_tokens))
@@ -153,16 +123,7 @@ class CacheServer:
         cache.release(self._next_id)
         return admission.resume_tokens
 
-    def used_slots(self) -> int:
-        """See Server."""
-        return self._cache.stats().slots_used
-
-    def cached_blocks(self) -> int:
-        """See Server."""
-        return self._cache.blocks.cached_count
-
     def counters(self) -> Mapping[str, Any]:
-        """See Server."""
         return self._cache.stats().as_dict() | {"memory_use": asdict(self._cache.memory_use())}
 
 
@@ -205,16 +166,14 @@ def replay(
     ):
         if count > MOST_ENTRIES:
             raise TooLargeError(f"{count:,} {what}: a replay has at most {MOST_ENTRIES:,}")
-    server: Server
+    server: UpstreamRule | CacheServer
     if policy.eviction == "upstream":
         server = UpstreamRule(block_tokens=trace.block_tokens, kv_blocks=blocks, state_slots=state_slots)
     else:
         counts = {"kv_blocks": blocks, "state_slots": state_slots}
         server = CacheServer(policy, trace.block_tokens, counts if memory is None else memory.cache_sizes())
     reused = array("q")
-    series: list[Occupancy] = []
-    refused = reused_so_far = prompt_so_far = 0
-    every = ceil_div(len(trace.requests), _SAMPLES)
+    refused, every = 0, ceil_div(len(trace.requests), _CALLS)
     # A long trace makes millions of objects that stay. Scanning them for garbage would take longer than the replay.
     with no_garbage_collection():
         start = perf_counter()
@@ -222,29 +181,16 @@ def replay(
             tokens = server.serve(request)
             refused += tokens is None
             reused.append(tokens or 0)
-            reused_so_far += tokens or 0
-            prompt_so_far += request.prompt_tokens
             if number % every == 0 or number == len(trace.requests):
                 on_request(number)
-                series.append(
-                    Occupancy(
-                        requests=number,
-                        timestamp=request.timestamp,
-                        state_slots_used=server.used_slots(),
-                        kv_blocks_cached=server.cached_blocks(),
-                        reused_tokens=reused_so_far,
-                        prompt_tokens=prompt_so_far,
-                    )
-                )
         seconds = perf_counter() - start
     return Replayed(
         policy=policy,
         state_slots=state_slots,
         kv_blocks=kv_blocks,
-        prompt_tokens=prompt_so_far,
+        prompt_tokens=trace.prompt_tokens,
         reused_tokens=reused,
         refused_requests=refused,
-        series=tuple(series),
         counters=server.counters(),
         seconds=seconds,
         memory=memory,

@@ -15,7 +15,6 @@ there, even if a trace repeats an id at another place.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.console.terminal import InputError, read_text
+from megatron_hybrid_prefix.console.terminal import InputError, json_lines
 from megatron_hybrid_prefix.index.keys import KEY_BYTES, KeyMaker
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 
@@ -83,37 +82,20 @@ def read_trace(paths: Sequence[Path], *, block_tokens: int | None = None, limit:
     """
     reader: _Reader | None = None
     found: list[TraceRequest] = []
-    for path in paths:
-        # Not splitlines: JSON text may contain other line separators.
-        for number, line in enumerate(read_text(path).split("\n"), 1):
-            if not line.strip():
-                continue
-            try:
-                data = _parse(line)
-                if reader is None:
-                    reader = _READERS[_format_of(data)](block_tokens)
-                found.extend(reader.requests(data))
-            except _Malformed as error:
-                raise InputError(f"{path}:{number}: {error}") from None
+    for where, _, data in json_lines(paths, "requests"):
+        try:
+            if not isinstance(data, dict):
+                raise _Malformed("expected a JSON object")
+            if reader is None:
+                reader = _READERS[_format_of(data)](block_tokens)
+            found.extend(reader.requests(data))
+        except _Malformed as error:
+            raise InputError(f"{where}: {error}") from None
     if reader is None or not found:
         raise InputError(f"{', '.join(map(str, paths))}: no requests in it")
     assert reader.block_tokens is not None
     found.sort(key=lambda request: request.timestamp)
     return Trace(format=reader.format, block_tokens=reader.block_tokens, requests=tuple(found[:limit]))
-
-
-def _parse(line: str) -> dict[str, Any]:
-    try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise _Malformed(
-            f"not JSON: {error.msg} at column {error.colno}; a trace has a JSON object in each line"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise _Malformed(f"cannot read the JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise _Malformed("expected a JSON object")
-    return data
 
 
 def _format_of(data: dict[str, Any]) -> str:

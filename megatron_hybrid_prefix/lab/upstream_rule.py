@@ -85,14 +85,6 @@ class UpstreamRule:
             heappush(self._leaves, (self._clock, path[-1].block_id, path[-1]))
         return skip_tokens
 
-    def used_slots(self) -> int:
-        """See Server."""
-        return self._states
-
-    def cached_blocks(self) -> int:
-        """See Server."""
-        return len(self._blocks)
-
     def counters(self) -> Mapping[str, Any]:
         """See Server. ``would_raise``: times that no state could be evicted, where upstream raises an error."""
         return self._counters | {"slots_total": self.state_slots, "slots_used": self._states}

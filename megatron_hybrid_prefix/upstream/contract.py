@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.upstream.version import REMEDY, MegatronVersion, che
 
 FOLDER = Path(__file__).with_name("contracts")
 # Folders that an engine does not need.
-WINGS = ("serve/", "bench/", "lab/", "cli/", "tools/")
+WINGS = ("serve/", "bench/", "lab/", "cli/")
 
 
 def path_of(megatron: MegatronVersion) -> Path:

@@ -1,4 +1,4 @@
-"""The command `tools/bench.py`: its arithmetic, bad input, and that each scenario measures what it claims."""
+"""`hybrid-prefix bench`: its arithmetic, bad input, and that each scenario measures what it claims."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from megatron_hybrid_prefix.cli import bench
 from megatron_hybrid_prefix.console.terminal import InputError
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.selection import mostly_slow
-from tests.harness.workers.launch import environments_of, run_prepared
+from tests.harness.workers.launch import COMMAND, environments_of, run_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "bench.py"
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 # Nothing here needs a good figure.
@@ -134,16 +133,11 @@ def test_a_summary_has_samples_medians_and_ratios_of_medians() -> None:
 
 # --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
 
+# Options of models and engines: tests/cli/test_run_inference.py, whose verb has the same ones.
 BAD_OPTIONS = {
     "no scenario": ([], "required: SCENARIO"),
     "unknown scenario": (["everything"], "invalid choice: 'everything'"),
     "unknown engine": (["no_reuse", "--engine", "off,best"], "no engine 'best'; there are: off, upstream, ours"),
-    "an engine that is gone": (
-        ["no_reuse", "--engine", "off,split"],
-        "--engine: the engine 'split' was removed: use ours",
-    ),
-    "engine twice": (["no_reuse", "--engine", "off,off"], "--engine: off,off names an engine twice"),
-    "unknown preset": (["no_reuse", "--preset", "huge"], "no preset 'huge'; there are: tiny"),
     "another scenario's size": (["no_reuse", "--shared-tokens", "8"], "unrecognized arguments: --shared-tokens 8"),
     "no repeats": (["index", "--repeats", "0"], "argument --repeats: '0' is not a whole number above 0"),
     "bad fraction": (["pressure", "--budget-fraction", "half"], "'half' is not a number above 0"),
@@ -170,10 +164,6 @@ BAD_OPTIONS = {
         "16890 prompt + 16 generated tokens exceed the 16896",
     ),
     "longer than a step": (["no_reuse", "--max-tokens", "64"], "512 tokens are more than --max-tokens 64"),
-    "unaligned step": (["no_reuse", "--max-tokens", "65"], "--max-tokens 65 is not a multiple of 64"),
-    "tp does not divide": (["no_reuse", "--tp", "3"], "tp=3 does not divide"),
-    "exact in bf16": (["no_reuse", "--exact", "bits", "--state-dtype", "bfloat16"], "needs state_dtype='float32'"),
-    "no such folder": (["no_reuse", "--json", "absent/r.json"], "cannot write absent/r.json: there is no folder"),
     "graphs on CPU": (["no_reuse", "--cuda-graphs", "2"], "needs a CUDA device"),
     "too little for upstream": (["no_reuse", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
     "too little for all": (["no_reuse", "--buffer-gb", "0.0001"], "engine off: buffer_size_gb=0.0001 is too small"),
@@ -242,10 +232,9 @@ def test_cold_prompts_are_as_long_as_what_a_hit_computed(measure: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduling", [(), ("--async-scheduling",)], ids=["legacy", "async"])
-def test_multi_turn(scheduling: tuple[str, ...], measure: Any) -> None:
-    """2 conversations with prompts of 150, 306 and 462 tokens."""
-    data = measure("multi_turn", "--repeats", 2, *scheduling)
+def test_multi_turn(measure: Any) -> None:
+    """2 conversations with prompts of 150, 306 and 462 tokens. Asynchronous: see `test_forced_answers`."""
+    data = measure("multi_turn", "--repeats", 2)
     for engine in ("off", "upstream", "ours"):
         assert samples(data, "generated_tokens", engine) == [2 * 3 * 6] * 2
         assert samples(data, "failed_requests", engine) == [0, 0]
@@ -347,6 +336,39 @@ def assert_same_memory(data: dict[str, Any]) -> None:
         if "mamba_gb" in budget:
             assert budget["buffer_gb"] + budget["mamba_gb"] == pytest.approx(total), name
     assert budgets["ours"].keys() & {"cache_gb", "buffer_gb", "mamba_gb"} == {"cache_gb"}
+
+
+def test_engines_share_the_memory_that_is_free(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the usual budgets they would not fit together."""
+    monkeypatch.setattr(runner, "free_for_engines", lambda platform: int(0.06 * 2**30))
+    data = measure("no_reuse", "--repeats", 1)
+    budget = {"buffer_gb": 0.014, "mamba_gb": 0.002}
+    assert data["engines"]["upstream"]["budget"] == budget == {**data["engines"]["off"]["budget"], "mamba_gb": 0.002}
+    assert_same_memory(data)
+
+
+@pytest.mark.parametrize("engine", ["upstream", "ours"])
+def test_a_lack_of_memory_is_one_line(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of any engine, also while requests run."""
+    import torch
+
+    send = engines.Contestant.send
+
+    def raising(self: Any, *args: Any, **options: Any) -> Any:
+        if self.name == engine:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.00 GiB. GPU 0 has a total of")
+        return send(self, *args, **options)
+
+    monkeypatch.setattr(engines.Contestant, "send", raising)
+    argv = ["no_reuse", *map(str, SMALL["no_reuse"]), "--json", str(tmp_path / "result.json")]
+    assert bench.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"error: engine {engine}: not enough memory; lower --cache-gb or --buffer-gb, --max-requests "
+    )
+    assert said.count("\n") == 1 and "or run fewer engines" in said and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -629,7 +651,7 @@ def test_ctrl_c_writes_nothing(
 def test_help_shows_sizes_and_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, str(TOOL)]
+    command = [sys.executable, str(COMMAND), "bench"]
     shown = subprocess.run([*command, "shared_prefix", "--help"], capture_output=True, text=True, env=environment)
     assert shown.returncode == 0, shown.stderr
     text = " ".join(shown.stdout.split())
@@ -646,7 +668,7 @@ def test_help_shows_sizes_and_needs_no_torch(tmp_path: Path) -> None:
 def test_two_ranks_report_once(tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     argv = ["shared_prefix", *map(str, SMALL["shared_prefix"]), "--repeats", "1", "--tp", "2", "--json", str(path)]
-    ranks = run_prepared(TOOL, *argv, environments=environments_of(2))
+    ranks = run_prepared(COMMAND, "bench", *argv, environments=environments_of(2))
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
     said = "".join(rank.stdout for rank in ranks)
     assert said.count("platform: ") == said.count("engine ours: ") == 1 and "tp=2" in said

@@ -1,4 +1,4 @@
-"""`tools/bench.py all` and `report`: all scenarios into one JSON, and the report of it."""
+"""`hybrid-prefix bench all` and `report`: all scenarios into one JSON, and the report of it."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_a_report_says_what_was_measured(measured: dict[str, Any], tmp_path: Pat
     lines = path.read_text().splitlines()
     assert "Hardware: processor fast, cores 2." in lines and "Versions: torch 2.11.0." in lines
     assert "| median | off | ours | upstream | ours/off | goal |" in lines
-    assert "| first token, ms | 20 | 5 |  | 0.25 |  |" in lines
-    assert "| tokens computed | 12,345 | 9 |  | 0.000729 | <= 9 |" in lines
-    assert "| wall time, s | 0.1235 | 0.1 |  | 0.81 |  |" in lines
+    assert "| first token, ms | 20 | 5 | - | 0.25 |  |" in lines
+    assert "| tokens computed | 12,345 | 9 | - | 0.000729 | <= 9 |" in lines
+    assert "| wall time, s | 0.1235 | 0.1 | - | 0.81 |  |" in lines
     assert "Engine upstream crashed: KeyError: a \\| b" in lines
     assert "| [no_reuse](#no_reuse) | failed: error: no \\| room |" in lines
     assert "No figures: error: no \\| room" in lines
@@ -93,8 +93,6 @@ def test_what_is_drawn(measured: dict[str, Any]) -> None:
     result = measured["scenarios"]["herd"]["result"]
     (panel,) = charts.chart_of("herd", result).panels
     assert list(panel.bars) == ["latest_first_token_ms"] and panel.unit == "ms"
-    (panel,) = charts.chart_of("a new scenario", result).panels
-    assert panel.bars == {"first_token_ms": "first token, ms", "latest_first_token_ms": "latest, ms"}
     del result["metrics"]["latest_first_token_ms"]
     assert charts.chart_of("herd", result) is None  # none of the figures that make its point
     assert charts.chart_of("no_reuse", {}) is None
@@ -103,12 +101,12 @@ def test_what_is_drawn(measured: dict[str, Any]) -> None:
 def test_a_bar_that_is_missing_says_why(measured: dict[str, Any], tmp_path: Path) -> None:
     result = measured["scenarios"]["herd"]["result"]
     path = tmp_path / "herd.svg"
-    charts.draw_chart(path, charts.chart_of("a new scenario", result), result)
+    charts.draw_chart(path, charts.chart_of("herd", result), result)
     drawn = path.read_text()
     for text in (
         "megatron-core's cache crashed",
-        "20 ms",
-        "5 ms",
+        "30 ms",
+        "7 ms",
         "caching off",
         "this cache",
         "tiny on unknown machine",
@@ -117,9 +115,8 @@ def test_a_bar_that_is_missing_says_why(measured: dict[str, Any], tmp_path: Path
 
 
 def test_every_scenario_has_a_chart_of_its_own_figures_and_a_small_size() -> None:
-    assert set(suite.QUICK) == set(SCENARIOS) == set(charts.CHARTS)
+    assert set(SCENARIOS) == set(charts.CHARTS) and all(suite.QUICK.values())
     for name, kind in SCENARIOS.items():
-        assert set(suite.QUICK[name]) <= {field.name for field in kind.sizes()}
         measured = {one.name: {"label": one.label, "median": {"ours": 1.0}} for one in kind(**_sizes(kind)).metrics()}
         assert charts.chart_of(name, {"metrics": measured}) == charts.CHARTS[name], name
 
@@ -214,7 +211,8 @@ def test_a_scenario_that_fails_does_not_end_the_others(
     result = completed["result"]
     assert result["scenario"] == "no_reuse" and result["options"]["requests"] == 4
     assert result["metrics"]["generated_tokens"]["median"] == {"off": 32, "ours": 32}
-    assert result["command"].startswith("bench.py no_reuse --engine off,ours") and "--json" not in result["command"]
+    assert result["command"].startswith("bench.py no_reuse ") and "--json" not in result["command"]
+    assert "--engine off,ours" in result["command"]
     for key in ("versions", "hardware", "platform"):
         assert data[key] == result[key]
     assert data["command"].endswith(str(folder)) and data["quick"] is True

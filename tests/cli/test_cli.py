@@ -1,4 +1,4 @@
-"""The command `hybrid-prefix`: its verbs, its errors, and the scripts that call the same code."""
+"""The command `hybrid-prefix`: its verbs and its errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.cli.main import VERBS, main
-from megatron_hybrid_prefix.console.terminal import InputError, as_memory_errors
+from megatron_hybrid_prefix.console.terminal import MEMORY_ADVICE, InputError, as_main, as_memory_errors
 from tests.harness.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,11 +32,6 @@ def run(*argv: object, lacking: tuple[str, ...] = ()) -> subprocess.CompletedPro
         timeout=HANG_S,
         check=False,
     )
-
-
-def python_files() -> list[Path]:
-    """Python files of the tools and the tests."""
-    return [*ROOT.glob("tools/*.py"), *ROOT.glob("tests/**/*.py")]
 
 
 def test_help_has_a_line_for_each_verb(capsys):
@@ -91,6 +87,14 @@ def test_a_verb_shows_its_options_without_torch(verb):
     assert result.stdout.startswith(f"usage: hybrid-prefix {verb} [-h] ")
 
 
+def test_plan_and_replay_need_no_torch(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 1, "input": "%s"}\n' % ("x" * 600))
+    for argv in (["plan", "tiny", "--cache-gb", 1, "--trace", trace], ["replay", trace]):
+        result = run(*argv, lacking=("torch", "megatron", "numpy"))
+        assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 1, "input": "%s"}\n' % ("x" * 600))
@@ -100,17 +104,34 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(tmp_path):
         assert result.stderr == "error: --plot needs matplotlib: pip install 'megatron-hybrid-prefix[bench]'\n"
 
 
-def test_only_the_lack_of_memory_is_named_so():
-    for error, short in (
+@pytest.mark.parametrize(
+    ("error", "short"),
+    [
         (MemoryError(), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.00 GiB. GPU 0 has"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
         (RuntimeError("shapes differ"), False),
         (RecursionError("DefaultCPU"), False),
-        (ValueError("x"), False),
-    ):
-        with pytest.raises(InputError if short else type(error)) as raised, as_memory_errors("the model", "buy some"):
-            raise error
-        assert str(raised.value).startswith("the model: not enough memory; buy some: ") == short
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_only_the_lack_of_memory_is_named_so(error, short, capsys):
+    with pytest.raises(InputError if short else type(error)) as raised, as_memory_errors("the model", "buy some"):
+        raise error
+    assert str(raised.value).startswith("the model: not enough memory; buy some: ") == short
+
+    def anywhere(argv, interrupt):
+        raise error
+
+    if not short:
+        with pytest.raises(type(error)):
+            as_main(anywhere)([])
+        return
+    assert as_main(anywhere)([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: not enough memory; {MEMORY_ADVICE}: ") and said.count("\n") == 1
+    assert "GPU 0 has" not in said
 
 
 def test_only_the_command_line_imports_what_no_engine_needs():
@@ -124,34 +145,7 @@ def test_only_the_command_line_imports_what_no_engine_needs():
     assert wrong == []
 
 
-# --- The scripts in tools/ -------------------------------------------------------------------------------------------
-
-
-def test_scripts_are_a_few_lines_and_import_no_other_script():
-    tools = [path for path in python_files() if path.parent.name == "tools"]
-    names = {path.stem for path in ROOT.glob("tools/*.py")}
-    assert len(tools) >= 7
-    for path in tools:
-        text = path.read_text()
-        assert len(text.splitlines()) <= 12, path
-        assert not set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)) & names, path
-        assert os.access(path, os.X_OK), path
-
-
 def test_no_test_changes_where_modules_are_found():
     allowed = {ROOT / "tests" / "harness" / "workers" / "prepared.py"}  # which runs a script as python does
     changed = "sys.path" + ".insert"
-    assert {path for path in python_files() if changed in path.read_text()} <= allowed
-
-
-def test_a_script_is_called_by_its_name():
-    for path in (ROOT / "tools").glob("*.py"):
-        result = subprocess.run(
-            [sys.executable, str(path), "--help"],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            check=False,
-        )
-        assert result.returncode == 0 and result.stdout.startswith(f"usage: {path.name} "), result.stderr
+    assert {path for path in ROOT.glob("tests/**/*.py") if changed in path.read_text()} <= allowed

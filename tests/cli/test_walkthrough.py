@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from megatron_hybrid_prefix.cli import walkthrough
+from examples import walkthrough
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,23 +15,15 @@ LOG_PROBS = re.compile(r"within \de[+-]\d\d")  # depends on the machine
 
 
 @pytest.fixture(scope="module")
-def told(platform, tmp_path_factory):
-    """The turns as data, and the printed text."""
-    import contextlib
-    import io
-
-    path, output = tmp_path_factory.mktemp("walk") / "walk.json", io.StringIO()
-    with contextlib.redirect_stdout(output):
-        assert walkthrough.main(["--json", str(path)]) == 0
-    return {turn["name"]: turn for turn in json.loads(path.read_text())}, output.getvalue()
+def turns(tiny):
+    return {turn["name"]: turn for turn in walkthrough.walk(tiny)}
 
 
 def verbs(turn):
-    return [event["verb"] for event in turn["events"]]
+    return [verb for verb, _ in turn["events"]]
 
 
-def test_each_turn_does_what_it_is_for(told):
-    turns = told[0]
+def test_each_turn_does_what_it_is_for(turns):
     counted = {name: turn["counted"] for name, turn in turns.items()}
     assert list(turns) == ["turn 1", "turn 2", "another conversation", "turn 3"]
     assert [turn["prompt_tokens"] for turn in turns.values()] == [200, 330, 520, 460]
@@ -45,21 +36,24 @@ def test_each_turn_does_what_it_is_for(told):
     assert {"load", "fetch"} <= set(verbs(turns["turn 3"])) and counted["turn 3"]["loaded from the host"] == 3
 
 
-def test_answers_are_those_of_caching_off(told):
-    for turn in told[0].values():
+def test_answers_are_those_of_caching_off(turns):
+    for turn in turns.values():
         assert turn["same_tokens"] and turn["answer_tokens"] == walkthrough.ANSWER_TOKENS
         assert turn["max_log_prob_difference"] <= LOG_PROB_NOISE
 
 
-def test_the_document_shows_what_is_printed(told):
+def test_the_document_shows_what_is_printed(turns, monkeypatch, capsys):
+    monkeypatch.setattr(walkthrough, "walk", lambda model: iter(turns.values()))
+    with pytest.raises(SystemExit, match="0"):
+        walkthrough.main()
     document = (ROOT / "docs" / "walkthrough.md").read_text()
     shown = LOG_PROBS.sub("", "\n".join(re.findall(r"```text\n(.*?)```", document, re.S)))
-    printed = LOG_PROBS.sub("", told[1][: told[1].rindex("wrote ")])
+    printed = LOG_PROBS.sub("", capsys.readouterr().out)
     assert [line for line in shown.splitlines() if line] == [line for line in printed.splitlines() if line]
 
 
-def test_other_answers_are_an_error(platform, monkeypatch, capsys):
-    turn = {"same_tokens": False}
-    monkeypatch.setattr(walkthrough, "walk", lambda model: iter([turn]))
-    monkeypatch.setattr(walkthrough, "describe", lambda turn: "")
-    assert walkthrough.main([]) == 1
+def test_other_answers_are_an_error(turns, monkeypatch):
+    wrong = turns["turn 1"] | {"same_tokens": False}
+    monkeypatch.setattr(walkthrough, "walk", lambda model: iter([wrong]))
+    with pytest.raises(SystemExit, match="1"):
+        walkthrough.main()

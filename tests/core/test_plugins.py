@@ -78,9 +78,9 @@ def plugged(folder, monkeypatch):
     monkeypatch.setenv(PLUGINS_VARIABLE, "newest_first_rule")
 
 
-def run_tool(folder: Path, tool: str, *argv: str, plugins: str = "newest_first_rule") -> subprocess.CompletedProcess:
+def run_verb(folder: Path, verb: str, *argv: str, plugins: str = "newest_first_rule") -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", PLUGINS_VARIABLE: plugins}
-    command = [sys.executable, str(ROOT / "tools" / tool), *argv]
+    command = [sys.executable, "-m", "megatron_hybrid_prefix", verb, *argv]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
 
 
@@ -128,24 +128,20 @@ def test_settings_and_flags_know_the_rule_of_a_plugin(plugged):
 
 def test_the_replay_uses_the_rule_of_a_plugin(folder):
     argv = [str(folder / "trace.jsonl"), "--state-slots", "1", "--admission", "tail", "--baselines", "lru"]
-    done = run_tool(folder, "replay_trace.py", *argv, "--eviction", "newest_first")
+    done = run_verb(folder, "replay", *argv, "--eviction", "newest_first")
     assert done.returncode == 0, done.stderr
     assert "newest_first" in done.stdout
-    refused = run_tool(folder, "replay_trace.py", *argv, "--eviction", "newest_first", plugins="")
+    refused = run_verb(folder, "replay", *argv, "--eviction", "newest_first", plugins="")
     assert refused.returncode == 2 and "newest_first" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("tool", "name", "reason"),
-    [
-        ("replay_trace.py", "broken_rule", "RuntimeError: two lines"),
-        ("plan_capacity.py", "no_such_rule", "ModuleNotFoundError: "),
-    ],
-)
-def test_a_plugin_that_cannot_be_imported_is_one_line(folder, tool, name, reason):
-    done = run_tool(folder, tool, "tiny", plugins=name)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: HYBRID_PREFIX_PLUGINS: cannot import '{name}': {reason}")
+@pytest.mark.parametrize("verb", ["replay", "plan"])
+def test_a_plugin_that_cannot_be_imported_is_one_line(folder, verb):
+    for name, reason in (("broken_rule", "RuntimeError: two lines"), ("no_such_rule", "ModuleNotFoundError: ")):
+        done = run_verb(folder, verb, "tiny", plugins=name)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith(f"error: HYBRID_PREFIX_PLUGINS: cannot import '{name}': {reason}")
+        assert done.stderr.count("\n") == 1
 
 
 def test_settings_say_which_plugin_cannot_be_imported(plugged, monkeypatch):

@@ -1,4 +1,4 @@
-"""`tools/serve.py` on GPUs: alone, as replicas behind megatron's coordinator, and as one replica on several GPUs."""
+"""`hybrid-prefix serve` on GPUs: alone, as replicas behind megatron's coordinator, and as one replica on several GPUs."""
 
 from __future__ import annotations
 

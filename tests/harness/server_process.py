@@ -1,4 +1,4 @@
-"""`tools/serve.py` as a process under torchrun: starting it, sending requests, and checking that nothing is left of it."""
+"""`hybrid-prefix serve` as a process under torchrun: starting it, sending requests, and checking that nothing is left of it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness.limits import HANG_S, wait_until
-from tests.harness.workers.launch import environment, environments_of, torchrun
+from tests.harness.workers.launch import COMMAND, environment, environments_of, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 64
 LIMIT_TOKENS = 1024
 ADMIN = "admin-secret"
@@ -147,7 +146,7 @@ def started(
     options = ["--port", "0", "--block-size-tokens", str(BLOCK), "--max-sequence-length", str(LIMIT_TOKENS)]
     options += ["--max-requests", "4", "--max-waiting", "200", "--admin-token", ADMIN, *argv]
     errors = folder / "errors"
-    command = [str(ROOT / "tools" / "serve.py"), *options]
+    command = [str(COMMAND), "serve", *options]
     common = environment(device)
     with errors.open("w") as stderr:
         processes = [

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_hybrid_prefix.cli import plan
-from megatron_hybrid_prefix.lab.budget import plan_budget
+from megatron_hybrid_prefix.lab.budget import Usage, plan_budget
 from megatron_hybrid_prefix.lab.capacity import sizes_of_config
 from megatron_hybrid_prefix.lab.fit import KEPT_FREE, fits, parameter_count
 from megatron_hybrid_prefix.models import get_preset
@@ -33,8 +33,8 @@ def test_parameters_are_those_of_the_files(name):
 
 def test_the_budget_fills_what_the_weights_leave_and_no_more():
     config = get_preset("nemotron-h-8b")
-    arguments = {"conversation_tokens": 8192, "block_tokens": 256, "max_requests": 64}
-    found = fits(config, gpu_bytes=80 * 10**9, **arguments)
+    usage = Usage(conversation_tokens=8192, block_tokens=256, max_requests=64)
+    found = fits(config, usage, gpu_bytes=80 * 10**9)
     assert [fit.tp for fit in found] == [1, 2, 4, 8]
     for fit in found:
         sizes = sizes_of_config("m", config, tp=fit.tp)
@@ -42,9 +42,9 @@ def test_the_budget_fills_what_the_weights_leave_and_no_more():
         assert room - 0.01 * GIB < fit.cache_bytes <= room == fit.left_bytes
         one = 32 * sizes.kv_block_bytes(256) + fit.plan.layout.page_bytes
         assert fit.cache_bytes - 4 * one < fit.plan.conversations * one < fit.cache_bytes
-        assert fit.plan == plan_budget(sizes, cache_bytes=fit.cache_bytes, **arguments)
-    assert [fit.tp for fit in fits(get_preset("tiny"), gpu_bytes=10**9, **arguments)] == [1, 2, 4]
-    assert fits(config, gpu_bytes=16 * 10**9, **arguments)[0].plan is None
+        assert fit.plan == plan_budget(sizes, usage, cache_bytes=fit.cache_bytes)
+    assert [fit.tp for fit in fits(get_preset("tiny"), usage, gpu_bytes=10**9)] == [1, 2, 4]
+    assert fits(config, usage, gpu_bytes=16 * 10**9)[0].plan is None
 
 
 def test_the_budget_that_it_names_can_be_planned(tmp_path, capsys):
@@ -59,7 +59,7 @@ def test_the_budget_that_it_names_can_be_planned(tmp_path, capsys):
     assert plan.main([*words[3:], *options]) == 0
     planned, fit = json.loads(path.read_text()), report["fits"][0]
     assert planned["cache_bytes"] == fit["cache_bytes"]
-    assert planned["conversations"] == fit["plan"]["conversations"]
+    assert planned["plan"]["conversations"] == fit["plan"]["conversations"]
 
 
 def test_the_budget_of_a_folder(tmp_path, capsys):

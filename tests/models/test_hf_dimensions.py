@@ -30,7 +30,7 @@ def test_either_spelling_is_the_published_model(family, spelling):
     by_hand = sizes_of(str(FOLDER / f"{family}_{spelling}.json"))
     assert by_hand.state_dtype == PRESETS[family].state_dtype
     preset = {"nemotron_h": "nemotron-h-8b", "qwen3_next": "qwen3-next-80b-a3b"}[family]
-    assert by_hand.recurrent == sizes_of(preset).recurrent
+    assert by_hand.kv_token_bytes == sizes_of(preset).kv_token_bytes
 
 
 @pytest.mark.parametrize(

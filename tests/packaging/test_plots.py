@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hybrid_prefix.bench.stats import number_text
 from megatron_hybrid_prefix.console import plots
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def test_the_narrowest_of_lines_that_coincide_is_on_top(tmp_path):
     [(0, "0"), (126.3, "126"), (11.96, "12"), (4.578, "4.58"), (17760.4, "17,760"), (9.999, "10"), (0.0123, "0.0123"), (6, "6")],
 )  # fmt: skip
 def test_figures_have_three_digits(value, text):
-    assert plots.number_text(value) == text
+    assert number_text(value, 3) == text
 
 
 # -- the documents' plots ----------------------------------------------------------------------------------------------

@@ -72,12 +72,12 @@ def every_other_verb(command: Path, folder: Path) -> None:
     run(command, "generate", *words, folder=folder)
     data = json.loads((folder / "answer.json").read_text())
     assert [request["tokens_equal"] for request in data["comparisons"][0]["requests"]] == [True]
-    words = ("--block-size-tokens", 128, "--answer-tokens", 140, "--users", 2)
-    assert "Exact in 6 of 6 parts: this cache." in run(command, "demo", *words, "--out", out, folder=folder)
-    assert (out / "demo.png").is_file()
+    plot = folder / "demo.png"
+    assert "Exact in 6 of 6 parts: this cache." in run(command, "demo", "--rounds", 1, "--plot", plot, folder=folder)
+    assert plot.is_file()
     words = ("--quick", "--scenarios", "no_reuse", "--engine", "off,ours", "--report", out)
-    run(command, "bench", "all", *words, "--json", out / "bench.json", folder=folder)
-    found = json.loads((out / "bench.json").read_text())["scenarios"]["no_reuse"]
+    run(command, "bench", "all", *words, "--json", folder / "bench.json", folder=folder)
+    found = json.loads((folder / "bench.json").read_text())["scenarios"]["no_reuse"]
     assert found["status"] == "completed" and found["result"]["command"].startswith("hybrid-prefix bench no_reuse ")
     assert (out / "no_reuse.png").is_file()
 

@@ -40,8 +40,8 @@ OPTIONS = [
     "64",
     "--max-requests",
     "64",
-    "--buffer-gb",
-    "0.5",
+    "--cache-gb",
+    "0.55",
     "--max-sequence-length",
     "8192",
 ]
@@ -54,7 +54,7 @@ class Command(Endpoint):
         root = Path(__file__).resolve().parents[2]
         path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_hybrid_prefix.cli.serve", *OPTIONS, "--admin-token", ADMIN, *options],
+            [sys.executable, "-m", "megatron_hybrid_prefix", "serve", *OPTIONS, "--admin-token", ADMIN, *options],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": path},

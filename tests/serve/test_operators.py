@@ -336,7 +336,7 @@ def test_the_command_logs_in_this_form(monkeypatch, capsys):
 
 def config_of(*argv: str) -> Any:
     args = serve.make_parser().parse_args(argv)
-    return serve.cache_config(args, Budgets.of(args, "cpu"))
+    return serve.cache_config(args, Budgets.of(args, "cpu", free_bytes=2**40))
 
 
 def test_hits_can_be_verified():
@@ -354,26 +354,26 @@ def test_the_memory_and_the_limit_of_its_checkpoints():
     assert budget() == (pytest.approx(0.25 + 0.05), None)
     assert budget("--cache-gb", "2", "--host-gb", "1") == (2, None)
     assert budget("--cache-gb", "2", "--mamba-gb", "1") == (2, 1)
-    assert budget("--mamba-gb", "1") == (1.25, 1) and budget("--mamba-gb", "1", "--buffer-gb", "3") == (4, 1)
-    assert budget("--buffer-gb", "3") == (3.05, None)
+    assert budget("--mamba-gb", "0.1") == (pytest.approx(0.3), 0.1)
     for wrong, message in (
-        (["--cache-gb", "1", "--buffer-gb", "1"], "^--cache-gb replaces --buffer-gb: give one of them"),
         (["--cache-gb", "1", "--mamba-gb", "2"], "^--mamba-gb 2: the most for checkpoints in --cache-gb 1, so"),
+        (["--mamba-gb", "2"], "^--mamba-gb 2: the most for checkpoints in --cache-gb 0.3, so"),
+        (["--buffer-gb", "2"], "^unrecognized arguments: --buffer-gb 2"),
     ):
         with pytest.raises(InputError, match=message):
-            serve.check_options(serve.make_parser().parse_args(wrong))
+            budget(*wrong)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--cache-gb", "0.02"], r"memory: 20.* MiB for KV and states: \d+ KV blocks of .*, or \d+ pages"),
-        (["--mamba-gb", "0.02", "--buffer-gb", "0.1"], r"mamba_gb=0.02: at most \d+ states cached"),
+        (["--mamba-gb", "0.02", "--cache-gb", "0.12"], r"mamba_gb=0.02: at most \d+ states cached"),
     ],
 )
-def test_the_engine_has_that_memory(options, said, tiny):
+def test_the_engine_has_that_memory(options, said, tiny, platform):
     args = serve.make_parser().parse_args([*options, "--max-requests", "4"])
-    engine = serve.make_engine(tiny, TOKENIZER, "cpu", args)
+    engine = serve.make_engine(tiny, TOKENIZER, platform, args)
     assert re.search(said, engine.context.memory_report())
 
 

@@ -1,4 +1,4 @@
-"""`tools/serve.py`: the `openai` client, cache statistics, tenants, errors, load, failures. On the CPU with `tiny`."""
+"""`hybrid-prefix serve`: the `openai` client, cache statistics, tenants, errors, load, failures. On the CPU with `tiny`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "serve.py"
 
 from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
@@ -829,7 +828,7 @@ def test_a_chat_template_cannot_leave_its_sandbox(template):
         (["--host", "a" * 300 + ".."], "cannot listen on aaa"),
         (["--drain-time", "-1"], "'-1' is not a number, 0 or above"),
         (["--cache-gb", "1e9", "--port", "0"], "--cache-gb 1e+09: 1e+09 GiB of host memory are needed, "),
-        (["--mamba-gb", "1e9", "--port", "0"], "--buffer-gb 0.25 and --mamba-gb 1e+09: "),
+        (["--mamba-gb", "1e9", "--port", "0"], "--mamba-gb 1e+09: the most for checkpoints in --cache-gb 0.3, so"),
         (["--host-gb", "1e9", "--port", "0"], "--cache-gb 0.3 and --host-gb 1e+09: "),
         (["--max-tokens", "9999999999"], "'9999999999' is too large: it must have at most 9 digits"),
         (["--tokenizer", "nowhere"], "no tokenizer at nowhere"),
@@ -862,7 +861,9 @@ def test_the_command(tmp_path):
     process = subprocess.Popen(
         [
             sys.executable,
-            str(TOOL),
+            "-m",
+            "megatron_hybrid_prefix",
+            "serve",
             "--port",
             "0",
             "--max-sequence-length",

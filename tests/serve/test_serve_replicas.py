@@ -1,4 +1,4 @@
-"""`tools/serve.py` on two ranks behind megatron's coordinator: two replicas, and one replica of two ranks."""
+"""`hybrid-prefix serve` on two ranks behind megatron's coordinator: two replicas, and one replica of two ranks."""
 
 from __future__ import annotations
 

@@ -13,12 +13,6 @@ from megatron_hybrid_prefix.bench.scenario import Scenario, first_tokens_ms, siz
 from megatron_hybrid_prefix.bench.stats import Metric, Sample
 
 
-def _too_many_at_once(option: str, requests: int, max_requests: int) -> str | None:
-    if requests <= max_requests:
-        return None
-    return f"--{option} {requests} cannot run at once with --max-requests {max_requests}"
-
-
 def _times(results: Sequence[Any], wall_s: float) -> Sample:
     first_ms = first_tokens_ms(results)
     ends = (first_ms[0], first_ms[-1]) if first_ms else (None, None)
@@ -26,14 +20,14 @@ def _times(results: Sequence[Any], wall_s: float) -> Sample:
 
 
 def _common_metrics() -> list[Metric]:
-    count = partial(Metric, digits=0, ratios=False)
+    count = partial(Metric, ratios=False)
     return [
-        Metric(name="earliest_first_token_ms", label="first token, earliest, ms", digits=2),
-        Metric(name="latest_first_token_ms", label="first token, latest, ms", digits=2),
-        Metric(name="wall_s", label="wall time, s", digits=3),
-        count(name="reused_tokens", label="prompt tokens reused"),
-        count(name="generated_tokens", label="tokens generated"),
-        count(name="failed_requests", label="failed requests", goal="0"),
+        Metric("earliest_first_token_ms", "first token, earliest, ms"),
+        Metric("latest_first_token_ms", "first token, latest, ms"),
+        Metric("wall_s", "wall time, s"),
+        count("reused_tokens", "prompt tokens reused"),
+        count("generated_tokens", "tokens generated"),
+        count("failed_requests", "failed requests", goal="0"),
     ]
 
 
@@ -45,10 +39,14 @@ class Herd(Scenario):
     """Cold requests with a shared prefix, all at once. Counts how often the prefix is computed."""
 
     name: ClassVar[str] = "herd"
-    requests: int = size(4, 8, "requests at once")
-    prefix_blocks: int = size(4, 10, "KV blocks of the shared prefix")
-    own_tokens: int = size(300, 300, "tokens of each prompt after the prefix")
+    at_once: ClassVar[str] = "requests"
+    requests: int = size(4, 8, "requests at once", quick=3)
+    prefix_blocks: int = size(4, 10, "KV blocks of the shared prefix", quick=2)
+    own_tokens: int = size(300, 300, "tokens of each prompt after the prefix", quick=100)
     generate: int = size(4, 32, "tokens to generate per request")
+
+    def problem(self, block_tokens: int, max_requests: int) -> str | None:
+        return self.too_many_at_once(max_requests)
 
     @property
     def prefix_tokens(self) -> int:
@@ -57,40 +55,26 @@ class Herd(Scenario):
 
     @property
     def longest_tokens(self) -> int:
-        """See Scenario."""
         return self.prefix_tokens + self.own_tokens
 
-    @property
-    def max_requests(self) -> int:
-        """See Scenario."""
-        return max(16, self.requests)
-
-    def problem(self, block_tokens: int, max_requests: int) -> str | None:
-        """See Scenario."""
-        return _too_many_at_once("requests", self.requests, max_requests)
-
     def describe(self) -> str:
-        """See Scenario."""
         return (
             f"{self.requests} cold requests at once of {self.prefix_blocks} shared blocks ({self.prefix_tokens} tokens) "
             f"+ {self.own_tokens} own tokens, {self.generate} tokens generated each"
         )
 
     def metrics(self) -> list[Metric]:
-        """See Scenario."""
         return [
-            Metric(name="computed_tokens", label="prompt tokens computed", digits=0),
-            Metric(name="prefix_computed_times", label="times that the prefix was computed", digits=2, goal="1"),
+            Metric("computed_tokens", "prompt tokens computed"),
+            Metric("prefix_computed_times", "times that the prefix was computed", goal="1"),
             *_common_metrics(),
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> list[list[int]]:
-        """See Scenario."""
         shared = tokens(rng, vocab_size, self.prefix_tokens)
         return [shared + tokens(rng, vocab_size, self.own_tokens) for _ in range(self.requests)]
 
     def play(self, contestant: Contestant, workload: list[list[int]]) -> Sample:
-        """See Scenario."""
         results, wall_s = contestant.send(workload, self.generate)
         own_tokens = sum(result.prompt_tokens - self.prefix_tokens for result in results)
         sample = sums(results) | _times(results, wall_s)
@@ -110,19 +94,10 @@ class Samples(Scenario):
     """
 
     name: ClassVar[str] = "samples"
-    samples: int = size(4, 8, "requests with the same prompt")
-    prompt_tokens: int = size(1000, 8000, "tokens of the prompt")
+    at_once: ClassVar[str] = "samples"
+    samples: int = size(4, 8, "requests with the same prompt", quick=3)
+    prompt_tokens: int = size(1000, 8000, "tokens of the prompt", quick=600)
     generate: int = size(16, 128, "tokens to generate per request")
-
-    @property
-    def longest_tokens(self) -> int:
-        """See Scenario."""
-        return self.prompt_tokens
-
-    @property
-    def max_requests(self) -> int:
-        """See Scenario."""
-        return max(16, self.samples)
 
     @property
     def bound_tokens(self) -> int:
@@ -131,32 +106,27 @@ class Samples(Scenario):
         return self.prompt_tokens + (self.samples - 1) * (self.prompt_tokens - last_boundary_tokens)
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
-        """See Scenario."""
         if self.prompt_tokens <= block_tokens:
             return f"--prompt-tokens {self.prompt_tokens} must be longer than a block of {block_tokens} tokens"
-        return _too_many_at_once("samples", self.samples, max_requests)
+        return self.too_many_at_once(max_requests)
 
     def describe(self) -> str:
-        """See Scenario."""
         return (
             f"{self.samples} times the same prompt of {self.prompt_tokens} tokens at once, {self.generate} tokens "
             f"generated each; at least {self.bound_tokens} tokens to compute with block boundaries"
         )
 
     def metrics(self) -> list[Metric]:
-        """See Scenario."""
         return [
-            Metric(name="computed_tokens", label="prompt tokens computed", digits=0, goal=f"<= {self.bound_tokens:,}"),
-            Metric(name="computed_over_bound", label="computed over that bound", digits=3, ratios=False, goal="<= 1"),
+            Metric("computed_tokens", "prompt tokens computed", goal=f"<= {self.bound_tokens:,}"),
+            Metric("computed_over_bound", "computed over that bound", ratios=False, goal="<= 1"),
             *_common_metrics(),
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> list[list[int]]:
-        """See Scenario."""
         return [tokens(rng, vocab_size, self.prompt_tokens)] * self.samples
 
     def play(self, contestant: Contestant, workload: list[list[int]]) -> Sample:
-        """See Scenario."""
         results, wall_s = contestant.send(workload, self.generate)
         computed_tokens = sum(result.computed_tokens for result in results)
         return sums(results) | _times(results, wall_s) | {"computed_over_bound": computed_tokens / self.bound_tokens}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import Contestant
-from megatron_hybrid_prefix.bench.scenario import MS, Machine, Scenario, size, tokens
+from megatron_hybrid_prefix.bench.scenario import MS, Scenario, size, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
 
 
@@ -26,56 +26,47 @@ class FromHost(Scenario):
 
     name: ClassVar[str] = "host_tier"
     crash_is_a_result: ClassVar[bool] = True
-    prompts: int = size(8, 8, "prompts")
-    shared_tokens: int = size(512, 8192, "tokens of each prompt")
-    own_tokens: int = size(60, 300, "new tokens each time a prompt comes back")
+    prompts: int = size(8, 8, "prompts", quick=4)
+    shared_tokens: int = size(512, 8192, "tokens of each prompt", quick=512)
+    own_tokens: int = size(60, 300, "new tokens each time a prompt comes back", quick=60)
     generate: int = size(4, 4, "tokens to generate when a prompt comes back")
     on_device: int = size(2, 2, "prompts that fit on the device")
     states: int = size(16, 32, "states that fit on the device, per such prompt")
-
-    @property
-    def longest_tokens(self) -> int:
-        """See Scenario."""
-        return self.shared_tokens + self.own_tokens
 
     @property
     def _request_blocks(self) -> int:
         return ceil_div(self.longest_tokens + self.generate, self.block_tokens)
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
-        """See Scenario."""
         if self.on_device >= self.prompts:
             return f"--on-device {self.on_device} must be less than --prompts {self.prompts}, or nothing is evicted"
         return None
 
-    def budgets(self, machine: Machine) -> dict[str, float]:
-        """See Scenario."""
+    def budgets(self, block_bytes: int, state_bytes: int, max_requests: int) -> dict[str, float]:
         blocks = self.on_device * self._request_blocks + 1  # and megatron's dummy block
-        live_bytes = machine.max_requests * machine.state_bytes
-        prompt_bytes = self._request_blocks * machine.block_bytes + 20 * machine.state_bytes
+        live_bytes = max_requests * state_bytes
+        prompt_bytes = self._request_blocks * block_bytes + 20 * state_bytes
         return {
-            "buffer_gb": (live_bytes + (blocks + 0.5) * machine.block_bytes) / 2**30,
-            "mamba_gb": (self.on_device * self.states + 0.5) * machine.state_bytes / 2**30,
+            "buffer_gb": (live_bytes + (blocks + 0.5) * block_bytes) / 2**30,
+            "mamba_gb": (self.on_device * self.states + 0.5) * state_bytes / 2**30,
             "host_gb": 1.2 * self.prompts * prompt_bytes / 2**30,
         }
 
     def describe(self) -> str:
-        """See Scenario."""
         return (
             f"{self.prompts} prompts of {self.shared_tokens} + {self.own_tokens} tokens in turn, room for {self.on_device} on "
             "the device"
         )
 
     def metrics(self) -> list[Metric]:
-        """See Scenario."""
         plain = partial(Metric, ratios=False)
         return [
-            Metric(name="cold_ms", label="cold: first token, ms", digits=2),
-            Metric(name="back_ms", label="when it comes back: first token, ms", digits=2),
-            Metric(name="again_ms", label="at once again: first token, ms", digits=2),
-            plain(name="back_over_cold", label="comes back / cold", digits=3, goal="<= 0.2"),
-            plain(name="reused_share", label="reused of what was sent before", digits=3, goal=">= 0.95"),
-            plain(name="loaded_mb", label="MB loaded for each", digits=1),
+            Metric("cold_ms", "cold: first token, ms"),
+            Metric("back_ms", "when it comes back: first token, ms"),
+            Metric("again_ms", "at once again: first token, ms"),
+            plain("back_over_cold", "comes back / cold", goal="<= 0.2"),
+            plain("reused_share", "reused of what was sent before", goal=">= 0.95"),
+            plain("loaded_mb", "MB loaded for each"),
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> Any:
@@ -84,7 +75,6 @@ class FromHost(Scenario):
         return shared, [[tokens(rng, vocab_size, self.own_tokens) for _ in range(2)] for _ in shared]
 
     def play(self, contestant: Contestant, workload: Any) -> Sample:
-        """See Scenario."""
         shared, own = workload
 
         def send(prompt: list[int], generate: int = self.generate) -> Any:

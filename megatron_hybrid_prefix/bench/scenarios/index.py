@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.bench import control_plane
-from megatron_hybrid_prefix.bench.engines import Contestant, greedy, timed_round
+from megatron_hybrid_prefix.bench.engines import Contestant, timed_round
 from megatron_hybrid_prefix.bench.scenario import MS, Scenario, size, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, median, rotated
+from megatron_hybrid_prefix.console.running import greedy
 from megatron_hybrid_prefix.console.terminal import Stopped
 
 
@@ -24,64 +25,46 @@ class Index(Scenario):
     """
 
     name: ClassVar[str] = "index"
-    index_blocks: int = size(1_000_000, 1_000_000, "blocks in the index")
-    long_prompt_tokens: int = size(100_000, 100_000, "tokens of the prompt to match and plan")
-    requests: int = size(8, 8, "running requests in the decode steps")
+    at_once: ClassVar[str] = "requests"
+    index_blocks: int = size(1_000_000, 1_000_000, "blocks in the index", quick=20_000)
+    long_prompt_tokens: int = size(100_000, 100_000, "tokens of the prompt to match and plan", quick=30_000)
+    requests: int = size(8, 8, "running requests in the decode steps", quick=3)
     prompt_tokens: int = size(300, 300, "tokens of their prompts")
-    steps: int = size(100, 200, "decode steps to measure, per repeat")
+    steps: int = size(100, 200, "decode steps to measure, per repeat", quick=12)
 
     WARM_STEPS: ClassVar[int] = 10
-
-    @property
-    def longest_tokens(self) -> int:
-        """See Scenario."""
-        return self.prompt_tokens
 
     @property
     def generated_tokens(self) -> int:
         """See Scenario: enough to keep all requests running until the last measured step."""
         return self.WARM_STEPS + self.steps + 8
 
-    @property
-    def max_requests(self) -> int:
-        """See Scenario."""
-        return max(16, self.requests)
-
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
-        """See Scenario."""
         if self.index_blocks < control_plane.LEAST_BLOCKS:
             return f"--index-blocks {self.index_blocks} must be at least {control_plane.LEAST_BLOCKS}"
         if self.long_prompt_tokens > self.index_blocks * control_plane.BLOCK_TOKENS:
             return f"--long-prompt-tokens {self.long_prompt_tokens} is more than --index-blocks can hold"
-        if self.requests > max_requests:
-            return f"--requests {self.requests} cannot run at once with --max-requests {max_requests}"
-        return None
+        return self.too_many_at_once(max_requests)
 
     def describe(self) -> str:
-        """See Scenario."""
         return (
             f"a prompt of {self.long_prompt_tokens:,} tokens and an index of {self.index_blocks:,} blocks; "
             f"{self.steps} decode steps of {self.requests} requests"
         )
 
     def metrics(self) -> list[Metric]:
-        """See Scenario."""
         return [
-            Metric(name="decode_cpu_ms", label="decode step, CPU time, ms", digits=3),
-            Metric(
-                name="decode_cpu_over_off_ms", label="the same less off's, ms", digits=3, ratios=False, goal="<= 0.2"
-            ),
-            Metric(name="decode_cpu_mean_ms", label="decode step, CPU time, mean, ms", digits=3),
-            Metric(name="decode_wall_ms", label="decode step, wall time, ms", digits=3),
+            Metric("decode_cpu_ms", "decode step, CPU time, ms"),
+            Metric("decode_cpu_over_off_ms", "the same less off's, ms", ratios=False, goal="<= 0.2"),
+            Metric("decode_cpu_mean_ms", "decode step, CPU time, mean, ms"),
+            Metric("decode_wall_ms", "decode step, wall time, ms"),
         ]
 
     def without_engine(self, repeats: int) -> tuple[Sequence[Metric], list[Sample]]:
-        """See Scenario."""
         samples = control_plane.measure(self.index_blocks, self.long_prompt_tokens, repeats)
         return control_plane.METRICS, samples
 
     def workload(self, rng: random.Random, vocab_size: int) -> list[list[int]]:
-        """See Scenario."""
         return [tokens(rng, vocab_size, self.prompt_tokens) for _ in range(self.requests)]
 
     def repeat(self, order: Sequence[Contestant], workload: list[list[int]]) -> dict[str, Sample]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import Contestant
-from megatron_hybrid_prefix.bench.scenario import Machine, Scenario, size, sums, tokens
+from megatron_hybrid_prefix.bench.scenario import Scenario, size, sums, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
 from megatron_hybrid_prefix.console.engine_options import step_tokens
 
@@ -25,28 +25,21 @@ class Pressure(Scenario):
 
     name: ClassVar[str] = "pressure"
     crash_is_a_result: ClassVar[bool] = True
-    prefixes: int = size(12, 32, "shared prefixes")
-    shared_tokens: int = size(512, 2048, "tokens of each prefix")
+    prefixes: int = size(12, 32, "shared prefixes", quick=8)
+    shared_tokens: int = size(512, 2048, "tokens of each prefix", quick=512)
     own_tokens: int = size(100, 100, "tokens of each prompt after the prefix")
-    requests: int = size(32, 128, "requests, all sent at once")
+    requests: int = size(32, 128, "requests, all sent at once", quick=20)
     generate: int = size(4, 32, "tokens to generate per request")
-    running: int = size(4, 8, "requests that run at a time (--max-requests overrides it)")
+    running: int = size(4, 8, "requests that run at a time (--max-requests overrides it)", quick=2)
     skew: float = size(1.0, 1.0, "how unequal the prefixes are: the n-th is used in proportion to 1 / n ** SKEW")
     budget_fraction: float = size(0.5, 0.5, "memory as a share of the working set, below 1")
 
     @property
-    def longest_tokens(self) -> int:
-        """See Scenario."""
-        return self.shared_tokens + self.own_tokens
-
-    @property
     def max_requests(self) -> int:
-        """See Scenario."""
         return self.running
 
     @property
     def max_tokens(self) -> int:
-        """See Scenario."""
         return step_tokens(self.longest_tokens)
 
     def kv_blocks(self, block_tokens: int, max_requests: int) -> int:
@@ -61,7 +54,6 @@ class Pressure(Scenario):
         return max(1, round(self.budget_fraction * self.prefixes))
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
-        """See Scenario."""
         if self.budget_fraction >= 1:
             return f"--budget-fraction {self.budget_fraction} must be below 1, or nothing is evicted"
         if self.shared_tokens < block_tokens:
@@ -74,38 +66,36 @@ class Pressure(Scenario):
             )
         return None
 
-    def budgets(self, machine: Machine) -> dict[str, float]:
+    def budgets(self, block_bytes: int, state_bytes: int, max_requests: int) -> dict[str, float]:
         """See Scenario. Adds half a block and half a state, so that rounding loses none."""
-        blocks = self.kv_blocks(machine.block_tokens, machine.max_requests) + 1  # and megatron's dummy block
-        live_bytes = machine.max_requests * machine.state_bytes
+        blocks = self.kv_blocks(self.block_tokens, max_requests) + 1  # and megatron's dummy block
+        live_bytes = max_requests * state_bytes
         return {
-            "buffer_gb": (live_bytes + (blocks + 0.5) * machine.block_bytes) / 2**30,
-            "mamba_gb": (self.state_slots + 0.5) * machine.state_bytes / 2**30,
+            "buffer_gb": (live_bytes + (blocks + 0.5) * block_bytes) / 2**30,
+            "mamba_gb": (self.state_slots + 0.5) * state_bytes / 2**30,
         }
 
     def describe(self) -> str:
-        """See Scenario."""
         return (
             f"{self.requests} requests of {self.shared_tokens} + {self.own_tokens} + {self.generate} tokens over "
             f"{self.prefixes} prefixes (skew {self.skew:g}), memory for {self.budget_fraction:g} of them"
         )
 
     def metrics(self) -> list[Metric]:
-        """See Scenario."""
-        count = partial(Metric, digits=0, ratios=False)
+        count = partial(Metric, ratios=False)
         return [
-            Metric(name="wall_s", label="wall time, s", digits=3),
-            Metric(name="tokens_per_second", label="generated tokens/s"),
-            Metric(name="computed_tokens", label="prompt tokens computed", digits=0),
-            count(name="reused_tokens", label="prompt tokens reused"),
-            Metric(name="reused_share", label="reused, of prefix tokens sent before", digits=3, ratios=False),
-            count(name="recomputed_tokens", label="tokens computed again after preemption"),
-            count(name="evictions", label="states evicted"),
-            count(name="kv_evictions", label="KV blocks evicted"),
-            count(name="checkpoints_published", label="checkpoints kept"),
-            count(name="checkpoints_skipped", label="checkpoints skipped (no slot)"),
-            count(name="generated_tokens", label="tokens generated"),
-            count(name="failed_requests", label="failed requests", goal="0"),
+            Metric("wall_s", "wall time, s"),
+            Metric("tokens_per_second", "generated tokens/s"),
+            Metric("computed_tokens", "prompt tokens computed"),
+            count("reused_tokens", "prompt tokens reused"),
+            Metric("reused_share", "reused, of prefix tokens sent before", ratios=False),
+            count("recomputed_tokens", "tokens computed again after preemption"),
+            count("evictions", "states evicted"),
+            count("kv_evictions", "KV blocks evicted"),
+            count("checkpoints_published", "checkpoints kept"),
+            count("checkpoints_skipped", "checkpoints skipped (no slot)"),
+            count("generated_tokens", "tokens generated"),
+            count("failed_requests", "failed requests", goal="0"),
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> tuple[list[list[int]], int]:
@@ -117,7 +107,6 @@ class Pressure(Scenario):
         return prompts, (self.requests - len(set(chosen))) * self.shared_tokens
 
     def play(self, contestant: Contestant, workload: tuple[list[list[int]], int]) -> Sample:
-        """See Scenario."""
         prompts, sent_before_tokens = workload
         before = contestant.counters()
         results, wall_s = contestant.send(prompts, self.generate)

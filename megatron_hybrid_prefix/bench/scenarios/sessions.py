@@ -25,21 +25,16 @@ class MultiTurn(Scenario):
     """
 
     name: ClassVar[str] = "multi_turn"
+    at_once: ClassVar[str] = "sessions"
     repeats: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 3}
     sessions: int = size(2, 4, "conversations side by side")
-    turns: int = size(4, 8, "turns per conversation")
-    new_tokens: int = size(200, 50, "new prompt tokens per turn")
-    generate: int = size(60, 600, "tokens of each answer")
+    turns: int = size(4, 8, "turns per conversation", quick=3)
+    new_tokens: int = size(200, 50, "new prompt tokens per turn", quick=150)
+    generate: int = size(60, 600, "tokens of each answer", quick=20)
 
     @property
     def longest_tokens(self) -> int:
-        """See Scenario."""
         return self.turns * (self.new_tokens + self.generate) - self.generate
-
-    @property
-    def max_requests(self) -> int:
-        """See Scenario."""
-        return max(16, self.sessions)
 
     @property
     def bound_tokens(self) -> int:
@@ -47,37 +42,29 @@ class MultiTurn(Scenario):
         return self.new_tokens + self.block_tokens
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
-        """See Scenario."""
         return "--turns must be at least 2: the first turn has no history" if self.turns < 2 else None
 
     def describe(self) -> str:
-        """See Scenario."""
         return (
             f"{self.sessions} conversations side by side of {self.turns} turns, each of {self.new_tokens} new and "
             f"{self.generate} generated tokens (forced); prompts up to {self.longest_tokens} tokens"
         )
 
     def metrics(self) -> list[Metric]:
-        """See Scenario."""
-        count = partial(Metric, digits=0, ratios=False)
+        count = partial(Metric, ratios=False)
         return [
-            Metric(
-                name="max_turn_computed_tokens",
-                label="later turns: tokens computed, most",
-                digits=0,
-                goal=f"<= {self.bound_tokens:,}",
-            ),
-            Metric(name="mean_turn_computed_tokens", label="later turns: tokens computed, mean"),
-            Metric(name="last_quarter_reused_share", label="last quarter: share reused", digits=3, ratios=False),
-            Metric(name="first_token_median_ms", label="later turns: first token, median, ms", digits=2),
-            Metric(name="first_token_p99_ms", label="later turns: first token, p99, ms", digits=2),
-            Metric(name="tokens_per_second", label="generated tokens/s"),
-            Metric(name="wall_s", label="wall time, s", digits=3),
-            Metric(name="computed_tokens", label="prompt tokens computed", digits=0),
-            count(name="reused_tokens", label="prompt tokens reused"),
-            count(name="recomputed_tokens", label="tokens computed again after preemption"),
-            count(name="generated_tokens", label="tokens generated"),
-            count(name="failed_requests", label="failed requests", goal="0"),
+            Metric("max_turn_computed_tokens", "later turns: tokens computed, most", goal=f"<= {self.bound_tokens:,}"),
+            Metric("mean_turn_computed_tokens", "later turns: tokens computed, mean"),
+            Metric("last_quarter_reused_share", "last quarter: share reused", ratios=False),
+            Metric("first_token_median_ms", "later turns: first token, median, ms"),
+            Metric("first_token_p99_ms", "later turns: first token, p99, ms"),
+            Metric("tokens_per_second", "generated tokens/s"),
+            Metric("wall_s", "wall time, s"),
+            Metric("computed_tokens", "prompt tokens computed"),
+            count("reused_tokens", "prompt tokens reused"),
+            count("recomputed_tokens", "tokens computed again after preemption"),
+            count("generated_tokens", "tokens generated"),
+            count("failed_requests", "failed requests", goal="0"),
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> list[list[int]]:
@@ -86,7 +73,6 @@ class MultiTurn(Scenario):
         return [tokens(rng, vocab_size, length) for _ in range(self.sessions)]
 
     def play(self, contestant: Contestant, workload: list[list[int]]) -> Sample:
-        """See Scenario."""
         turns: list[list[Any]] = []
         wall_s = 0.0
         for turn in range(self.turns):
@@ -123,53 +109,33 @@ class FirstSighting(Scenario):
     """
 
     name: ClassVar[str] = "first_sighting"
-    shared_tokens: int = size(1024, 8192, "tokens of the system message")
-    own_tokens: int = size(300, 300, "tokens of each prompt after the system message")
+    shared_tokens: int = size(1024, 8192, "tokens of the system message", quick=512)
+    own_tokens: int = size(300, 300, "tokens of each prompt after the system message", quick=100)
     generate: int = size(4, 4, "tokens to generate per request")
 
     REQUESTS: ClassVar[int] = 3
     VARIANTS: ClassVar[dict[str, str]] = {"named": "breakpoint named", "plain": "no hint"}
 
-    @property
-    def longest_tokens(self) -> int:
-        """See Scenario."""
-        return self.shared_tokens + self.own_tokens
-
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
-        """See Scenario."""
         if self.shared_tokens < block_tokens:
             return f"--shared-tokens {self.shared_tokens} is less than a block of {block_tokens} tokens"
         return None
 
     def describe(self) -> str:
-        """See Scenario."""
         return (
             f"{self.REQUESTS} requests of {self.shared_tokens} shared + {self.own_tokens} own tokens one after another, "
             f"{self.generate} tokens generated each; with and without a breakpoint at the end of the shared part"
         )
 
     def metrics(self) -> list[Metric]:
-        """See Scenario."""
         found: list[Metric] = []
         for variant, label in self.VARIANTS.items():
             goal = "<= 1.1" if variant == "named" else ""
-            found += [
-                Metric(name=f"first_token_{n}_{variant}_ms", label=f"{label}, request {n}: first token, ms", digits=2)
-                for n in range(1, self.REQUESTS + 1)
-            ]
-            found.append(
-                Metric(
-                    name=f"second_over_third_{variant}",
-                    label=f"{label}: first token, request 2 over 3",
-                    digits=3,
-                    ratios=False,
-                    goal=goal,
-                )
-            )
-            found += [
-                Metric(name=f"computed_tokens_{n}_{variant}", label=f"{label}, request {n}: tokens computed", digits=0)
-                for n in range(1, self.REQUESTS + 1)
-            ]
+            every = range(1, self.REQUESTS + 1)
+            found += [Metric(f"first_token_{n}_{variant}_ms", f"{label}, request {n}: first token, ms") for n in every]
+            over = f"{label}: first token, request 2 over 3"
+            found.append(Metric(f"second_over_third_{variant}", over, ratios=False, goal=goal))
+            found += [Metric(f"computed_tokens_{n}_{variant}", f"{label}, request {n}: tokens computed") for n in every]
         return found
 
     def workload(self, rng: random.Random, vocab_size: int) -> dict[str, list[list[int]]]:
@@ -181,7 +147,6 @@ class FirstSighting(Scenario):
         return found
 
     def play(self, contestant: Contestant, workload: dict[str, list[list[int]]]) -> Sample:
-        """See Scenario."""
         sample: Sample = {}
         for number in range(self.REQUESTS):
             for variant, prompts in workload.items():

@@ -22,41 +22,27 @@ class SharedPrefix(Scenario):
 
     name: ClassVar[str] = "shared_prefix"
     requests: int = size(4, 4, "requests with the shared prefix")
-    shared_tokens: int = size(1024, 8192, "tokens of the shared prefix")
-    own_tokens: int = size(300, 300, "tokens of each prompt after the prefix")
+    shared_tokens: int = size(1024, 8192, "tokens of the shared prefix", quick=512)
+    own_tokens: int = size(300, 300, "tokens of each prompt after the prefix", quick=100)
     generate: int = size(4, 4, "tokens to generate per request")
-    cold_prompts: int = size(3, 3, "short cold prompts, sent afterwards")
-
-    @property
-    def longest_tokens(self) -> int:
-        """See Scenario."""
-        return self.shared_tokens + self.own_tokens
+    cold_prompts: int = size(3, 3, "short cold prompts, sent afterwards", quick=2)
 
     def describe(self) -> str:
-        """See Scenario."""
         return (
             f"{self.requests} requests of {self.shared_tokens} shared + {self.own_tokens} own tokens one after another, "
             f"then {self.cold_prompts} short cold ones, in turns with as many hits, {self.generate} tokens generated each"
         )
 
     def metrics(self) -> list[Metric]:
-        """See Scenario."""
         sightings = range(1, self.requests + 1)
         return [
-            *(Metric(name=f"first_token_{n}_ms", label=f"sighting {n}: first token, ms", digits=2) for n in sightings),
-            Metric(name="cold_first_token_ms", label="short cold prompt: first token, ms", digits=2, ratios=False),
-            Metric(name="cold_tokens", label="short cold prompt: tokens", digits=0, ratios=False),
-            Metric(
-                name="hit_first_token_ms", label="hits in turns with these: first token, ms", digits=2, ratios=False
-            ),
-            Metric(
-                name="hit_over_cold", label="... over the short cold prompts", digits=3, ratios=False, goal="<= 1.05"
-            ),
-            *(Metric(name=f"computed_tokens_{n}", label=f"sighting {n}: tokens computed", digits=0) for n in sightings),
-            *(
-                Metric(name=f"reused_tokens_{n}", label=f"sighting {n}: tokens reused", digits=0, ratios=False)
-                for n in sightings
-            ),
+            *(Metric(f"first_token_{n}_ms", f"sighting {n}: first token, ms") for n in sightings),
+            Metric("cold_first_token_ms", "short cold prompt: first token, ms", ratios=False),
+            Metric("cold_tokens", "short cold prompt: tokens", ratios=False),
+            Metric("hit_first_token_ms", "hits in turns with these: first token, ms", ratios=False),
+            Metric("hit_over_cold", "... over the short cold prompts", ratios=False, goal="<= 1.05"),
+            *(Metric(f"computed_tokens_{n}", f"sighting {n}: tokens computed") for n in sightings),
+            *(Metric(f"reused_tokens_{n}", f"sighting {n}: tokens reused", ratios=False) for n in sightings),
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> Any:
@@ -67,7 +53,6 @@ class SharedPrefix(Scenario):
         return sharing[: self.requests], sharing[self.requests :], cold
 
     def play(self, contestant: Contestant, workload: Any) -> Sample:
-        """See Scenario."""
         sharing, more, cold = workload
 
         def send(prompt: list[int]) -> Any:

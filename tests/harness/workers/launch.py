@@ -17,6 +17,7 @@ from typing import Any
 from tests.harness.limits import HANG_S, THREADS
 
 WORKERS = Path(__file__).parent
+COMMAND = WORKERS / "command.py"
 _numbers = count()
 
 

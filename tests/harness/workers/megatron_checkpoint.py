@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(folder: str, out: str, *argv: str) -> None:
-    from megatron_hybrid_prefix.cli import megatron_checkpoint as tool
+    from examples import megatron_checkpoint as tool
     from megatron_hybrid_prefix.platform import ensure_platform
 
     platform = ensure_platform(device="cpu", seed=7)

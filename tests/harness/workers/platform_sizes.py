@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from megatron_hybrid_prefix.cli import megatron_checkpoint as tool
+from examples import megatron_checkpoint as tool
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down, undo_platform
 from tests.engine.test_arguments import INFERENCE, MODEL

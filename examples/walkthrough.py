@@ -1,37 +1,37 @@
 """Follow one conversation through the cache: what each turn matches, shares, plans, publishes and loads.
 
-It runs `tiny` on the CPU, for three turns. After the second turn another conversation arrives, which does not fit on
-the device beside the first one. So parts of the first conversation are evicted to the host, and load back in the third
-turn. Each line is one call of the cache and its answer, in order. At the end the answers are compared with caching off.
+It runs `tiny` on the CPU, for three turns (`docs/walkthrough.md` explains what it prints). After the second turn another
+conversation arrives, which does not fit on the device as well. So parts of the first conversation are evicted to the host,
+and load back in the third turn. Each line is one call of the cache and its answer, in order. At the end of each turn the
+answer is compared with that of caching off.
 """
 
-from __future__ import annotations
-
-import argparse
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from megatron_hybrid_prefix import HybridPrefixConfig
-from megatron_hybrid_prefix.bench.runner import machine_of
-from megatron_hybrid_prefix.bench.scenario import tokens
-from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, check_writable, run_command, write_json
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.lab.capacity import sizes_of
+from megatron_hybrid_prefix.mcore import build_upstream_engine
+from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.platform import ensure_platform
 from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, Copy
+from megatron_hybrid_prefix.upstream.names import SamplingParams
 
 BLOCK_TOKENS = 64
 BLOCKS = 16  # two of them are a page, which holds their KV or five states
-HOST_GB = 0.01
 MAX_REQUESTS = 2
-OPENING_TOKENS = 200  # the first turn: a system message and a question
-QUESTION_TOKENS = 50
 ANSWER_TOKENS = 80
-OTHER_TOKENS = 520  # the other conversation
-_KINDS = ("KV", "state")  # kinds of entries that move to or from the host
+TURNS = {  # name -> new tokens of the prompt
+    "turn 1": 200,  # a system message and a question
+    "turn 2": 50,
+    "another conversation": 520,
+    "turn 3": 50,
+}
+KINDS = ("KV", "state")  # kinds of entries that move to or from the host
 SHOWN = (
     *("prompt_tokens", "computed_prompt_tokens", "reused_tokens_device", "reused_tokens_host"),
     *("checkpoints_published", "evictions", "kv_evictions"),
@@ -154,7 +154,7 @@ def _verb(copy: Copy) -> str:
 
 def _moved(transfers: Iterable[Any]) -> str:
     """What transfers move."""
-    return _ends({(_KINDS[one.tag.kind], one.tag.depth_tokens, one.tag.key) for one in transfers})
+    return _ends({(KINDS[one.tag.kind], one.tag.depth_tokens, one.tag.key) for one in transfers})
 
 
 _TEXTS: dict[str, Callable[[list[Any]], str]] = {
@@ -192,19 +192,6 @@ def _place(on_device: int, on_host: int) -> str:
 # --- The conversation ------------------------------------------------------------------------------------------------
 
 
-def sampling() -> Any:
-    """Greedy sampling parameters, with log-probs."""
-    from megatron_hybrid_prefix.upstream.names import SamplingParams
-
-    return SamplingParams(
-        num_tokens_to_generate=ANSWER_TOKENS,
-        top_k=1,
-        termination_id=-1,
-        return_log_probs=True,
-        skip_prompt_log_probs=True,
-    )
-
-
 def counts(stats: PrefixStats) -> dict[str, int]:
     """The counters that are shown."""
     host = stats.tiers[HOST]
@@ -216,39 +203,29 @@ def counts(stats: PrefixStats) -> dict[str, int]:
 
 def walk(model: Any) -> Iterator[dict[str, Any]]:
     """Runs the turns. Yields for each its name, prompt, events, counters, and where the conversation is afterwards."""
-    from megatron_hybrid_prefix import build_engine
-    from megatron_hybrid_prefix.mcore import build_upstream_engine
-    from megatron_hybrid_prefix.mcore.runner import run_batch
-
-    options = argparse.Namespace(
-        block_size_tokens=BLOCK_TOKENS, max_requests=MAX_REQUESTS, state_dtype=None, preset="tiny"
-    )
     # One more block is megatron's dummy, and half a one has room for the engine's own state.
-    cache_gb = (BLOCKS + 1.5) * machine_of(model, options).block_bytes / 2**30
-    fields: dict[str, Any] = {
-        "max_requests": MAX_REQUESTS,
-        "max_sequence_length": 1024,
-        "block_size_tokens": BLOCK_TOKENS,
-    }
+    cache_gb = (BLOCKS + 1.5) * sizes_of("tiny").kv_block_bytes(BLOCK_TOKENS) / 2**30
+    fields = {"max_requests": MAX_REQUESTS, "max_sequence_length": 1024, "block_size_tokens": BLOCK_TOKENS}
     # "lru" evicts in an order that is easy to follow.
-    prefix = HybridPrefixConfig(cache_gb=cache_gb, host_gb=HOST_GB, eviction_policy="lru")
+    prefix = HybridPrefixConfig(cache_gb=cache_gb, host_gb=0.01, eviction_policy="lru")
     engine = build_engine(model, prefix, **fields)
     plain = build_upstream_engine(model, buffer_size_gb=cache_gb, **fields)
+    sampling = SamplingParams(
+        num_tokens_to_generate=ANSWER_TOKENS,
+        top_k=1,
+        termination_id=-1,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+    )
     cache = engine.context.prefix_cache
     diary = Diary(cache)
-    rng, vocabulary = random.Random(0), model.hybrid_config.vocab_size
+    rng, vocabulary = random.Random(0), range(model.hybrid_config.vocab_size)
     history: list[int] = []
     before = counts(PrefixStats())
-    for name, count in (
-        ("turn 1", OPENING_TOKENS),
-        ("turn 2", QUESTION_TOKENS),
-        ("another conversation", OTHER_TOKENS),
-        ("turn 3", QUESTION_TOKENS),
-    ):
+    for name, count in TURNS.items():
         other = name == "another conversation"
-        prompt = ([] if other else history) + tokens(rng, vocabulary, count)
-        (result,) = run_batch(engine, [prompt], [sampling()])
-        (right,) = run_batch(plain, [prompt], [sampling()])
+        prompt = ([] if other else history) + rng.choices(vocabulary, k=count)
+        (result,), (right,) = (run_batch(one, [prompt], [sampling]) for one in (engine, plain))
         engine.context.check_integrity()
         if not other:
             history = prompt + result.generated
@@ -257,7 +234,7 @@ def walk(model: Any) -> Iterator[dict[str, Any]]:
             "name": name,
             "prompt_tokens": len(prompt),
             "answer_tokens": len(result.generated),
-            "events": [{"verb": verb, "text": text} for verb, text in diary.take()],
+            "events": diary.take(),
             "counted": {name: count - before[name] for name, count in after.items()},
             "conversation": places(cache, history),
             "same_tokens": result.generated == right.generated,
@@ -266,7 +243,7 @@ def walk(model: Any) -> Iterator[dict[str, Any]]:
         before = after
 
 
-# --- Command ---------------------------------------------------------------------------------------------------------
+# --- Output ----------------------------------------------------------------------------------------------------------
 
 
 def describe(turn: dict[str, Any]) -> str:
@@ -274,7 +251,7 @@ def describe(turn: dict[str, Any]) -> str:
     blocks, rest = divmod(turn["prompt_tokens"], BLOCK_TOKENS)
     title = f"{turn['name']}: a prompt of {turn['prompt_tokens']} tokens, {blocks} blocks of {BLOCK_TOKENS} and {rest}"
     lines = [f"{title}; answer of {turn['answer_tokens']}"]
-    lines += [f"  {event['verb']:8}{event['text']}" for event in turn["events"]]
+    lines += [f"  {verb:8}{text}" for verb, text in turn["events"]]
     counted = ", ".join(f"{key} {value}" for key, value in turn["counted"].items() if value)
     lines.append(f"  {'counted':8}{counted}")
     for part in ("kv", "state"):
@@ -285,45 +262,16 @@ def describe(turn: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def quiet_platform() -> Iterator[Any]:
-    """The CPU platform. Shut down at the end if it was started here."""
-    from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
-
-    was_running = running_platform() is not None
-    yield ensure_platform(device="cpu")
-    if not was_running:
-        shut_down()
-
-
-def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
-    """Runs the command."""
-    parser = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the events as JSON")
-    args = parser.parse_args(argv)
-    if args.json is not None:
-        check_writable(args.json)
-    with quiet_platform() as platform:
-        from megatron_hybrid_prefix.models import build_hybrid_model
-
-        model = build_hybrid_model("tiny", seed=0, platform=platform)
-        print(
-            f"tiny, a memory of {BLOCKS} KV blocks of {BLOCK_TOKENS} tokens, five states in a page of two; a host tier\n"
-        )
-        turns = []
-        for turn in walk(model):
-            print(describe(turn), end="\n\n", flush=True)
-            turns.append(turn)
-    if args.json is not None:
-        write_json(args.json, turns)
-        print(f"wrote {args.json}")
-    return 0 if all(turn["same_tokens"] for turn in turns) else 1
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit code."""
-    return run_command(lambda interrupt: run(argv, interrupt))
+def main() -> None:
+    """Prints the walk. The process ends with 1 if an answer is not that of caching off."""
+    model = build_hybrid_model("tiny", seed=0, platform=ensure_platform(device="cpu"))
+    print(f"tiny, a memory of {BLOCKS} KV blocks of {BLOCK_TOKENS} tokens, five states in a page of two; a host tier\n")
+    same = []
+    for turn in walk(model):
+        print(describe(turn), end="\n\n", flush=True)
+        same.append(turn["same_tokens"])
+    raise SystemExit(0 if all(same) else 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

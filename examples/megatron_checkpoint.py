@@ -2,7 +2,7 @@
 
 It runs alone or under torchrun. All arguments of `megatron.training` work. One of them turns the cache on:
 
-    torchrun --nproc-per-node 2 -m megatron_hybrid_prefix.cli.megatron_checkpoint --load CHECKPOINT --use-checkpoint-args \\
+    torchrun --nproc-per-node 2 examples/megatron_checkpoint.py --load CHECKPOINT --use-checkpoint-args \\
         --tensor-model-parallel-size 2 --micro-batch-size 1 --tokenizer-type HuggingFaceTokenizer \\
         --tokenizer-model FOLDER --inference-dynamic-batching-prefix-caching \\
         --prompt "A long beginning, and one question" --prompt "A long beginning, and another one"
@@ -22,42 +22,32 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from importlib.util import find_spec
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hybrid_prefix import add_hybrid_prefix_args, hybrid_prefix_config_from_args
-from megatron_hybrid_prefix.console.engine_options import (
-    cache_figures,
-    plain,
-    positive_int,
-    started_platform,
-    stop_requested,
-    versions,
-)
+from megatron_hybrid_prefix.console.answers import EngineRun, Request, print_report, totals
+from megatron_hybrid_prefix.console.engine_options import positive_int
+from megatron_hybrid_prefix.console.running import cache_figures, send, started_platform, stop_requested
 from megatron_hybrid_prefix.console.terminal import (
     ArgumentParser,
-    EngineRun,
     InputError,
     Interrupt,
-    Request,
-    Stopped,
     as_input_errors,
+    as_main,
     check_writable,
     is_main_rank,
     output_console,
-    print_report,
-    read_text,
-    run_command,
-    totals,
     write_json,
+    wrote,
 )
 from megatron_hybrid_prefix.errors import PlatformError
 
 # Arguments of the platform, which must be started before megatron's model code is imported.
-_LAYOUT = {
+LAYOUT = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
     "expert_model_parallel_size": "ep",
@@ -80,49 +70,23 @@ def add_own_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="IDS",
         help="a prompt as token ids: '5 17 3' (repeatable)",
     )
-    add(
-        "--prompt-file",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="F",
-        help="a text file with one prompt (repeatable)",
-    )
     add("--batch", action="store_true", help="send all prompts at once")
     add(
-        "--num-tokens-to-generate",
-        type=positive_int,
-        default=32,
-        metavar="N",
-        help="length of an answer (default: %(default)s)",
-    )
-    add(
-        "--greedy",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="greedy or random sampling (default: greedy)",
+        "--num-tokens-to-generate", type=positive_int, default=32, metavar="N", help="length of an answer (default: 32)"
     )
     add("--json", type=Path, metavar="PATH", help="write all results as JSON")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
     return parser
 
 
-def print_help() -> None:
-    """Prints the help of this command's own arguments, without megatron's hundreds."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s ARGUMENTS", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_own_args(parser).print_help()
-
-
-def layout_of(argv: Sequence[str]) -> argparse.Namespace:
+def layout_of(argv: list[str]) -> argparse.Namespace:
     """Device and parallel sizes. Read first, because megatron's parser needs a running platform."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in _LAYOUT:
+    for name in LAYOUT:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"))
     found, _ = parser.parse_known_args(argv)
-    return argparse.Namespace(device=found.device, **{short: getattr(found, name) for name, short in _LAYOUT.items()})
+    return argparse.Namespace(device=found.device, **{short: getattr(found, name) for name, short in LAYOUT.items()})
 
 
 @contextmanager
@@ -162,7 +126,7 @@ def host_for_cuda() -> Iterator[None]:
         applied.undo()
 
 
-def parse(argv: Sequence[str], platform: Any) -> argparse.Namespace:
+def parse(argv: list[str], platform: Any) -> argparse.Namespace:
     """Parses megatron's arguments and this command's.
 
     Raises:
@@ -200,15 +164,15 @@ def check(args: argparse.Namespace, layout: argparse.Namespace) -> None:
         hybrid_prefix_config_from_args(args)
     if args.hybrid_layer_pattern is None:
         raise InputError("give --hybrid-layer-pattern, or a checkpoint that has it and --use-checkpoint-args")
-    for name, short in _LAYOUT.items():
+    for name, short in LAYOUT.items():
         if getattr(args, name) != getattr(layout, short):
             raise InputError(
                 f"--{name.replace('_', '-')} must be given on the command line: it is not read from the checkpoint"
             )
     if args.load is None or not Path(args.load).is_dir():
         raise InputError("give --load, the folder of a Megatron checkpoint")
-    if not args.prompt and not args.prompt_tokens and not args.prompt_file:
-        raise InputError("give --prompt, --prompt-tokens or --prompt-file")
+    if not args.prompt and not args.prompt_tokens:
+        raise InputError("give --prompt or --prompt-tokens")
     if args.json is not None:
         check_writable(args.json)
 
@@ -267,7 +231,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
     eod = getattr(tokenizer, "eod", None)
     sampling = {
         "num_tokens_to_generate": args.num_tokens_to_generate,
-        "top_k": 1 if args.greedy else 0,
+        "top_k": 1,
         "termination_id": -1 if eod is None else int(eod),
         "return_log_probs": True,
         "skip_prompt_log_probs": True,
@@ -280,7 +244,6 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
         if not all(word.isdecimal() and int(word) < args.padded_vocab_size for word in words):
             raise InputError(f"--prompt-tokens: {text!r} must be token ids below {args.padded_vocab_size}")
         found.append((f"tokens {number}", [int(word) for word in words]))
-    found += [(path.name, list(tokenizer.tokenize(read_text(path)))) for path in args.prompt_file]
     for label, tokens in found:
         if not tokens:
             raise InputError(f"{label} is empty")
@@ -289,19 +252,12 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
 
 def generate(engine: Any, requests: list[Request], batch: bool, should_stop: Callable[[], bool]) -> EngineRun:
     """Sends the requests, all at once or one after another."""
-    from megatron_hybrid_prefix.mcore.runner import run_batch
     from megatron_hybrid_prefix.upstream.names import SamplingParams
 
     started_s, results = time.perf_counter(), []
     for group in [requests] if batch else [[request] for request in requests]:
-        results += run_batch(
-            engine,
-            [request.tokens for request in group],
-            [SamplingParams.deserialize(request.sampling) for request in group],
-            should_stop=should_stop,
-        )
-        if any(result.status == "stopped" for result in results):
-            raise Stopped
+        sampling = [SamplingParams.deserialize(request.sampling) for request in group]
+        results += send(engine, [request.tokens for request in group], sampling, should_stop)
     figures = cache_figures(engine)
     return EngineRun(
         name="off" if figures is None else "ours",
@@ -312,14 +268,12 @@ def generate(engine: Any, requests: list[Request], batch: bool, should_stop: Cal
     )
 
 
-def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
-    """Runs the command."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in argv or "-h" in argv:
-        print_help()
+def run(argv: list[str], interrupt: Interrupt) -> None:
+    """Runs the script."""
+    if "--help" in argv or "-h" in argv:  # without megatron's hundreds of options
+        raw = argparse.RawDescriptionHelpFormatter
+        add_own_args(argparse.ArgumentParser(description=__doc__, formatter_class=raw)).print_help()
         return
-    if find_spec("megatron") is None or find_spec("megatron.training") is None:
-        raise InputError("megatron.training is not installed: it comes with megatron-core 0.19's wheel")
     layout = layout_of(argv)
     with started_platform(layout) as platform:
         args = parse(argv, platform)
@@ -334,7 +288,6 @@ def run_on(platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> Non
 
     from megatron_hybrid_prefix.mcore import build_engine_from_args
     from megatron_hybrid_prefix.mcore.runner import check_fits, release_engine
-    from megatron_hybrid_prefix.upstream.config import get_attr_wrapped_model
 
     with megatron_at_work(platform):
         # Skip mpu: the process groups exist already, and the rest of it compiles helpers for training data.
@@ -359,38 +312,13 @@ def run_on(platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> Non
     console.print(platform.describe(), markup=False, soft_wrap=True)
     print_report(console, [result], [])
     if args.json is not None:
-        data = {
-            "versions": versions(),
-            "platform": platform.describe(),
-            "engine_fields": plain(
-                {name: getattr(engine.context.config, name) for name in ("block_size_tokens", "enable_chunked_prefill")}
-            ),
-            "max_sequence_length": get_attr_wrapped_model(model, "max_sequence_length"),
-            "totals": totals(result),
-            "prefix_stats": result.prefix_stats,
-            "requests": [
-                {
-                    "label": request.label,
-                    "prompt_tokens": done.prompt_tokens,
-                    "computed_tokens": done.computed_tokens,
-                    "reused_tokens": done.reused_tokens,
-                    "time_to_first_token_s": done.time_to_first_token_s,
-                    "generated": done.generated,
-                    "log_probs": done.log_probs,
-                    "text": done.text,
-                    "error": done.error,
-                }
-                for request, done in zip(requests, result.results, strict=True)
-            ],
-        }
-        write_json(args.json, data)
-        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+        answers = [asdict(answer) for answer in result.results]
+        write_json(args.json, {"totals": totals(result), "prefix_stats": result.prefix_stats, "requests": answers})
+        wrote(console, args.json)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit code."""
-    return run_command(lambda interrupt: run(argv, interrupt))
+main = as_main(run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
