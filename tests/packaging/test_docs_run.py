@@ -1,4 +1,4 @@
-"""What the README and the user guide show runs: their Python as it stands there, commands at least as far as their options."""
+"""What the README and the guides show runs: their Python as it stands there, commands at least as far as their options."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -21,7 +22,11 @@ from tests.harness.workers.launch import run_prepared
 from tests.packaging.documents import DOCS, DOCUMENTS, ROOT, commands, fences, relative
 
 README = ROOT / "README.md"
-GUIDE = DOCS / "user-guide.md"
+# The guides, in the order in which they are read: a later page uses names of an earlier one.
+GUIDES = [
+    DOCS / f"{name}.md"
+    for name in ("getting-started", "hugging-face", "sizing", "server", "tiers", "scripts-and-rl", "troubleshooting")
+]
 MODULE = "megatron_hybrid_prefix"
 # Verbs whose commands are short on a CPU.
 SHORT = ("generate", "plan", "replay")
@@ -43,9 +48,13 @@ def run(*words: str, folder: Path) -> str:
     return done.stdout
 
 
-def python_of(document: Path) -> str:
-    """A document's Python: its blocks are one script."""
-    return "\n".join(body for language, body in fences(document.read_text(encoding="utf-8")) if language == "python")
+def text_of(documents: Iterable[Path]) -> str:
+    return "\n".join(document.read_text(encoding="utf-8") for document in documents)
+
+
+def python_of(*documents: Path) -> str:
+    """The documents' Python: their blocks are one script."""
+    return "\n".join(body for language, body in fences(text_of(documents)) if language == "python")
 
 
 # -- Python ------------------------------------------------------------------------------------------------------------
@@ -59,14 +68,14 @@ def test_the_readme_s_python_is_the_example_and_hits(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_guide_s_python_prints_what_it_says(tmp_path):
-    printed = run("-c", python_of(GUIDE), folder=tmp_path)
+def test_the_guides_python_prints_what_it_says(tmp_path):
+    printed = run("-c", python_of(*GUIDES), folder=tmp_path)
     for line in (
         "0 prompt tokens were not computed",
         "512 prompt tokens were not computed",
         "1 hits verified, 0 wrong",
     ):
-        assert line in printed.splitlines() and line in GUIDE.read_text(encoding="utf-8")
+        assert line in printed.splitlines() and line in text_of(GUIDES)
     assert re.search(r"^0\.\d\d of the prompt tokens were reused$", printed, re.MULTILINE)
 
 
@@ -121,7 +130,7 @@ def test_commands_are_found_and_judged():
 
 
 @pytest.mark.slow
-def test_short_commands_of_the_guide_run(tmp_path):
+def test_short_commands_of_the_guides_run(tmp_path):
     (tmp_path / "session.json").write_text(json.dumps(SESSION))
     lines = [{"timestamp": n, "input": "A long text. " * 40 + f"Question {n}"} for n in range(3)]
     (tmp_path / "agents.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -129,7 +138,7 @@ def test_short_commands_of_the_guide_run(tmp_path):
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, trace)))
     make_folder(tmp_path / "Nemotron-H-8B")
     save_tokenizer(tmp_path / "Nemotron-H-8B")
-    shown = [shlex.split(line, comments=True) for line in commands(GUIDE.read_text(encoding="utf-8"))]
+    shown = [shlex.split(line, comments=True) for line in commands(text_of(GUIDES))]
     shown = [words for words in shown if words[0] == "hybrid-prefix" and words[1] in SHORT]
     assert {words[1] for words in shown} == set(SHORT) and len(shown) >= 6
     command = tmp_path / "command.py"  # as the installed command
