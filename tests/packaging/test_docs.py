@@ -163,7 +163,7 @@ def test_extending_has_its_four_parts():
     assert list(sections()) == [
         "An eviction policy",
         "A layer kind",
-        "A tier behind the host",
+        "A tier below the host",
         "Another megatron-core",
     ]
     assert all({"python", "bash"} <= {language for language, _ in blocks} for blocks in sections().values())
