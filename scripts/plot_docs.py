@@ -22,12 +22,12 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_hybrid_prefix.bench.charts import chart_of, draw_chart  # noqa: E402
 from megatron_hybrid_prefix.console.demo_report import save_demo_plot  # noqa: E402
-from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page, styles_of  # noqa: E402
-from megatron_hybrid_prefix.lab.plot import save_plot  # noqa: E402
+from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, draw_lines, page, styles_of  # noqa: E402
 
 DOCS = ROOT / "docs"
 BENCH = Path("data/bench_h200.json")
 HOST_TIER = Path("data/host_tier_h200.json")
+FIRST_TOKEN = Path("data/first_token_h200.json")
 DEMO = Path("data/demo_cpu.json")
 POLICIES = Path("data/policy_reuse.json")
 DIGITS = 5  # that are kept of a sample
@@ -105,10 +105,8 @@ def draw(folder: Path) -> list[Path]:
     drawn = [folder / "images" / "first_token.png", folder / "policy_reuse.png", folder / "images" / "demo.png"]
     bench = json.loads((folder / BENCH).read_text(encoding="utf-8"))["scenarios"]
     bench |= json.loads((folder / HOST_TIER).read_text(encoding="utf-8"))["scenarios"]
-    draw_first_token(drawn[0], bench["shared_prefix"])
-    replayed = json.loads((folder / POLICIES).read_text(encoding="utf-8"))
-    shares = list(replayed["reused_share"].items())
-    save_plot(drawn[1], replayed["state_slots"], shares, replayed["no_limits"], replayed["workload"])
+    draw_first_token(drawn[0], json.loads((folder / FIRST_TOKEN).read_text(encoding="utf-8")))
+    draw_policies(drawn[1], json.loads((folder / POLICIES).read_text(encoding="utf-8")))
     demo = json.loads((folder / DEMO).read_text(encoding="utf-8"))
     save_demo_plot(drawn[2], demo["parts"], demo["workload"])
     for name, result in bench.items():
@@ -119,20 +117,52 @@ def draw(folder: Path) -> list[Path]:
     return drawn
 
 
-def draw_first_token(path: Path, result: dict[str, Any]) -> None:
-    """The plot of the README: the second and third request with the same beginning."""
-    groups = {"first_token_2_ms": "2nd request with this beginning", "first_token_3_ms": "3rd request"}
-    engines = list(result["engines"])
-    values = {engine: [result["metrics"][key]["median"][engine] for key in groups] for engine in engines}
+def draw_first_token(path: Path, measured: dict[str, Any]) -> None:
+    """The plot of the README: the first three requests with the same beginning."""
+    groups = ["1st prompt", "2nd prompt", "3rd prompt"]
+    values = measured["first_token_ms"]
     with page(
         path,
         title="Time to first token: shorter is better",
-        subtitle="8,192 shared + 300 own prompt tokens, 4.1B hybrid (attention and Mamba2), one NVIDIA H200. "
-        f"Medians of {result['options']['repeats']} rounds.",
-        heights=[bar_inches(len(groups), len(engines))],
-        legend=styles_of(engines),
+        subtitle=measured["workload"],
+        heights=[bar_inches(len(groups), len(values))],
+        legend=styles_of(list(values)),
     ) as (axis,):
-        draw_bars(axis, list(groups.values()), values, figure_of=lambda value: f"{value:.0f} ms", label_characters=18)
+        draw_bars(axis, groups, values, figure_of=lambda value: f"{value:.1f} ms")
+
+
+# Lines of the plot of policies: name in the data -> label; state slots where it points to the line; its place, in points from there.
+POLICY_LABELS = {
+    "no rule reuses more": ("no rule can reuse more", 256, (-10, 14)),
+    "recompute_cost": ("this cache", 128, (-34, 14)),
+    "lru": ("LRU", 256, (26, -16)),
+    "upstream 0.19": ("megatron-core's rule", 1024, (22, -24)),
+}
+
+
+def draw_policies(path: Path, replayed: dict[str, Any]) -> None:
+    """What each policy reuses at each number of state slots, each line with its name."""
+    slots = replayed["state_slots"]
+    shares = {name: replayed["reused_share"][name] for name in POLICY_LABELS}
+    styles = styles_of(list(shares), ours="recompute_cost")
+    title = "Prompt tokens reused, by the memory for states"
+    with page(path, title=title, subtitle=replayed["workload"], heights=(3.1,)) as (axis,):
+        draw_lines(axis, slots, shares, styles)
+        for name, (label, at, offset) in POLICY_LABELS.items():
+            axis.annotate(
+                label,
+                (at, shares[name][slots.index(at)]),
+                xytext=offset,
+                textcoords="offset points",
+                color=styles[name].colour,
+                fontweight="bold",
+                arrowprops={"arrowstyle": "-", "color": styles[name].colour},
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(slots, [f"{number:,}" for number in slots])
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axis.set_xlabel("state slots (checkpoints that fit)")
 
 
 def main() -> int:

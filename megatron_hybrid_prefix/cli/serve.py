@@ -67,7 +67,9 @@ def make_parser() -> ArgumentParser:
     text = "model name in the API (default: that of --preset, or the folder of --hf)"
     add("--served-model-name", metavar="NAME", help=text)
     add("--api-keys", type=Path, metavar="FILE", help="require an API key; each line of FILE is 'NAME KEY'")
-    add("--admin-token", metavar="TOKEN", help=f"enable the routes /admin/... with this token (default: ${ADMIN_TOKEN})")
+    add(
+        "--admin-token", metavar="TOKEN", help=f"enable the routes /admin/... with this token (default: ${ADMIN_TOKEN})"
+    )
     text = "most waiting answers; further requests get 429 (default: %(default)s)"
     add("--max-waiting", type=options.whole_number, default=256, metavar="N", help=text)
     text = "most answers that run or wait for one name of --api-keys; further requests get 429 (default: no limit)"

@@ -157,11 +157,9 @@ class KVBlocks(TierIndex[Node]):
         node.block_id = NO_BLOCK
 
     def has_kv(self, node: Node) -> bool:
-        """See TierIndex."""
         return node.block_id != NO_BLOCK and not self._ref_counts[node.block_id]
 
     def is_pinned(self, node: Node, *, kv: bool) -> bool:
-        """See TierIndex."""
         return not kv and self._slots.pins(node.slot) > 0
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:

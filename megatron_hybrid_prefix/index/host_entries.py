@@ -27,7 +27,7 @@ class HostEntries(TierIndex[Node]):
 
     def __init__(self, total_pages: int, pages_of: Mapping[EntryKind, int], eviction: EvictionPolicy[Node]) -> None:
         super().__init__(eviction)
-        # States that the device has, too, longest ago first. What it has no more is dropped when it comes to the front.
+        # States that the device has, too, longest ago first. States that it has lost are dropped when they come to the front.
         self._copies: OrderedDict[Node, None] = OrderedDict()
         self.total_pages = total_pages
         self.pages_of = pages_of
@@ -51,15 +51,13 @@ class HostEntries(TierIndex[Node]):
         return entry in self._pages
 
     def has_kv(self, node: Node) -> bool:
-        """See TierIndex."""
         return node.host_block != NO_BLOCK
 
     def is_pinned(self, node: Node, *, kv: bool) -> bool:
-        """See TierIndex. A load or a preempted request needs a pinned entry."""
+        """A load or a preempted request needs a pinned entry."""
         return (node.host_block if kv else node.host_slot) in self._pins
 
     def is_copy(self, node: Node) -> bool:
-        """See TierIndex."""
         return node.block_id != NO_BLOCK
 
     def note_copy(self, node: Node) -> None:
@@ -68,14 +66,13 @@ class HostEntries(TierIndex[Node]):
         self._copies.move_to_end(node)
 
     def drop_state(self, node: Node) -> None:
-        """See TierIndex."""
         super().drop_state(node)
         self._copies.pop(node, None)
 
     def next_state(
         self, may_go: Callable[[Node], bool] = lambda node: True, *, guesses_only: bool = False
     ) -> Node | None:
-        """See TierIndex. All guesses go first, whatever their value, and then the states that the device has, too."""
+        """All guesses go first, whatever their value, and then the states that the device has, too."""
         found = super().next_state(may_go, guesses_only=True)
         if found is not None or guesses_only:
             return found

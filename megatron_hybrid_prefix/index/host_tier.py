@@ -1,10 +1,10 @@
 """`HostTier`: which KV blocks and states are on the host, and how they get there and back.
 
-KV blocks and states share one pool of pages. What goes first when pages are needed is in ``policy/needs.py``.
+KV blocks and states share one pool of pages. ``policy/needs.py`` says which go first when pages are needed.
 This file only decides: it queues the copies as `BlockTransfer`, and ``tiers/arena.py`` carries them out.
 
 A state stays on the host only while its KV is on the host or on the device. A state that is worth less than all that is
-stored is not stored, unless there is a tier behind, to which it gets through the host. KV that no state on the host needs only gets
+stored is not stored, unless there is a tier below, to which it gets through the host. KV that no state on the host needs only gets
 free pages, or those of other unneeded KV.
 
 This file is longer than 400 lines because what is stored, loaded and dropped changes the same counts.
@@ -37,7 +37,7 @@ class HostTier:
         block_tokens: Tokens per block.
         eviction: Ranks the states on the host.
         stats: Counts the moves.
-        behind: The tier behind the host. It is offered what is stored here.
+        behind: The tier below the host. It is offered the entries that are stored here.
 
     Attributes:
         entries: All entries, and what goes first.
@@ -64,7 +64,7 @@ class HostTier:
         self._stats = stats
         self._figures = stats.tiers[HOST]
         self.behind = behind
-        # Entries that are being read from behind. All ranks agree on which arrived, see `settle`.
+        # Entries that are being read from the tier below. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()
         self.transfers: list[Copy] = []
         self.routing_of: Callable[[int], Any] = lambda block_id: None
@@ -73,7 +73,7 @@ class HostTier:
     def reset(self) -> None:
         """Drops everything. The caller empties the tree.
 
-        Queued copies stay: live requests may need what moves on the device. Only offers to the tier behind are dropped.
+        Queued copies stay: live requests may need what moves on the device. Only offers to the tier below are dropped.
         """
         self.entries.reset()
         self._fetching.clear()
@@ -84,7 +84,6 @@ class HostTier:
     # -- depth ---------------------------------------------------------------------------------------------------------
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
-        """See `DepthTier`."""
         get = self._tree.get
         for key in keys[first:] if first else keys:
             node = get(key)
@@ -94,7 +93,6 @@ class HostTier:
         return first
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`."""
         get = self._tree.get
         while limit > after:
             node = get(keys[limit - 1])
@@ -151,7 +149,7 @@ class HostTier:
         if node.used:
             self.entries.use_state(node)
         guess = is_guess(node)
-        incoming = node if self.behind is None else None  # the way to the tier behind is through the host
+        incoming = node if self.behind is None else None  # the way to the tier below is through the host
         if not self._make_room(EntryKind.STATE, lambda: self._evict_state(incoming, guesses_only=guess)):
             self.entries.drop_state(node)
             return False
@@ -160,7 +158,7 @@ class HostTier:
         return True
 
     def also_on_device(self, path: Sequence[Node]) -> None:
-        """The device has the KV of this path now. What the host has of it is no loss, the deepest block first."""
+        """The device has the KV of this path now. The host can lose its copies, the deepest block first."""
         for node in reversed(path):
             if node.host_block != NO_BLOCK:
                 self.entries.note_kv(node)
@@ -173,7 +171,7 @@ class HostTier:
     def store_answer(self, node: Node) -> None:
         """A request ended, and this is the last state of its answer. The next turn of the conversation resumes from it.
 
-        The tier behind gets it if it saves a load's worth of tokens beyond the state before it.
+        The tier below gets it if it saves a load's worth of tokens beyond the state before it.
         """
         if self.behind is None or node.private or node.host_slot != NO_SLOT:
             return
@@ -186,7 +184,7 @@ class HostTier:
             self.state_also_on_device(node)
 
     def stores_published(self, reason: CheckpointReason) -> bool:
-        """Whether a state that was just computed is stored at once, for the tier behind, not only when the device evicts it.
+        """Whether a state that was just computed is stored at once, for the tier below, not only when the device evicts it.
 
         A decode state is not: it is copied to its slot later, and soon replaced by the next one. See `store_answer`.
         """
@@ -202,10 +200,10 @@ class HostTier:
             self.entries.keep_payload(entry, self.routing_of(device_id))
         return entry
 
-    # -- from the tier behind ------------------------------------------------------------------------------------------
+    # -- from the tier below ------------------------------------------------------------------------------------------
 
     def gather(self, keys: Sequence[bytes], first: int) -> tuple[int, ...] | None:
-        """Pins the KV of ``keys[first:]`` and the state at their end on the host. Fetches what only the tier behind
+        """Pins the KV of ``keys[first:]`` and the state at their end on the host. Fetches what only the tier below
         has.
 
         Args:
@@ -242,7 +240,7 @@ class HostTier:
         return (*(node.host_block for node in kv), end.host_slot)
 
     def coming(self, entries: Iterable[int]) -> tuple[int, ...]:
-        """Those of these entries that are being read from the tier behind."""
+        """Those of these entries that are being read from the tier below."""
         return tuple(entry for entry in entries if entry in self._fetching)
 
     def settle(self, entries: Iterable[int]) -> None:
@@ -259,7 +257,7 @@ class HostTier:
         entry = self._fetch(EntryKind.STATE, node)
         if entry is not None:
             if node.reason is None:
-                # The tier behind does not store the reason. Two prompts share this state now.
+                # The tier below does not store the reason. Two prompts share this state now.
                 node.reason = CheckpointReason.JUNCTION
             self.entries.add_state(node, guess=is_guess(node))
             self._put_state(node, entry)
@@ -377,9 +375,9 @@ class HostTier:
         return entry
 
     def _write_down(self, node: Node) -> None:
-        """Offers a state that was just stored, after the KV before it, to the tier behind.
+        """Offers a state that was just stored, after the KV before it, to the tier below.
 
-        What is on the host depends on nothing that differs between ranks. So KV is stored here even if it is behind.
+        The host's entries depend on nothing that differs between ranks. So KV is stored here even if the tier below has it.
         """
         if self.behind is None:
             return
@@ -406,7 +404,7 @@ class HostTier:
             self._write_down(node)
 
     def _offer(self, entry: int) -> None:
-        """Offers an entry to the tier behind.
+        """Offers an entry to the tier below.
 
         A KV block with a payload is not offered, because the payload cannot go with it.
         """

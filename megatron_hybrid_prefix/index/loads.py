@@ -36,7 +36,7 @@ class Loads:
         self._next_id = 0
 
     def _swapped_out(self, request_id: int) -> Load | None:
-        """What a preempted request keeps on the host."""
+        """The blocks and the state that a preempted request keeps on the host."""
         of_request = (load for load in self._requests.loads if load.request_id == request_id)
         return next((load for load in of_request if load.state is LoadState.SWAPPED_OUT), None)
 
@@ -155,7 +155,7 @@ class Loads:
 
         Args:
             load: The load.
-            match: What its request found.
+            match: The match of its request.
             entries: Host entries to copy: KV after the ``shared`` blocks, then the state.
             shared: Nodes of blocks on the device.
             write, reserved_blocks: See `begin_load_back`.
@@ -235,7 +235,7 @@ class Loads:
 
         Args:
             live: The request.
-            state: What has become of it, unless that is known already.
+            state: Its new state, unless it has ended already.
             kept: Whether the loaded state stays on the device.
         """
         load, host = live.load, self._host
@@ -287,7 +287,7 @@ class Loads:
             host.behind.remove(fetched)
 
     def end_fetch(self, load: Load, state: LoadState) -> None:
-        """What a load waited for has arrived on the host, on all ranks. Or not: then the load is given up.
+        """The entries of a load have arrived on the host, on all ranks. Or not: then the load is given up.
 
         If its request is admitted by then, its forward runs, and its load fails (`fail`).
 

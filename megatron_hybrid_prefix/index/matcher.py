@@ -75,7 +75,7 @@ def match_prefix(
     """Matches ``chain`` against the tree and the tiers below. O(blocks matched).
 
     Args:
-        tree: What is on the device.
+        tree: The blocks and states on the device.
         chain: The prompt's keys.
         tiers: Tiers below the device, nearest first.
         block_tokens: Tokens per block.
@@ -150,7 +150,7 @@ class Matcher:
     """Matches prompts, and repeats matches that are out of date.
 
     Args:
-        tree: What is on the device.
+        tree: The blocks and states on the device.
         tiers: Tiers below the device, nearest first.
         block_tokens: Tokens per block.
         ghosts: Keys of evicted blocks that are remembered.

@@ -1,8 +1,8 @@
-"""`ScoreTable`: the log-probs of cached prompts, kept beside their blocks and boundaries.
+"""`ScoreTable`: the log-probs of cached prompts, kept with their blocks and boundaries.
 
 A request that wants the log-probs of its prompt can skip tokens only if their log-probs are kept, too:
 
-- *scores* of a block: the log-prob of each of its tokens, and the likeliest tokens at each of these positions;
+- *scores* of a block: the log-prob of each of its tokens, and the most likely tokens at each of these positions;
 - the *next logits* of a boundary: the logits after the last token before it. The log-prob of the first token after a boundary
   comes from the token before it, which a hit does not compute, and each prompt may have another token there.
 
@@ -33,7 +33,7 @@ class Kept:
     of the same step. Who matches it meanwhile reads it at the end of a later step.
 
     Attributes:
-        top_n: Likeliest tokens per position; 0 for a next logits.
+        top_n: Most likely tokens per position; 0 for a next logits.
         size_bytes: Size of the value; 0 until it is filled.
     """
 
@@ -73,7 +73,7 @@ class Promise:
         position_tokens: End of the block.
         is_logits: Whether it is the next logits at that position; False: the scores of the block.
         key: The block's key.
-        kept: What to fill.
+        kept: The scores to fill.
     """
 
     position_tokens: int
@@ -83,7 +83,7 @@ class Promise:
 
 
 class BlockScores:
-    """What is kept beside one block.
+    """The log-probs of one block.
 
     Attributes:
         block: Scores of the block, or None.
@@ -122,7 +122,7 @@ class ScoreTable:
     # -- read ----------------------------------------------------------------------------------------------------------
 
     def block(self, key: bytes, top_n: int) -> Kept | None:
-        """Scores of the block with at least ``top_n`` likeliest tokens per position, or None."""
+        """Scores of the block with at least ``top_n`` most likely tokens per position, or None."""
         kept = self._kept.get(key)
         return None if kept is None or kept.block is None or kept.block.top_n < top_n else kept.block
 
@@ -136,7 +136,7 @@ class ScoreTable:
 
         Args:
             chain: Keys of the prompt.
-            top_n: Likeliest tokens that it wants per position.
+            top_n: Most likely tokens that it wants per position.
         """
         found = []
         for depth, key in enumerate(chain.keys, 1):
@@ -191,14 +191,14 @@ class ScoreTable:
     ) -> list[Promise]:
         """A forward succeeded and was published: promises its scores, and the next logits at ``captured``.
 
-        Not what is kept already, with as many likeliest tokens. Pass each promise to `fill` or to `withdraw` before the next
+        Not what is kept already, with as many most likely tokens. Pass each promise to `fill` or to `withdraw` before the next
         forward is published.
 
         Args:
             chain: Keys of the prompt.
             plan: Of the forward.
             node_of: The node with a key, if there is one.
-            top_n: Likeliest tokens per position.
+            top_n: Most likely tokens per position.
             captured: Positions of `wanted_logits` whose logits the caller has.
         """
         promises: list[Promise] = []
@@ -247,7 +247,7 @@ class ScoreTable:
                 self.drop(promise.key)
 
     def drop(self, key: bytes) -> None:
-        """Drops what is kept beside the block."""
+        """Drops the log-probs of the block."""
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._subtract(kept.block)

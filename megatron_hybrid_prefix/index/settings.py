@@ -39,9 +39,9 @@ class CacheSettings:
         host_pages: Pages of the host tier. 0: no host tier.
         host_kv_pages: Pages per KV block on the host.
         host_state_pages: Pages per state on the host.
-        behind: The tier behind the host. Needs a host tier.
+        behind: The tier below the host. Needs a host tier.
         boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
-        beside: What the caller keeps beside the blocks, by their keys. The cache says what has to go.
+        beside: Values that the caller keeps with the blocks, by their keys. The cache says which have to go.
         on_move: Called at once when a cached block moves: (from block, to block). For what the engine keeps by block id on the
             host; the copy of the KV itself comes with `take_copies`.
         routing_of: Returns the routing of a KV block, which moves with the block (`Admission.payloads`); None if it has none.

@@ -303,7 +303,7 @@ class PrefixStore:
             if not self._evict_next():
                 raise CacheCorruptionError("more blocks taken than available")
         block_ids = self.blocks.take(count)
-        # What states left in pages is cleared before KV is written there.
+        # Bytes of states are cleared before KV is written to their pages.
         self.copies.extend(map(PageClear, self.pages.with_old_state))
         self.pages.with_old_state.clear()
         return block_ids

@@ -75,7 +75,7 @@ def is_guess(node: Node) -> bool:
 
 
 class KeyedValues(Protocol):
-    """What somebody keeps beside the tree, by the keys of its nodes. The tree says what has to go."""
+    """Values that somebody keeps with the nodes of a tree, by their keys. The tree says which have to go."""
 
     def drop(self, key: bytes) -> None:
         """The node has left the tree."""
@@ -96,7 +96,7 @@ class PrefixTree:
 
     Args:
         epoch: Weights epoch at the start.
-        beside: What is kept beside the nodes.
+        beside: Values that are kept with the nodes.
     """
 
     def __init__(self, epoch: int = 0, beside: KeyedValues | None = None) -> None:

@@ -145,7 +145,7 @@ class GatedDeltaNetKind(LayerKind):
     def components(
         self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None
     ) -> tuple[StateComponent, ...]:
-        """See LayerKind. The window is of the parameters' type by default, the matrices of float32.
+        """The window is of the parameters' type by default, the matrices of float32.
 
         Raises:
             ValueError: The layer cannot be run: its activation is not SiLU, its convolution has another number of taps
@@ -176,7 +176,7 @@ class GatedDeltaNetKind(LayerKind):
         return CHUNK
 
     def invalidate(self, module: torch.nn.Module) -> None:
-        """See LayerKind: nothing is derived from weights."""
+        """Nothing is derived from weights."""
 
 
 KIND = GatedDeltaNetKind()

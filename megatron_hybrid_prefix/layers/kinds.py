@@ -26,7 +26,7 @@ def kind_of(module: torch.nn.Module, kinds: Sequence[LayerKind] | None = None) -
 
     Args:
         module: Any module of a built model.
-        kinds: What `layer_kinds` returned, for callers that ask for many modules.
+        kinds: The result of `layer_kinds`, for callers that ask for many modules.
     """
     return next((kind for kind in reversed(kinds or layer_kinds()) if kind.is_layer(module)), None)
 

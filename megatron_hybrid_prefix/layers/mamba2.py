@@ -148,7 +148,7 @@ class Mamba2(LayerKind):
     def components(
         self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None
     ) -> tuple[StateComponent, ...]:
-        """See LayerKind. Both default to the dtype of the parameters, as in megatron."""
+        """Both default to the dtype of the parameters, as in megatron."""
         mixer: MambaMixer = module
         conv_shape, ssm_shape = mixer.mamba_state_shapes_per_request()
         own: torch.dtype = mixer.config.params_dtype

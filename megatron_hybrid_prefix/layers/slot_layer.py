@@ -61,11 +61,11 @@ class SlotLayer:
         return self.slot_outputs(merge_rows(decoded, prefilled, rows.counts, rows.tokens))
 
     def slot_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What the recurrence takes of each token: (tokens, 1, width). By default the hidden states."""
+        """The recurrence's input of each token: (tokens, 1, width). By default the hidden states."""
         return hidden_states
 
     def slot_outputs(self, outputs: torch.Tensor | None) -> Any:
-        """What the layer gives: by default ``outputs``, (tokens, 1, width), and no bias."""
+        """The layer's output: by default ``outputs``, (tokens, 1, width), and no bias."""
         return outputs, None
 
     @abstractmethod

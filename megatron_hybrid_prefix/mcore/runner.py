@@ -43,7 +43,7 @@ class RequestResult:
         recomputed_tokens: Tokens (prompt and answer so far) computed again after the engine preempted the request.
         generated: Token ids of the answer.
         log_probs: Natural-log probability of each generated token; empty unless requested.
-        top_n_log_probs: For each generated token: text and log-probability of the likeliest tokens; empty unless requested.
+        top_n_log_probs: For each generated token: text and log-probability of the most likely tokens; empty unless requested.
         text: The answer, decoded.
         time_to_first_token_s: Seconds from `add_request` to the end of the step that gave the first token.
         tokens_per_second: Generated tokens after the first, divided by their seconds; None for fewer than two tokens.

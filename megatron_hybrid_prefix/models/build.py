@@ -41,7 +41,7 @@ def build_hybrid_model(
         seed: Seed of random weights.
         hf: A folder with ``config.json`` and ``*.safetensors``, or what `open_folder` returned. Every rank reads its own part
             of the weights. Nothing is downloaded.
-        platform: What `ensure_platform` returned; by default the running platform (tp=1, pp=1 where none runs).
+        platform: The result of `ensure_platform`; by default the running platform (tp=1, pp=1 where none runs).
         on_read: As of `load_hf_weights`.
         **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``. ``transformer_impl`` is
             "transformer_engine" or "local" (megatron-core's own linear layers and PyTorch's norms); by default Transformer

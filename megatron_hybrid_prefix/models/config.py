@@ -275,7 +275,7 @@ def split_into_stages(layer_pattern: str, pp: int) -> str:
         raise ValueError(
             f"pp={pp} is impossible: every pipeline stage needs an attention layer, the model has {len(attention)}"
         )
-    # Cut nearest to equal lengths, but behind the attention layer that the stage needs and before the last ones.
+    # Cut nearest to equal lengths, but after the attention layer that the stage needs and before the last ones.
     cuts: list[int] = []
     for stage in range(1, pp):
         even = round(stage * len(layer_pattern) / pp)

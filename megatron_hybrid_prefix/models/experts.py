@@ -137,7 +137,7 @@ class GroupedExperts(torch.nn.Module):
         """Nothing is kept of it."""
 
     def _no_extra_state(self, key: str, sharded_offsets: tuple[Any, ...], number: int) -> Any:
-        """What megatron's linear layers save beside their weights: nothing, by name. A strict load asks for it."""
+        """What megatron's linear layers save besides their weights: nothing, by name. A strict load asks for it."""
         number += self.ep_group.rank() * self.num_local_experts
         of_expert = (len(sharded_offsets), number, self.ep_group.size() * self.num_local_experts)
         replica_id = (0, self.tp_group.rank(), self.dp_group.rank())

@@ -32,12 +32,12 @@ THREADS = 4
 def load_hf_weights(model: Any, folder: HfFolder, *, on_read: Callable[[int, int], object] | None = None) -> None:
     """Load the weights of ``folder`` into ``model``, whatever its tensor-, pipeline- and expert-parallel layout.
 
-    Every rank reads the slices that it holds. Beside its shard it needs `THREADS` buffers of `CHUNK_BYTES`, and none where
+    Every rank reads the slices that it holds. Besides its shard it needs `THREADS` buffers of `CHUNK_BYTES`, and none where
     the model is on the CPU and in the dtype of the files. A collective: an error on one rank is raised on all.
 
     Args:
         model: This rank's shard, as `build_hybrid_model` returned it; its dimensions are ``model.hybrid_config``.
-        folder: What `open_folder` returned.
+        folder: The result of `open_folder`.
         on_read: Called after each slice with the values that this rank has read, and those that it will read.
 
     Raises:

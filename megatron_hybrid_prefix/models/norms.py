@@ -9,7 +9,6 @@ class Float32RMSNorm(torch.nn.RMSNorm):
     """``torch.nn.RMSNorm`` in one kernel on a GPU, without gradients. PyTorch has one for equal types only, and runs eight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
         if x.is_cuda and not torch.is_grad_enabled() and x.dtype != self.weight.dtype and self.eps is not None:
             from megatron_hybrid_prefix.platform.kernels.norm_triton import gated_rms_norm
 

@@ -79,7 +79,7 @@ def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def shard_for_this_rank(
     full: torch.Tensor, name: str, parameter: torch.Tensor, config: HybridModelConfig
 ) -> torch.Tensor:
-    """What this tensor-parallel rank holds of ``full``, the parameter ``name`` of the unsharded model.
+    """This tensor-parallel rank's part of ``full``, the parameter ``name`` of the unsharded model.
 
     Args:
         full: The unsharded parameter.

@@ -1,4 +1,4 @@
-"""What surrounds the gated delta rule in a layer: the gates of each token before it, and the gated norm of each head after it.
+"""Operations around the gated delta rule in a layer: the gates of each token before it, and the gated norm of each head after it.
 
 Each is one kernel on a GPU. As operations of PyTorch they are eight and five, and the latter pass tensors of float32 as large as
 the outputs of all heads.
@@ -93,7 +93,7 @@ if triton is not None:
 
     @triton.jit
     def _softplus(x: tl.tensor) -> tl.tensor:
-        """log(1 + exp(x)), also where exp(x) is lost beside 1: then log(u) is corrected by what u = 1 + exp(x) lost."""
+        """log(1 + exp(x)), also where 1 + exp(x) rounds to 1: then log(u) is corrected by what u = 1 + exp(x) lost."""
         e = tl.exp(tl.minimum(x, 20.0))
         u = 1.0 + e
         lost = u - 1.0

@@ -9,7 +9,7 @@ A head's state S, (K, V), decays at each token, and what it says of the token's 
 
 A decode runs it as it is written. A prefill runs the same in chunks (section 3.3 there): inside a chunk one
 triangular system gives what all its tokens write, from chunk to chunk the state is passed on. A sequence starts from any
-slot of the state pool, and the states after its last chunk, and after chunks whose end is to be kept, go straight to theirs.
+slot of the state pool, and the states after its last chunk, and after chunks whose end is to be kept, go directly to theirs.
 
 The state is carried in float32 and rounded to the type of the pool where it is written.
 """
@@ -187,7 +187,7 @@ class _Chunks:
         rows = rows.clamp(max=v.shape[0] - 1)
 
         def by_head(tensor: torch.Tensor) -> torch.Tensor:
-            """(tokens, heads, ...) -> (chunks, heads, width, ...), zero behind a chunk's end."""
+            """(tokens, heads, ...) -> (chunks, heads, width, ...), zero after a chunk's end."""
             cut = tensor[rows].to(dtype)
             cut = cut.masked_fill(padding.view(*padding.shape, *[1] * (cut.dim() - 2)), 0)
             return cut.transpose(1, 2)

@@ -32,7 +32,7 @@ _COLUMNS = 32  # of a state, that a program updates in a decode: the fastest tri
 
 
 class Launch(NamedTuple):
-    """What the kernels of a prefill are compiled with, each as keyword arguments."""
+    """Constants that the kernels of a prefill are compiled with, each as keyword arguments."""
 
     prepare: dict[str, Any]
     pass_on: dict[str, Any]
@@ -264,7 +264,7 @@ if triton is not None:
         scores_ptr: tl.tensor,  # (chunks, heads, CHUNK, CHUNK): the outputs' share of what is written in the chunk
         factors_ptr: tl.tensor,  # (chunks, heads, 2, CHUNK) float32: of queries against the state, of keys into it
         decays_ptr: tl.tensor,  # (chunks, heads) float32: how much of the state is left after the chunk
-        out_ptr: tl.tensor,  # (tokens, heads, V), contiguous: zero behind the last chunk
+        out_ptr: tl.tensor,  # (tokens, heads, V), contiguous: zero after the last chunk
         bounds_ptr: tl.tensor,
         stride_q: tl.int64,
         stride_k: tl.int64,
@@ -286,7 +286,7 @@ if triton is not None:
         PRECISION: tl.constexpr,
         MERGE: tl.constexpr,
     ) -> None:
-        """One program: one head of one chunk. Rows behind the chunk's end are zero in all that it writes.
+        """One program: one head of one chunk. Rows after the chunk's end are zero in all that it writes.
 
         It inverts I + A, where A[i, j] = beta_i exp(g_i - g_j) k_i k_j for j < i. Blocks on the diagonal are inverted by
         substitution; with D, the matrix of these, and N = D (A - blocks on the diagonal), the inverse is

@@ -84,7 +84,7 @@ def copy_pages(
     """Copies entries to their pages, or pages to their entries: one launch.
 
     All bytes of an entry, layer by layer, are a row. The pages hold the row from ``start_bytes`` on, so several tensors may
-    share pages. What else is in the pages stays as it is.
+    share pages. Other bytes of the pages stay.
 
     Args:
         entries: (layers, all entries, *shape) on the device, strided over layers and entries, contiguous inside an entry.

@@ -17,7 +17,7 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 
 class KeptState(Protocol):
-    """What a policy may know of a published checkpoint: its place in the prefix tree, and why it is kept.
+    """A published checkpoint, as a policy sees it: its place in the prefix tree, and why it is kept.
 
     A policy does not know whether the state is on the device or on the host. Each tier has its own policy object
     (see also `KnowsTiers`).
@@ -78,7 +78,7 @@ class EvictionPolicy[T: KeptState](Protocol):
 class SharesMemory(Protocol):
     """A policy that can rank states by value per byte freed, for a memory that KV and states share.
 
-    Other policies rank states alone: then the KV behind which no request can resume goes first, and after it their victim.
+    Other policies rank states alone: then KV from which no request can resume goes first, and after it their victim.
     """
 
     def share_memory(self, *, state_blocks: float) -> None:
@@ -93,7 +93,7 @@ class SharesMemory(Protocol):
 class KnowsTiers(Protocol):
     """A policy that knows which states the tier below keeps, too.
 
-    What it learns of a state goes on when the state moves between the tiers, and a state is lost only when no tier keeps it.
+    Its history of a state goes on when the state moves between the tiers, and a state is lost only when no tier keeps it.
     Other policies get a second object for the tier below, which knows nothing of the first.
     """
 

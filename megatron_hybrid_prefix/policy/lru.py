@@ -28,11 +28,9 @@ class LruEviction[T: KeptState]:
         return chain(self._probationary, self._others)
 
     def added(self, state: T) -> None:
-        """See EvictionPolicy."""
         (self._probationary if state.reason == CheckpointReason.INTERVAL else self._others)[state] = None
 
     def used(self, state: T) -> None:
-        """See EvictionPolicy."""
         if state in self._probationary:
             del self._probationary[state]
             self._others[state] = None
@@ -40,15 +38,12 @@ class LruEviction[T: KeptState]:
             self._others.move_to_end(state)
 
     def removed(self, state: T) -> None:
-        """See EvictionPolicy."""
         del (self._probationary if state in self._probationary else self._others)[state]
 
     def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
-        """See EvictionPolicy."""
         states = self._probationary if probationary_only else self
         return next((state for state in states if evictable(state)), None)
 
     def clear(self) -> None:
-        """See EvictionPolicy."""
         self._probationary.clear()
         self._others.clear()

@@ -50,7 +50,7 @@ _FADE_REFRESHES = 64  # refreshes after which old counts are halved
 
 
 class _Record[T]:
-    """What the policy knows of a state that is kept or remembered.
+    """The policy's record of a state that is kept or remembered.
 
     Attributes:
         state: The state; None if it is evicted and remembered.
@@ -93,7 +93,6 @@ class _Record[T]:
 
     @property
     def own_kind(self) -> Kind:
-        """See `Kind`."""
         # A plain int, because hashing an enum is slow.
         return int(self.origin), min(self.uses.bit_length(), _MOST_USES_BITS), self.first_blocks.bit_length()
 
@@ -134,7 +133,7 @@ def count_blocks(start_blocks: int, end_blocks: int) -> float:
 
 
 class _Known[T: KeptState]:
-    """What is known of the states of all tiers: which are above others, how often and how likely they are used.
+    """The records of the states of all tiers: which are above others, how often and how likely they are used.
 
     Args:
         cost: See `RecomputeCostEviction`.
@@ -306,7 +305,6 @@ class RecomputeCostEviction[T: KeptState]:
         self._others: _Ranking[T] = _Ranking()
 
     def tier_below(self) -> RecomputeCostEviction[T]:
-        """See KnowsTiers."""
         self._ancestry = Ancestry()
         below = copy(self)  # with what a subclass keeps
         below._join(self._known)
@@ -327,7 +325,6 @@ class RecomputeCostEviction[T: KeptState]:
         return iter(self._states)
 
     def added(self, state: T) -> None:
-        """See EvictionPolicy."""
         known = self._known
         self._states[state] = None
         if self._ancestry is not known.ancestry:
@@ -341,13 +338,11 @@ class RecomputeCostEviction[T: KeptState]:
             self.rank(record)
 
     def used(self, state: T) -> None:
-        """See EvictionPolicy."""
         # A state that both tiers keep is used on the device.
         if self is self._known.tiers[0] or state not in self._known.tiers[0]:
             self._known.used(state)
 
     def removed(self, state: T) -> None:
-        """See EvictionPolicy."""
         known = self._known
         del self._states[state]
         if self._ancestry is not known.ancestry:
@@ -364,7 +359,6 @@ class RecomputeCostEviction[T: KeptState]:
         return state in self._states
 
     def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
-        """See EvictionPolicy."""
         first = self._first(self._probationary, evictable)
         if not probationary_only:
             other = self._first(self._others, evictable)
@@ -380,7 +374,7 @@ class RecomputeCostEviction[T: KeptState]:
         return cost * known.records[state].cell.rate
 
     def clear(self) -> None:
-        """See EvictionPolicy. Keeps the rates that were learned. All tiers are cleared together."""
+        """Keeps the rates that were learned. All tiers are cleared together."""
         self._states.clear()
         self._ancestry.clear()
         self._probationary.clear()

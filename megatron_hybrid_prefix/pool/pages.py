@@ -76,7 +76,7 @@ class PageLayout:
         Args:
             block_bytes: Bytes of a KV block, without padding.
             state_bytes: Bytes of a state.
-            alignment_bytes: What the distance of blocks is a multiple of, if it is not ``block_bytes``.
+            alignment_bytes: The distance of blocks is a multiple of it, if it is not ``block_bytes``.
 
         Raises:
             ValueError: A size is below 1.
@@ -111,7 +111,7 @@ class PageLayout:
 
     @property
     def least_bytes(self) -> int:
-        """What a page and a KV block take."""
+        """Bytes of a page and of a KV block."""
         return (self.page_blocks + 1) * self.block_bytes
 
     @property
@@ -239,7 +239,7 @@ class Pages:
         self.reset()
 
     def reset(self) -> None:
-        """Frees everything. What is in the memory stays there."""
+        """Frees everything. The bytes in the memory stay."""
         size, blocks = self._size, self.total_blocks
         # Stacks with the lowest id on top.
         self._free_ids = [list(range(min(start + size, blocks) - 1, start - 1, -1)) for start in range(0, blocks, size)]

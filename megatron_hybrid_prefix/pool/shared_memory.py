@@ -5,7 +5,7 @@
     | engine's own slots | states after drafts | page 0: block 0, 1, .. or slots | page 1 | .. | rest: blocks, dummy block |
 
 The engine's own slots are never given to the cache: rows without a request use them, and with drafts all running requests.
-Behind the last whole page there are only blocks, and the last of them is megatron's dummy block. So all of the budget but less
+After the last whole page there are only blocks, and the last of them is megatron's dummy block. So all of the budget but less
 than one block is used.
 
 KV blocks are block-major: a block of all attention layers is contiguous. So are states: all layers, component by component.

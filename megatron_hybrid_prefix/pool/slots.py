@@ -232,46 +232,39 @@ class PageSlots(SlotPool):
         return self._used
 
     def is_loose(self, slot: int) -> bool:
-        """See SlotPool."""
         return not self._stuck[self._index(slot) // self._size]
 
     def pages_of(self, slots: Sequence[int]) -> int:
-        """See SlotPool."""
         counts = Counter(self._index(slot) // self._size for slot in slots)
         return sum(self._stuck[page] == count for page, count in counts.items())
 
     def reserve(self) -> int | None:
-        """See SlotPool; None if no page has a free slot and none is empty."""
+        """None if no page has a free slot and none is empty."""
         slot = super().reserve()
         if slot is not None:
             self._stick(slot, 1)
         return slot
 
     def reserve_again(self, slot: int) -> int | None:
-        """See SlotPool."""
         reserved = super().reserve_again(slot)
         if reserved is not None:
             self._stick(slot, 1)
         return reserved
 
     def publish(self, slot: int) -> None:
-        """See SlotPool."""
         super().publish(slot)
         self._stick(slot, -1)
 
     def abandon(self, slot: int) -> None:
-        """See SlotPool."""
         self._stick(slot, -1)
         super().abandon(slot)
 
     def pin(self, slot: int) -> None:
-        """See SlotPool."""
         super().pin(slot)
         if self.pins(slot) == 1:
             self._stick(slot, 1)
 
     def unpin(self, slot: int) -> None:
-        """See SlotPool."""
         if self.pins(slot) == 1:
             self._stick(slot, -1)
         super().unpin(slot)
@@ -289,7 +282,6 @@ class PageSlots(SlotPool):
         self._put_back(slot)
 
     def check(self) -> None:
-        """See SlotPool."""
         stuck = array("i", bytes(4 * len(self._pages)))
         for index, (state, pins) in enumerate(zip(self._state, self._pins, strict=True)):
             stuck[index // self._size] += bool(pins) or state in (SlotState.RESERVED, SlotState.LIVE)

@@ -7,7 +7,7 @@ separate streams, because the host link has two directions.
 A store gives every entry a tag and a checksum over all its bytes, computed by the kernel that gathers it, or by one of its own
 where the copy engines copy it. Expected checksums stay on the device (``host_pages.py``).
 
-Threads copy entries to and from a tier behind the host, with their tags and checksums. They first wait until no transfer uses
+Threads copy entries to and from a tier below the host, with their tags and checksums. They first wait until no transfer uses
 their pages (``tier_moves.py``).
 """
 
@@ -38,15 +38,15 @@ class HostArena:
         page_bytes: Bytes per page.
         pages_of: Pages per entry, by kind.
         device: Device of the tensors.
-        behind: The tier behind the host, or None.
+        behind: The tier below the host, or None.
 
     Attributes:
         pages: The memory.
-        contents: What it holds.
+        contents: The entries that it holds.
         copies: How entries are copied.
         stores: Transfers from the device.
         loads: Transfers to the device.
-        behind: Transfers to and from the tier behind the host; None if there is none.
+        behind: Transfers to and from the tier below the host; None if there is none.
 
     Raises:
         RuntimeError, MemoryError: The host lacks the memory, or the driver refuses to pin it.

@@ -1,4 +1,4 @@
-"""`Tier`: the interface of what lies behind the host memory. `TierBehind`: such a tier as the cache uses it.
+"""`Tier`: the interface of a tier below the host memory. `TierBehind`: such a tier as the cache uses it.
 
 An entry is named by its content (`Tag`) and by a namespace: the weights, the layout and the rank that it depends on. So a tier
 may outlive the process and be shared by several. A state that is no guess is offered as soon as it is on the host, after the KV
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class DepthTier(Protocol):
-    """What the matcher asks of every tier below the device. Both methods are read-only."""
+    """Questions of the matcher to every tier below the device. Both methods are read-only."""
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
         """End, in blocks, of the gapless run of KV from ``keys[first]`` on; ``first`` if that block is not here."""
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
 
 class Tier(ABC):
-    """A tier behind the host, on one rank.
+    """A tier below the host, on one rank.
 
     Several threads call `put`, `wants` and `get`, each for one entry, and may wait there. The engine's thread calls the other
     methods, which must not wait.
@@ -70,7 +70,7 @@ class Tier(ABC):
         wait_s: Requests wait for a load at most this long; one that is late on any rank is a miss on all.
         least_blocks: A load that saves fewer blocks than this is not begun, and a state less deep is not offered.
         threads: Threads that read.
-        counts: What was given up, by reason.
+        counts: Entries and loads that were given up, by reason.
 
     Raises:
         ValueError, OSError: The tier cannot be used; one line says why.
@@ -116,13 +116,13 @@ class Tier(ABC):
         return True
 
     def kv_depth(self, namespace: bytes, keys: Sequence[bytes], first: int) -> int:
-        """See `DepthTier`. Override it if one query for many keys is faster."""
+        """Override it if one query for many keys is faster."""
         while first < len(keys) and self.contains(namespace, EntryKind.KV, keys[first]):
             first += 1
         return first
 
     def state_depth(self, namespace: bytes, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`. Override it if one query for many keys is faster."""
+        """Override it if one query for many keys is faster."""
         while limit > after and not self.contains(namespace, EntryKind.STATE, keys[limit - 1]):
             limit -= 1
         return max(after, limit)
@@ -176,7 +176,7 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
 
 
 class TierBehind:
-    """The tier behind the host, as the cache uses it: all ranks get the same answers, and no method raises.
+    """The tier below the host, as the cache uses it: all ranks get the same answers, and no method raises.
 
     It has nothing and takes nothing until its namespace is known.
 
@@ -231,7 +231,7 @@ class TierBehind:
         return self._agree(self._ask(first, self.tier.kv_depth, keys, first))
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`. Ranks go down to the deepest state that all of them hold, and that is worth a load."""
+        """Ranks go down to the deepest state that all of them hold, and that is worth a load."""
         tried = limit + 1
         while after < limit < tried:
             tried, limit = limit, self._agree(self._ask(after, self.tier.state_depth, keys, after, limit))

@@ -61,7 +61,7 @@ class Staging:
 
 
 class EntryCopies:
-    """See the top of this file.
+    """Copies of entries on the device, and between it and the host's pages.
 
     Args:
         tensors: Called at each copy: the tensors' addresses change when the engine is suspended.

@@ -1,7 +1,7 @@
 """`FileTier`: KV blocks and states as files in a folder that outlives the process and may be shared (``shared="file:///..."``).
 
 A file has a header and the bytes of the entry. The header names the content: format, namespace, kind, key, depth, size,
-and the checksum that was made on the device. The header has a digest of its own. What does not fit is not here: a file that
+and the checksum that was made on the device. The header has a digest of its own. A file that does not fit is not here: one that
 is torn, truncated or of another model is a counted miss, and is deleted. The bytes are checked on the device when they have
 arrived there (``tiers/arena.py``).
 
@@ -75,7 +75,7 @@ class FolderSettings(TierSettings):
 
 
 class FileTier(Tier):
-    """See the top of this file.
+    """Entries as files in a folder.
 
     Args:
         settings: Folder, budget and limits.
@@ -148,7 +148,7 @@ class FileTier(Tier):
             logger.exception("shared folder: the look at it failed")
 
     def use_namespace(self, namespace: bytes) -> None:
-        """See Tier. The thread that looks opens it, because that reads the disk; the first one is opened here."""
+        """The thread that looks opens it, because that reads the disk; the first one is opened here."""
         is_first, self._wanted = not self._wanted, namespace
         with self.folder.lock:
             self._name = b""
@@ -227,7 +227,7 @@ class FileTier(Tier):
     # -- remove --------------------------------------------------------------------------------------------------------
 
     def remove(self, namespace: bytes, tags: Iterable[Tag]) -> None:
-        """See Tier: the entries were wrong when they arrived on the device. The thread that looks deletes their files."""
+        """The entries were wrong when they arrived on the device. The thread that looks deletes their files."""
         for tag in tags:
             if self.contains(namespace, tag.kind, tag.key):
                 self.count("wrong")

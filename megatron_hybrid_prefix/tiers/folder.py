@@ -199,7 +199,7 @@ class SharedFolder:
         self._clean()
 
     def write(self, name: FileName, pieces: Sequence[Any], space: Space) -> bool:
-        """Write a file beside its place, and rename it. Others see all of it or nothing.
+        """Write a file under a temporary name, and rename it. Others see all of it or nothing.
 
         The file is not synced. If the machine fails (not only the process), what was written in the last seconds may be
         lost or half there. The checks of the reader make that a miss.

@@ -76,7 +76,7 @@ class PageContents:
         for_threads: Whether threads read checksums.
 
     Attributes:
-        tags: Tags of the entries that were copied there. What is lost or overwritten has none.
+        tags: Tags of the entries that were copied there. Entries that were lost or overwritten have none.
         sums: (pages,) int64 on the device: checksums of what was copied there, without the tag.
         sums_seen: (pages,) int64 on the host: `sums` as of the last store from the device; only kept for threads.
     """

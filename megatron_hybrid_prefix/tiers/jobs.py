@@ -1,4 +1,4 @@
-"""`TierThreads`: threads that write entries to the tier behind the host, and read entries from it into the host's pages.
+"""`TierThreads`: threads that write entries to the tier below the host, and read entries from it into the host's pages.
 
 A page may be given to another entry while a thread still uses it, because no decision of the cache may depend on how long a thread
 takes. `overwrite` says so, before the page changes. A store that was not done by then is dropped: a thread copies the bytes first,
@@ -110,7 +110,7 @@ class Job:
 
 @dataclass(slots=True)
 class _Shared:
-    """What the threads use. They keep it alive, but not the `TierThreads`, which ends them."""
+    """The objects that the threads use. They keep them alive, but not the `TierThreads`, which ends them."""
 
     tier: Tier
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -121,7 +121,7 @@ class _Shared:
 
 
 class TierThreads:
-    """See the top of this file.
+    """Threads that write entries to a tier and read entries from it.
 
     Args:
         tier: The tier.

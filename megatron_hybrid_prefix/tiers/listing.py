@@ -25,7 +25,7 @@ def part_of(key: bytes) -> str:
 
 
 class FileName(NamedTuple):
-    """What the name of a file says. The depth is in blocks; the parent's key is empty for the first block."""
+    """The fields of a file's name. The depth is in blocks; the parent's key is empty for the first block."""
 
     kind: EntryKind
     depth_blocks: int
@@ -86,7 +86,7 @@ class Listing:
             lock: Held by whoever calls `add` and `remove`.
 
         Yields:
-            Name of a part, files that are gone, files that are new. What was changed since the part was read is neither.
+            Name of a part, files that are gone, files that are new. Files that changed since the part was read are in neither.
         """
         for part, sizes in self._sizes.items():
             place, before = f"{self.folder}/{part}", set[str]()

@@ -1,9 +1,9 @@
 """`LoadCopies`: runs transfers from host memory to the device, and compares checksums of what arrived with those of what was stored.
 
 The copy engines copy entries to a staging buffer on the device, and a kernel copies them from there to their places. Pages that are
-too small for the engines are read by the kernel, straight into their places.
+too small for the engines are read by the kernel, directly into their places.
 
-The CPU learns that a load failed after the forward that used it. What is wrong or missing is zeros by
+The CPU learns that a load failed after the forward that used it. Wrong or missing entries are zeros by
 then: other bytes may be NaN, and to sample from NaN is an error, on a GPU one that ends the process.
 """
 

@@ -4,7 +4,7 @@ A master knows which object is in whose memory; holders lend the memory; data go
 entry is one object: the header of ``header.py``, then the bytes. What the store does not promise is checked here:
 
 - A put on a key that exists succeeds and keeps the old bytes. Header and bytes are one object, so they fit each other,
-  whoever wrote them. What does not fit is a counted miss, and is removed, else it could never be written again.
+  whoever wrote them. An object that does not fit is a counted miss, and is removed, else it could never be written again.
 - A transfer may end late, or in the middle. So bytes go through the memory of our threads, which is registered once, and
   the device compares the checksum of all that arrives.
 - A call may take half a minute: if the master hangs, or a holder. So the engine's thread makes none. What the store holds is
@@ -37,7 +37,7 @@ _MOST_ANSWERS = 2**18  # remembered
 
 
 class MooncakeTier(Tier):
-    """See the top of this file.
+    """Entries as objects in a Mooncake Store.
 
     Args:
         settings: Master, limits and lent memory.
@@ -65,12 +65,12 @@ class MooncakeTier(Tier):
     # -- queries: on the engine's thread -------------------------------------------------------------------------------
 
     def contains(self, namespace: bytes, kind: EntryKind, key: bytes) -> bool:
-        """See Tier. Asks nobody: of what it does not remember, it says no."""
+        """Asks nobody: of what it does not remember, it says no."""
         name = _object(namespace, kind, key)
         return self._recall([name]).get(name, False)
 
     def kv_depth(self, namespace: bytes, keys: Sequence[bytes], first: int) -> int:
-        """See `DepthTier`. One question for the KV and the states of all these blocks."""
+        """One question for the KV and the states of all these blocks."""
         if first >= len(keys) or len(keys) < self.least_blocks:
             return first
         kv, states = ([_object(namespace, kind, key) for key in keys[first:]] for kind in EntryKind)
@@ -99,7 +99,7 @@ class MooncakeTier(Tier):
         return {name for name in names if known.get(name)}
 
     def _recall(self, names: Iterable[str]) -> dict[str, bool]:
-        """Whether these objects existed, as of ``refresh_s`` ago at most. What is not known is left out."""
+        """Whether these objects existed, as of ``refresh_s`` ago at most. Objects of which nothing is known are left out."""
         oldest = time.monotonic() - self._settings.refresh_s
         with self._lock:
             known = ((name, *self._answers[name]) for name in names if name in self._answers)
@@ -129,7 +129,7 @@ class MooncakeTier(Tier):
         return memory[:size]
 
     def wants(self, namespace: bytes, tag: Tag) -> bool:
-        """See Tier. The KV of a prompt is offered with each new state, as nobody says what the master evicts."""
+        """The KV of a prompt is offered with each new state, as nobody says what the master evicts."""
         name = _object(namespace, tag.kind, tag.key)
         if self._asker.is_down or not self._close.alive or name in self._wrong:
             return True  # `put` knows what to do
@@ -158,7 +158,7 @@ class MooncakeTier(Tier):
         return True
 
     def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
-        """See Tier. Through the memory of the thread: a transfer that the network delayed may write there after the call."""
+        """Through the memory of the thread: a transfer that the network delayed may write there after the call."""
         if not self._can_be_used():
             return None
         name, entry_bytes = _object(namespace, tag.kind, tag.key), sum(map(len, buffers))
@@ -208,7 +208,7 @@ class MooncakeTier(Tier):
     # -- remove --------------------------------------------------------------------------------------------------------
 
     def remove(self, namespace: bytes, tags: Iterable[Tag]) -> None:
-        """See Tier: the entries were wrong when they arrived on the device."""
+        """The entries were wrong when they arrived on the device."""
         for tag in tags:
             name = _object(namespace, tag.kind, tag.key)
             if self._recall([name]).get(name, True):
@@ -236,12 +236,12 @@ class MooncakeTier(Tier):
             return True
 
     def describe(self, stats: TierStats) -> None:
-        """Add the memory that this rank lends, and what was given up. What is in the store, its master knows."""
+        """Add the memory that this rank lends, and what was given up. Only the master knows what is in the store."""
         super().describe(stats)
         stats.bytes_budget = self._settings.lent_bytes
 
     def close(self) -> None:
-        """End the thread, and the client. What is in this rank's lent memory is lost."""
+        """End the thread, and the client. The objects in this rank's lent memory are lost."""
         self._close()
 
 

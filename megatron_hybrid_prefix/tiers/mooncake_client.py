@@ -35,7 +35,7 @@ class MooncakeSettings(TierSettings):
     Attributes:
         master_host, master_port: Address of its master.
         ask_s: Longest time that the engine waits for an answer to what the store holds. A later one counts as "nothing".
-        lent_bytes: Memory that each rank lends to the store (``gb``, GiB). What is kept there is lost when the rank ends.
+        lent_bytes: Memory that each rank lends to the store (``gb``, GiB). Objects there are lost when the rank ends.
         host: Address of this host, for the others; None: the one that it reaches the master from.
         protocol: Of transfers: ``tcp`` or ``rdma``.
         device: Names of RDMA devices; empty: chosen by Mooncake.

@@ -1,4 +1,4 @@
-"""Tiers behind the host, by the scheme of the URL in the setting ``shared``. Plugins may add to them."""
+"""Tiers below the host, by the scheme of the URL in the setting ``shared``. Plugins may add to them."""
 
 from __future__ import annotations
 

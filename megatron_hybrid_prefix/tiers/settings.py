@@ -1,6 +1,6 @@
 """`TierSettings`: the setting ``shared="file:///var/cache/prefix?gb=200"`` or ``"mooncake://10.0.0.1:50051"``, and the secret.
 
-The tier behind the host may outlive the process and be used by several. Entries are named by keyed hashes, so all processes that
+The tier below the host may outlive the process and be used by several. Entries are named by keyed hashes, so all processes that
 share them need one secret. It comes from the environment variable ``HYBRID_PREFIX_SECRET`` or from a file.
 """
 
@@ -54,7 +54,7 @@ class TierSettings:
         min_tokens: A load costs as much time as computing this many tokens. A state less deep is not written, and a
             load that saves fewer tokens is not begun.
         wait_s: Longest time that a request waits for its load. A later load is a miss.
-        refresh_s: What another process wrote is seen after this many seconds at most.
+        refresh_s: Entries of another process are seen after this many seconds at most.
         threads: Threads that read.
         secret_file: File with the secret; None: the environment variable.
         weights: Name of the weights, in place of a digest of them; None: the digest.

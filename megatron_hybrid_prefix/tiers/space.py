@@ -103,7 +103,7 @@ class Space(TierIndex[KeptFile]):
         return self._nodes.get(key)
 
     def has_kv(self, node: KeptFile) -> bool:
-        """See TierIndex. KV below goes first, and young KV waits for its state."""
+        """KV below goes first, and young KV waits for its state."""
         return EntryKind.KV in node.names and not node.children and node not in self._young
 
     def grow_up(self, most: int) -> bool:

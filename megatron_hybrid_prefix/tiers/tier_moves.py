@@ -1,4 +1,4 @@
-"""`TierMoves`: moves entries between the host's pages and the tier behind the host, by threads (``jobs.py``).
+"""`TierMoves`: moves entries between the host's pages and the tier below the host, by threads (``jobs.py``).
 
 Entries that a load needs go to the device in groups as they arrive, while others are read (`fetched`). The model uses them after all
 ranks have agreed that they are here (``mcore/state/moves.py``).
@@ -23,11 +23,11 @@ from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind, Load
 logger = logging.getLogger(__name__)
 
 _GROUP_ENTRIES = 32
-GROUP_BYTES = 64 * 2**20  # entries from behind go to the device in groups of this size, while others are read
+GROUP_BYTES = 64 * 2**20  # entries from the tier go to the device in groups of this size, while others are read
 
 
 class TierMoves:
-    """See the top of this file.
+    """Moves of entries between the host's pages and the tier below.
 
     Args:
         behind: The tier.

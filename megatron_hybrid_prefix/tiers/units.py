@@ -2,7 +2,7 @@
 
 ``index/host_tier.py`` and ``index/loads.py`` decide on transfers and loads, `arena.py` runs them; they share nothing else. Transfers
 run in the order of their queue, so a page or slot may be reused as soon as its transfer is queued. The tiers are the device, the
-host, and at most one tier behind the host. Every transfer begins or ends on the host.
+host, and at most one tier below the host. Every transfer begins or ends on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 DEVICE = "device"
 HOST = "host"
-SHARED = "shared"  # the tier behind the host
+SHARED = "shared"  # the tier below the host
 
 
 class EntryKind(IntEnum):
@@ -60,7 +60,7 @@ class BlockTransfer(NamedTuple):
         source: Name of a tier: `DEVICE`, `HOST` or `SHARED`.
         target: Likewise.
         pages: Pages on the host, in the order of the bytes.
-        tag: What is moved.
+        tag: Of the entry that is moved.
         device_id: KV block or slot (by the tag's kind) if the device is one end; else None.
         load: The load it belongs to; None unless the target is the device.
     """
@@ -74,16 +74,16 @@ class BlockTransfer(NamedTuple):
 
 
 class LoadState(StrEnum):
-    """What has become of a `Load`. The same on all ranks, which agree where time or bytes decide. Failures have the name they are counted by."""
+    """The state of a `Load`. The same on all ranks, which agree where time or bytes decide. Failures have the name they are counted by."""
 
     SWAPPED_OUT = "swapped_out"  # a preempted request left it on the host
     ASKED = "asked"  # it holds blocks and a slot on the device, and all its entries are on the host
-    FETCHING = "fetching"  # the same, but some entries are being read from the tier behind
+    FETCHING = "fetching"  # the same, but some entries are being read from the tier below
     COPYING = "copying"  # the last copies to the device are launched
     ARRIVED = "arrived"  # a forward has used it, and it was right
     FAILED = "host_load_failed"  # other bytes than what was stored
-    MISSING = "tier_load_missing"  # the tier behind did not have an entry that it promised
-    LATE = "tier_load_late"  # the tier behind took longer than a request waits
+    MISSING = "tier_load_missing"  # the tier below did not have an entry that it promised
+    LATE = "tier_load_late"  # the tier below took longer than a request waits
     GIVEN_UP = "host_load_given_up"  # its request does not need it any more, or had to give up its blocks
 
 
@@ -99,7 +99,7 @@ class Load:
         keys: Of a preempted request: keys of its first blocks, which the prefix tree has.
         pinned: Host entries of the prefix tree that stay until it ends. KV from the front; of a preempted request, of all its ``keys``.
         private: Host entries that nobody else has, of a preempted request: KV (the last block may be partly filled), then the state.
-        coming: Those of ``pinned`` that are being read from the tier behind.
+        coming: Those of ``pinned`` that are being read from the tier below.
         slot: Slot on the device that the state goes to.
         pages: Host pages of all copies.
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
@@ -161,7 +161,7 @@ class BlockMove(NamedTuple):
 class PageClear(NamedTuple):
     """Zeros in a page that held a state, before it gets KV.
 
-    Attention may read a KV block to its end, and multiply what is behind the last token by zero: that has to be a number.
+    Attention may read a KV block to its end, and multiply by zero what is after the last token: that has to be a number.
     """
 
     page: int

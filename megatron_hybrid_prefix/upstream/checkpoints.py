@@ -16,7 +16,7 @@ class SynchronousStrategy(strategies.TorchDistSaveShardedStrategy):
     """
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """See upstream. PyTorch's own writer, in this process."""
+        """PyTorch's own writer, in this process."""
         flat, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         dcp.save(
             strategies.mcore_to_pyt_state_dict(flat, False),

@@ -43,7 +43,7 @@ class StateMetadata(MambaMetadata):
         padded_batch_dimensions: InferenceBatchDimensions,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """See upstream. Tells the context of a prefill, with its sizes."""
+        """Tells the context of a prefill, with its sizes."""
         result: dict[str, Any] = super().compute_cpu_metadata(
             self._context.live_rows(active_mamba_indices),
             *args,
@@ -60,7 +60,7 @@ class StateMetadata(MambaMetadata):
         return result
 
     def load_from_cpu(self, d: dict[str, Any]) -> None:
-        """See upstream. Shows the prepared prefill to the layers."""
+        """Shows the prepared prefill to the layers."""
         super().load_from_cpu(d)
         if d["padded_prefill_count"]:
             self._context.show_prefill()
@@ -198,12 +198,12 @@ class ContextSeam(DynamicInferenceContext):
             self.memory_buffer.zero_()  # training may have left NaN there: see `PageClear` in tiers/units.py
 
     def reset_tensors(self) -> None:
-        """See megatron. A suspended context may have no tensors: see `has_tensors`."""
+        """A suspended context may have no tensors: see `has_tensors`."""
         if self.has_tensors:
             super().reset_tensors()
 
     def reset_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """See megatron. It also writes to one tensor, which is not there if `has_tensors` is False."""
+        """It also writes to one tensor, which is not there if `has_tensors` is False."""
         if self.has_tensors:
             super().reset_metadata(*args, **kwargs)
             return
@@ -219,7 +219,7 @@ class ContextSeam(DynamicInferenceContext):
         return hasattr(self, "request_to_kv_block_ids")
 
     def reinitialize_inference_state_buffers(self) -> None:
-        """See megatron. What torch_memory_saver brings back is other memory, and nothing is allocated.
+        """What torch_memory_saver brings back is other memory, and nothing is allocated.
 
         If it raises, as a rule because memory is missing, it can be called again.
         """

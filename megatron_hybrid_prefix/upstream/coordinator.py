@@ -58,7 +58,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
     that ended. Its clients wait on.
 
     Attributes:
-        most_queued: Messages that wait for a replica or a client that does not read, beside those in the buffers of TCP and of
+        most_queued: Messages that wait for a replica or a client that does not read, besides those in the buffers of TCP and of
             the peer. One more, and the replica is removed, or the client's message is dropped. ZeroMQ's default is 1000, which
             a busy server may queue during one long step.
     """
@@ -69,7 +69,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
     _unregistered: frozenset[bytes] = frozenset()
 
     def start(self) -> None:
-        """See upstream. First takes messages of this package off the socket."""
+        """First takes messages of this package off the socket."""
         self.router_socket = _FilteredSocket(
             self.router_socket, self._take, self.identity_to_rank_index, self.most_queued
         )
@@ -122,7 +122,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def receive(self, sender: bytes, kind: bytes, *contents: bytes) -> bytes | None:
-        """A message of this package arrived. What is returned goes on to megatron as a message of the sender."""
+        """A message of this package arrived. The result goes on to megatron as a message of the sender."""
         del sender, kind, contents
         return None
 

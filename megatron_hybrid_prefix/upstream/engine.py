@@ -48,7 +48,7 @@ class EngineSeam(DynamicInferenceEngine):
             return None
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
-        """See upstream. A coordinator that it starts is a `CoordinatorSeam`."""
+        """A coordinator that it starts is a `CoordinatorSeam`."""
         replaced = Applied()
         apply([LAUNCHED], replaced)
         try:
@@ -70,7 +70,7 @@ class EngineSeam(DynamicInferenceEngine):
                 self.ended("a step was cancelled")
 
     async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """See upstream. Raises the error of a step that failed."""
+        """Raises the error of a step that failed."""
         with _as_it_failed():
             await super().run_engine_with_coordinator(loop=loop)
 
@@ -80,7 +80,7 @@ class EngineSeam(DynamicInferenceEngine):
         await super().shutdown()
 
     def schedule_requests(self) -> int:
-        """See upstream: takes the messages of the coordinator, on all ranks of a replica alike."""
+        """Takes the messages of the coordinator, on all ranks of a replica alike."""
         self._takes_messages = True
         try:
             messages: int = super().schedule_requests()
@@ -146,7 +146,7 @@ class EngineSeam(DynamicInferenceEngine):
         self._epoch = epoch
 
     def reset(self) -> None:
-        """See upstream. A suspended engine stays suspended until `resume`, and one behind a coordinator stays in its state."""
+        """A suspended engine stays suspended until `resume`, and one under a coordinator stays in its state."""
         state = getattr(self, "state", None)  # None in megatron's constructor
         suspended = state in (EngineState.SUSPENDED, EngineState.SUSPENDING)
         ended = state in (None, EngineState.STOPPING, EngineState.STOPPED)

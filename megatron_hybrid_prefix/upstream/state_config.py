@@ -1,4 +1,4 @@
-"""Megatron's description of a model's recurrent states, with this package's beside it."""
+"""Megatron's description of a model's recurrent states, and this package's next to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RecurrentStateConfig(MambaInferenceStateConfig):
     """What megatron's context is told of a model's recurrent layers.
 
     Attributes:
-        states: What this package knows of them (`ModelStates`); None where the layers are all Mamba2, as megatron describes
+        states: This package's description of them (`ModelStates`); None where the layers are all Mamba2, as megatron describes
             them.
     """
 

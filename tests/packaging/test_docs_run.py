@@ -1,10 +1,11 @@
-"""What the README and the user guide show runs: their Python as it stands there, commands at least as far as their options."""
+"""What the README and the guides show runs: their Python as it stands there, commands at least as far as their options."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -17,7 +18,11 @@ from tests.harness.workers.launch import run_prepared
 from tests.packaging.documents import DOCS, DOCUMENTS, ROOT, commands, fences, relative
 
 README = ROOT / "README.md"
-GUIDE = DOCS / "user-guide.md"
+# The guides, in the order in which they are read: a later page uses names of an earlier one.
+GUIDES = [
+    DOCS / f"{name}.md"
+    for name in ("getting-started", "hugging-face", "sizing", "server", "tiers", "scripts-and-rl", "troubleshooting")
+]
 MODULE = "megatron_hybrid_prefix"
 # Verbs whose commands are short on a CPU.
 SHORT = ("generate", "plan", "replay")
@@ -33,9 +38,13 @@ def run(code: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def python_of(document: Path) -> str:
-    """A document's Python: its blocks are one script."""
-    return "\n".join(body for language, body in fences(document.read_text(encoding="utf-8")) if language == "python")
+def text_of(documents: Iterable[Path]) -> str:
+    return "\n".join(document.read_text(encoding="utf-8") for document in documents)
+
+
+def python_of(*documents: Path) -> str:
+    """The documents' Python: their blocks are one script."""
+    return "\n".join(body for language, body in fences(text_of(documents)) if language == "python")
 
 
 # -- Python ------------------------------------------------------------------------------------------------------------
@@ -49,14 +58,14 @@ def test_the_readme_s_python_is_the_example_and_hits(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_guide_s_python_prints_what_it_says(tmp_path):
-    printed = run(python_of(GUIDE), tmp_path)
+def test_the_guides_python_prints_what_it_says(tmp_path):
+    printed = run(python_of(*GUIDES), tmp_path)
     for line in (
         "0 prompt tokens were not computed",
         "512 prompt tokens were not computed",
         "1 hits verified, 0 wrong",
     ):
-        assert line in printed and line in GUIDE.read_text(encoding="utf-8")
+        assert line in printed and line in text_of(GUIDES)
     assert any(re.fullmatch(r"0\.\d\d of the prompt tokens were reused", line) for line in printed)
 
 
@@ -111,7 +120,7 @@ def test_commands_are_found_and_judged():
 
 
 @pytest.mark.slow
-def test_short_commands_of_the_guide_run(tmp_path):
+def test_short_commands_of_the_guides_run(tmp_path):
     (tmp_path / "session.json").write_text(json.dumps(SESSION))
     lines = [{"timestamp": n, "input": "A long text. " * 40 + f"Question {n}"} for n in range(3)]
     (tmp_path / "agents.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -119,7 +128,7 @@ def test_short_commands_of_the_guide_run(tmp_path):
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, trace)))
     make_folder(tmp_path / "Nemotron-H-8B")
     save_tokenizer(tmp_path / "Nemotron-H-8B")
-    shown = [shlex.split(line, comments=True) for line in commands(GUIDE.read_text(encoding="utf-8"))]
+    shown = [shlex.split(line, comments=True) for line in commands(text_of(GUIDES))]
     shown = [words for words in shown if words[0] == "hybrid-prefix" and words[1] in SHORT]
     assert {words[1] for words in shown} == set(SHORT) and len(shown) >= 6
     command = tmp_path / "command.py"  # as the installed command

@@ -32,7 +32,7 @@ class Admissions:
         self._short_prompts = 0  # the first ones in a row
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks:
-        """What the next chunk of a prompt shares with other requests, and skips."""
+        """Blocks that the next chunk of a prompt shares, and tokens that it skips."""
         if req.finished_chunk_token_count:
             return ChunkBlocks([], 0)
         match = self._match(self._context.prefix_request(req), chunk_tokens)

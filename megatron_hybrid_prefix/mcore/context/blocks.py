@@ -89,7 +89,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
             self.block_routing[target] = self.block_routing.pop(source)
 
     def allocate_memory_blocks(self, num_blocks: int) -> torch.Tensor | None:
-        """See upstream; None if there are not enough blocks, evictable blocks included.
+        """None if there are not enough blocks, evictable blocks included.
 
         A chunk being admitted already has its blocks. Other blocks are attached to their requests later.
         """

@@ -194,7 +194,7 @@ class HybridPrefixContext(SlotContext):
         return self.moves if isinstance(self.moves, HostMoves) else None
 
     def allocate_kv(self) -> bool:
-        """See ContextSeam: KV is a view of the memory that it shares with the states."""
+        """KV is a view of the memory that it shares with the states."""
         before, after = self.kv_shape
         block = BlockShape(before=before, after=after, dtype=self.params_dtype)
         if self._budget is None:
@@ -272,11 +272,11 @@ class HybridPrefixContext(SlotContext):
         return self._admissions.blocks_of_chunk(req, chunk_tokens)
 
     def check_availability(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
-        """See upstream: whether there is room for the request, its tokens, its KV. Read-only."""
+        """Whether there is room for the request, its tokens, its KV. Read-only."""
         return self._admissions.room_for(req)
 
     def add_chunk(self, req: DynamicInferenceRequest, length: int) -> None:
-        """See SlotContext. Takes everything that the chunk needs, or raises and takes nothing.
+        """Takes everything that the chunk needs, or raises and takes nothing.
 
         Raises:
             ContextOverflowError: There is no room; the subclass says what is missing.
@@ -320,7 +320,7 @@ class HybridPrefixContext(SlotContext):
     # -- run -----------------------------------------------------------------------------------------------------------
 
     def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream. Ranks compare their decisions before a forward."""
+        """Ranks compare their decisions before a forward."""
         self.decisions.note(lambda: reports.describe_forward(self))
         self.decisions.compare()
         return super().initialize_attention_state(*args, **kwargs)
@@ -345,7 +345,7 @@ class HybridPrefixContext(SlotContext):
         )
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
-        """See upstream. The CPU waits for upstream's copies, and so for all launches before them. Loads are waited for afterwards."""
+        """The CPU waits for upstream's copies, and so for all launches before them. Loads are waited for afterwards."""
         self.moves.launch(send=False)
         done = super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
         self.moves.wait_for_loads(self.step_plans())
@@ -372,7 +372,7 @@ class HybridPrefixContext(SlotContext):
     def update_requests(
         self, active_requests_mask: torch.Tensor, new_tokens: torch.Tensor, new_speculative_tokens: Any = None
     ) -> Any:
-        """See upstream. Called after a forward succeeded, so first publishes what `forward_launched` left.
+        """Called after a forward succeeded, so first publishes what `forward_launched` left.
 
         Then attaches the blocks that megatron allocated to their requests.
         """
@@ -453,7 +453,7 @@ class HybridPrefixContext(SlotContext):
     # -- decode --------------------------------------------------------------------------------------------------------
 
     def prepare_requests(self) -> None:
-        """See upstream; attaches the blocks that it allocated to their requests."""
+        """Attaches the blocks that it allocated to their requests."""
         if self._decodes is not None:
             self._decodes.follow()
         super().prepare_requests()
@@ -463,7 +463,7 @@ class HybridPrefixContext(SlotContext):
     # -- release -------------------------------------------------------------------------------------------------------
 
     def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream. Preempted requests swap out to the host."""
+        """Preempted requests swap out to the host."""
         # Exact ones start over: a prefill of their answer would differ from what their decode computed.
         self._swapping_out = self.loads is not None and not self.is_exact
         try:
@@ -472,7 +472,7 @@ class HybridPrefixContext(SlotContext):
             self._swapping_out = False
 
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
-        """See upstream: finished, preempted and aborted requests release everything; blocks with a key stay cached."""
+        """Finished, preempted and aborted requests release everything; blocks with a key stay cached."""
         request_ids = self.request_ids[request_indexes].tolist()
         if self._swapping_out:
             assert self.host_moves is not None and self._decodes is not None and self.states is not None
@@ -492,7 +492,7 @@ class HybridPrefixContext(SlotContext):
     # -- forget --------------------------------------------------------------------------------------------------------
 
     def reset_metadata(self, preserve_prefix_cache: bool = False, *args: Any, **kwargs: Any) -> None:
-        """See upstream. KV and states are kept together or dropped together; after a forward that failed, they are dropped."""
+        """KV and states are kept together or dropped together; after a forward that failed, they are dropped."""
         preserve_prefix_cache = preserve_prefix_cache and not self._step_failed
         if self._is_made:
             # Plans end here in either case: their requests are gone, so nothing may be published.
@@ -537,7 +537,7 @@ class HybridPrefixContext(SlotContext):
         return reports.memory_report(self)
 
     def policy_report(self) -> str:
-        """What is kept and what is evicted, in one line."""
+        """Which states are kept and evicted, in one line."""
         return reports.policy_report(self)
 
     def check_integrity(self) -> None:

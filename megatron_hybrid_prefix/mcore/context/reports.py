@@ -43,7 +43,7 @@ def memory_report(context: Any) -> str:
 
 
 def policy_report(context: Any) -> str:
-    """What is kept and what is evicted, in one line."""
+    """Which states are kept and evicted, in one line."""
     prefix = context.prefix_config
     interval = prefix.retention_interval_tokens
     every = "by the length of a prompt" if interval is None else f"every {interval} tokens" if interval else "off"

@@ -35,7 +35,7 @@ from megatron_hybrid_prefix.tiers.units import LoadState
 
 @dataclass(slots=True)
 class PrefixRequest:
-    """See the module.
+    """The context's record of one request.
 
     Attributes:
         chain: The prompt's keys.
@@ -48,7 +48,7 @@ class PrefixRequest:
         verify_at_tokens: Position to verify; 0: none.
         last: The last match.
         lost_tokens: Tokens with cached KV at admission that were computed because there was no state.
-        top_n: The request wants the log-probs of its prompt, with so many likeliest tokens per position; None: it does not,
+        top_n: The request wants the log-probs of its prompt, with so many most likely tokens per position; None: it does not,
             or none are kept.
         scores_version: Version of ``scores`` at the time of the last match.
         kept: Log-probs that it takes from there, from the start of its load to its admission.
@@ -248,11 +248,11 @@ class RequestLoads:
         Args:
             req: A request that is not admitted yet.
             others_run: Whether the next step runs other requests; the load then overlaps with it.
-            others_start: Whether this round admits other requests, so that nobody needs to wait for the tier behind.
+            others_start: Whether this round admits other requests, so that nobody needs to wait for the tier below.
 
         Returns:
             True: postpone admission by one round. False: admit now; the forward waits for the copy on the GPU stream,
-            and the CPU, before it launches the forward, for what is still being read from the tier behind.
+            and the CPU, before it launches the forward, for entries that are still being read from the tier below.
         """
         cache, known = self._cache, self._requests.of(req, self._cache)
         match = known.match(cache, req.remaining_prompt_length)

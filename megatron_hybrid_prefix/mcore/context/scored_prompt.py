@@ -11,7 +11,7 @@ import torch
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.scores import Kept, Promise
 
-# Log-probs and ids of the likeliest tokens at a position, the likeliest first.
+# Log-probs and ids of the most likely tokens at a position, the most likely first.
 TopTokens = tuple[list[float], list[int]]
 
 
@@ -20,7 +20,7 @@ class Scores(NamedTuple):
 
     Attributes:
         log_probs: Of each token: float32.
-        top_values: Of the likeliest tokens at its position, ``top_n`` per token: float32.
+        top_values: Of the most likely tokens at its position, ``top_n`` per token: float32.
         top_ids: Their ids: int32.
     """
 
@@ -45,7 +45,7 @@ class Scores(NamedTuple):
         self.top_ids.extend(ids)
 
     def part(self, start: int, end: int, top_n: int) -> Scores:
-        """Tokens [start, end) of scores with ``top_n`` likeliest tokens per position."""
+        """Tokens [start, end) of scores with ``top_n`` most likely tokens per position."""
         tops = slice(start * top_n, end * top_n)
         return Scores(self.log_probs[start:end], self.top_values[tops], self.top_ids[tops])
 
@@ -56,7 +56,7 @@ class ScoredPrompt:
     Args:
         chain: Keys of its blocks.
         tokens: (tokens,) int64 on the host.
-        top_n: Likeliest tokens wanted per position.
+        top_n: Most likely tokens wanted per position.
         resume_tokens: Tokens that it skips.
         kept: What the cache says of them (`ScoreTable.take`).
         keeps_log_probs: Whether log-probs are kept in place of next logits.
@@ -91,7 +91,7 @@ class ScoredPrompt:
     def take(self) -> tuple[list[float], list[TopTokens]]:
         """Log-probs of the prompt's tokens after the first that the cache says, up to the first computed one, included.
 
-        Call it once, after the first forward. The list of likeliest tokens is empty without ``top_n``.
+        Call it once, after the first forward. The list of most likely tokens is empty without ``top_n``.
 
         Raises:
             CacheCorruptionError: They were promised and never filled.

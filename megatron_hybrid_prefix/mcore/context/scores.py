@@ -1,7 +1,7 @@
 """`ScoredPrompts`: the log-probs of prompts, kept for later prompts and taken by them.
 
 Requests that want the log-probs of their prompt compute them anyway, and megatron brings them to the host at the end of the
-step. They are kept (``index/scores.py``) beside the blocks that the step published, by their keys. Only the next logits of
+step. They are kept (``index/scores.py``) with the blocks that the step published, by their keys. Only the next logits of
 boundaries are copied for this, in the stream of the forward, before megatron's own copy. So nothing waits for them, and steps
 without such requests copy nothing. Where bits have to be equal, their log-probs are kept instead: the host would round others.
 """
@@ -112,7 +112,7 @@ class ScoredPrompts:
         Args:
             request_id: The request.
             log_probs: For each token of the forward the log-prob of the next one; None: they will not come.
-            tops: The same: values and ids of the likeliest tokens, on the host.
+            tops: The same: values and ids of the most likely tokens, on the host.
         """
         scored = self.of_step.pop(request_id, None)
         if scored is None:

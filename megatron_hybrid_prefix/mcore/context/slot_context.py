@@ -37,9 +37,9 @@ class SlotContext(ContextSeam):
         inference_config: Megatron's inference config; not changed.
 
     Attributes:
-        model_states: What the model's recurrent layers hold, or None.
+        model_states: The states of the model's recurrent layers, or None.
         states: The recurrent states, or None.
-        prefill_step: What the next step prefills, for the recurrent layers; None if the model has none.
+        prefill_step: The next step's prefills, for the recurrent layers; None if the model has none.
         shared_memory: The memory of the states, or None.
         live_states: Whether a cache gives slots of it to running requests.
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
@@ -79,7 +79,7 @@ class SlotContext(ContextSeam):
         return self.model_states.slots
 
     def allocate_states(self) -> None:
-        """See ContextSeam: all states are in one buffer, which a cache has allocated with its KV."""
+        """All states are in one buffer, which a cache has allocated with its KV."""
         assert self.model_states is not None
         if self.shared_memory is None:
             self.shared_memory = SharedMemory(
@@ -132,7 +132,7 @@ class SlotContext(ContextSeam):
         return layers[int(self.layer_map[layer_number - 1])]
 
     def deallocate_inference_state_buffers(self) -> None:
-        """See upstream; drops the tensors of states if megatron deletes them."""
+        """Drops the tensors of states if megatron deletes them."""
         super().deallocate_inference_state_buffers()
         if not self.has_tensors:
             self.states = self.prefill_step = self.shared_memory = None
@@ -153,7 +153,7 @@ class SlotContext(ContextSeam):
     # -- run -----------------------------------------------------------------------------------------------------------
 
     def initialize_attention_state(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream. A forward begins: prefills of one token are allowed."""
+        """A forward begins: prefills of one token are allowed."""
         with one_thread():
             result = super().initialize_attention_state(*args, **kwargs)
         if self.num_prefill_requests:
@@ -181,7 +181,7 @@ class SlotContext(ContextSeam):
         return PrefillSpan(start_tokens=start_tokens, tokens=tokens, source_slot=live_row, live_slot=live_row)
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
-        """See upstream; rows of states are copied first, so upstream's event covers them, too."""
+        """Rows of states are copied first, so upstream's event covers them, too."""
         if self.prefill_step is not None and self.prefill_is_pending:
             self.prefill_step.copy()
         return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
@@ -194,7 +194,7 @@ class SlotContext(ContextSeam):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """See upstream. Drops padding rows, which upstream includes."""
+        """Drops padding rows, which upstream includes."""
         if not only_last_token_logits and not self.is_decode_only():
             logits = logits[:, : self.active_token_count]
         return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, *args, **kwargs)
@@ -219,7 +219,7 @@ class SlotContext(ContextSeam):
         return result
 
     def can_prepare_requests(self) -> bool:
-        """See upstream. False between two chunks of a prompt: upstream ignores its hidden row and its blocks."""
+        """False between two chunks of a prompt: upstream ignores its hidden row and its blocks."""
         return self.chunked_prefill_request_id == -1 and bool(super().can_prepare_requests())
 
     def prepare_requests(self) -> None:

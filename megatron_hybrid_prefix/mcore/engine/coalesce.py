@@ -96,7 +96,7 @@ class _Owners:
                 table.setdefault(key, owner)
 
     def of(self, top_n: int | None) -> Mapping[bytes, Any]:
-        """Owners by key of a block; with ``top_n`` only those that compute its log-probs with as many likeliest tokens."""
+        """Owners by key of a block; with ``top_n`` only those that compute its log-probs with as many most likely tokens."""
         if top_n is None:
             return self._by_top_n[None]
         enough = sorted(each for each in self._by_top_n if each is not None and each >= top_n)

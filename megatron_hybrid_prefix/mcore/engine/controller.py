@@ -35,7 +35,7 @@ class HybridPrefixController(ControllerSeam):
             context.forward_launched()
 
     def tokens_sampled(self) -> None:
-        """See the seam. After a chunk that does not finish its prompt, sets the prompt's next token as the sampled token.
+        """After a chunk that does not finish its prompt, sets the prompt's next token as the sampled token.
 
         The token sampled there is not used, but megatron would report its log-prob for the prompt's next token.
         """
@@ -50,13 +50,13 @@ class HybridPrefixController(ControllerSeam):
             self.sampled_tokens[row - context.paused_request_count].fill_(token)
 
     def before_verification(self, drafts: torch.Tensor) -> None:
-        """See the seam. An answer ends at its first end token, also if that is a draft."""
+        """An answer ends at its first end token, also if that is a draft."""
         if self.end_tokens:
             ends = [self.end_tokens.get(request_id, ()) for request_id in self._request_ids()[: len(drafts)]]
             reject_ends(drafts, ends)
 
     def tokens_on_host(self, tokens: torch.Tensor, ends: torch.Tensor) -> None:
-        """See the seam. Megatron knows one end token: of several the sampled one, if it is among them."""
+        """Megatron knows one end token: of several the sampled one, if it is among them."""
         if not self.other_ends:
             return
         known = ends.tolist()

@@ -104,10 +104,10 @@ class HybridPrefixEngine(EngineSeam):
             context.host_moves.name_entries(controller.inference_wrapped_model.model)
 
     def reset(self) -> None:
-        """See upstream; also resets the statistics of an unfinished step, and forgets the drafts that it accepted.
+        """Also resets the statistics of an unfinished step, and forgets the drafts that it accepted.
 
         Megatron forgets them at the end of a step. Left by one that raised, they would fail each later prefill. The futures of
-        dropped requests get a `RequestDroppedError`, and clients behind a coordinator a failed request.
+        dropped requests get a `RequestDroppedError`, and clients of a coordinator a failed request.
         """
         if getattr(self, "use_coordinator", False):
             self.messages_taken()  # what ended, and was not told
@@ -130,7 +130,7 @@ class HybridPrefixEngine(EngineSeam):
         return self._step_failed
 
     def ended(self, why: str) -> None:
-        """See the seam. (The coordinator tells clients of what a replica leaves.)"""
+        """The coordinator answers the requests that a replica leaves."""
         self._drop_futures(why)
 
     def _drop_futures(self, why: str) -> list[int]:
@@ -148,7 +148,7 @@ class HybridPrefixEngine(EngineSeam):
     # -- suspension ----------------------------------------------------------------------------------------------------
 
     def suspend(self) -> None:
-        """See upstream. Finished requests stay finished; requests that start over are reset."""
+        """Finished requests stay finished; requests that start over are reset."""
         if self._is_suspended:
             return
         recompute = self.context.kv_cache_management_mode == KVCacheManagementMode.RECOMPUTE
@@ -163,7 +163,7 @@ class HybridPrefixEngine(EngineSeam):
             self.removals.finish_resumed()
 
     def resume(self) -> None:
-        """See upstream. Trainers change weights meanwhile: nothing older is reused, except with ``keep_on_resume``.
+        """Trainers change weights meanwhile: nothing older is reused, except with ``keep_on_resume``.
 
         With tensor or pipeline parallelism call this on every rank.
         """
@@ -177,7 +177,7 @@ class HybridPrefixEngine(EngineSeam):
             raise EngineSuspendedError("the engine is suspended: call engine.resume() first")
 
     def create_cuda_graphs(self, *args: Any, **kwargs: Any) -> Any:
-        """See upstream. A capture resets the context: logs what is lost, and restarts running requests.
+        """A capture resets the context: logs what is lost, and restarts running requests.
 
         Resuming captures again if offloaded buffers changed their addresses. Megatron would lose the running requests.
         """
@@ -210,7 +210,7 @@ class HybridPrefixEngine(EngineSeam):
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
-        """See upstream; returns once all ranks receive each other's messages."""
+        """Returns once all ranks receive each other's messages."""
         address: str = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
         meet_subscribers(self)  # before the engine's loop starts
         if self.ep_world_size == 1:
@@ -227,13 +227,13 @@ class HybridPrefixEngine(EngineSeam):
             self.on_question(what, number, prompt, params)
 
     def receive_failed(self, request_id: int, error: Exception) -> None:
-        """See the seam. The client gets a failed request; the other requests go on."""
+        """The client gets a failed request; the other requests go on."""
         logger.error("request %d was refused", request_id, exc_info=error)
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         self.reply_refused(request_id, kind + str(error).removeprefix(f"request {request_id}: "))
 
     def messages_taken(self) -> None:
-        """See the seam. Returns the requests that ended without a step, since the next step may be far off."""
+        """Returns the requests that ended without a step, since the next step may be far off."""
         if not self.failed_request_ids or self._is_suspended:
             return
         records = [self.requests.pop(request_id).record for request_id in self.failed_request_ids]
@@ -246,7 +246,7 @@ class HybridPrefixEngine(EngineSeam):
     def receive_request(
         self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """See the seam. Keeps the prompt's tokens on the host, where keys and steps are made.
+        """Keeps the prompt's tokens on the host, where keys and steps are made.
 
         Megatron sends the tokens to the device, and waits to copy them back for both.
 
@@ -292,7 +292,7 @@ class HybridPrefixEngine(EngineSeam):
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> list[DynamicInferenceRequestRecord]:
-        """See upstream. Returns the records of these prompts only; other requests that finish meanwhile have their futures.
+        """Returns the records of these prompts only; other requests that finish meanwhile have their futures.
 
         Raises:
             EngineSuspendedError: The engine is suspended.
@@ -339,7 +339,7 @@ class HybridPrefixEngine(EngineSeam):
         return number
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
-        """See the seam. Makes the keys of the prompt on arrival. A request without an end token gets all of the tokenizer's."""
+        """Makes the keys of the prompt on arrival. A request without an end token gets all of the tokenizer's."""
         asked = request.sampling_params
         if asked.termination_id is None:
             own = getattr(asked, "stop_token_ids", None) or ()
@@ -363,7 +363,7 @@ class HybridPrefixEngine(EngineSeam):
 
     @property
     def _by_request(self) -> tuple[dict[int, Any], ...]:
-        """What is known of unfinished requests, by id."""
+        """The records of unfinished requests, by id."""
         return self._row_options, self._end_tokens, self._other_ends, self._replays.answers
 
     def refuse_request(self, request_id: int) -> None:
@@ -413,7 +413,7 @@ class HybridPrefixEngine(EngineSeam):
         return True
 
     def has_unfinished_requests(self) -> bool:
-        """See upstream; also True while the next step has aborted or refused requests to return."""
+        """Also True while the next step has aborted or refused requests to return."""
         return super().has_unfinished_requests() or bool(getattr(self, "failed_request_ids", ()))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -430,13 +430,13 @@ class HybridPrefixEngine(EngineSeam):
             self._scheduling.schedule(super().schedule_waiting_requests)
 
     def may_overlap_steps(self) -> bool:
-        """See the seam. False if an aborted request must leave between two forwards, or a request waits for its load."""
+        """False if an aborted request must leave between two forwards, or a request waits for its load."""
         if self._rows_leave or self._cached.loads_wait:
             return False
         return super().may_overlap_steps()
 
     async def async_step(self) -> Any:
-        """See upstream. A replica sends new tokens after a step: see `on_step` and `step_began_s`.
+        """A replica sends new tokens after a step: see `on_step` and `step_began_s`.
 
         Raises:
             EngineSuspendedError: The engine is suspended.
@@ -462,7 +462,7 @@ class HybridPrefixEngine(EngineSeam):
         return result
 
     def take_stopped_ids(self, active_request_ids: list[int]) -> set[int]:
-        """See the seam. Also cuts off the log-probs of a stop word, those of earlier steps included.
+        """Also cuts off the log-probs of a stop word, those of earlier steps included.
 
         Requests whose load failed leave the context the same way: in this step, without its token.
         """
@@ -476,7 +476,7 @@ class HybridPrefixEngine(EngineSeam):
         return stopped | self.removals.restarting
 
     def check_stop_words(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
-        """See the seam. Also finds a stop word that began before a preemption."""
+        """Also finds a stop word that began before a preemption."""
         if not request.stop_word_ids:
             return False, 0
         entry = self.requests.get(request.request_id)
@@ -499,7 +499,7 @@ class HybridPrefixEngine(EngineSeam):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """See upstream. Requests whose load failed are not finished: they wait again.
+        """Requests whose load failed are not finished: they wait again.
 
         Only requests that asked for log-probs get them, exactly one per token.
         """
@@ -552,7 +552,7 @@ class HybridPrefixEngine(EngineSeam):
         return self._cached.is_exact
 
     def tokens_of_chunk(self, request: DynamicInferenceRequest) -> int | None:
-        """See the seam: where bits have to be equal, chunks end on the grid of the scans."""
+        """Where bits have to be equal, chunks end on the grid of the scans."""
         return self.context.chunk_on_grid(request) if self._cached.is_exact else None
 
     # -- weights -------------------------------------------------------------------------------------------------------

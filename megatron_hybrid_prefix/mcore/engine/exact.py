@@ -31,7 +31,7 @@ class Replays:
     """Preempted requests: each computes its prompt again, and then decodes its answer again.
 
     A prefill of the answer would round differently from the decode that computed it. A request that replays must not be
-    preempted a second time, or two requests could preempt each other forever. So it starts, and others start beside it, only
+    preempted a second time, or two requests could preempt each other forever. So it starts, and others start with it, only
     if all of them have room up to their ends.
 
     Attributes:

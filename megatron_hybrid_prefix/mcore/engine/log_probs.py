@@ -22,7 +22,7 @@ class StepLogProbs:
     Args:
         requests: Requests of the step, in the order of its rows.
         selected: By row: for each computed token the log-prob of the next token.
-        top_n: By row: for each computed token the values and ids of the likeliest next tokens. Rows may be missing.
+        top_n: By row: for each computed token the values and ids of the most likely next tokens. Rows may be missing.
         chunked_id: Id of the request whose prompt continues after this step; -1: none.
 
     Attributes:
@@ -56,7 +56,7 @@ class StepLogProbs:
     def name_all_tokens(self, tokenizer: Tokenizer) -> None:
         """Repair entries in which several tokens have the same text: megatron keeps the least likely of them.
 
-        The likeliest token is named by its text, the others ``token_id:5``. If the request's sampling parameters have
+        The most likely token is named by its text, the others ``token_id:5``. If the request's sampling parameters have
         ``top_n_by_id``, all tokens are named so. Call it after megatron has distributed the rows.
         """
         for request, prompt_count, generated_count, tokens in self._rows:
@@ -85,7 +85,7 @@ def add_cached(requests: Sequence[DynamicInferenceRequest], scored: ScoredPrompt
 
 
 def _named(values: Sequence[float], ids: Sequence[int], tokenizer: Tokenizer, *, by_id: bool) -> dict[str, float]:
-    """Log-probs by token, the likeliest first. A text that is there already, or each one with ``by_id``: ``token_id:5``."""
+    """Log-probs by token, the most likely first. A text that is there already, or each one with ``by_id``: ``token_id:5``."""
     entry: dict[str, float] = {}
     for value, token in zip(values, ids, strict=True):
         text = "" if by_id else tokenizer.detokenize([token])

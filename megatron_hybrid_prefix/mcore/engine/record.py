@@ -22,7 +22,7 @@ class RequestRecord(DynamicInferenceRequestRecord):
     continued: Callable[[Any, Any], None] = staticmethod(lambda old, new: None)
 
     def checkpoint(self, tokenizer: Any = None) -> None:
-        """See upstream. Keeps attributes of the sampling parameters, stop words and cache settings; merging works."""
+        """Keeps attributes of the sampling parameters, stop words and cache settings; merging works."""
         old = self[-1]
         if self.replays is not None and old.generated_tokens:
             # A request that is preempted while it replays has more tokens there.
@@ -53,14 +53,14 @@ class RequestRecord(DynamicInferenceRequestRecord):
         self.continued(old, new)
 
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
-        """See upstream. Drops the remaining prompt tokens, so that the reply does not carry them."""
+        """Drops the remaining prompt tokens, so that the reply does not carry them."""
         merged = super().merge(tokenizer)
         merged.remaining_prompt_tokens = None
         return merged
 
 
 def compute_again(request: DynamicInferenceRequest) -> None:
-    """Reset the request: its prompt is computed from the start. What it reused the first time stays its ``num_cached_tokens``."""
+    """Reset the request: its prompt is computed from the start. ``num_cached_tokens`` stays that of the first time."""
     request.remaining_prompt_tokens = request.prompt_tokens
     request.finished_chunk_token_count = 0
 

@@ -1,4 +1,4 @@
-"""What an engine accepts: one check for all ways in. Megatron finds most faults in a later step, which then fails for everybody.
+"""The check of requests, one for all ways in. Megatron finds most faults in a later step, which then fails for everybody.
 
 A prompt that is too long is no fault of this kind: the engine accepts such a request, and returns it as failed.
 """

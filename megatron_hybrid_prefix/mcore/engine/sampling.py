@@ -144,7 +144,7 @@ def adjusted(logits: torch.Tensor, request: RowRequest) -> torch.Tensor:
 
 
 def filtered(scores: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
-    """Logits after temperature and filters; dropped tokens have -inf. The likeliest token always stays."""
+    """Logits after temperature and filters; dropped tokens have -inf. The most likely token always stays."""
     scores = scores / options.temperature
     if options.min_p > 0:
         least = scores.max() + torch.tensor(options.min_p, dtype=scores.dtype).log().to(scores.device)

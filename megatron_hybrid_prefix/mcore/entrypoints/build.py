@@ -163,7 +163,7 @@ def _block_problem(model: Any, config: InferenceConfig) -> str | None:
 
 
 def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixConfig | None) -> str | None:
-    """What does not fit, in one line; checked here before upstream asserts on it, now or in a later step."""
+    """The settings that do not fit, in one line; checked here before upstream asserts on it, now or in a later step."""
     from megatron_hybrid_prefix.mcore.state.layout import state_bytes
 
     tp = model.config.tensor_model_parallel_size

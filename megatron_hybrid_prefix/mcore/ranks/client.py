@@ -1,4 +1,4 @@
-"""`ReplicaClient`: sends requests to the replicas behind the coordinator, and receives their output token by token."""
+"""`ReplicaClient`: sends requests to the coordinator's replicas, and receives their output token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas behind megatron's data-parallel coordinator: the coordinator's process, and how ranks meet before they serve.
+"""Replicas of megatron's data-parallel coordinator: the coordinator's process, and how ranks meet before they serve.
 
 Clients send requests to the coordinator over ZeroMQ. It routes each to the replica that has the longest part of its prefix,
 unless that replica is overloaded. It passes on output after each step, aborts, and what became of a lost replica's requests.
@@ -89,7 +89,7 @@ class PrefixCoordinator(CoordinatorSeam):
             self.send(name, PARTIAL, pack(own))
 
     def replica_removed(self, replica: int, request_ids: list[int]) -> None:
-        """See the seam. Tells all clients."""
+        """Tells all clients."""
         lost: dict[bytes, list[int]] = {name: [] for name in self.known_clients}
         for request_id in request_ids:
             client = self.forget(request_id)
@@ -99,19 +99,19 @@ class PrefixCoordinator(CoordinatorSeam):
             self.send(name, LOST, pack(replica), pack(own))
 
     def detokenize(self, finished_request: dict[str, Any]) -> None:
-        """See upstream. Clients turn tokens into text themselves, as they arrive."""
+        """Clients turn tokens into text themselves, as they arrive."""
 
     # -- the choice of a replica -----------------------------------------------------------------------------------------
 
     def compute_request_hashes(self, prompt: str | list[int]) -> list[int]:
-        """See upstream. Prompts with different salts share no keys."""
+        """Prompts with different salts share no keys."""
         if not (self._routing.reads or self._routing.writes):
             return []
         bits = self._routing.salt_bits
         return [key ^ bits for key in super().compute_request_hashes(prompt)]
 
     def get_least_loaded_data_parallel_rank(self) -> bytes:
-        """See upstream. Of equally loaded replicas takes the one after the last choice."""
+        """Of equally loaded replicas takes the one after the last choice."""
         loads = self.pending_requests
         if not loads:
             return super().get_least_loaded_data_parallel_rank()  # raises
@@ -121,7 +121,7 @@ class PrefixCoordinator(CoordinatorSeam):
         return self.name_of(self._last_replica)
 
     def get_best_data_parallel_rank(self, request_hashes: list[int]) -> bytes:
-        """See upstream. A request with a known key goes where the key's last request went."""
+        """A request with a known key goes where the key's last request went."""
         key, by_key = self._routing.key, self._replica_by_key
         if key is None:
             return self._best_for_prompt(request_hashes)
@@ -151,7 +151,7 @@ class PrefixCoordinator(CoordinatorSeam):
         return own >= at_once and (least < at_once or own >= least + at_once)
 
     def note_blocks(self, rank_identity: bytes, keys: list[int]) -> None:
-        """See the seam. Over the limit, forgets the blocks that were least recently used."""
+        """Over the limit, forgets the blocks that were least recently used."""
         if not self._routing.writes:
             return
         known = self.replicas_by_block

@@ -1,4 +1,4 @@
-"""Messages beside megatron's, between clients, coordinator and replicas: a frame with the kind, then frames of msgpack.
+"""Messages besides megatron's, between clients, coordinator and replicas: a frame with the kind, then frames of msgpack.
 
 ============  ============================  ===========================================================================
 kind          way                           frames
@@ -42,7 +42,7 @@ TELL_EXPLAIN = "explain"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What the choice of a replica depends on, beside the prompt.
+    """What the choice of a replica depends on, besides the prompt.
 
     Attributes:
         key: Requests with one key go to one replica, as long as it lives. None: the prompt alone decides.

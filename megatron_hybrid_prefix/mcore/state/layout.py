@@ -1,4 +1,4 @@
-"""What the recurrent states of a model are on this rank: found on the built model, by the layer kinds."""
+"""The recurrent states of a model on this rank: found on the built model, by the layer kinds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelStates:
     """The recurrent layers of a model on this pipeline stage, and what a slot holds of them.
 
     Attributes:
-        slots: What a slot holds; kinds that only other stages have are there with 0 layers.
+        slots: The contents of a slot; kinds that only other stages have are there with 0 layers.
         quanta: Chunk quantum of each kind, in tokens.
         kind_of_layer: Kind of each recurrent layer of this stage, in their order.
     """
@@ -179,7 +179,7 @@ def config_beyond_megatrons(
 ) -> RecurrentStateConfig | None:
     """`mamba_state_config` where megatron's own description of this stage is not enough; None where it is.
 
-    It is not enough for layers of other kinds than Mamba2, on any stage, nor for a stage without recurrent layers beside
+    It is not enough for layers of other kinds than Mamba2, on any stage, nor for a stage without recurrent layers next to
     stages that have some. A collective only with several stages, and only if one of them may have recurrent layers.
     """
     symbols = [symbol for symbol, _ in decoder_layers(model)]

@@ -100,7 +100,7 @@ class Moves:
         """Launch what need not precede a forward: copies to the host that `launch` left, and what its publication queued."""
 
     def wait_for_loads(self, plans: Iterable[StepPlan]) -> None:
-        """Make the next forward run after the loads that it uses. What does not use them can be launched before."""
+        """Make the next forward run after the loads that it uses. Other work can be launched before."""
 
     def finish(self) -> None:
         """Finish all copies: the device buffers are about to be freed."""
@@ -246,7 +246,7 @@ class HostMoves(Moves):
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def launch(self, *, send: bool = True) -> None:
-        """See Moves. The model's later launches run after stores have read their entries.
+        """The model's later launches run after stores have read their entries.
 
         They also run after cancelled loads, whose blocks and slots may be reused.
         """
@@ -300,7 +300,7 @@ class HostMoves(Moves):
             load.state = LoadState.COPYING
 
     def fetch(self, load: Load, *, wait: bool) -> LoadState:
-        """See whether the entries of a load that fetches have arrived from the tier behind, and launch it if they have.
+        """Check whether the entries of a load that fetches have arrived from the tier below, and launch it if they have.
 
         A collective: time passes differently on each rank, so they agree on what it means.
 
@@ -327,7 +327,7 @@ class HostMoves(Moves):
         return agreed
 
     def wait_for_loads(self, plans: Iterable[StepPlan]) -> None:
-        """See Moves. The CPU waits for entries that still come from the tier behind. A collective, if there are any."""
+        """The CPU waits for entries that still come from the tier below. A collective, if there are any."""
         for load in [plan.load for plan in plans if plan.load is not None]:
             state = self.fetch(load, wait=True) if load.state is LoadState.FETCHING else load.state
             if state is LoadState.COPYING and not load.awaited:

@@ -1,4 +1,4 @@
-"""Bamba: layers of Mamba2 or attention, each with a gated MLP behind it. One layer of Hugging Face is two of megatron's."""
+"""Bamba: layers of Mamba2 or attention, each with a gated MLP after it. One layer of Hugging Face is two of megatron's."""
 
 from __future__ import annotations
 

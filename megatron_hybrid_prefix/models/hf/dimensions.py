@@ -1,6 +1,6 @@
 """`dimensions_of`: the values of a Hugging Face ``config.json`` as a `HybridModelConfig`. No torch, no megatron.
 
-Names have changed with transformers' releases: old and new ones are read. What megatron's layers cannot compute is
+Names have changed with transformers' releases: old and new ones are read. A value that megatron's layers cannot compute is
 refused in one line that names it; a value that is not read here changes nothing in the model's answers. What a file does
 not say is what transformers' config class says. ``tests/models/test_hf_config_fields.py`` lists all fields.
 """
@@ -333,7 +333,7 @@ def _qwen3_next_pattern(given: Given, experts: int) -> str:
 
 
 def _rotary(given: Given, *, default_fraction: float) -> tuple[int, float]:
-    """Base and fraction of rotary embeddings, in ``rope_parameters`` or beside it."""
+    """Base and fraction of rotary embeddings, in ``rope_parameters`` or next to it."""
     rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise given.error("rope_parameters is not a mapping")

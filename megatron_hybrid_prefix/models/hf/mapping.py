@@ -52,7 +52,7 @@ class Rule:
 
     Attributes:
         target: The parameter's name in the unsharded model (`parameters_by_global_name`).
-        sources: What it is made of, one below the other.
+        sources: Its parts, one below the other.
         order: (rows,) int64, for each row of the parameter the row of the sources; None: all, in their order.
         finish: Applied to each value; None: values stay as they are.
     """

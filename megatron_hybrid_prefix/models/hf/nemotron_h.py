@@ -46,7 +46,7 @@ class NemotronH(Family):
         return None
 
     def canonical(self, name: str) -> str | None:
-        """See Family. On the Hub names begin with ``backbone.``; ``mtp.`` is multi-token prediction."""
+        """On the Hub names begin with ``backbone.``; ``mtp.`` is multi-token prediction."""
         if name.startswith("mtp."):
             return None
         return f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name

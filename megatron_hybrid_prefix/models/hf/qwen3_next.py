@@ -1,4 +1,4 @@
-"""Qwen3-Next: layers of Gated DeltaNet or gated attention, each with experts or an MLP behind it.
+"""Qwen3-Next: layers of Gated DeltaNet or gated attention, each with experts or an MLP after it.
 
 One layer of Hugging Face is two of megatron's. Norms multiply by 1 + weight there, all but the one inside Gated DeltaNet.
 """
@@ -37,11 +37,11 @@ class Qwen3Next(Family):
         return None
 
     def canonical(self, name: str) -> str | None:
-        """See Family; ``mtp.`` is multi-token prediction."""
+        """``mtp.`` is multi-token prediction."""
         return None if name.startswith("mtp.") else name
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        """See Family. Experts are matrices each in files, and stacks of matrices in a model in memory."""
+        """Experts are matrices each in files, and stacks of matrices in a model in memory."""
         hidden, vocabulary = (config.hidden_size,), (config.vocab_size, config.hidden_size)
         stacked = any(name.endswith(".mlp.experts.down_proj") for name in names)
         yield made_of("embedding.word_embeddings.weight", {"model.embed_tokens.weight": vocabulary})

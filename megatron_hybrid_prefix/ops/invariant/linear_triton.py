@@ -19,7 +19,7 @@ _ALIGNMENT_BYTES = 16  # of a row, in the descriptors of tensors
 
 
 class Tile(NamedTuple):
-    """What one program computes at a time.
+    """The tile that one program computes at a time.
 
     Attributes:
         rows: Of the output.
