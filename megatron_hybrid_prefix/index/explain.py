@@ -1,7 +1,7 @@
 """`Explanation`: what a prompt would reuse now, and why not more, in sentences. Whoever explains only reads.
 
 It asks the matcher what a request would get, and then each tier what is there. It asks nothing that ranks would have to agree
-on, or that waits for another process: of a tier behind the host it has what this rank knows.
+on, or that waits for another process: of a tier below the host it has what this rank knows.
 """
 
 from __future__ import annotations
@@ -82,19 +82,18 @@ class Question:
 
 
 class _Behind:
-    """The tier behind the host for a reader that must change nothing: this rank's answers, without waiting."""
+    """The tier below the host for a reader that must change nothing: this rank's answers, without waiting."""
 
     def __init__(self, behind: TierBehind) -> None:
         self._behind = behind
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
-        """See `DepthTier`."""
         while first < len(keys) and self._behind.knows(EntryKind.KV, keys[first]):
             first += 1
         return first
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        """See `DepthTier`. A state that is not worth a load is left out."""
+        """A state that is not worth a load is left out."""
         least = max(1, self._behind.least_blocks)
         for depth in range(limit, after + least - 1, -1):
             if self._behind.knows(EntryKind.STATE, keys[depth - 1]):

@@ -31,7 +31,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
     """Megatron's layer, with dynamic inference by slots."""
 
     def slot_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See SlotLayer: query, key, value, output gate, beta and decay of each token, packed."""
+        """Query, key, value, output gate, beta and decay of each token, packed."""
         return self.in_proj(hidden_states)[0]
 
     def slot_outputs(self, outputs: torch.Tensor | None) -> Any:

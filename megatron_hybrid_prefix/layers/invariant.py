@@ -37,7 +37,7 @@ class InvariantModel(HybridModel):
     """Turns the scope on for steps of an exact context."""
 
     def forward(self, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
-        """See upstream. Says which context a step is of."""
+        """Says which context a step is of."""
         with scope.invariant(bool(getattr(inference_context, "is_exact", False))):
             return super().forward(*args, inference_context=inference_context, **kwargs)
 
@@ -51,7 +51,7 @@ class InvariantRows(RowParallelLinear):
     """Adds the ranks' products in the order of the ranks."""
 
     def forward(self, input_: torch.Tensor) -> Any:
-        """See upstream. Neither the product nor the sum over ranks depends on other rows."""
+        """Neither the product nor the sum over ranks depends on other rows."""
         if not scope.is_on():
             return super().forward(input_)
         output = sum_over_ranks(linear(input_, self.weight), self.tp_group)
@@ -84,7 +84,7 @@ class InvariantAttention(SelfAttentionSeam):
         is_decode_only: bool,
         softmax_offset: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See upstream. Attention over pages whose rows do not depend on each other."""
+        """Attention over pages whose rows do not depend on each other."""
         if q.is_cuda or softmax_offset is not None or not scope.is_on():
             sizes = max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqlens_k
             return super().flash_decode_and_prefill(q, k, v, *sizes, block_table, is_decode_only, softmax_offset)
@@ -103,7 +103,7 @@ class InvariantMLP(MLP):
     """On a GPU, PyTorch's activations round alike everywhere in a tensor."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See upstream. An activation that rounds alike everywhere."""
+        """An activation that rounds alike everywhere."""
         if hidden_states.is_cuda or not self.config.gated_linear_unit or not scope.is_on():
             return super().forward(hidden_states, *args, **kwargs)
         output, bias = self.linear_fc1(hidden_states)

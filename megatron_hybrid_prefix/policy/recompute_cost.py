@@ -141,7 +141,7 @@ class _Known[T: KeptState]:
     Attributes:
         tiers: The policies of the tiers, the device first.
         ancestry: The states that a tier keeps.
-        records: What is known of each.
+        records: The record of each.
         lost: The same of evicted states that are remembered, by key; evicted longest ago first.
     """
 
@@ -311,7 +311,6 @@ class RecomputeCostEviction[T: KeptState]:
         return below
 
     def share_memory(self, *, state_blocks: float) -> None:
-        """See SharesMemory."""
         self.state_blocks = state_blocks
 
     def evicted_keys(self) -> Iterable[bytes]:

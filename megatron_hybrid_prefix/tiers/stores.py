@@ -1,7 +1,7 @@
 """`StoreCopies`: runs transfers from the device to host memory.
 
 A store gathers entries into a staging buffer on the device, and copies that to the pages: by the copy engines, or by a kernel if pages
-are small. What overwrites a stored block (a forward, a load) waits until it is gathered, but not for the copies to the host.
+are small. A forward or a load that overwrites a stored block waits until it is gathered, but not for the copies to the host.
 
 These copies can also be launched later (`StoreCopies.send`): a forward that needs the room, and the GPU with it, would wait while the CPU
 launches them.
@@ -26,11 +26,11 @@ STAGING_BYTES = 640 * 2**20  # this much can be evicted at once without waiting 
 
 
 class StoreCopies:
-    """See the top of this file.
+    """Copies entries to the host.
 
     Attributes:
         copies: How entries are copied.
-        contents: What the pages hold.
+        contents: The entries in the pages.
         queue: Where the copies run.
         bytes: Bytes stored.
         stored: End of the copies to the host that are launched.

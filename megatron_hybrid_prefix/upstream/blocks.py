@@ -82,7 +82,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
         return self.available_blocks
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
-        """See upstream. Counts evictable blocks, too."""
+        """Counts evictable blocks, too."""
         return num_blocks <= self.available_blocks - potential_matched_count
 
     def get_active_avail(self) -> int:

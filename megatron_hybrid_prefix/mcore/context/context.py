@@ -330,7 +330,7 @@ class HybridPrefixContext(SlotContext):
         return [plan for _, plan in self._requests.in_step.values()]
 
     def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int) -> PrefillSpan:
-        """See SlotContext: by the cache's plan."""
+        """By the cache's plan."""
         if request_id not in self._requests.in_step:  # rows that warm up CUDA graphs
             return super().prefill_span(request_id, start_tokens, tokens, live_row)
         _, plan = self._requests.in_step[request_id]
@@ -363,7 +363,7 @@ class HybridPrefixContext(SlotContext):
         return log_softmax(logits) if self.is_exact else None
 
     def step_sampled(self, logits: torch.Tensor) -> None:
-        """See SlotContext. Keeps what later prompts need of a forward's logits."""
+        """Keeps what later prompts need of a forward's logits."""
         if self._requests.in_step:
             self.scored.capture(self._requests.in_step.values(), logits)
 

@@ -54,7 +54,7 @@ class PrefixRequest:
         kept: Log-probs that it takes from there, from the start of its load to its admission.
         scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
         counted_tokens: Tokens that the statistics have: forwards of them, or of the request that it continues, were published.
-        gave_up_fetch: Whether a load from the tier behind the host was late or missing. The request tries no other.
+        gave_up_fetch: Whether a load from the tier below the host was late or missing. The request tries no other.
     """
 
     chain: KeyChain

@@ -114,7 +114,7 @@ class SlotContext(ContextSeam):
         return self.states.live.rows(live_indices)
 
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """See upstream. States of a layer, by row."""
+        """States of a layer, by row."""
         if not self.is_hybrid_model:
             return super().mamba_states_cache(layer_number, intermediate)
         states = self.states_of_layer(layer_number, drafted=intermediate)
@@ -140,7 +140,7 @@ class SlotContext(ContextSeam):
     # -- admit ---------------------------------------------------------------------------------------------------------
 
     def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
-        """See upstream. Admits a request and plans its step."""
+        """Admits a request and plans its step."""
         length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
         self.add_chunk(req, length)
         if length < req.remaining_prompt_length:

@@ -220,7 +220,7 @@ class HybridPrefixEngine(EngineSeam):
         return address
 
     def message_received(self, what: str, number: int, prompt: Any, params: Any) -> None:
-        """See the seam. The number is that of a request to abort, or of a question."""
+        """The number is that of a request to abort, or of a question."""
         if what == TELL_ABORT:
             self.abort_request(number)
         else:
@@ -319,7 +319,7 @@ class HybridPrefixEngine(EngineSeam):
     def explain(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Explanation:
         """What a request would reuse if it came now, and why not more. Changes nothing, whatever runs or waits.
 
-        It is no collective. All ranks decide alike on what is on the device and on the host; of a tier behind the host it says what
+        It is no collective. All ranks decide alike on what is on the device and on the host; of a tier below the host it says what
         this rank knows.
 
         Args:

@@ -73,7 +73,7 @@ class RowSampling(Sampling):
         token_to_request_index: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """See upstream. Sampling options that megatron does not have."""
+        """Sampling options that megatron does not have."""
         kwargs |= {"gather_indices": gather_indices, "token_to_request_index": token_to_request_index}
         tokens: torch.Tensor = self._backend.sample_kernel(logits, n, context, *args, **kwargs)
         drafts, source = context.num_speculative_tokens, self._source
@@ -98,7 +98,7 @@ class RowSampling(Sampling):
         return tokens
 
     def log_probs_kernel(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """See upstream. Passed on to megatron's backend."""
+        """Passed on to megatron's backend."""
         return self._backend.log_probs_kernel(*args, **kwargs)
 
 

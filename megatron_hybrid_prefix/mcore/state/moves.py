@@ -187,7 +187,7 @@ class HostMoves(Moves):
     def _agree(self, depth_blocks: int) -> int:
         return min_over_model_ranks(depth_blocks, self._groups)
 
-    # -- the tier behind the host --------------------------------------------------------------------------------------
+    # -- the tier below the host --------------------------------------------------------------------------------------
 
     def _open_tier(self, prefix: HybridPrefixConfig, url: str, entry_bytes: Mapping[EntryKind, int]) -> Tier:
         def make_ranking() -> Any:
@@ -210,7 +210,7 @@ class HostMoves(Moves):
         return tier
 
     def name_entries(self, model: Any) -> None:
-        """Use the entries of this model's weights in the tier behind the host, if there is one.
+        """Use the entries of this model's weights in the tier below the host, if there is one.
 
         Args:
             model: This rank's part of the model. Its weights are read now, and again after they were invalidated.
@@ -233,7 +233,7 @@ class HostMoves(Moves):
         self._behind.name_entries(Fingerprint(model, repr(layout), weights=self._weights_name))
 
     def drain(self, seconds: float) -> bool:
-        """Wait until everything launched so far is in the tier behind the host, at most this long. Returns whether it is."""
+        """Wait until everything launched so far is in the tier below the host, at most this long. Returns whether it is."""
         return self.arena.behind is None or self.arena.behind.threads.drain(seconds)
 
     def close(self) -> None:
@@ -263,7 +263,7 @@ class HostMoves(Moves):
             return
         self.arena.stores.send()
         units = [copy for copy in self._cache.take_copies(published=True) if isinstance(copy, BlockTransfer)]
-        # Beside sampling, whose token somebody waits for.
+        # While a token is sampled, for which somebody waits.
         self.arena.carry_out(self._with_rows(units), send=False, beside=True)
         self.arena.stores.send()
 
@@ -290,7 +290,7 @@ class HostMoves(Moves):
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def start_load(self, load: Load) -> None:
-        """Launch a load that the cache has begun. What comes from the tier behind is launched when it has arrived."""
+        """Launch a load that the cache has begun. Entries from the tier below are launched when they have arrived."""
         self.launch(send=False)
         load.rounds = -(-load.pages * self._page_bytes // BYTES_A_ROUND)
         if load.state is LoadState.FETCHING:
@@ -368,7 +368,7 @@ class HostMoves(Moves):
             stats.tiers[SHARED] = moved
 
     def report(self) -> str:
-        """Size of the host tier, and the tier behind it, in one line."""
+        """Size of the host tier, and the tier below it, in one line."""
         behind = "" if self._behind is None else f"; behind it: {type(self._behind.tier).__name__}"
         return (
             f"host tier: {len(self.arena.pages.rows)} pages of {self._page_bytes / 2**20:.3f} MiB, "

@@ -52,7 +52,7 @@ class NemotronH(Family):
         return f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        """See Family. Experts are matrices each in files, and stacks of matrices in a model in memory."""
+        """Experts are matrices each in files, and stacks of matrices in a model in memory."""
         hidden = config.hidden_size
         vocabulary = config.vocab_size, hidden
         yield made_of("embedding.word_embeddings.weight", {"model.embeddings.weight": vocabulary})
