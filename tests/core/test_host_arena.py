@@ -31,7 +31,7 @@ from tests.core.pools import (
 )
 from tests.harness.limits import HANG_S, wait_until
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -359,7 +359,7 @@ def test_memory_to_pin():
         allocate(2**60)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1)
 def test_the_end_of_an_arena_unpins_its_memory():
     pools = Pools("cuda")
     memory, device = pools.arena.pages.memory, torch.device("cuda")
@@ -372,7 +372,7 @@ def test_the_end_of_an_arena_unpins_its_memory():
     unpin(memory, device)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1)
 def test_an_arena_that_ends_while_a_graph_is_captured_unpins_later():
     memory, device, ones = torch.empty(1 << 20, dtype=torch.uint8), torch.device("cuda"), torch.ones(3, device="cuda")
     pin(memory, device)
@@ -398,7 +398,7 @@ def test_pages_waste_little(kv_bytes, state_bytes):
         assert -(-size // page) <= 300
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=1)
 def test_the_cpu_does_not_wait_for_transfers():
     pools, load = Pools("cuda", 1000), a_load()
     ids = [(KV, 1, 5), (STATE, 2, 6)]
