@@ -87,7 +87,7 @@ def with_shared(least_blocks: int) -> ModelEngine:
     """The host has room for little; the tier behind it has the whole prompt."""
     behind = tier_behind()
     model = filled(PROMPT, *OTHERS, host_pages=5, secret=b"test", behind=behind)
-    behind.tier.least_blocks = least_blocks
+    behind.least_blocks = behind.tier.least_blocks = least_blocks
     return empty_device(model)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.gpu.launch import run_script
 
 
-@pytest.mark.gpu(gib=4, seconds=60)
+@pytest.mark.gpu(gib=7, seconds=90)
 def test_endings_of_a_context():
     printed = run_script("prompt_log_probs.py").strip().splitlines()[-1]
     print(printed)

@@ -61,7 +61,10 @@ def entries_of(words, dtype, shape):
     ("device", "pages_on"),
     [
         ("cpu", "device, beside others"),  # where all memory is one
-        *(pytest.param("cuda", place, marks=pytest.mark.gpu(gib=1)) for place in ("host", "device", "device, beside others")),
+        *(
+            pytest.param("cuda", place, marks=pytest.mark.gpu(gib=1))
+            for place in ("host", "device", "device, beside others")
+        ),
     ],
 )
 @pytest.mark.parametrize(("layers", "shape", "dtype", "page_bytes", "start"), CASES)

@@ -420,7 +420,7 @@ def test_sampling_fields_reach_the_engine(server, salt):
     assert ask({}, logit_bias={"65": 100}).text == "A" * 12
     assert ask({}, logit_bias={"65": 100}, presence_penalty=2.0).text == "A" * 12
     letters = Counter(ask({}, logit_bias={"65": 50, "66": 49.5, "67": 49}, frequency_penalty=2.0).text)
-    assert letters.keys() == set("ABC") and max(letters.values()) <= 5
+    assert letters.keys() == set("ABC") and min(letters.values()) >= 2  # each time, not once, as presence_penalty
     repeated = ask({"repetition_penalty": 10.0}, logit_bias={"65": 50, "66": 49.5}).text
     assert repeated[:2] == "AB"  # neither is in the prompt
 
