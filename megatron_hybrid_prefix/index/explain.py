@@ -144,16 +144,16 @@ class Explainer:
         since = {key: len(evicted) - number for number, key in enumerate(evicted, 1)}
         # Depths of states that are remembered as evicted, and how many were evicted since.
         self._evicted = {depth: since[key] for depth, key in enumerate(self._keys, 1) if key in since}
-        for depth, key in enumerate(self._keys, 1):
+        for depth, key in enumerate(self._keys[: self._match.kv_depth_blocks], 1):
             node = store.tree.get(key)
             has = {
                 DEVICE: node is not None and node.slot != NO_SLOT,
                 HOST: node is not None and node.host_slot != NO_SLOT,
             }
             has[SHARED] = behind is not None and behind.knows(EntryKind.STATE, key)
-            for tier in self._states if depth <= self._match.kv_depth_blocks else ():
+            for tier, depths in self._states.items():
                 if has[tier]:
-                    self._states[tier].append(depth)
+                    depths.append(depth)
 
     def explain(self) -> Explanation:
         """The explanation."""
