@@ -26,7 +26,6 @@ _DTYPES = ("float32", "bfloat16")
 KV_DEFAULTS: dict[str, tuple[int | None, int | None]] = {
     "nemotron_h": (8, 128),
     "bamba": (8, None),
-    "falcon_h1": (8, None),
     "qwen3_next": (2, 256),
 }
 """Key/value heads and channels where config.json has no such name; None, or no entry: they follow from the query heads."""
