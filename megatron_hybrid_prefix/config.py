@@ -116,8 +116,14 @@ class HybridPrefixConfig(_RefusesRemoved):
     )
     keep_on_resume: bool = _setting(
         False,
-        "Keep what is cached when a suspended engine resumes. By default it is dropped, because trainers change the "
-        "weights meanwhile. Turn it on only where they do not change, or where engine.invalidate() is called if they do.",
+        "Keep what is cached when a suspended engine resumes, if the weights are as before. By default it is dropped, because "
+        "trainers change the weights meanwhile. Turn it on where they rarely change.",
+    )
+    check_weights: bool = _setting(
+        True,
+        "Notice changed weights that nobody announced, by samples of each tensor, when a suspended or paused engine goes on "
+        "and when a request comes to an idle one. Turn it off only where engine.invalidate() or a new generation epoch "
+        "announces every change.",
     )
     prompt_log_probs_gb: float = _setting(
         0.25,

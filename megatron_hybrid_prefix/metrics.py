@@ -77,7 +77,7 @@ class PrefixStats:
         kv_evictions: KV blocks evicted.
         scores_evictions: Blocks whose log-probs were evicted because the budget was full.
         invalidations: Times the cache was emptied because the weights changed, or may have: `invalidate`, a new generation epoch,
-            or ``resume()`` without ``keep_on_resume``.
+            ``resume()`` without ``keep_on_resume``, or samples of the weights that differ.
         verified_hits: Hits that were computed again and compared with the cache (``verify_hits``).
         verify_mismatches: Verified hits that differed; 0 unless the cache is wrong.
         tiers: Statistics by tier: "host", and the tier behind it.

@@ -82,12 +82,23 @@ class EngineSeam(DynamicInferenceEngine):
     def schedule_requests(self) -> int:
         """Takes the messages of the coordinator, on all ranks of a replica alike."""
         self._takes_messages = True
+        before = self.state
         try:
             messages: int = super().schedule_requests()
         finally:
             self._takes_messages = False
         self.messages_taken()
+        if self.state == EngineState.UNPAUSING != before:
+            self.work_begins()
         return messages
+
+    async def _ep_establish_consensus(self, local_work: int, signal_consensus: bool) -> tuple[int, bool]:
+        """After idle time `work_begins` on all expert-parallel ranks, so that they agree."""
+        was_idle = self._last_ep_consensus[0] == 0
+        work, all_pausing = await super()._ep_establish_consensus(local_work, signal_consensus)
+        if self.expert_ranks_agree_on_work and was_idle and work:
+            self.work_begins()
+        return work, all_pausing
 
     def schedule_chunked_prefill(self) -> None:
         """See upstream, and `tokens_of_chunk`. The budget of a chunk holds for one round."""
@@ -216,6 +227,14 @@ class EngineSeam(DynamicInferenceEngine):
 
     def ended(self, why: str) -> None:
         """The engine's loop ended, and leaves unfinished requests."""
+
+    @property
+    def expert_ranks_agree_on_work(self) -> bool:
+        """Whether there are other expert-parallel ranks, and all of them call `work_begins` before the first step after idle time."""
+        return self.use_coordinator and self.ep_world_size > 1 and not self.disable_ep_consensus
+
+    def work_begins(self) -> None:
+        """All ranks were paused, or all expert-parallel ranks were idle, and go on. They all call it: collectives are possible."""
 
     def messages_taken(self) -> None:
         """The messages of the coordinator so far were taken; a step or an idle moment follows."""

@@ -35,8 +35,15 @@ CACHED_TOKENS = {
     "too long": 0,
     "a with new weights": 0,
     "a with new weights again": HIT,
+    "a after a pause": 0,
 }
-OTHER_PROMPTS = ("a as text", "a not kept", "a after not kept", "too long")
+OTHER_ANSWERS = (
+    "a as text",
+    "a not kept",
+    "a after not kept",
+    "too long",
+    "a after a pause",
+)  # other prompts or weights
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +65,7 @@ def test_answers_are_those_without_a_cache(replies, tiny):
     engine.add_request(0, random_tokens(HIT + 3, seed=5), greedy(worker.NEW_TOKENS))
     run_to_end(engine, finished)
     for name, reply in replies.items():
-        if name not in OTHER_PROMPTS:
+        if name not in OTHER_ANSWERS:
             assert reply["tokens"] == finished[0].generated_tokens
             assert reply["log_probs"] == pytest.approx(finished[0].generated_log_probs, rel=0, abs=LOG_PROB_NOISE)
 

@@ -140,6 +140,11 @@ def test_what_is_wrong_is_seen(layout, alone, ranks_of):
                 assert (gap >= 1e-3) == wrong, (name, number, gap)
 
 
+def test_new_weights_of_one_rank_are_noticed_by_all(layout, ranks_of):
+    for rank in ranks_of(layout)[0]:
+        assert rank["noticed"] == [0, 2 * worker.BLOCK_TOKENS, 0]
+
+
 def test_checkpoints_pass_between_layouts(layout, alone, ranks_of, platform):
     """One rank's is loaded by several, and the other way round."""
     found, again = ranks_of(layout)

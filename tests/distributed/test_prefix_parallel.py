@@ -177,6 +177,14 @@ def test_a_budget_that_is_too_small_on_one_stage_is_refused_on_all(launch, layou
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_new_weights_of_one_rank_are_noticed_by_all(launch, layout):
+    """They decide alike, without a word of the trainer."""
+    hit = 2 * worker.BLOCK_TOKENS
+    for found in launch(layout, PATTERNS[layout][0])[0]:
+        assert found["noticed"] == [0, hit, 0, hit]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_ranks_that_decide_differently_stop_with_both_decisions(launch, layout):
     ranks = [found["disagreement"] for found in launch(layout, PATTERNS[layout][0])[0]]
     assert len(set(ranks)) == 1

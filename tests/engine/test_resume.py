@@ -10,14 +10,13 @@ import pytest
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines.dynamic_engine import EngineState, EngineSuspendedError
-from megatron.core.resharding.copy_services.base import CopyService
-from megatron.core.resharding.refit import swap_model_weights
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.engine_helpers import assert_matches, greedy
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
 from tests.harness.named_models import named
+from tests.harness.refits import WAYS, copy_in_place
 from tests.harness.selection import mostly_slow_rows
 from tests.harness.shared_tiers import STORES, stats_of, written
 
@@ -141,45 +140,6 @@ def own_models(platform: Any) -> Callable[[str], tuple[Any, Any]]:
     return lambda name: tuple(build_hybrid_model(named(name), seed=seed, platform=platform) for seed in (5, 6))
 
 
-def copy_in_place(model: Any, trained: Any) -> None:
-    with torch.no_grad():
-        for parameter, new in zip(model.parameters(), trained.parameters(), strict=True):
-            parameter.copy_(new)
-
-
-def assign_data(model: Any, trained: Any) -> None:
-    for parameter, new in zip(model.parameters(), trained.parameters(), strict=True):
-        parameter.data = new.data.clone()
-
-
-class LocalCopies(CopyService):
-    """Copies of one process. (Megatron's services pin memory, which needs a GPU.)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: dict[int, torch.Tensor] = {}
-        self.received: dict[int, torch.Tensor] = {}
-
-    def submit_send(self, src_tensor: torch.Tensor, dest_rank: int, task_id: int | None = None) -> None:
-        self.sent[task_id] = src_tensor
-
-    def submit_recv(self, dest_tensor: torch.Tensor, src_rank: int, task_id: int | None = None) -> None:
-        self.received[task_id] = dest_tensor
-
-    def run(self) -> None:
-        with torch.no_grad():
-            for number, target in self.received.items():
-                target.copy_(self.sent[number])
-
-
-WAYS = {
-    "copy_": copy_in_place,
-    "data": assign_data,
-    "load_state_dict": lambda model, trained: model.load_state_dict(trained.state_dict()),
-    "swap_model_weights": lambda model, trained: swap_model_weights(trained, model, LocalCopies()),
-}
-
-
 def spoilt(served: EngineHarness, *ids: int) -> bool:
     """Whether an answer is not that of the current weights."""
     try:
@@ -211,7 +171,7 @@ def test_nothing_computed_before_a_suspension_is_reused(own_models, name, manage
     copy_in_place(model, trained)
     blocks, on_host = served.cache.blocks.cached_count, served.context.prefix_stats().tiers["host"].kv_blocks
     served.engine.resume()
-    said = f"resume() drops {blocks} cached KV blocks and {on_host} on the host"
+    said = f"{blocks} cached KV blocks and {on_host} on the host are dropped, with their states: resume()"
     assert sum(said in record.message for record in caplog.records) == 1
     first = served.next_id + 1
     for prompt in prompts:
@@ -223,9 +183,11 @@ def test_nothing_computed_before_a_suspension_is_reused(own_models, name, manage
 
 
 @pytest.mark.parametrize("management", (PERSIST, OFFLOAD), ids=lambda value: value.value)
-def test_with_the_setting_the_cache_survives_and_other_weights_would_be_noticed(own_models, management, caplog):
+@pytest.mark.parametrize("checked", [True, False])
+def test_with_the_setting_the_cache_survives_equal_weights_only(own_models, management, checked, caplog):
+    """Who trusts announcements, and makes none, gets states of old weights."""
     model, trained = own_models("tiny")
-    served = EngineHarness(model, kv_cache_management_mode=management, keep_on_resume=True)
+    served = EngineHarness(model, kv_cache_management_mode=management, keep_on_resume=True, check_weights=checked)
     prompt = tokens(2, 30, seed=1)
     served.send(prompt)
     served.suspend_and_resume()
@@ -234,8 +196,9 @@ def test_with_the_setting_the_cache_survives_and_other_weights_would_be_noticed(
     served.engine.suspend()
     copy_in_place(model, trained)
     served.engine.resume()
-    assert served.send(prompt).num_cached_tokens == 2 * BLOCK and spoilt(served, served.next_id)
-    assert served.context.prefix_stats().invalidations == 0 and not caplog.records
+    assert served.send(prompt).num_cached_tokens == (0 if checked else 2 * BLOCK)
+    assert spoilt(served, served.next_id) != checked
+    assert served.context.prefix_stats().invalidations == len(caplog.records) == checked
 
 
 @pytest.mark.parametrize(("way", "coordinator"), [*((way, False) for way in WAYS), ("copy_", True)])

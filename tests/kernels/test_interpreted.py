@@ -30,6 +30,7 @@ def test_the_kernels_do_what_the_loops_do():
             "test_delta_gates.py",
             "test_paged_attention.py",
             "test_checksum.py",
+            "test_samples.py",
             "test_page_copies.py",
             "test_wrong_entries.py",
             "test_gated_norm.py",

@@ -504,15 +504,12 @@ class HybridPrefixContext(SlotContext):
                 self.states.live.reset()
         super().reset_metadata(preserve_prefix_cache, *args, **kwargs)
 
-    def log_dropped(self) -> None:
-        """Log what a resumed engine drops, if there is anything. (Nothing is left if new weights were announced before.)"""
+    def log_dropped(self, why: str) -> None:
+        """Log what new weights drop, if there is anything. (Nothing is left if they were announced before.)"""
         blocks, on_host = self.prefix_cache.blocks.cached_count, self.prefix_stats().tiers[HOST].kv_blocks
         if blocks or on_host:
             logger.warning(
-                "resume() drops %d cached KV blocks and %d on the host, with their states: the weights may have changed while "
-                "the engine was suspended; where they never do, set keep_on_resume=True",
-                blocks,
-                on_host,
+                "%d cached KV blocks and %d on the host are dropped, with their states: %s", blocks, on_host, why
             )
 
     def invalidate(self) -> None:

@@ -31,6 +31,7 @@ from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.ranks.messages import TELL_ABORT
 from megatron_hybrid_prefix.mcore.state.layout import check_described
+from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.tokenizer import other_ends
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
@@ -75,6 +76,8 @@ class HybridPrefixEngine(EngineSeam):
         self.on_question: Callable[[str, int, Any, Any], None] = lambda *question: None
         self.step_began_s: float | None = None
         self._step_failed = False  # since the last reset
+        self._was_idle = False  # when the next request to be admitted came
+        self._weights: WeightSamples | None = None
         check_contract()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         if isinstance(context, SlotContext) and context.states is not None:
@@ -98,6 +101,8 @@ class HybridPrefixEngine(EngineSeam):
         self._most_blocks = block_counts(context.kv_block_allocator).active  # that a request can have
         if self._has_cache:
             self._most_blocks = min(self._most_blocks, context.prefix_cache.blocks.room_for(1))
+        if not self._has_cache or context.prefix_config.check_weights:
+            self._weights = WeightSamples(controller.inference_wrapped_model.model, context.config.pg_collection)
         self._rules = RequestRules(self, samples_rows=isinstance(controller, HybridPrefixController))
         if self._has_cache and context.host_moves is not None:
             context.host_moves.sends_later = isinstance(controller, HybridPrefixController)
@@ -163,13 +168,19 @@ class HybridPrefixEngine(EngineSeam):
             self.removals.finish_resumed()
 
     def resume(self) -> None:
-        """Trainers change weights meanwhile: nothing older is reused, except with ``keep_on_resume``.
+        """Trainers change weights meanwhile: nothing older is reused, except with ``keep_on_resume`` and equal weights.
 
-        With tensor or pipeline parallelism call this on every rank.
+        With several ranks (tensor, pipeline or expert parallelism) call this on each.
         """
-        if self._is_suspended and not (self._has_cache and self.context.prefix_config.keep_on_resume):
-            self._cached.log_dropped()
-            self.invalidate()
+        if self._is_suspended:
+            if self._has_cache and self.context.prefix_config.keep_on_resume:
+                self._look_at_weights(experts=True)
+            else:
+                self._cached.log_dropped(
+                    "resume(): the weights may have changed while the engine was suspended; where they never do, set "
+                    "keep_on_resume=True"
+                )
+                self._use_new_weights()
         super().resume()
 
     def _check_not_suspended(self) -> None:
@@ -347,6 +358,8 @@ class HybridPrefixEngine(EngineSeam):
         if request.request_id not in self.requests:  # one that resumes after a suspension keeps its answer
             for by_id in self._by_request:
                 by_id.pop(request.request_id, None)  # of an earlier request with this id
+        if len(self.requests) == len(self.failed_request_ids):
+            self._was_idle = True
         self._cached.prefix_request(request)
         super().accept_request(request)
         ends = end_tokens_of(request.sampling_params)  # megatron has set the default of its own
@@ -424,6 +437,9 @@ class HybridPrefixEngine(EngineSeam):
             self.removals.take_out()
         if not self.waiting_request_ids:
             return
+        if self._was_idle and not self.expert_ranks_agree_on_work:
+            self._look_at_weights(experts=False)
+        self._was_idle = False
         if self._scheduling is None:
             super().schedule_waiting_requests()
         else:
@@ -562,5 +578,32 @@ class HybridPrefixEngine(EngineSeam):
 
         With tensor or pipeline parallelism call this on every rank, between the same two steps.
         """
+        if (
+            self._is_suspended
+        ):  # a trainer may have unmapped the weights, or not written them all: `resume` looks at them
+            self._drop_old_weights()
+        else:
+            self._use_new_weights()
+
+    def _use_new_weights(self) -> None:
+        self._drop_old_weights()
+        if self._weights is not None:
+            self._weights.take()
+
+    def _drop_old_weights(self) -> None:
         self._cached.invalidate()
         invalidate_layers(self.controller.inference_wrapped_model.model)
+
+    def work_begins(self) -> None:
+        """Looks at the weights."""
+        self._look_at_weights(experts=True)
+
+    def _look_at_weights(self, *, experts: bool) -> None:
+        """Notice weights that changed though nobody said so. A collective; with ``experts`` also of the expert-parallel ranks."""
+        what = None if self._weights is None else self._weights.changed(experts=experts)
+        if what is not None:
+            self._cached.log_dropped(
+                f"the weights changed, and nobody announced it ({what}); announce it: engine.invalidate(), or a new "
+                "generation epoch"
+            )
+            self._drop_old_weights()

@@ -34,7 +34,7 @@ class NoCache:
     def fail_step(self) -> None:
         """Nothing to free."""
 
-    def log_dropped(self) -> None:
+    def log_dropped(self, why: str) -> None:
         """Nothing is dropped."""
 
     def invalidate(self) -> None:

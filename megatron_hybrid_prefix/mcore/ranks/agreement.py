@@ -20,14 +20,15 @@ def min_over_model_ranks(value: int, pg_collection: Any = None) -> int:
     return _reduce(value, torch.distributed.ReduceOp.MIN, pg_collection)
 
 
-def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = None) -> T:
+def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = None, *, experts: bool = False) -> T:
     """Maximum over all ranks that run the same requests, for each value of a list; a collective.
 
     Args:
         values: This rank's value or values; every rank gives the same number of them.
         pg_collection: See the module.
+        experts: Also over the ranks that have other experts. They run other requests, but need each other's weights.
     """
-    return _reduce(values, torch.distributed.ReduceOp.MAX, pg_collection)
+    return _reduce(values, torch.distributed.ReduceOp.MAX, pg_collection, experts=experts)
 
 
 def place_in_model(pg_collection: Any = None) -> tuple[tuple[int, int], ...]:
@@ -64,14 +65,22 @@ def _groups(pg_collection: Any) -> tuple[Any, Any]:
     return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
 
 
-def _model_groups(pg_collection: Any) -> list[Any]:
-    """Process groups of more than one rank, whose ranks run the same requests."""
-    groups = _groups(pg_collection)
+def _model_groups(pg_collection: Any, *, experts: bool = False) -> list[Any]:
+    """Process groups of more than one rank, whose ranks run the same requests; with ``experts``, also those with other experts."""
+    groups = [*_groups(pg_collection), *([_expert_group(pg_collection)] if experts else [])]
     return [group for group in groups if group is not None and torch.distributed.get_world_size(group) > 1]
 
 
-def _reduce[T: (int, list[int])](values: T, operation: Any, pg_collection: Any) -> T:
-    groups = _model_groups(pg_collection)
+def _expert_group(pg_collection: Any) -> Any:
+    from megatron.core import parallel_state
+
+    if pg_collection is not None:
+        return getattr(pg_collection, "ep", None)
+    return parallel_state.get_expert_model_parallel_group(check_initialized=False)
+
+
+def _reduce[T: (int, list[int])](values: T, operation: Any, pg_collection: Any, *, experts: bool = False) -> T:
+    groups = _model_groups(pg_collection, experts=experts)
     if not groups:
         return values
     agreed = torch.tensor(values, device=torch.cuda.current_device())

@@ -25,7 +25,7 @@ async def ask(client, prompt, **attributes):
     return await asyncio.wait_for(client.add_request(prompt, params), timeout=HANG_S)
 
 
-async def talk(client, prompt):
+async def talk(client, engine, prompt):
     """All replies by name: the answer, and the returned sampling parameters."""
     replies = {}
 
@@ -53,6 +53,11 @@ async def talk(client, prompt):
     client.set_generation_epoch(1)
     await send("a with new weights", cache_salt="a")
     await send("a with new weights again", cache_salt="a")
+    client.pause_engines()  # as a trainer does that changes weights in between, and says nothing of it
+    await asyncio.wait_for(wait_for_state(engine, "PAUSED"), timeout=HANG_S)
+    next(engine.controller.inference_wrapped_model.model.parameters()).data.mul_(1.1)
+    client.unpause_engines()
+    await send("a after a pause", cache_salt="a")
     return replies
 
 
@@ -117,7 +122,7 @@ def main(out):
     prompt = random_tokens(2 * BLOCK_TOKENS + 3, seed=5)
     empty_forwards = []
     engine.controller.dummy_forward = lambda: empty_forwards.append(1)
-    replies = asyncio.run(serve(engine, lambda client: talk(client, prompt)))
+    replies = asyncio.run(serve(engine, lambda client: talk(client, engine, prompt)))
     engine.context.check_integrity()
     found = {
         "replies": {name: described(reply) for name, reply in replies.items()},

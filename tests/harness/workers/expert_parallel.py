@@ -142,6 +142,23 @@ def unequal(model, right):
     return [name for (name, value), (_, reference) in pairs if not torch.equal(value, reference)]
 
 
+def noticed(model):
+    """Whether the last rank's new weights are noticed by all when they resume; cached tokens of a prompt before and after."""
+    prefix = HybridPrefixConfig(mamba_gb=0.002, keep_on_resume=True)
+    engine = build_engine(
+        model, prefix, max_sequence_length=512, max_requests=8, block_size_tokens=BLOCK_TOKENS, buffer_size_gb=BUFFER_GB
+    )
+    finished: dict = {}
+    for refit in (False, False, True):
+        engine.suspend()
+        if refit and dist.get_rank() == dist.get_world_size() - 1:
+            next(p for name, p in model.named_parameters() if name.endswith("linear_fc1_weight")).data.add_(0.1)
+        engine.resume()
+        engine.add_request(len(finished), random_tokens(2 * BLOCK_TOKENS + 3, seed=5), greedy(NEW_TOKENS))
+        run_to_end(engine, finished)
+    return [finished[number].num_cached_tokens for number in sorted(finished)]
+
+
 def refusal(**layout):
     """What a layout that these processes cannot have is answered with."""
     try:
@@ -166,6 +183,7 @@ def main(out, tp, ep, checkpoint):
     load_checkpoint(other, checkpoint)  # saved by one rank
     found["unequal"] = unequal(other, model)
     save_checkpoint(model, checkpoint + "-again")
+    found["noticed"] = noticed(model)
     write_findings(out, found)
     shut_down()
 

@@ -337,6 +337,17 @@ def disagreement(pattern, tp, pp, platform):
     return "nothing"
 
 
+def noticed(pattern, tp, pp, platform):
+    """Cached tokens of a prompt before and after the last rank alone has new weights, and nobody says so."""
+    model = build(pattern, tp, pp, platform)
+    session = Session(model, pattern, tp, pp, mode="legacy", slots=8, check_ranks=True)
+    for refit in (False, False, True, False):
+        if refit and dist.get_rank() == dist.get_world_size() - 1:
+            next(model.parameters()).data.add_(0.1)
+        session.send(random_tokens(2 * BLOCK_TOKENS + 2, seed=1))
+    return [session.finished[number].num_cached_tokens for number in sorted(session.finished)]
+
+
 def refusal(pattern, tp, pp, platform):
     """This rank's error for live states that only fit on some stages. Called last, because ranks may get out of step."""
     model = build(pattern, tp, pp, platform)
@@ -352,6 +363,7 @@ def main(out, tp, pp, pattern):
     platform = ensure_platform(tp=tp, pp=pp, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
     found = {"runs": layout_findings(pattern, tp, pp, platform), "agreements": agreements()}
     found["disagreement"] = disagreement(pattern, tp, pp, platform)
+    found["noticed"] = noticed(pattern, tp, pp, platform)
     write_findings(out, found)
     with open(f"{out}.refusal{dist.get_rank()}", "w") as file:
         file.write(refusal(pattern, tp, pp, platform))
