@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
@@ -11,7 +14,7 @@ from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 SAMPLES = 1024  # of a tensor; the kernel needs a power of two
 _SPREAD = 2654435761  # Knuth's multiplicative hash of 32 bits
 _MIX = -7046029254386353131  # an odd number of 64 bits without structure
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 
 
 class SampledSums:
@@ -24,7 +27,7 @@ class SampledSums:
 
     def __init__(self) -> None:
         self._places: list[tuple[int, int]] = []
-        self._tables: list[_Table] = []
+        self._tables: list[_Table | _HostTable] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """One sum per tensor; equal contents at equal sizes have equal sums. Waits for the device.
@@ -37,61 +40,72 @@ class SampledSums:
             self._places, self._tables = places, _tables(tensors)
         sums = [0] * len(tensors)
         for table in self._tables:
-            for row, value in zip(table.rows, table.sums(tensors).tolist(), strict=True):
+            for row, value in zip(table.rows, table.sums(), strict=True):
                 sums[row] = value
         return sums
 
 
-class _Table:
-    """The tensors of one device and word size: their numbers, and where they are.
-
-    Args:
-        rows: Which of the tensors.
-        tensors: These tensors.
-        word_bytes: Divides their addresses and sizes.
-    """
-
-    def __init__(self, rows: list[int], tensors: Sequence[torch.Tensor], word_bytes: int) -> None:
-        self.rows, self._word = rows, _WORDS[word_bytes]
-        self._uses_kernel = runs_kernel(tensors[0])
-        if self._uses_kernel:
-            numbers = [(tensor.data_ptr(), tensor.nbytes // word_bytes) for tensor in tensors]
-            self._addresses, self._words = torch.tensor(numbers, device=tensors[0].device).T.contiguous()
-
-    def sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(rows,) int64. Of ``tensors``, all that `SampledSums` was called with, the reference reads those of the table."""
-        if not self._uses_kernel:
-            return torch.stack([_sum_reference(_as_words(tensors[row], self._word)) for row in self.rows])
-        sums = torch.empty_like(self._addresses)
-        word = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}[self._word]
-        _sample_kernel[(len(self.rows),)](
-            self._addresses, self._words, sums, WORD=word, SAMPLES=SAMPLES, SPREAD=_SPREAD, MIX=_MIX
-        )
-        return sums
-
-
-def _tables(tensors: Sequence[torch.Tensor]) -> list[_Table]:
+def _tables(tensors: Sequence[torch.Tensor]) -> list[_Table | _HostTable]:
     groups: dict[tuple[torch.device, int], list[int]] = {}
     for row, tensor in enumerate(tensors):
         if tensor.nbytes and tensor.data_ptr():  # a storage may have been resized to nothing
             word_bytes = next(size for size in _WORDS if not (tensor.data_ptr() | tensor.nbytes) % size)
             groups.setdefault((tensor.device, word_bytes), []).append(row)
-    return [_Table(rows, [tensors[row] for row in rows], size) for (_, size), rows in groups.items()]
+    return [
+        (_Table if runs_kernel(tensors[rows[0]]) else _HostTable)(rows, [tensors[row] for row in rows], word_bytes)
+        for (_, word_bytes), rows in groups.items()
+    ]
 
 
-def _as_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """The memory of a tensor without gaps, in the order of addresses: (words,)."""
-    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8).view(word)
+class _HostTable:
+    """The tensors of the host that have one word size: their numbers, and their words.
+
+    Args:
+        rows: Which of the tensors.
+        tensors: These tensors. Their memory is read later, for as long as `SampledSums` finds it at the same addresses.
+        word_bytes: Divides their addresses and sizes.
+    """
+
+    def __init__(self, rows: list[int], tensors: Sequence[torch.Tensor], word_bytes: int) -> None:
+        self.rows = rows
+        self._number = np.arange(SAMPLES)
+        raw = ((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) for tensor in tensors)
+        self._words = [np.frombuffer(each, dtype=_WORDS[word_bytes]) for each in raw]
+        self._at = [self._samples(len(words)) for words in self._words]
+
+    def _samples(self, words: int) -> np.ndarray[Any, Any]:
+        if words <= SAMPLES:
+            return np.arange(words)
+        jitter = ((self._number * _SPREAD) & 0xFFFFFFFF) * (words // SAMPLES) >> 32
+        return self._number * words // SAMPLES + jitter
+
+    def sums(self) -> list[int]:
+        """One per tensor: the reference of the kernel."""
+        values = np.zeros((len(self.rows), SAMPLES), dtype=np.int64)
+        for row, words, at in zip(values, self._words, self._at, strict=True):
+            row[: len(at)] = words[at]
+        values *= 2 * self._number + 1
+        total: list[int] = ((values ^ (values >> 32)) * _MIX).sum(axis=1).tolist()
+        return total
 
 
-def _sum_reference(words: torch.Tensor) -> torch.Tensor:
-    """The same in plain PyTorch: () int64."""
-    number = torch.arange(min(SAMPLES, len(words)), device=words.device)
-    at = number
-    if len(words) > SAMPLES:
-        at = number * len(words) // SAMPLES + (((number * _SPREAD) & 0xFFFFFFFF) * (len(words) // SAMPLES) >> 32)
-    mixed = words[at].to(torch.int64) * (2 * number + 1)
-    return ((mixed ^ (mixed >> 32)) * _MIX).sum()
+class _Table:
+    """The same for tensors of one device."""
+
+    def __init__(self, rows: list[int], tensors: Sequence[torch.Tensor], word_bytes: int) -> None:
+        self.rows = rows
+        self._word = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}[word_bytes]
+        places = [(tensor.data_ptr(), tensor.nbytes // word_bytes) for tensor in tensors]
+        self._addresses, self._words = torch.tensor(places, device=tensors[0].device).T.contiguous()
+
+    def sums(self) -> list[int]:
+        """One per tensor."""
+        sums = torch.empty_like(self._addresses)
+        _sample_kernel[(len(self.rows),)](
+            self._addresses, self._words, sums, WORD=self._word, SAMPLES=SAMPLES, SPREAD=_SPREAD, MIX=_MIX
+        )
+        found: list[int] = sums.tolist()
+        return found
 
 
 if triton is not None:
