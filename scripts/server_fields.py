@@ -16,7 +16,7 @@ _HEAD = """# Fields of the server's requests
 
 Made from the models that check the requests: `python -m scripts.server_fields > docs/server-fields.md`.
 A field of another type, out of range or not in a table is refused with status 400 and `error.param`. Fields that are null count
-as absent.
+as absent. `curl` examples, other status codes, and what an answer says of the cache are in [Server](server.md#requests).
 """
 _OTHERS: dict[str, dict[str, Unless]] = {
     "completions and chats": OF_ALL,

@@ -252,13 +252,15 @@ class Body(Fields, ABC):
         list[Stop], FailFast(), BeforeValidator(_list_of_one), Field(max_length=MOST_STOPS), WithJsonSchema(_STOPS)
     ] = Field([], description="the answer ends before the first of these texts")
     stop_token_ids: StopTokens = Field([], description="the answer ends at the first of these tokens")
-    temperature: Annotated[float, Field(ge=0, le=2)] = Field(1.0, description="0: the likeliest token")
-    top_p: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="sample from the likeliest tokens of this sum")
+    temperature: Annotated[float, Field(ge=0, le=2)] = Field(1.0, description="0: the most likely token")
+    top_p: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0, description="sample from the most likely tokens, up to this sum of probabilities"
+    )
     top_k: Annotated[int, Field(ge=-1)] = Field(
-        0, description="sample from this many likeliest tokens; 0, -1: from all"
+        0, description="sample from this many of the most likely tokens; 0, -1: from all"
     )
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="drop tokens less likely than this part of the likeliest token's probability"
+        0.0, description="drop tokens less likely than this part of the probability of the most likely one"
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
         None, description="the noise depends on the seed, the answer's index and the position alone"
@@ -282,7 +284,7 @@ class Body(Fields, ABC):
     )
     prompt_logprobs: TopCount | None = Field(
         None,
-        description="log-probs of the prompt's tokens, and of this many likeliest ones at each position, as vLLM's; "
+        description="log-probs of the prompt's tokens, and of this many of the most likely ones at each position, as vLLM's; "
         "not with `stream`",
     )
 
@@ -291,7 +293,7 @@ class Body(Fields, ABC):
     )
     cache_breakpoints: Breakpoints | None = Field(
         None,
-        description="up to where other prompts will share this one: positions in tokens; in a chat, message numbers",
+        description="up to where other prompts will share this one: positions in tokens; in a chat, message numbers (null: all)",
     )
     cache_read: bool | None = Field(None, description="false: do not reuse cached prefixes")
     cache_write: bool | None = Field(None, description="false: do not cache this request")
@@ -370,7 +372,9 @@ class CompletionBody(Body):
     max_tokens: MostTokens | None = Field(
         16, description="most tokens to generate; 0 only with `echo` or `prompt_logprobs`"
     )
-    logprobs: TopCount | None = Field(None, description="log-probs of the tokens and of this many likeliest ones")
+    logprobs: TopCount | None = Field(
+        None, description="log-probs of the tokens, and of this many of the most likely ones"
+    )
     echo: bool = Field(
         False, description="return the prompt before the answer; with `logprobs`, also those of the prompt"
     )
@@ -403,7 +407,7 @@ class ChatBody(Body):
         "`tool_call_id`, `name`"
     )
     logprobs: bool = Field(False, description="log-probs of the answer's tokens")
-    top_logprobs: TopCount | None = Field(None, description="and of this many likeliest ones")
+    top_logprobs: TopCount | None = Field(None, description="and of this many of the most likely ones")
 
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_encodable_json)] = Field(
         {}, description="variables for the chat template"
