@@ -33,7 +33,7 @@ class WeightSamples:
     def take(self) -> None:
         """From now on these weights are the right ones."""
         self._places = _places(self._model)
-        self._names, self._sums = self._read()
+        self._sums = self._sampled(self._tensors())
 
     def changed(self, *, experts: bool) -> str | None:
         """What differs from the last `take` on any rank, in words; None: nothing. A collective. Takes what it finds.
@@ -41,19 +41,17 @@ class WeightSamples:
         Args:
             experts: Expert-parallel ranks call it, too, not only tensor- and pipeline-parallel ones.
         """
-        names, sums = self._read()
-        if names == self._names:
-            differ = [name for name, old, new in zip(names, self._sums, sums, strict=True) if old != new]
-        else:  # a weight was removed, added, or quantised
-            differ = names
-        if not max_over_model_ranks(len(differ), self._groups, experts=experts):
+        sums = self._sampled(self._tensors())
+        if not max_over_model_ranks(int(sums != self._sums), self._groups, experts=experts):
             return None
+        names = [name for name, owner, key in self._places for _ in _parts(owner.get(key))]
+        if len(sums) == len(self._sums):
+            names = [name for name, old, new in zip(names, self._sums, sums, strict=True) if old != new]
         self.take()
-        return f"{len(differ)} of {len(names)} tensors differ, first {differ[0]}" if differ else "those of another rank"
+        return f"{len(names)} of {len(sums)} tensors differ, first {names[0]}" if names else "those of another rank"
 
-    def _read(self) -> tuple[list[str], list[int]]:
-        found = [(name, part) for name, owner, key in self._places for part in _parts(owner.get(key))]
-        return [name for name, _ in found], self._sampled([part for _, part in found])
+    def _tensors(self) -> list[torch.Tensor]:
+        return [part for _, owner, key in self._places for part in _parts(owner.get(key))]
 
 
 def _places(model: torch.nn.Module) -> list[tuple[str, dict[str, Any], str]]:
@@ -71,7 +69,7 @@ def _places(model: torch.nn.Module) -> list[tuple[str, dict[str, Any], str]]:
 
 def _parts(value: Any) -> Sequence[torch.Tensor]:
     """The tensors of a weight, without gaps between their elements; none if the weight was removed."""
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN:  # most are, and this runs before a first token
         return (value if value.is_contiguous() else _without_gaps(value),)
     return () if value is None else [_without_gaps(part) for part in parts_of(value)]
 
