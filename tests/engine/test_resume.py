@@ -216,7 +216,7 @@ def test_however_weights_change(own_models, way, coordinator):
     engine.use_coordinator, engine.state = False, EngineState.RUNNING
     assert served.send(prompt, count=9).num_cached_tokens == 0
     served.check(2)
-    fresh = EngineHarness(trained)
+    fresh = EngineHarness(model, slots=None)
     fresh.send(prompt, count=9)
     assert served.finished[2].generated_tokens == fresh.finished[1].generated_tokens
 

@@ -78,6 +78,7 @@ class HybridPrefixEngine(EngineSeam):
         self._step_failed = False  # since the last reset
         self._was_idle = False  # when the next request to be admitted came
         self._weights: WeightSamples | None = None
+        self._announced = False  # new weights, since the engine was suspended
         check_contract()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         if isinstance(context, SlotContext) and context.states is not None:
@@ -173,14 +174,17 @@ class HybridPrefixEngine(EngineSeam):
         With several ranks (tensor, pipeline or expert parallelism) call this on each.
         """
         if self._is_suspended:
-            if self._has_cache and self.context.prefix_config.keep_on_resume:
+            if self._announced:
+                self._read_new_weights()
+            elif self._has_cache and self.context.prefix_config.keep_on_resume:
                 self._look_at_weights(experts=True)
             else:
                 self._cached.log_dropped(
                     "resume(): the weights may have changed while the engine was suspended; where they never do, set "
                     "keep_on_resume=True"
                 )
-                self._use_new_weights()
+                self._cached.invalidate()
+                self._read_new_weights()
         super().resume()
 
     def _check_not_suspended(self) -> None:
@@ -578,21 +582,17 @@ class HybridPrefixEngine(EngineSeam):
 
         With tensor or pipeline parallelism call this on every rank, between the same two steps.
         """
-        if (
-            self._is_suspended
-        ):  # a trainer may have unmapped the weights, or not written them all: `resume` looks at them
-            self._drop_old_weights()
+        self._cached.invalidate()
+        if self._is_suspended:  # a trainer may have unmapped the weights, or not written them all
+            self._announced = True
         else:
-            self._use_new_weights()
+            self._read_new_weights()
 
-    def _use_new_weights(self) -> None:
-        self._drop_old_weights()
+    def _read_new_weights(self) -> None:
+        invalidate_layers(self.controller.inference_wrapped_model.model)
         if self._weights is not None:
             self._weights.take()
-
-    def _drop_old_weights(self) -> None:
-        self._cached.invalidate()
-        invalidate_layers(self.controller.inference_wrapped_model.model)
+        self._announced = False
 
     def work_begins(self) -> None:
         """Looks at the weights."""
@@ -606,4 +606,5 @@ class HybridPrefixEngine(EngineSeam):
                 f"the weights changed, and nobody announced it ({what}); announce it: engine.invalidate(), or a new "
                 "generation epoch"
             )
-            self._drop_old_weights()
+            self._cached.invalidate()
+            self._read_new_weights()

@@ -36,7 +36,7 @@ class WeightSamples:
         self._sums = self._sampled(self._tensors())
 
     def changed(self, *, experts: bool) -> str | None:
-        """What differs from the last `take` on any rank, in words; None: nothing. A collective. Takes what it finds.
+        """What differs from the last `take` on any rank, in words; None: nothing. A collective.
 
         Args:
             experts: Expert-parallel ranks call it, too, not only tensor- and pipeline-parallel ones.
@@ -47,7 +47,6 @@ class WeightSamples:
         names = [name for name, owner, key in self._places for _ in _parts(owner.get(key))]
         if len(sums) == len(self._sums):
             names = [name for name, old, new in zip(names, self._sums, sums, strict=True) if old != new]
-        self.take()
         return f"{len(names)} of {len(sums)} tensors differ, first {names[0]}" if names else "those of another rank"
 
     def _tensors(self) -> list[torch.Tensor]:
