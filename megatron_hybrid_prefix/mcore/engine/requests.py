@@ -40,10 +40,12 @@ class RequestRules:
     Args:
         engine: The engine.
         samples_rows: Whether single requests can have `SamplingOptions` that megatron's sampling lacks.
+        only_raw_log_probs: Whether processed log-probs can be returned only where they are the raw ones.
     """
 
-    def __init__(self, engine: EngineSeam, *, samples_rows: bool) -> None:
+    def __init__(self, engine: EngineSeam, *, samples_rows: bool, only_raw_log_probs: bool) -> None:
         self._engine, self._controller, self._samples_rows = engine, engine.controller, samples_rows
+        self._only_raw_log_probs = only_raw_log_probs
 
     def accept(self, request_id: int, prompt: Any, params: Any) -> tuple[str | None, torch.Tensor, SamplingParams]:
         """Check a request.
@@ -84,7 +86,13 @@ class RequestRules:
         # Of megatron's own class: a preempted request makes its parameters anew, which fails for a subclass with fields.
         params = SamplingParams()
         vars(params).update({} if given is None else vars(given))
-        check_params(params, self._controller.vocab_size)
+        sampling = check_params(params, self._controller.vocab_size)
+        if self._only_raw_log_probs and params.return_log_probs and not sampling.are_the_models:
+            raise FieldError(
+                "return_log_probs",
+                "exact='bits' with logprobs_mode='processed_logprobs' gives log-probs only where they are the raw ones, at "
+                "temperature 1 without filters, penalties and logit_bias; else use logprobs_mode='raw_logprobs'",
+            )
         options = SamplingOptions.of(params)
         if options is not None and not self._samples_rows:
             raise FieldError(
