@@ -11,7 +11,8 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.engine_helpers import assert_matches
 from tests.harness.naive_model import NaiveHybridModel
 from tests.harness.named_models import named
-from tests.harness.rl import WAYS, computed_once, prompts_of_a_round
+from tests.harness.refits import WAYS
+from tests.harness.rl import computed_once, prompts_of_a_round
 from tests.harness.workers.launch import run_ranks
 from tests.harness.workers.rl_flow import COORDINATED, DIRECT
 

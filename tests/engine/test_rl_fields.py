@@ -111,7 +111,7 @@ WORK = [
     (None, {"sampling_backend": "flashinfer"}, True),  # likewise
     (with_flashinfer, {"sampling_backend": "flashinfer"}, True),
     (with_wandb, {"logging_step_interval": 1, "metrics_writer": Writer()}, True),
-    (None, {"max_requests": 32, "mamba_memory_ratio": 0.1}, True),
+    (None, {"max_requests": 32, "mamba_memory_ratio": 0.1, "num_cuda_graphs": -1}, True),
 ]
 
 
@@ -120,12 +120,16 @@ WORK = [
 def test_it_works(model, machine, fields, stays, monkeypatch):
     saver = machine and machine(monkeypatch)
     rollouts = Rollouts(rl_engine(model, KEEPS, **fields))
+    captures, buffer = [], rollouts.engine.context.shared_memory.buffer
     if saver is not None:
-        saver.buffer = rollouts.engine.context.shared_memory.buffer
+        saver.buffer = buffer
+    monkeypatch.setattr(rollouts.engine, "create_cuda_graphs", lambda: captures.append(1))
     sent = [rollouts.send(PROMPT)]
     rollouts.run()
     rollouts.engine.suspend()
     rollouts.engine.resume()
+    if fields.get("static_kv_memory_pointers"):  # graphs that were captured go on reading this memory
+        assert not captures and rollouts.engine.context.shared_memory.buffer is buffer
     for _ in range(2):
         sent.append(rollouts.send(PROMPT))
         rollouts.run()

@@ -16,7 +16,8 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.harness.engine_helpers import assert_matches
 from tests.harness.naive_model import NaiveHybridModel
 from tests.harness.named_models import named
-from tests.harness.rl import SAMPLES, WAYS, Rollouts, computed_once, prompts_of_a_round, rl_engine
+from tests.harness.refits import WAYS
+from tests.harness.rl import SAMPLES, Rollouts, computed_once, prompts_of_a_round, rl_engine
 from tests.harness.selection import mostly_slow_rows
 
 KEEPS = HybridPrefixConfig(keep_on_resume=True)
@@ -26,11 +27,11 @@ OFFLOAD, RECOMPUTE = (
 # Model, and how it gets new weights after the first and after the second round.
 FLOWS = [
     ("tiny", ("copy_", "data.copy_"), {"async_sched_mode": "async"}),
-    ("tiny", ("data =", "load_state_dict"), OFFLOAD),
+    ("tiny", ("data", "load_state_dict"), OFFLOAD),
     ("tiny", ("swap_model_weights", "AdamW"), RECOMPUTE),
     ("tiny-gdn", ("copy_", "data.copy_"), {}),
     ("tiny-gdn", ("swap_model_weights", "AdamW"), OFFLOAD),
-    ("tiny-mixed", ("data =", "load_state_dict"), RECOMPUTE),
+    ("tiny-mixed", ("data", "load_state_dict"), RECOMPUTE),
     ("tiny-mixed", ("swap_model_weights", "AdamW"), {}),
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,6 @@ from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngin
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
-from megatron.core.resharding.copy_services.base import CopyService
-from megatron.core.resharding.refit import swap_model_weights
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hybrid_prefix import HybridPrefixConfig, installed
@@ -133,61 +131,3 @@ class Rollouts:
     def computed_tokens(self) -> int:
         """Prompt tokens computed so far, by megatron's counter."""
         return int(self.engine.context.lifetime_prefill_token_count)
-
-
-# -- ways to give a model new weights ----------------------------------------------------------------------------------
-
-
-class LocalCopies(CopyService):
-    """Copies within one rank. (Megatron's services pin memory, which needs a GPU.)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: dict[int, torch.Tensor] = {}
-        self.received: dict[int, torch.Tensor] = {}
-
-    def submit_send(self, src_tensor: torch.Tensor, dest_rank: int, task_id: int | None = None) -> None:
-        self.sent[task_id] = src_tensor
-
-    def submit_recv(self, dest_tensor: torch.Tensor, src_rank: int, task_id: int | None = None) -> None:
-        self.received[task_id] = dest_tensor
-
-    def run(self) -> None:
-        with torch.no_grad():
-            for number, target in self.received.items():
-                target.copy_(self.sent[number])
-
-
-@torch.no_grad()
-def copy_in_place(model: Any, trained: Any) -> None:
-    for parameter, new in zip(model.parameters(), trained.parameters(), strict=True):
-        parameter.copy_(new)
-
-
-def copy_data(model: Any, trained: Any) -> None:
-    for parameter, new in zip(model.parameters(), trained.parameters(), strict=True):
-        parameter.data.copy_(new.data)
-
-
-def assign_data(model: Any, trained: Any) -> None:
-    for parameter, new in zip(model.parameters(), trained.parameters(), strict=True):
-        parameter.data = new.data.clone()
-
-
-def one_optimizer_step(model: Any, trained: Any) -> None:
-    """Colocated training: the weights that generate are those that are trained. The same on any number of ranks."""
-    for parameter in model.parameters():
-        parameter.grad = parameter.detach().clone()
-    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-WAYS: dict[str, Callable[[Any, Any], Any]] = {
-    "copy_": copy_in_place,
-    "data.copy_": copy_data,
-    "data =": assign_data,
-    "load_state_dict": lambda model, trained: model.load_state_dict(trained.state_dict()),
-    "swap_model_weights": lambda model, trained: swap_model_weights(trained, model, LocalCopies()),
-    "AdamW": one_optimizer_step,
-}

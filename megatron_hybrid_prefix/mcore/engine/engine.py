@@ -98,12 +98,7 @@ class HybridPrefixEngine(EngineSeam):
         self._most_blocks = block_counts(context.kv_block_allocator).active  # that a request can have
         if self._has_cache:
             self._most_blocks = min(self._most_blocks, context.prefix_cache.blocks.room_for(1))
-        processed = context.config.logprobs_mode != "raw_logprobs"
-        self._rules = RequestRules(
-            self,
-            samples_rows=isinstance(controller, HybridPrefixController),
-            only_raw_log_probs=self._cached.is_exact and processed,
-        )
+        self._rules = RequestRules(self, samples_rows=isinstance(controller, HybridPrefixController))
         if self._has_cache and context.host_moves is not None:
             context.host_moves.sends_later = isinstance(controller, HybridPrefixController)
             context.host_moves.name_entries(controller.inference_wrapped_model.model)

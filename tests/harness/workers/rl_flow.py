@@ -13,7 +13,7 @@ from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
 
 # By model: how it gets new weights after the first and after the second round.
 COORDINATED = {"tiny": ("copy_", "swap_model_weights")}
-DIRECT = {"tiny-mixed": ("load_state_dict", "AdamW")}
+DIRECT = {"tiny-mixed": ("data", "load_state_dict")}
 
 
 def described(request: Any) -> dict[str, Any]:
@@ -23,7 +23,8 @@ def described(request: Any) -> dict[str, Any]:
 
 def direct(model: Any, trained: list[Any], ways: tuple[str, ...]) -> list[dict[str, Any]]:
     """One answer of each group, and the tokens computed, of each round. Every rank sends the requests."""
-    from tests.harness.rl import WAYS, Rollouts, rl_engine
+    from tests.harness.refits import WAYS
+    from tests.harness.rl import Rollouts, rl_engine
 
     rollouts, rounds = Rollouts(rl_engine(model)), []
     for way, new in zip((*ways, None), (*trained, None), strict=True):
@@ -46,7 +47,8 @@ async def coordinated(model: Any, trained: list[Any], ways: tuple[str, ...]) -> 
     from megatron.core.inference.engines.dynamic_engine import EngineState
     from megatron.core.inference.inference_client import InferenceClient
 
-    from tests.harness.rl import SAMPLES, WAYS, prompts_of_a_round, rl_engine, sampling
+    from tests.harness.refits import WAYS
+    from tests.harness.rl import SAMPLES, prompts_of_a_round, rl_engine, sampling
 
     engine, rounds = rl_engine(model), []
     address = await engine.start_listening_to_data_parallel_coordinator(
