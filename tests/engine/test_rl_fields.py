@@ -97,6 +97,11 @@ def managed(mode: KVCacheManagementMode, *, static: bool, level: int = 0) -> dic
     return {"kv_cache_management_mode": mode, "static_kv_memory_pointers": static, "unified_memory_level": level}
 
 
+def shown(value: Any) -> str:
+    """Of a parameter; the same in each process."""
+    return getattr(value, "__name__", str(value))
+
+
 # What the machine has, the fields, and whether what is cached is there after a suspension that keeps it.
 WORK = [
     (None, managed(PERSIST, static=False), True),
@@ -115,9 +120,9 @@ WORK = [
 ]
 
 
-@pytest.mark.parametrize(("machine", "fields", "stays"), WORK, ids=str)
+@pytest.mark.parametrize(("machine", "fields", "stays"), WORK, ids=shown)
 @pytest.mark.filterwarnings("ignore:sampling_backend='flashinfer':UserWarning", "ignore:Unified memory:UserWarning")
-def test_it_works(model, machine, fields, stays, monkeypatch):
+def test_a_field_works(model, machine, fields, stays, monkeypatch):
     saver = machine and machine(monkeypatch)
     rollouts = Rollouts(rl_engine(model, KEEPS, **fields))
     captures, buffer = [], rollouts.engine.context.shared_memory.buffer
@@ -160,8 +165,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("machine", "fields", "said"), REFUSED, ids=str)
-def test_it_is_refused(model, machine, fields, said, monkeypatch):
+@pytest.mark.parametrize(("machine", "fields", "said"), REFUSED, ids=shown)
+def test_a_field_is_refused(model, machine, fields, said, monkeypatch):
     if machine is not None:
         machine(monkeypatch)
     with pytest.raises((AssertionError, ValueError), match=said) as error:

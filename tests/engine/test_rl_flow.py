@@ -34,6 +34,8 @@ FLOWS = [
     ("tiny-mixed", ("data", "load_state_dict"), RECOMPUTE),
     ("tiny-mixed", ("swap_model_weights", "AdamW"), {}),
 ]
+# How, and whether the cache is kept on resume otherwise.
+ANNOUNCED = [("invalidate", KEEPS), ("epoch", KEEPS), ("epoch", None)]
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_three_rounds_with_nothing_announced(models, name, ways, fields):
 
 @pytest.mark.parametrize(
     ("announced", "prefix"),
-    mostly_slow_rows([("invalidate", KEEPS), ("epoch", None), ("epoch", KEEPS)], ("epoch", KEEPS)),
+    mostly_slow_rows(ANNOUNCED, *ANNOUNCED[:2]),
 )
 def test_weights_that_are_announced(models, prefix, announced):
     """With megatron/rl the epoch comes while the engine is suspended, from the first round on."""

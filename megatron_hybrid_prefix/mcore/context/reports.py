@@ -60,7 +60,7 @@ def policy_report(context: Any) -> str:
 
 
 def report_ignored(config: InferenceConfig) -> None:
-    """Log on rank 0 which of megatron's fields says nothing here. NeMo-RL always sets it."""
+    """Log on rank 0 that ``mamba_memory_ratio`` is ignored. NeMo-RL always sets it."""
     if config.mamba_memory_ratio is not None and torch.distributed.get_rank() == 0:
         logger.info("mamba_memory_ratio=%s is ignored: KV and states share one memory", config.mamba_memory_ratio)
 
