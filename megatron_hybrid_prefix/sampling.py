@@ -6,7 +6,7 @@ A request carries the options as the attribute ``sampling_options`` of its ``Sam
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -90,6 +90,11 @@ class SamplingOptions:
         return bool(self.frequency_penalty or self.presence_penalty) or self.repetition_penalty != 1
 
     @property
+    def are_the_models(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution: processed log-probs are the raw ones."""
+        return replace(self, seed=None) == SamplingOptions()
+
+    @property
     def are_megatrons(self) -> bool:
         """Whether megatron's ``temperature``, ``top_k`` and ``top_p`` say the same."""
         if self.logit_bias or self.has_penalties:
@@ -148,7 +153,7 @@ class SamplingOptions:
         return cls(**{**values, "logit_bias": pairs})
 
 
-def check_params(params: Any, vocab_size: int) -> None:
+def check_params(params: Any, vocab_size: int) -> SamplingOptions:
     """Check what megatron's ``SamplingParams`` ask for, and set its fields to values that megatron can sample.
 
     Megatron itself would fail in a later step, and with it all other requests.
@@ -156,6 +161,9 @@ def check_params(params: Any, vocab_size: int) -> None:
     Args:
         params: Changed in place, see `SamplingOptions.as_fields`.
         vocab_size: Vocabulary of the model.
+
+    Returns:
+        How the request samples.
 
     Raises:
         FieldError: A field has the wrong type, or is out of range, or two exclude each other.
@@ -188,6 +196,7 @@ def check_params(params: Any, vocab_size: int) -> None:
     words = params.stop_words
     if words is not None and not (isinstance(words, list | tuple) and all(isinstance(w, str) and w for w in words)):
         raise FieldError("stop_words", f"stop_words={shown(words)} must be a list of non-empty texts")
+    return options
 
 
 def _check_lengths(params: Any) -> None:

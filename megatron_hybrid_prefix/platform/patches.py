@@ -205,6 +205,15 @@ def _not_compiled(original: Any) -> Any:
     return getattr(original, "_torchdynamo_orig_callable", original)
 
 
+def _no_unified_memory(original: Any) -> Any:
+    def create_unified_mempool() -> Any:
+        from megatron.core.inference.unified_memory import UnifiedMemoryUnsupportedError
+
+        raise UnifiedMemoryUnsupportedError("no CUDA device")
+
+    return create_unified_mempool
+
+
 HOST_MEGATRON = (
     *(
         Rebinding(
@@ -246,6 +255,12 @@ HOST_MEGATRON = (
         "_apply_output_gate",
         _not_compiled,
         "compiled at its first call: 20 s and a C++ compiler for a product of two tensors",
+    ),
+    Rebinding(
+        modules.DYNAMIC_CONTEXT,
+        "create_unified_mempool",
+        _no_unified_memory,
+        "compiles an allocator of CUDA memory; megatron goes on without",
     ),
     _triton(modules.DYNAMIC_CONTEXT, "triton_append_key_value_cache", "kv_append"),
     _triton(modules.MAMBA_MIXER, "mamba_chunk_scan_combined_varlen", "ssd"),

@@ -99,17 +99,20 @@ class SlotLayout:
         """Bytes of one slot."""
         return sum(layout.slot_bytes for layout in self.kinds)
 
-    def with_state_dtype(self, dtype: str) -> SlotLayout:
-        """The same states; those that accumulate over tokens have another dtype."""
-        return SlotLayout(
-            tuple(
-                replace(
-                    layout,
-                    components=tuple(replace(c, dtype=dtype) if c.accumulates else c for c in layout.components),
-                )
-                for layout in self.kinds
-            )
-        )
+    def with_dtypes(self, *, state: str | None, window: str | None) -> SlotLayout:
+        """The same states in other dtypes.
+
+        Args:
+            state: Of what accumulates over tokens; None: as it is.
+            window: Of what holds the last inputs; None: as it is.
+        """
+
+        def changed(component: StateComponent) -> StateComponent:
+            dtype = state if component.accumulates else window
+            return component if dtype is None else replace(component, dtype=dtype)
+
+        kinds = (replace(layout, components=tuple(map(changed, layout.components))) for layout in self.kinds)
+        return SlotLayout(tuple(kinds))
 
     def slots_within(self, budget_bytes: int) -> int | None:
         """Number of slots that fit the budget; None if a slot takes no bytes (this rank has no recurrent layers)."""

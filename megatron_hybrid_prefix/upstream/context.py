@@ -300,6 +300,11 @@ class ContextSeam(DynamicInferenceContext):
         metadata.bind_gpu_buffers(self.gpu_view)
 
     @property
+    def metrics_writer(self) -> Any:
+        """Megatron's engine logs to wandb through this attribute of the context, and megatron's own context lacks it."""
+        return self.config.metrics_writer
+
+    @property
     def live_indices(self) -> torch.Tensor:
         """(max_requests,) int32 on the CPU: the live index of the request in each row; -1: none.
 
@@ -318,7 +323,11 @@ class ContextSeam(DynamicInferenceContext):
     def offload_with_engine(self, names: Iterable[str]) -> None:
         """Offload these tensors of the context when megatron suspends, and restore them when it resumes."""
         if self.kv_cache_management_mode == KVCacheManagementMode.OFFLOAD and not self._uses_torch_memory_saver:
-            assert self.unified_memory_level == 0
+            if self.unified_memory_level:
+                raise ValueError(
+                    f"kv_cache_management_mode='offload' does not go with unified_memory_level={self.unified_memory_level}: the "
+                    "driver moves that memory; use 'persist'"
+                )
             for name in names:
                 self._offloadable_tensor_names.add(name)
                 self._offloadable_cpu_backups[name] = torch.empty_like(getattr(self, name), device="cpu").pin_memory()

@@ -93,11 +93,7 @@ def test_the_memory_and_its_cap(tiny_mtp, prefix, gb, drafts):
 SIZES = [
     {},
     *({"max_requests": count, "num_speculative_tokens": drafts} for count in (4, 64) for drafts in (0, 3)),
-    *({"max_requests": None, "mamba_memory_ratio": ratio} for ratio in (0.05, 0.6)),
     {"max_requests": None},
-    {"max_requests": None, "mamba_memory_ratio": 0.05, "num_speculative_tokens": 3},
-    {"mamba_memory_ratio": 0.3},
-    {"max_requests": 16, "num_speculative_tokens": 3, "mamba_memory_ratio": 0.6},
     {"paused_buffer_size_gb": 0.004},
     {"paused_buffer_size_gb": 0.02, "max_requests": 64, "num_speculative_tokens": 3},
 ]

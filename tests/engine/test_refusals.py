@@ -75,7 +75,6 @@ REFUSED = [
     ("tiny_mixed", BITS, {}, "experts are not covered"),
     ("tiny_mtp", BITS, {}, "drafted tokens are not covered"),
     ("tiny_mtp", BITS, {"num_speculative_tokens": 2}, "does not go with num_speculative_tokens=2; use 0"),
-    ("tiny", BITS, {"logprobs_mode": "processed_logprobs"}, "does not go with logprobs_mode='processed_logprobs'"),
     ("tiny", BITS, {"enable_chunked_prefill": True, "max_tokens": 128}, "needs max_tokens of 260 or more, not 128"),
 ]
 

@@ -115,9 +115,8 @@ class HybridPrefixContext(SlotContext):
                 "for a model without recurrent layers use megatron's own prefix cache"
             )
         _check_exact(model_config)
-        if prefix.states_are is not None:  # the config may be older than these settings
-            state_config = with_state_dtype(state_config, prefix.states_are)
-            inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
+        state_config = with_state_dtype(state_config, prefix.states_are)  # the config may be older than these settings
+        inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
         if prefix.exact:
             check_exact_config(prefix, inference_config, states_of_config(state_config).quanta)
         self.prefix_config = prefix
@@ -126,8 +125,9 @@ class HybridPrefixContext(SlotContext):
         scores_bytes = int(prefix.prompt_log_probs_gb * 2**30) if shared else 0
         self._scores = ScoreTable(scores_bytes, inference_config.block_size_tokens)
         self._requests = KnownRequests(self._scores, prefix.verify_hits)
+        reports.report_ignored(inference_config)
         # Keep megatron from allocating its own cache, and from warning about it.
-        inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False)
+        inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False, mamba_memory_ratio=None)
         if prefix.cache_gb is not None:
             inference_config = for_cache_gb(inference_config, prefix.cache_gb, model_config)
         super().__init__(model_config, inference_config)

@@ -23,8 +23,6 @@ def check_exact_config(prefix: HybridPrefixConfig, config: InferenceConfig, quan
     name = f"exact={prefix.exact!r}"
     if config.num_speculative_tokens:
         raise ValueError(f"{name} does not go with num_speculative_tokens={config.num_speculative_tokens}; use 0")
-    if config.logprobs_mode != "raw_logprobs":
-        raise ValueError(f"{name} does not go with logprobs_mode={config.logprobs_mode!r}; use 'raw_logprobs'")
     least = 2 * math.lcm(*quanta) + (config.max_requests or 0)
     if config.enable_chunked_prefill and config.max_tokens is not None and config.max_tokens < least:
         raise ValueError(

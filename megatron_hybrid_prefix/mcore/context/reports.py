@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_hybrid_prefix.pool.pages import own_bytes
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.upstream.config import InferenceConfig
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,12 @@ def policy_report(context: Any) -> str:
         + f"; eviction {prefix.eviction_policy}; "
         + ("hits equal misses bit for bit" if context.is_exact else "hits equal misses up to rounding")
     )
+
+
+def report_ignored(config: InferenceConfig) -> None:
+    """Log on rank 0 that ``mamba_memory_ratio`` is ignored. NeMo-RL always sets it."""
+    if config.mamba_memory_ratio is not None and torch.distributed.get_rank() == 0:
+        logger.info("mamba_memory_ratio=%s is ignored: KV and states share one memory", config.mamba_memory_ratio)
 
 
 def report_start(context: Any) -> None:

@@ -5,6 +5,7 @@ It has no prefix cache. `HybridPrefixContext` (``context.py``) adds one.
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore.context import rows
-from megatron_hybrid_prefix.mcore.state.layout import states_of_config
+from megatron_hybrid_prefix.mcore.state.layout import ModelStates, states_of_config, with_state_dtype
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.platform.sizes import check_sizes
@@ -60,9 +61,12 @@ class SlotContext(ContextSeam):
     def __init__(self, model_config: TransformerConfig, inference_config: InferenceConfig) -> None:
         check_contract()
         check_sizes(model_config, "the model's config", inference_config.pg_collection)
+        self.model_states: ModelStates | None = None
         state_config = inference_config.mamba_inference_state_config
-        self.model_states = None if state_config is None else states_of_config(state_config)
-        if self.model_states is not None:
+        if state_config is not None:
+            state_config = with_state_dtype(state_config, None)
+            inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
+            self.model_states = states_of_config(state_config)
             self.model_states.check(
                 block_tokens=inference_config.block_size_tokens,
                 cuda_graph_impl=model_config.cuda_graph_impl,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megatron_hybrid_prefix.errors import FieldError, shown
+from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.sampling import SamplingOptions, check_integer, check_params, check_tokens
 from megatron_hybrid_prefix.tokenizer import prompt_tokens
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
@@ -44,6 +45,9 @@ class RequestRules:
 
     def __init__(self, engine: EngineSeam, *, samples_rows: bool) -> None:
         self._engine, self._controller, self._samples_rows = engine, engine.controller, samples_rows
+        context = engine.context
+        is_exact = isinstance(context, HybridPrefixContext) and context.is_exact
+        self._only_raw_log_probs = is_exact and context.config.logprobs_mode != "raw_logprobs"
 
     def accept(self, request_id: int, prompt: Any, params: Any) -> tuple[str | None, torch.Tensor, SamplingParams]:
         """Check a request.
@@ -84,7 +88,13 @@ class RequestRules:
         # Of megatron's own class: a preempted request makes its parameters anew, which fails for a subclass with fields.
         params = SamplingParams()
         vars(params).update({} if given is None else vars(given))
-        check_params(params, self._controller.vocab_size)
+        sampling = check_params(params, self._controller.vocab_size)
+        if self._only_raw_log_probs and params.return_log_probs and not sampling.are_the_models:
+            raise FieldError(
+                "return_log_probs",
+                "exact='bits' with logprobs_mode='processed_logprobs' gives log-probs only where they are the raw ones, at "
+                "temperature 1 without filters, penalties and logit_bias; else use logprobs_mode='raw_logprobs'",
+            )
         options = SamplingOptions.of(params)
         if options is not None and not self._samples_rows:
             raise FieldError(

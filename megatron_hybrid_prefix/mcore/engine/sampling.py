@@ -97,9 +97,23 @@ class RowSampling(Sampling):
                 tokens[row] = sample(own, request, self._generator)
         return tokens
 
-    def log_probs_kernel(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Passed on to megatron's backend."""
-        return self._backend.log_probs_kernel(*args, **kwargs)
+    def log_probs_kernel(
+        self, logits: torch.Tensor, context: Any, *, token_to_request_index: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Sampling options that megatron does not have."""
+        log_probs: torch.Tensor = self._backend.log_probs_kernel(
+            logits, context, token_to_request_index=token_to_request_index
+        )
+        source = self._source
+        if source.row_options:
+            ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+            of_rows = range(len(ids)) if token_to_request_index is None else token_to_request_index.tolist()
+            for row, request_id in enumerate(ids[index] for index in of_rows):
+                options = source.row_options.get(request_id)
+                if options is not None:
+                    request = RowRequest.of(source.record_of(request_id), options)
+                    log_probs[row] = processed_log_probs(logits[row], request)
+        return log_probs
 
 
 def sample(logits: torch.Tensor, request: RowRequest, generator: torch.Generator) -> torch.Tensor:
@@ -121,6 +135,14 @@ def sample(logits: torch.Tensor, request: RowRequest, generator: torch.Generator
     if options.seed is None:
         return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)[0]
     return (scores + gumbel(options.seed, request.position, len(scores)).to(scores.device)).argmax()
+
+
+def processed_log_probs(logits: torch.Tensor, request: RowRequest) -> torch.Tensor:
+    """Log-probs of the distribution that `sample` draws from: (vocabulary,) float64."""
+    scores = adjusted(logits, request)
+    if request.options.is_greedy:
+        return torch.full_like(scores, float("-inf")).index_fill_(0, scores.argmax(), 0)
+    return filtered(scores, request.options).log_softmax(dim=-1)
 
 
 def adjusted(logits: torch.Tensor, request: RowRequest) -> torch.Tensor:

@@ -132,8 +132,8 @@ def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[
         values |= HOST_DEFAULTS
     values |= fields
     state = values["mamba_inference_state_config"]
-    if prefix is not None and prefix.states_are is not None and state is not None:
-        values["mamba_inference_state_config"] = with_state_dtype(state, prefix.states_are)
+    if state is not None:
+        values["mamba_inference_state_config"] = with_state_dtype(state, None if prefix is None else prefix.states_are)
     if values.get("max_tokens") is not None:
         # Upstream pads a step to a multiple of its size unit, and asserts that the result is at most max_tokens.
         tp = model.config.tensor_model_parallel_size
@@ -175,7 +175,7 @@ def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixCon
     if max_tokens < config.max_requests:
         return f"max_tokens={max_tokens} must be at least max_requests={config.max_requests}"
     state = config.mamba_inference_state_config
-    if state is None or config.mamba_memory_ratio is not None or (prefix is not None and prefix.cache_gb is not None):
+    if state is None or (config.mamba_memory_ratio if prefix is None else prefix.cache_gb) is not None:
         return None
     need_bytes = own_bytes(state_bytes(state), own_slots=config.max_requests, drafts=config.num_speculative_tokens)
     have_bytes = (config.buffer_size_gb + (config.paused_buffer_size_gb or 0)) * 2**30

@@ -27,8 +27,7 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
     Megatron takes the states of ``max_requests`` requests from ``buffer_size_gb``, and gives the rest to KV. So it is told a
     budget that is larger by these states. It allocates none of it: `HybridPrefixContext` allocates the memory.
 
-    A collective if ``max_requests`` is not set. Then ``mamba_memory_ratio`` is the share of the memory that their states may
-    take at most, half of it by default.
+    A collective if ``max_requests`` is not set. Then their states may take half of the memory.
     """
     state = config.mamba_inference_state_config
     assert state is not None
@@ -37,14 +36,12 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
     if requests is None:
         multiple = math.lcm(_REQUESTS_MULTIPLE, model_config.tensor_model_parallel_size)
         most = min(MOST_REQUESTS, config.max_tokens or MOST_REQUESTS)
-        share = 0.5 if config.mamba_memory_ratio is None else config.mamba_memory_ratio
-        fitting = int(share * cache_gb * 2**30) // request_bytes if request_bytes else most
+        fitting = int(cache_gb * 2**30) // 2 // request_bytes if request_bytes else most
         requests = min_over_model_ranks(min(most, fitting), config.pg_collection)
         requests = max(1, requests // multiple) * multiple
     return dataclasses.replace(
         config,
         max_requests=requests,
-        mamba_memory_ratio=None,
         buffer_size_gb=cache_gb + (requests * request_bytes) / 2**30,
     )
 

@@ -165,12 +165,27 @@ def mamba_state_config(
     return RecurrentStateConfig(layer_type_list=symbols, states=states, **_fields_for_megatron(states))
 
 
-def with_state_dtype(config: MambaInferenceStateConfig, state_dtype: str) -> MambaInferenceStateConfig:
-    """The same recurrent states; those that accumulate over tokens have another dtype (``HybridPrefixConfig.state_dtype``)."""
+def with_state_dtype(config: MambaInferenceStateConfig, state_dtype: str | None) -> MambaInferenceStateConfig:
+    """The same recurrent states in the dtypes that hold.
+
+    A script may assign ``ssm_states_dtype`` and ``conv_states_dtype`` after ``from_model``. That is meant for layers of every kind.
+
+    Args:
+        config: Is not changed.
+        state_dtype: ``HybridPrefixConfig.state_dtype``: of what accumulates over tokens, whatever the script assigned.
+
+    Raises:
+        ValueError: An assigned dtype cannot be kept.
+    """
     states: ModelStates | None = getattr(config, "states", None)
     if states is None:
-        return replace(config, ssm_states_dtype=getattr(torch, state_dtype))
-    states = replace(states, slots=states.slots.with_state_dtype(state_dtype))
+        return config if state_dtype is None else replace(config, ssm_states_dtype=getattr(torch, state_dtype))
+    made = _fields_for_megatron(states)
+    ssm, conv = (
+        None if (now := getattr(config, name)) == made[name] else dtype_name(now)
+        for name in ("ssm_states_dtype", "conv_states_dtype")
+    )
+    states = replace(states, slots=states.slots.with_dtypes(state=state_dtype or ssm, window=conv))
     return replace(config, states=states, **_fields_for_megatron(states))
 
 
