@@ -101,7 +101,6 @@ def test_a_cache_that_is_kept_computes_nothing_twice(models):
     assert computed == len(answers) * SAMPLES * (whole - answers[0].num_cached_tokens) < computed_once()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the engine does not look at the weights yet")
 @pytest.mark.parametrize("suspends", [False, True], ids=["while idle", "kept on resume"])
 def test_unannounced_weights_are_noticed(models, suspends):
     model, new, _ = models("tiny")
