@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,9 @@ from megatron_hybrid_prefix.console.engine_options import ENGINES, KEPT_FREE, Bu
 from megatron_hybrid_prefix.console.prompts import Reader, parse_prompts
 from megatron_hybrid_prefix.tokenizer import common_tokens
 from tests.harness.engine_helpers import LOG_PROB_NOISE
-from tests.harness.limits import HANG_S
-from tests.harness.workers.launch import COMMAND, environments_of, run_prepared, torchrun
+from tests.harness.limits import wait_until
+from tests.harness.workers.launch import COMMAND, Prepared, environments_of, run_prepared
 
-ROOT = Path(__file__).resolve().parents[2]
-
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at some of the block boundaries. " * 12
 
 
@@ -628,39 +623,23 @@ def test_recomputing_after_an_eviction_is_counted_apart(batch: Any) -> None:
 # --- Processes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_as_a_process(tmp_path: Path) -> None:
-    command = [sys.executable, str(COMMAND), "generate"]
-    wrong = subprocess.run(
-        [*command, "x", "--tp", "2"], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S
-    )
+def test_as_a_process() -> None:
+    (wrong,) = run_prepared(COMMAND, "generate", "x", "--tp", 2)
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1 and "does not divide the 1 process(es)" in wrong.stderr
-    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
+    (shown,) = run_prepared(COMMAND, "generate", "--help")
     assert shown.returncode == 0 and "--num-tokens-to-generate" in shown.stdout
 
 
 @pytest.mark.slow
-def test_ctrl_c(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    command = [
-        sys.executable,
-        str(COMMAND),
-        "generate",
-        "hi",
-        "--num-tokens-to-generate",
-        "16000",
-        "--ignore-eos",
-        "--json",
-        result,
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("platform: ")
+def test_ctrl_c(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    argv = ("generate", "hi", "--num-tokens-to-generate", 16000, "--ignore-eos", "--json", tmp_path / "result.json")
+    process = Prepared(tmp_path_factory.mktemp("said"), COMMAND, *argv)
+    wait_until(lambda: process.outputs[0].read_text().startswith("platform: "), "it has begun")
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=HANG_S)
-    assert (process.returncode, stderr) == (130, "interrupted: nothing was written\n")
+    (ended,) = process.wait()
+    assert (ended.returncode, ended.stderr) == (130, "interrupted: nothing was written\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -684,7 +663,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 @pytest.mark.multi
 def test_two_ranks_say_what_is_wrong_once(tmp_path: Path) -> None:
-    command = [*torchrun(2), str(COMMAND), "generate", "--text-file", str(tmp_path / "absent"), "--tp", "2"]
-    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANG_S)
-    assert run.returncode != 0
-    assert run.stderr.count("error: cannot read") == 1
+    argv = ("generate", "--text-file", tmp_path / "absent", "--tp", 2)
+    ranks = run_prepared(COMMAND, *argv, environments=environments_of(2))
+    assert all(rank.returncode for rank in ranks)
+    assert "".join(rank.stderr for rank in ranks).count("error: cannot read") == 1
