@@ -66,23 +66,6 @@ def test_wrong_states_would_be_noticed(model, mutant):
 # -- what is said about requests ---------------------------------------------------------------------------------------
 
 
-def test_breakpoints_of_another_type_are_refused(model):
-    served = EngineHarness(model)
-    engine = served.engine
-    running = served.add(tokens(1, 20, seed=1), 6)
-    served.step(2)
-    for wrong in (64, "64", b"64", [64.0], [64, None], ["64"], [True], {64}, {64: 1}, [[64]], "a\nb", [1.5] * 100):
-        served.next_id = 1
-        with pytest.raises(ValueError, match=r"^request 2: cache_breakpoints=.*: must be a sequence of ints$") as error:
-            served.add(tokens(2, 20, seed=2), cache_breakpoints=wrong)
-        assert "\n" not in str(error.value) and len(str(error.value)) < 130
-        assert list(engine.requests) == [running] and not engine.waiting_request_ids
-        assert len(served.context._requests) <= 1
-    served.next_id = 1
-    assert served.add(tokens(2, 20, seed=2), cache_breakpoints=None) == 2  # the id can be had
-    served.finish()
-
-
 @pytest.mark.parametrize("harmless", [[], (), [0, -5, 10**12], [BLOCK, BLOCK, 1, BLOCK], range(0, 400, 10)], ids=str)
 def test_breakpoints_that_mean_little_are_harmless(model, harmless):
     served = EngineHarness(model)

@@ -10,8 +10,6 @@ import pytest
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines.dynamic_engine import EngineState, EngineSuspendedError
-from megatron.core.resharding.copy_services.base import CopyService
-from megatron.core.resharding.refit import swap_model_weights
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix.models import build_hybrid_model
@@ -152,32 +150,7 @@ def assign_data(model: Any, trained: Any) -> None:
         parameter.data = new.data.clone()
 
 
-class LocalCopies(CopyService):
-    """Copies of one process. (Megatron's services pin memory, which needs a GPU.)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: dict[int, torch.Tensor] = {}
-        self.received: dict[int, torch.Tensor] = {}
-
-    def submit_send(self, src_tensor: torch.Tensor, dest_rank: int, task_id: int | None = None) -> None:
-        self.sent[task_id] = src_tensor
-
-    def submit_recv(self, dest_tensor: torch.Tensor, src_rank: int, task_id: int | None = None) -> None:
-        self.received[task_id] = dest_tensor
-
-    def run(self) -> None:
-        with torch.no_grad():
-            for number, target in self.received.items():
-                target.copy_(self.sent[number])
-
-
-WAYS = {
-    "copy_": copy_in_place,
-    "data": assign_data,
-    "load_state_dict": lambda model, trained: model.load_state_dict(trained.state_dict()),
-    "swap_model_weights": lambda model, trained: swap_model_weights(trained, model, LocalCopies()),
-}
+WAYS = {"copy_": copy_in_place, "data": assign_data}
 
 
 def spoilt(served: EngineHarness, *ids: int) -> bool:

@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
 from megatron_hybrid_prefix.tiers.registry import parse_url, register_tier
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.core.model import NAMESPACE, tier_behind
-from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
+from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
 from tests.harness.limits import HANG_S
 from tests.harness.plugins.dictionary_tier import DictionaryTier
@@ -86,25 +86,6 @@ def test_what_the_host_evicted_comes_back(model):
     assert shared.failed == 0 == shared.full and stats.fallbacks == {}
     assert cold.generated_tokens == loaded.generated_tokens
     served.finish()
-
-
-def test_some_from_the_device_some_from_the_host_some_from_behind(model):
-    """Sessions take turns with too little memory on the device and the host. The tier behind has the rest."""
-    reused, unlimited = {}, {"slots": 99, "blocks": 99, "host_gb": 0.0}
-    for name, fields in {"unlimited": unlimited, "host": {"host_gb": 0.2}, "behind": {}, "alone": {}}.items():
-        served = small(model, **({"shared": URL if name == "behind" else None} | fields))
-        history = {session: tokens(2, 9, seed=50 + session) for session in range(5)}
-        for turn in range(3):
-            for session in history:
-                answer = served.send(history[session], count=6)
-                if name == "behind":
-                    written(served)  # else its pages may be needed before, and the entry is lost
-                history[session] += [*answer.generated_tokens, *random_tokens(44, seed=1000 + 10 * session + turn)]
-        served.finish()
-        stats = served.context.prefix_stats()
-        assert stats.fallbacks == {}
-        reused[name] = stats.reused_tokens
-    assert reused["behind"] == reused["host"] == reused["unlimited"] > reused["alone"]
 
 
 @pytest.mark.parametrize("fault", ["kv bit", "state bit", "checksum", "another state", "gone", "get raises"])
