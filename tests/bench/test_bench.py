@@ -433,10 +433,7 @@ def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
         assert torch.is_inference_mode_enabled()
     engine, modes = build_engine(tiny), []
     run_batch(
-        engine,
-        [[1, 2]],
-        engines.greedy(1),
-        on_step=lambda *counts: modes.append(torch.is_inference_mode_enabled()),
+        engine, [[1, 2]], engines.greedy(1), on_step=lambda *counts: modes.append(torch.is_inference_mode_enabled())
     )
     assert modes == [True]
     assert not torch.is_inference_mode_enabled()
@@ -657,10 +654,7 @@ def test_help_shows_sizes_and_needs_no_torch(tmp_path: Path) -> None:
     text = " ".join(shown.stdout.split())
     assert "--shared-tokens N tokens of the shared prefix (default: 1,024 on CPU, 8,192 on GPU)" in text
     wrong = subprocess.run([*command, "no_reuse", "--engine", "x"], capture_output=True, text=True, env=environment)
-    assert (wrong.returncode, wrong.stderr) == (
-        2,
-        "error: --engine: no engine 'x'; there are: off, upstream, ours\n",
-    )
+    assert (wrong.returncode, wrong.stderr) == (2, "error: --engine: no engine 'x'; there are: off, upstream, ours\n")
 
 
 @pytest.mark.slow

@@ -239,7 +239,7 @@ def test_an_engine_from_arguments(tiny, megatron_parser):
     import torch
 
     args = megatron_parser.parse_args(
-        [SWITCH, "--enable-chunked-prefill", *INFERENCE[4:-2], "--hybrid-prefix-state-dtype", "bfloat16"],
+        [SWITCH, "--enable-chunked-prefill", *INFERENCE[4:-2], "--hybrid-prefix-state-dtype", "bfloat16"]
     )
     args.mamba_inference_conv_states_dtype = torch.float32  # as validation does
     args.mamba_inference_ssm_states_dtype = torch.bfloat16

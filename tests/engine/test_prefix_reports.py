@@ -28,11 +28,7 @@ from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 def test_cached_tokens_counters_and_statistics_agree(model, chunked):
-    served = EngineHarness(
-        model,
-        enable_chunked_prefill=chunked,
-        max_tokens=(2 if chunked else 16) * BLOCK,
-    )
+    served = EngineHarness(model, enable_chunked_prefill=chunked, max_tokens=(2 if chunked else 16) * BLOCK)
     shared = tokens(3, 0, seed=1)
     sent = [
         (tokens(0, 9, seed=2), 0),

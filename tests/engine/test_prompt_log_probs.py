@@ -20,12 +20,7 @@ from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixControlle
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import (
-    LOG_PROB_NOISE,
-    NOISES,
-    greedy,
-    random_tokens,
-)
+from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, greedy, random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MANY, EngineHarness, IdTokenizer, known_answer
 from tests.harness.naive_model import NaiveHybridModel
 

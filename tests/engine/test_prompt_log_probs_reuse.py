@@ -361,10 +361,7 @@ MUTANTS = {
 def test_mutants(tiny, reference, name):
     owner, method, mutate = MUTANTS[name]
     traffic = Traffic(tiny, "on")
-    with (
-        replaced(owner, method, mutate(getattr(owner, method))),
-        pytest.raises((WrongLogProb, ValueError)),
-    ):
+    with replaced(owner, method, mutate(getattr(owner, method))), pytest.raises((WrongLogProb, ValueError)):
         for number, cut in enumerate((*CUTS, *CUTS)):
             traffic.add(ending(cut, number), 1, top_n_logprobs=1 + 2 * (number // len(CUTS)))
             traffic.run()

@@ -498,11 +498,7 @@ def test_tokenize_detokenize_version_and_health_generate(server):
     assert server.send("/tokenize", {"prompt": "a", "add_special_tokens": False})[1]["tokens"] == [97]
     info = dict.fromkeys(("bos_token", "eos_token", "pad_token", "chat_template"))  # bytes have none
     assert server.send("/tokenizer_info") == (200, info)
-    for path, body in (
-        ("/tokenize", {"prompt": 1}),
-        ("/detokenize", {"tokens": [512]}),
-        ("/detokenize", {}),
-    ):
+    for path, body in (("/tokenize", {"prompt": 1}), ("/detokenize", {"tokens": [512]}), ("/detokenize", {})):
         status, answer = server.send(path, body)
         assert status == 400
         assert_error(answer)
