@@ -816,21 +816,9 @@ def test_an_address_of_ipv6_stands_in_brackets():
 
 def test_the_command(tmp_path):
     """As a user runs it: on any free port, one request, then Ctrl-C."""
+    options = "--port 0 --max-sequence-length 1024 --served-model-name m --drain-time 0"
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "megatron_hybrid_prefix",
-            "serve",
-            "--port",
-            "0",
-            "--max-sequence-length",
-            "1024",
-            "--served-model-name",
-            "m",
-            "--drain-time",
-            "0",
-        ],
+        [sys.executable, "-m", "megatron_hybrid_prefix", "serve", *options.split()],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
