@@ -518,19 +518,6 @@ def test_the_first_token_can_be_left_out():
     )
 
 
-def test_lm_eval_can_use_this_servers_tokenizer(tmp_path):
-    """Its remote tokenizer reads these, and takes the first token of their text for their ids."""
-    pytest.importorskip("transformers")
-    from megatron_hybrid_prefix.serve.chat_template import load_chat_form
-    from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
-    from tests.clients.tokenizer_folder import CHAT_TEMPLATE, make_folder
-
-    tokenizer = HuggingFaceTokenizer(make_folder(tmp_path), 512)
-    info = served(tokenizer=tokenizer, chat=load_chat_form(None, tmp_path)).tokenizer_info()
-    assert info == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "chat_template": CHAT_TEMPLATE}
-    assert [tokenizer.tokenize(info[name]) for name in ("bos_token", "eos_token")] == [[tokenizer.bos], [tokenizer.eod]]
-
-
 # --- M9: a step that does not end ------------------------------------------------------------------------------------
 
 
