@@ -156,11 +156,11 @@ def test_an_engine_ends_at_a_stop_string(server):
     kept = []
     for stop in ([word], ["not to be found"]):
         states = decoded_blocks(server)
-        answer = complete(server.client(), max_tokens=600, stop=stop, extra=extra | {"cache_salt": f"stop {stop}"})
+        answer = complete(server.client(), max_tokens=300, stop=stop, extra=extra | {"cache_salt": f"stop {stop}"})
         assert answer.choices[0].finish_reason == ("stop" if stop == [word] else "length")
         server.wait_until_drained()
         kept.append(decoded_blocks(server) - states)
-    assert kept[0] < kept[1] and kept[1] >= 600 // BLOCK - 1
+    assert kept[0] < kept[1] and kept[1] >= 300 // BLOCK - 1
 
 
 def test_clients_that_leave_free_their_memory(server):
@@ -263,7 +263,7 @@ async def lines_of(server: Server, number: int, begun: list[int], **fields: Any)
     """Lines of a streamed answer with its status; its number is in ``begun`` once it has begun."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = {"model": "tiny", "prompt": f"{number} {PROMPT}", "max_tokens": 700, "stream": True, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": f"{number} {PROMPT}", "max_tokens": 400, "stream": True, "ignore_eos": True}
     data = json.dumps(body | fields).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
     writer.write(b"content-length: %d\r\n\r\n%s" % (len(data), data))
