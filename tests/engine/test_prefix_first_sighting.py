@@ -26,29 +26,6 @@ def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int
 # -- the second and the third request ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("interval", "max_tokens"), [(None, 3 * BLOCK), (5 * BLOCK, 2048)])
-def test_without_a_hint(model, interval, max_tokens):
-    """Prompts of more than 16 blocks, so that not every block is an interval."""
-    served = EngineHarness(
-        model,
-        async_sched_mode="async",
-        retention_interval_tokens=interval,
-        max_tokens=max_tokens,
-        enable_chunked_prefill=True,
-        max_sequence_length=2048,
-    )
-    shared = tokens(8, 20 + BLOCK, seed=1)  # nine blocks: no interval
-    own = [tokens(0, 700 + number, seed=number) for number in range(4)]
-    assert computed(served, shared + own[0]) == len(shared) + 700
-    second, widest = computed(served, shared + own[1]), interval or 2 * BLOCK
-    assert 701 + BLOCK < second < 701 + widest
-    assert second == 701 + len(shared) % widest
-    for number in (2, 3):
-        assert computed(served, shared + own[number]) == 700 + number + 20, "the blocks that two prompts shared"
-    assert served.cache.stats().checkpoints_by_reason["interval"] > 0
-    served.finish()
-
-
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_wrong_states_would_be_noticed(model, mutant):
     served = EngineHarness(model, retention_interval_tokens=None, max_sequence_length=2048, max_tokens=2048)

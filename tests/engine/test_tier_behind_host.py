@@ -88,45 +88,6 @@ def test_what_the_host_evicted_comes_back(model):
     served.finish()
 
 
-@pytest.mark.parametrize("fault", ["kv bit", "state bit", "checksum", "another state", "gone", "get raises"])
-def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypatch):
-    served = small(model)
-    prompt = tokens(4, 9, seed=1)
-    served.send(prompt)
-    push_out(served, prompt)
-    tier, keys, kind = (
-        tier_of(served),
-        served.cache.chain(prompt).keys,
-        EntryKind.KV if fault == "kv bit" else EntryKind.STATE,
-    )
-    place = next(place for place in tier.entries if place[1:] == (kind, keys[-1]))
-    tag, data, checksum = tier.entries[place]
-    if fault == "gone":
-        monkeypatch.setattr(tier, "get", lambda namespace, tag, buffers: None)
-    elif fault == "get raises":
-        monkeypatch.setattr(tier, "get", lambda namespace, tag, buffers: 1 / 0)
-    elif fault == "checksum":
-        tier.entries[place] = tag, data, checksum ^ 8
-    elif fault == "another state":
-        _, other, its_checksum = next(kept for at, kept in tier.entries.items() if at[1] == kind and at != place)
-        tier.entries[place] = tag, other, its_checksum
-    else:
-        data[17] ^= 4
-    with caplog.at_level(logging.ERROR):
-        hit = served.send(prompt)
-    monkeypatch.undo()
-    stats = served.context.prefix_stats()
-    missing = fault in ("gone", "get raises")
-    expected = {"tier_load_missing": 1, "host_load_given_up": 1} if missing else {"host_load_failed": 1}
-    assert hit.num_cached_tokens == 0 and stats.fallbacks == expected
-    assert stats_of(served).failed == 5
-    recomputed = [record for record in caplog.records if "the request is recomputed" in record.message]
-    assert len(recomputed) == (not missing)
-    push_out(served, prompt, seed=1900)
-    assert served.send(prompt).num_cached_tokens == 4 * BLOCK  # stored anew, or there still
-    served.finish()
-
-
 @pytest.mark.parametrize("fault", ["refuses", "raises"])
 def test_a_tier_that_takes_nothing_equals_no_tier(model, fault, monkeypatch):
     served = small(model)

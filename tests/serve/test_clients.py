@@ -52,11 +52,6 @@ def server(tiny: Any) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def salt(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"cache_salt": request.node.name}
-
-
 class Renders(ChatForm):
     """The plain format; counts what it renders."""
 

@@ -57,11 +57,6 @@ def test_the_depth_of_a_hit_is_that_of_its_state(server, salt):
     assert (at["128.0"], at["256.0"]) == (0, 2)
 
 
-@pytest.fixture
-def salt(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"cache_salt": request.node.name}
-
-
 def labels_by_name(server: Server) -> dict[str, set[str]]:
     """Names of all samples of ``/metrics``, with their labels. A reason is there when it first happened: so all are."""
     families, registry = Families(), CollectorRegistry()

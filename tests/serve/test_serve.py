@@ -158,12 +158,6 @@ def server(tiny: Any) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def salt(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """A salt per test, so that tests on one server do not hit each other's prefixes."""
-    return {"cache_salt": request.node.name}
-
-
 def cached(answer: Any) -> int:
     return answer.usage.prompt_tokens_details.cached_tokens
 
