@@ -67,7 +67,7 @@ BAD_OPTIONS = {
     "empty sessions": (["--sessions", "empty.jsonl"], "empty.jsonl: no requests in it"),
     "too long a session": (
         ["--sessions", "ok.jsonl", "--max-sequence-length", "8"],
-        "ok.jsonl:1: 9 tokens leave no room to generate",
+        "ok.jsonl:1: 9 tokens leave no room",
     ),
     "empty prompt": ([""], "prompt 1: the prompt is empty"),
     "too long a prompt": (["x" * 64, "--max-sequence-length", "64"], "64 tokens leave no room"),
@@ -96,7 +96,7 @@ BAD_OPTIONS = {
     ),
     "more host memory than there is": (
         ["x", "--compare", "ours", "--host-gb", "1e9"],
-        "engine ours: --cache-gb 0.3 and --host-gb 1e+09: ",
+        "--cache-gb 0.3 and --host-gb 1e+09: ",
     ),
     "more tokens than there is memory": (
         ["x", "--max-tokens", "960000000"],
