@@ -54,7 +54,8 @@ def engine_imported(platform: Any) -> None:
 
 # --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
 
-# Values of single sampling fields: tests/harness/bad_requests.py; layouts: tests/models/test_models.py; engines: tests/engine/test_refusals.py.
+# Values of single sampling fields: tests/harness/bad_requests.py; layouts: tests/models/test_models.py; engines:
+# tests/engine/test_refusals.py.
 BAD_OPTIONS = {
     "temperature": (["x", "--temperature", "-0.5"], "temperature=-0.5 must be a number in 0..1e+06"),
     "no input": ([], "give prompts (as text, --text-file or --jsonl), or --conversation"),
@@ -65,10 +66,7 @@ BAD_OPTIONS = {
     "prompts and sessions": (["x", "--sessions", "ok.jsonl"], "or --conversation, or --sessions, but only one of them"),
     "missing sessions": (["--sessions", "absent.jsonl"], "cannot read absent.jsonl"),
     "empty sessions": (["--sessions", "empty.jsonl"], "empty.jsonl: no requests in it"),
-    "too long a session": (
-        ["--sessions", "ok.jsonl", "--max-sequence-length", "8"],
-        "ok.jsonl:1: 9 tokens leave no room",
-    ),
+    "too long a session": (["--sessions", "ok.jsonl", "--max-sequence-length", "8"], "ok.jsonl:1: 9 tokens leave no"),
     "empty prompt": ([""], "prompt 1: the prompt is empty"),
     "too long a prompt": (["x" * 64, "--max-sequence-length", "64"], "64 tokens leave no room"),
     "too long a turn": (["--conversation", "ok.json", "--max-sequence-length", "70"], "turn 2: "),
@@ -94,10 +92,7 @@ BAD_OPTIONS = {
         ["x", "--compare", "off,ours", "--cache-gb", "1e9"],
         "engine ours: --cache-gb 1e+09: 1e+09 GiB of host memory are needed, ",
     ),
-    "more host memory than there is": (
-        ["x", "--compare", "ours", "--host-gb", "1e9"],
-        "--cache-gb 0.3 and --host-gb 1e+09: ",
-    ),
+    "too little host memory": (["x", "--compare", "ours", "--host-gb", "1e9"], "--cache-gb 0.3 and --host-gb 1e+09: "),
     "more tokens than there is memory": (
         ["x", "--max-tokens", "960000000"],
         "engine off: not enough memory; lower --cache-gb or --buffer-gb, --max-requests or --max-tokens, or run fewer",

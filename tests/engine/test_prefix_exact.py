@@ -106,8 +106,8 @@ def tiny_two_taps(platform: Any) -> Any:
 
 
 SCENARIOS = (tails, lengths_around_blocks, junctions, mixed_batches)
-# Model, KV block, scheduling: one of each model and of each relation to the SSM chunk, which is of 128 tokens with Mamba2 and of 64
-# with Gated DeltaNet. test_prefix_fuzz.py has the other combinations.
+# Model, KV block, scheduling: one of each model and of each relation to the SSM chunk, which is of 128 tokens with Mamba2
+# and of 64 with Gated DeltaNet. test_prefix_fuzz.py has the other combinations.
 MODELS = [
     *(("tiny", 96, "legacy"), ("tiny", 256, "async"), ("tiny_two_taps", 96, "legacy")),
     *(("tiny_gdn", 192, "async"), ("tiny_mixed", 64, "async"), ("tiny_qwen3_next", 64, "async")),

@@ -1,4 +1,4 @@
-"""`hybrid-prefix serve` as processes of its own: starting it, sending requests, and checking that nothing is left of it."""
+"""`hybrid-prefix serve` in processes of its own: how to start it, to ask it, and to check that nothing is left of it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Forks processes that have torch and megatron imported already, because importing takes longer than most tests.
 
-This file is the process that forks them; `launch` asks it to. Usage: ``prepared.py``, with two questions, each of them a line
-of JSON on stdin, and its answer a line of JSON on stdout, with the same "number":
+This file is the process that forks them; `launch` asks it to. Usage: ``prepared.py``. It answers two questions, each a line
+of JSON on stdin, with a line of JSON on stdout. Question and answer have the same "number".
 
-- "script", "argv", "environments" (one per process), "outputs" and "errors" (files for stdout and stderr), "cwd" (or null):
-  forks these processes; "pids".
-- "pids", "timeout_s": waits for them; "codes" (exit codes, negative for signals), "hung". If one process fails, the others
-  are ended, as torchrun does.
+- "script", "argv", "environments" (one per process), "outputs" and "errors" (files for stdout and stderr) and "cwd" (or
+  null): forks these processes. Answer: "pids".
+- "pids" and "timeout_s": waits for them. Answer: "codes" (exit codes, negative for signals) and "hung". If one process
+  fails, the others are ended, as torchrun does.
 """
 
 from __future__ import annotations
