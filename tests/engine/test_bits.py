@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.upstream.names import KVCacheManagementMode
 from tests.harness.bits import Alone, BitsTraffic, bits, by_rows, differing, exact_harness
 from tests.harness.engine_helpers import greedy
-from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import EngineHarness, tokens
 from tests.harness.selection import mostly_slow
 
 
@@ -84,22 +84,6 @@ def test_random_requests(request, name, seed):
     traffic.run()
     assert traffic.harness.context.prefix_stats().reused_tokens > 0
     assert traffic.differing() == []
-
-
-@pytest.mark.slow
-def test_whole_and_half_of_a_prompt_from_the_host(tiny):
-    """A prompt of 5 blocks: all from the device, all from the host, and 2 blocks from the device and the rest from the host."""
-    harness = exact_harness(tiny, slots=3, blocks=16, host_gb=0.05, max_requests=2)
-    prompt, alone = tokens(5, 3, seed=5), Alone(tiny)
-    sources = set()
-    for turn in range(12):
-        harness.send(prompt[: (2 if turn % 3 == 1 else 5) * BLOCK + 3], count=3)
-        sources.add(harness.context.prefix_stats().reused_tokens_host > 0)
-        if turn % 2:
-            harness.send(tokens(6, 9, seed=100 + turn), tokens(6, 8, seed=200 + turn), count=2)  # evicts
-    stats = harness.context.prefix_stats()
-    assert stats.reused_tokens_host and stats.reused_tokens_device
-    assert differing(harness, alone) == []
 
 
 # -- what would spoil it -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of, reject_e
 from tests.harness.defect_helpers import WrongAnswer, defect, make_side
 from tests.harness.drafts import Drafting, forced_drafts
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
-from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, known_answer, tokens
+from tests.harness.lifecycle_helpers import MODES, EngineHarness, known_answer, tokens
 from tests.harness.selection import mostly_slow_rows
 
 COUNT = 10
@@ -75,22 +75,6 @@ def test_every_position_of_the_end(tiny_mtp, drafts, mode):
     served.check_drained()
 
 
-@pytest.mark.parametrize("kind", ["tiny_gdn_mtp", "tiny_large_states"])
-def test_other_layers_and_memory(kind, request):
-    """Answers of different lengths in one batch, without a cache and with one."""
-    model = request.getfixturevalue(kind)
-    for fields in ({"slots": None}, {}):
-        served = Ending(model, 2, **fields)
-        numbers = []
-        for seed in range(4):
-            prompt = tokens(1, seed - 3, seed=seed)
-            token = different(known_answer(served.plain, prompt, COUNT))[seed + 1]
-            numbers.append(served.ask(prompt, **ways(token)[seed]))
-        served.run()
-        served.check_ends(*numbers)
-        served.check_drained()
-
-
 def test_nothing_after_the_end_is_cached(tiny_mtp):
     """The end is in the middle of accepted drafts, and they reach into the next block."""
     served = Ending(tiny_mtp, 3, async_sched_mode="async", decode_checkpoints=True)
@@ -148,19 +132,6 @@ def test_no_step_shows_a_token_after_the_end(tiny_mtp, mode):
     right = cut(answer, {end})
     assert any(shown) and all(tokens == right[: len(tokens)] for tokens in shown)
     served.check_ends(number)
-
-
-def test_preempted_requests_keep_their_end_tokens(tiny_mtp):
-    served = Ending(tiny_mtp, 2, blocks=9)
-    numbers = []
-    for seed in range(4):
-        prompt = tokens(1, 20 + seed, seed=50 + seed)
-        token = different(known_answer(served.plain, prompt, BLOCK + 9))[-1]
-        numbers.append(served.ask(prompt, BLOCK + 9, **ways(token)[seed]))
-    served.run()
-    assert served.engine.evicted_request_count > 0
-    served.check_ends(*numbers)
-    served.check_drained()
 
 
 def test_a_request_with_an_id_of_before_has_its_own_end_tokens(tiny_mtp):

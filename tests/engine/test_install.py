@@ -234,11 +234,7 @@ def test_a_model_without_a_layer_pattern(tiny_gdn):
     assert plain.mamba_inference_state_config is None
     model.decoder.layers[0].self_attention = tiny_gdn.decoder.layers[0].self_attention
     message = "layers of kind gated_delta_net in a model without a layer pattern: build it as HybridModel"
-    for build in (
-        lambda: CONFIG(model),
-        lambda: build_engine(model),
-        lambda: build_engine(model, PREFIX),
-    ):
+    for build in (lambda: CONFIG(model), lambda: build_engine(model), lambda: build_engine(model, PREFIX)):
         with pytest.raises(ValueError) as error:
             build()
         assert str(error.value) == message

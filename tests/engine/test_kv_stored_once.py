@@ -90,24 +90,6 @@ def test_shared_blocks_are_read_and_not_written(tiny, fields):
     case.served.finish()
 
 
-LAYERS = [
-    ("tiny_gdn", 0, "legacy"),
-    ("tiny_mixed", 0, "async"),
-    ("tiny_mtp", 2, "legacy"),
-    ("tiny_gdn_mtp", 1, "async"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "drafts", "mode"), LAYERS)
-def test_other_layers_and_drafts(request, name, drafts, mode):
-    for fields in CASES.values():
-        model = request.getfixturevalue(name)
-        case = Junction(model, async_sched_mode=mode, num_speculative_tokens=drafts, **fields)
-        case.run()
-        case.served.check()
-
-
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 

@@ -26,29 +26,6 @@ def computed(served: EngineHarness, prompt: list[int], **attributes: Any) -> int
 # -- the second and the third request ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("interval", "max_tokens"), [(None, 3 * BLOCK), (5 * BLOCK, 2048)])
-def test_without_a_hint(model, interval, max_tokens):
-    """Prompts of more than 16 blocks, so that not every block is an interval."""
-    served = EngineHarness(
-        model,
-        async_sched_mode="async",
-        retention_interval_tokens=interval,
-        max_tokens=max_tokens,
-        enable_chunked_prefill=True,
-        max_sequence_length=2048,
-    )
-    shared = tokens(8, 20 + BLOCK, seed=1)  # nine blocks: no interval
-    own = [tokens(0, 700 + number, seed=number) for number in range(4)]
-    assert computed(served, shared + own[0]) == len(shared) + 700
-    second, widest = computed(served, shared + own[1]), interval or 2 * BLOCK
-    assert 701 + BLOCK < second < 701 + widest
-    assert second == 701 + len(shared) % widest
-    for number in (2, 3):
-        assert computed(served, shared + own[number]) == 700 + number + 20, "the blocks that two prompts shared"
-    assert served.cache.stats().checkpoints_by_reason["interval"] > 0
-    served.finish()
-
-
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_wrong_states_would_be_noticed(model, mutant):
     served = EngineHarness(model, retention_interval_tokens=None, max_sequence_length=2048, max_tokens=2048)
@@ -64,23 +41,6 @@ def test_wrong_states_would_be_noticed(model, mutant):
 
 
 # -- what is said about requests ---------------------------------------------------------------------------------------
-
-
-def test_breakpoints_of_another_type_are_refused(model):
-    served = EngineHarness(model)
-    engine = served.engine
-    running = served.add(tokens(1, 20, seed=1), 6)
-    served.step(2)
-    for wrong in (64, "64", b"64", [64.0], [64, None], ["64"], [True], {64}, {64: 1}, [[64]], "a\nb", [1.5] * 100):
-        served.next_id = 1
-        with pytest.raises(ValueError, match=r"^request 2: cache_breakpoints=.*: must be a sequence of ints$") as error:
-            served.add(tokens(2, 20, seed=2), cache_breakpoints=wrong)
-        assert "\n" not in str(error.value) and len(str(error.value)) < 130
-        assert list(engine.requests) == [running] and not engine.waiting_request_ids
-        assert len(served.context._requests) <= 1
-    served.next_id = 1
-    assert served.add(tokens(2, 20, seed=2), cache_breakpoints=None) == 2  # the id can be had
-    served.finish()
 
 
 @pytest.mark.parametrize("harmless", [[], (), [0, -5, 10**12], [BLOCK, BLOCK, 1, BLOCK], range(0, 400, 10)], ids=str)

@@ -16,14 +16,7 @@ from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers import entry_copies
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import (
-    assert_matches,
-    cache_gb_for,
-    greedy,
-    random_tokens,
-    run_to_end,
-    state_bytes,
-)
+from tests.harness.engine_helpers import assert_matches, cache_gb_for, greedy, random_tokens, run_to_end, state_bytes
 from tests.harness.naive_model import NaiveHybridModel
 from tests.harness.selection import mostly_slow
 

@@ -185,40 +185,6 @@ def test_a_load_takes_place_while_others_run(model):
     served.finish()
 
 
-def test_two_requests_with_the_same_prefix_load_it_once(model):
-    served = small(model, blocks=20)
-    prompt = tokens(4, 9, seed=1)
-    served.send(prompt)
-    push_out(served, count=5)
-    served.add(random_tokens(30, seed=7), 40)
-    served.step(2)
-    for number in range(2):
-        served.add(prompt[: 4 * BLOCK] + random_tokens(9, seed=20 + number), 4)
-    served.run()
-    stats = served.context.prefix_stats()
-    assert stats.tiers["host"].loads == 5
-    assert (stats.reused_tokens_host, stats.reused_tokens_device) == (4 * BLOCK, 4 * BLOCK)
-    served.check()
-
-
-def test_an_aborted_request_gives_back_what_it_loaded(model):
-    served = small(model, blocks=16)
-    prompt = tokens(4, 9, seed=1)
-    served.send(prompt)
-    push_out(served, count=5)
-    served.add(random_tokens(30, seed=7), 20)
-    served.step(2)
-    waiting = served.add(prompt, 4)
-    served.step()
-    assert waiting in served.cache.live and served.cache.live[waiting].is_loading
-    assert served.engine.abort_request(waiting)
-    served.run()
-    assert served.context.prefix_stats().fallbacks == {"host_load_given_up": 1}
-    served.send(prompt)
-    served.check(*[number for number in served.finished if number != waiting])
-    served.check_drained()
-
-
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 

@@ -28,11 +28,7 @@ from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 def test_cached_tokens_counters_and_statistics_agree(model, chunked):
-    served = EngineHarness(
-        model,
-        enable_chunked_prefill=chunked,
-        max_tokens=(2 if chunked else 16) * BLOCK,
-    )
+    served = EngineHarness(model, enable_chunked_prefill=chunked, max_tokens=(2 if chunked else 16) * BLOCK)
     shared = tokens(3, 0, seed=1)
     sent = [
         (tokens(0, 9, seed=2), 0),
@@ -146,22 +142,6 @@ def test_routing_is_complete_after_a_hit(model, monkeypatch):
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("slots", [0, 0.99, 1, 3])
-def test_a_budget_of_so_many_slots_keeps_so_many(model, slots):
-    served, whole = EngineHarness(model, slots=slots), int(slots)  # mamba_gb may end within a slot
-    prompts = [tokens(1, 5 + seed, seed=seed) for seed in range(whole + 1)]
-    for prompt in prompts[:whole]:
-        served.send(prompt)
-    assert served.kept_states == served.cache.stats().slots_total == whole
-    assert f"at most {whole} state" in served.context.memory_report()
-    assert [served.send(prompt).num_cached_tokens for prompt in prompts[:whole]] == [BLOCK] * whole
-    served.send(prompts[whole])  # one more: the first one's goes
-    assert served.kept_states == whole and served.cache.stats().evictions == (whole > 0)
-    assert [served.send(prompt).num_cached_tokens for prompt in prompts[1:]] == [BLOCK] * whole
-    assert served.send(prompts[0]).num_cached_tokens == 0
-    served.finish()
 
 
 @pytest.mark.parametrize("drafts", [0, 2])

@@ -32,24 +32,6 @@ def check_aborted(served: EngineHarness, number: int, count: range) -> None:
     assert not served.engine.abort_request(number)
 
 
-@each_mode
-def test_abort_a_waiting_request(model, mode):
-    served = EngineHarness(model, async_sched_mode=mode, max_requests=1)
-    running = served.add(tokens(1, 20, seed=1), 6)
-    waiting = [served.add(tokens(1, 20, seed=seed), 6) for seed in (2, 3)]
-    served.step()
-    future = served.engine.requests[waiting[0]].future
-    assert served.engine.abort_request(waiting[0])
-    assert future.done()
-    assert not served.engine.abort_request(waiting[0])
-    assert served.step() == [waiting[0]]
-    check_aborted(served, waiting[0], range(0, 1))
-    assert waiting[0] not in served.engine.waiting_request_ids
-    served.run()
-    served.check(running, waiting[1])
-    served.check_drained()
-
-
 def test_abort_of_unknown_and_finished_requests(model):
     served = EngineHarness(model)
     assert not served.engine.abort_request(99)
@@ -63,26 +45,6 @@ def test_abort_of_unknown_and_finished_requests(model):
     assert not served.engine.abort_request(99)
     served.check_drained()
     assert served.step() == []
-
-
-@each_mode
-def test_abort_during_decode(model, mode):
-    served = EngineHarness(model, async_sched_mode=mode)
-    served.send(tokens(2, 10, seed=1))
-    victim = served.add(tokens(2, 10, seed=1), 30)  # it resumed from a checkpoint
-    others = [served.add(tokens(1, 20 + seed, seed=seed), 30) for seed in (2, 3)]
-    served.step(6)
-    held = served.held_blocks, served.live_slots
-    assert served.engine.abort_request(victim)
-    assert served.engine.abort_request(victim)  # still true: it is unfinished
-    assert served.step() == [victim]
-    check_aborted(served, victim, range(4, 7))
-    assert (served.held_blocks, served.live_slots) == (held[0] - 3, held[1] - 1)
-    newcomer = served.add(tokens(1, 5, seed=9), 5)  # gets its slot
-    served.run()
-    served.check(*others, newcomer)
-    served.check_drained()
-    assert served.send(tokens(2, 10, seed=1)).num_cached_tokens == 2 * BLOCK
 
 
 @each_mode
@@ -356,26 +318,6 @@ def test_a_chunked_prefill_that_finds_no_room_for_its_next_chunk(model, mode):
 # -- attributes --------------------------------------------------------------------------------------------------------
 
 
-def test_salts_and_adapters_keep_requests_apart(model):
-    served = EngineHarness(model)
-    prompt = tokens(2, 20, seed=1)
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"cache_salt": "one"},
-        {"cache_salt": "two"},
-        {"cache_adapter": "one"},
-        {"cache_salt": "one", "cache_adapter": "one"},
-        {"cache_salt": ""},
-        {"cache_salt": "oneone"},
-    ]
-    for expected in (0, 2 * BLOCK):
-        cached = [served.send(prompt, **kind).num_cached_tokens for kind in kinds]
-        assert cached == [expected] * len(kinds)
-    assert served.send(tokens(2, 20, seed=2)).num_cached_tokens == 0
-    assert served.cache.stats().reused_tokens == len(kinds) * 2 * BLOCK
-    served.finish()
-
-
 def test_read_and_write(model):
     served = EngineHarness(model)
     prompt = tokens(2, 20, seed=1)
@@ -397,16 +339,6 @@ def test_read_and_write(model):
 
 
 # -- what used to raise, hang or lose something ---------------------------------------------------------------------------
-
-
-def test_a_chunked_prefill_is_aborted_after_the_engine_was_idle(model):
-    served = EngineHarness(model, slots=8, async_sched_mode="async", enable_chunked_prefill=True, max_tokens=128)
-    served.send(tokens(1, 3, seed=1))
-    aborted = served.add(tokens(5, 3, seed=2))
-    served.step(2)
-    assert served.engine.abort_request(aborted)
-    served.run()
-    served.check_drained()
 
 
 @pytest.mark.parametrize("slots", [None, MANY])

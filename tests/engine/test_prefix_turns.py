@@ -8,7 +8,7 @@ from tests.harness.drafts import Drafting
 from tests.harness.engine_helpers import assert_matches, random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
-from tests.harness.selection import mostly_slow, mostly_slow_rows
+from tests.harness.selection import mostly_slow
 
 LAST = 4  # tokens of an answer that nothing goes on from
 SHORT = 32  # tokens of a block where answers pass many
@@ -35,17 +35,6 @@ class Chat:
         return request
 
 
-@pytest.mark.parametrize("model_name", mostly_slow(["tiny_gdn", "tiny_mixed"], "tiny_gdn"))
-def test_answers_of_gated_delta_net(request, model_name):
-    served = EngineHarness(request.getfixturevalue(model_name), async_sched_mode="async")
-    chat = Chat(served)
-    for number, (own, count) in enumerate(((BLOCK, BLOCK + 1), (1, BLOCK + 1), (BLOCK - 1, LAST))):
-        chat.turn(random_tokens(own, seed=number), count)
-        assert chat.computed[-1] <= own + BLOCK
-    assert served.context.prefix_stats().checkpoints_by_reason["decode"] >= 2
-    served.check()
-
-
 ENDS = [("legacy", SHORT - 1), ("legacy", SHORT), ("async", SHORT), ("async", SHORT + 1), ("legacy", 2 * SHORT + 7)]
 
 
@@ -59,22 +48,6 @@ def test_answers_that_end_around_a_blocks_end(model, case):
         # All but the new tokens, the last token of the answer, and what is behind the last block's end.
         assert chat.computed[-1] <= own + SHORT
     served.check()
-
-
-# One draft is right in most forwards of "mixed", too.
-DRAFTS = [("async", "all", 3), ("legacy", "mixed", 3), ("async", "mixed", 3), ("legacy", "mixed", 1)]
-
-
-@pytest.mark.parametrize(("mode", "accepted", "drafts"), mostly_slow_rows(DRAFTS, DRAFTS[1]))
-def test_drafts_that_pass_a_blocks_end(tiny_mtp, mode, accepted, drafts):
-    right = {"all": lambda request_id, position: 3, "mixed": lambda request_id, position: (request_id + position) % 4}
-    served = Drafting(tiny_mtp, drafts, right[accepted], async_sched_mode=mode, block_size_tokens=SHORT)
-    chat = Chat(served)
-    for number in range(4):
-        chat.turn(random_tokens(9 + number, seed=number), 2 * SHORT + number if number < 3 else LAST)
-        assert chat.computed[-1] <= 9 + number + SHORT
-    assert served.context.prefix_stats().checkpoints_by_reason["decode"] >= 6
-    served.finish()
 
 
 @pytest.mark.parametrize("drafts", mostly_slow([0, 2], 0))

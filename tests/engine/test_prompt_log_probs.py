@@ -20,13 +20,8 @@ from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixControlle
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import (
-    LOG_PROB_NOISE,
-    NOISES,
-    greedy,
-    random_tokens,
-)
-from tests.harness.lifecycle_helpers import BLOCK, MANY, EngineHarness, IdTokenizer, known_answer
+from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, greedy, random_tokens
+from tests.harness.lifecycle_helpers import MANY, EngineHarness, IdTokenizer, known_answer
 from tests.harness.naive_model import NaiveHybridModel
 
 # Float32 alone is off by up to 1.4e-5 where a random token is unlikely: a plain float32 recompute is, too. Prompts of these
@@ -206,24 +201,6 @@ def defect(what: str, mode: str = "legacy", raises: type[Exception] = WrongLogPr
 # -- prompts computed whole --------------------------------------------------------------------------------------------
 
 
-@each_engine
-def test_whole_prompts_of_several_lengths_in_a_step(tiny, reference, side, mode):
-    traffic = Traffic(tiny, side, async_sched_mode=mode)
-    for _ in range(2):  # with the cache on, the second sighting could skip positions
-        for number, length in enumerate((1, 2, 3, 4, 65, 128, 200)):
-            traffic.add(prompt(number, length), 3, top_n_logprobs=number % 4)
-            if number == 4:
-                traffic.step(2)  # the others come beside running decodes
-        traffic.run()
-    traffic.check(reference)
-    if side == "on":
-        assert traffic.context.prefix_stats().reused_tokens == 64 + 64 + 192
-        traffic.add(prompt(6, 200), 3, skip_prompt_log_probs=True, top_n_logprobs=2)
-        traffic.run()
-        traffic.check(reference)
-        assert traffic.context.prefix_stats().reused_tokens >= 64 + 64 + 192 + 128
-
-
 # -- prompts computed in chunks ----------------------------------------------------------------------------------------
 
 
@@ -232,15 +209,6 @@ def test_chunks(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     traffic.add(prompt(0, 200), top_n_logprobs=3)
     traffic.run()
-    traffic.check(reference)
-
-
-@each_engine
-def test_the_last_chunk_has_any_length(tiny, reference, side, mode):
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
-    for number, length in enumerate((129, 130, 131, 132, 192)):  # 1 to 4 tokens, and a whole chunk
-        traffic.add(prompt(number, length), 5, top_n_logprobs=1)
-        traffic.run()
     traffic.check(reference)
 
 
@@ -425,21 +393,6 @@ def test_preempted_requests(tiny, reference, side, mode, host_gb):
     traffic.check(reference)
 
 
-def test_a_chunk_that_waits_for_blocks(tiny, reference):
-    """Between two chunks, a running request takes a block that the next chunk needs. (With a cache: `test_prefix_requests.py`.)"""
-    traffic = Traffic(tiny, "off", async_sched_mode="async", max_tokens=128, blocks=5)
-    traffic.add(prompt(0, 62), 20, top_n_logprobs=1)
-    traffic.step(2)
-    chunked = traffic.add(prompt(1, 200), top_n_logprobs=1)
-    waited = 0
-    while traffic.engine.has_unfinished_requests():
-        traffic.step(1)
-        if chunked in traffic.engine.waiting_request_ids and traffic.context.total_request_count == 1:
-            waited += traffic.engine.get_request(chunked).finished_chunk_token_count > 0
-    assert waited > 10
-    traffic.check(reference)
-
-
 @each_engine
 def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatch):
     """Its row among the active requests is not its row among all requests."""
@@ -482,18 +435,4 @@ def test_drafts(tiny_mtp, mtp_reference, side, mode, blocks):
             traffic.step(2)
         traffic.run()
     assert set(drafted) == {0, 1, 2}
-    traffic.check(mtp_reference)
-
-
-@each_engine
-def test_drafts_of_a_request_that_moves_up_when_another_is_preempted(tiny_mtp, mtp_reference, side, mode):
-    """Both need a block in the same step, and one is left. Tokens before its end go into the old block."""
-    prompts = {number: prompt(number, BLOCK - 2) for number in (1, 2)}
-    truth = {number: tokens + mtp_reference.answer(tokens, 12) for number, tokens in prompts.items()}
-    traffic = Traffic(tiny_mtp, side, async_sched_mode=mode, num_speculative_tokens=2, blocks=3, max_requests=2)
-    with forced_drafts(traffic.engine, truth, lambda request_id, position: 0):
-        for tokens in prompts.values():
-            traffic.add(tokens, 12, top_n_logprobs=1)
-        traffic.run()
-    assert traffic.engine.evicted_request_count > 0
     traffic.check(mtp_reference)

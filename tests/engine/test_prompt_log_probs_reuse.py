@@ -44,29 +44,6 @@ def computed(traffic: Traffic) -> int:
 CUTS = (2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK)
 
 
-def endings_part(traffic: Traffic) -> None:
-    """Endings that part at a boundary, one before it and one after it. Each reaches further than its predecessors."""
-    for number, cut in enumerate((*CUTS, *CUTS)):
-        traffic.add(ending(cut, number), number % 3, top_n_logprobs=2)
-        traffic.run()
-
-
-def test_endings_that_part_at_a_boundary_one_before_and_one_after(tiny, reference):
-    traffic = Traffic(tiny, "on", async_sched_mode="async")
-    endings_part(traffic)
-    traffic.check(reference)
-    assert [traffic.finished[number].num_cached_tokens for number in range(1, 9)] == [
-        0,
-        64,
-        128,
-        128,
-        64,
-        128,
-        128,
-        192,
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny_gdn", "tiny_mixed"])
 def test_other_recurrent_layers(model, request):
@@ -190,20 +167,6 @@ def test_never_across_weights(tiny, mode, when):
     finally:
         with torch.no_grad():
             weight.copy_(kept)
-
-
-@pytest.mark.parametrize("budget_bytes", mostly_slow([0, 100, 3400, 9000], 3400))
-def test_a_small_budget_computes_more_and_is_kept(tiny, reference, budget_bytes):
-    traffic = Traffic(tiny, "on", prompt_log_probs_gb=budget_bytes / 2**30)
-    for number, cut in enumerate((*CUTS, *CUTS)):
-        traffic.add(ending(cut, number), 1, top_n_logprobs=2)
-        while traffic.engine.has_unfinished_requests():
-            traffic.step()
-            assert traffic.context.prefix_stats().scores_bytes_used <= budget_bytes
-    traffic.check(reference)
-    stats = traffic.context.prefix_stats()
-    assert (stats.scores_evictions > 0) == (budget_bytes > 0)
-    assert (stats.reused_tokens > 0) == (budget_bytes > 2048 + 1280), "next logits, and scores of a block"
 
 
 def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, monkeypatch):
@@ -398,10 +361,7 @@ MUTANTS = {
 def test_mutants(tiny, reference, name):
     owner, method, mutate = MUTANTS[name]
     traffic = Traffic(tiny, "on")
-    with (
-        replaced(owner, method, mutate(getattr(owner, method))),
-        pytest.raises((WrongLogProb, ValueError)),
-    ):
+    with replaced(owner, method, mutate(getattr(owner, method))), pytest.raises((WrongLogProb, ValueError)):
         for number, cut in enumerate((*CUTS, *CUTS)):
             traffic.add(ending(cut, number), 1, top_n_logprobs=1 + 2 * (number // len(CUTS)))
             traffic.run()

@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
 from megatron_hybrid_prefix.tiers.registry import parse_url, register_tier
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.core.model import NAMESPACE, tier_behind
-from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
+from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
 from tests.harness.limits import HANG_S
 from tests.harness.plugins.dictionary_tier import DictionaryTier
@@ -85,64 +85,6 @@ def test_what_the_host_evicted_comes_back(model):
     assert shared.stores >= 5 and shared.bytes_loaded > 0 < shared.bytes_stored
     assert shared.failed == 0 == shared.full and stats.fallbacks == {}
     assert cold.generated_tokens == loaded.generated_tokens
-    served.finish()
-
-
-def test_some_from_the_device_some_from_the_host_some_from_behind(model):
-    """Sessions take turns with too little memory on the device and the host. The tier behind has the rest."""
-    reused, unlimited = {}, {"slots": 99, "blocks": 99, "host_gb": 0.0}
-    for name, fields in {"unlimited": unlimited, "host": {"host_gb": 0.2}, "behind": {}, "alone": {}}.items():
-        served = small(model, **({"shared": URL if name == "behind" else None} | fields))
-        history = {session: tokens(2, 9, seed=50 + session) for session in range(5)}
-        for turn in range(3):
-            for session in history:
-                answer = served.send(history[session], count=6)
-                if name == "behind":
-                    written(served)  # else its pages may be needed before, and the entry is lost
-                history[session] += [*answer.generated_tokens, *random_tokens(44, seed=1000 + 10 * session + turn)]
-        served.finish()
-        stats = served.context.prefix_stats()
-        assert stats.fallbacks == {}
-        reused[name] = stats.reused_tokens
-    assert reused["behind"] == reused["host"] == reused["unlimited"] > reused["alone"]
-
-
-@pytest.mark.parametrize("fault", ["kv bit", "state bit", "checksum", "another state", "gone", "get raises"])
-def test_a_fault_behind_the_host_costs_time_only(model, fault, caplog, monkeypatch):
-    served = small(model)
-    prompt = tokens(4, 9, seed=1)
-    served.send(prompt)
-    push_out(served, prompt)
-    tier, keys, kind = (
-        tier_of(served),
-        served.cache.chain(prompt).keys,
-        EntryKind.KV if fault == "kv bit" else EntryKind.STATE,
-    )
-    place = next(place for place in tier.entries if place[1:] == (kind, keys[-1]))
-    tag, data, checksum = tier.entries[place]
-    if fault == "gone":
-        monkeypatch.setattr(tier, "get", lambda namespace, tag, buffers: None)
-    elif fault == "get raises":
-        monkeypatch.setattr(tier, "get", lambda namespace, tag, buffers: 1 / 0)
-    elif fault == "checksum":
-        tier.entries[place] = tag, data, checksum ^ 8
-    elif fault == "another state":
-        _, other, its_checksum = next(kept for at, kept in tier.entries.items() if at[1] == kind and at != place)
-        tier.entries[place] = tag, other, its_checksum
-    else:
-        data[17] ^= 4
-    with caplog.at_level(logging.ERROR):
-        hit = served.send(prompt)
-    monkeypatch.undo()
-    stats = served.context.prefix_stats()
-    missing = fault in ("gone", "get raises")
-    expected = {"tier_load_missing": 1, "host_load_given_up": 1} if missing else {"host_load_failed": 1}
-    assert hit.num_cached_tokens == 0 and stats.fallbacks == expected
-    assert stats_of(served).failed == 5
-    recomputed = [record for record in caplog.records if "the request is recomputed" in record.message]
-    assert len(recomputed) == (not missing)
-    push_out(served, prompt, seed=1900)
-    assert served.send(prompt).num_cached_tokens == 4 * BLOCK  # stored anew, or there still
     served.finish()
 
 

@@ -1,4 +1,4 @@
-"""What the scripts that measure share: times on the GPU, first tokens, and how far an engine was when.
+"""What the scripts that measure share: first tokens, and how far an engine was when.
 
 Those scripts judge nothing; no test runs them. Without a GPU, tiny sizes try each of them; times are by the clock then.
 """
@@ -20,9 +20,7 @@ from tests.harness.engine_helpers import greedy, kv_budget, run_to_end
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-COLD_BYTES = 200 << 20  # of weights or states between two uses of one: more than a GPU's cache
 BLOCK_TOKENS = 256
-Call = Callable[[], object]
 
 
 def synchronize() -> None:
@@ -36,57 +34,6 @@ def save(out: Path | None, name: str, found: Any) -> None:
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{name}.json").write_text(json.dumps(found, indent=1))
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
-
-
-def graph_us(call: Call, calls: int = 1) -> float:
-    """Microseconds of one of the ``calls`` that a call makes: the median of replays of a CUDA graph."""
-    call()
-    if not ON_GPU:
-        start_s = time.perf_counter()
-        call()
-        return (time.perf_counter() - start_s) * 1e6 / calls
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(8):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times[1:])
-
-
-def kernel_us(call: Call, calls: int = 1) -> dict[str, float]:
-    """Microseconds of each kernel in one call, the longest first; without a GPU all of it by the clock."""
-    if not ON_GPU:
-        start_s = time.perf_counter()
-        call()
-        return {"(on the CPU)": (time.perf_counter() - start_s) * 1e6}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize()
-    times: Counter[str] = Counter()
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name.split("(")[0][:80]] += event.time_range.elapsed_us() / calls
-    return dict(times.most_common())
-
-
-def differences(one: dict[str, float], other: dict[str, float], count: int = 10) -> Iterator[str]:
-    """Lines about the kernels whose times differ most."""
-    for name in sorted(one | other, key=lambda name: -abs(one.get(name, 0.0) - other.get(name, 0.0)))[:count]:
-        yield f"    {one.get(name, 0.0):9.1f} {other.get(name, 0.0):9.1f} us  {name}"
-
-
-# -- engines -----------------------------------------------------------------------------------------------------------
 
 
 def graph_fields(graphs: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -46,7 +46,7 @@ def test_the_second_call_is_cached(ranks, argv, tmp_path, monkeypatch):
         pytest.skip(f"needs {ranks} GPUs")
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     exact = "tiny" in argv
-    with started(tmp_path, "--served-model-name", "m", *argv, ranks=ranks, device="cuda") as server:
+    with started(tmp_path, "--served-model-name", "m", *argv, ranks=ranks, device="cuda", with_torchrun=True) as server:
         (first, cold), (second, hit) = ask(server), ask(server)
         assert (first, second) == (0, HIT)
         assert hit[:1] == pytest.approx(cold[:1], abs=5e-5 if exact else 0.1)

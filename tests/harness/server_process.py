@@ -1,4 +1,4 @@
-"""`hybrid-prefix serve` as a process under torchrun: starting it, sending requests, and checking that nothing is left of it."""
+"""`hybrid-prefix serve` in processes of its own: how to start it, to ask it, and to check that nothing is left of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness.limits import HANG_S, wait_until
-from tests.harness.workers.launch import COMMAND, environment, environments_of, torchrun
+from tests.harness.workers.launch import COMMAND, Prepared, environment, environments_of, torchrun
 
 BLOCK = 64
 LIMIT_TOKENS = 1024
@@ -68,22 +67,16 @@ class Server(Endpoint):
     """A server, and all its processes.
 
     Attributes:
-        process: Torchrun, or rank 0.
+        process: Torchrun, or the ranks.
         ranks: Ids of the ranks' processes.
     """
 
-    def __init__(self, processes: list[subprocess.Popen[str]], url: str, errors: Path) -> None:
-        self.process, self.url, self._errors, self._processes = processes[0], url, errors, processes
-        self.ranks = [one.pid for one in processes[1:]] or children(processes[0].pid)
-        if len(processes) > 1:
-            self.ranks.insert(0, processes[0].pid)
-        self.ranks.sort(key=_rank)
+    def __init__(self, process: subprocess.Popen[str] | Prepared, url: str, errors: list[Path]) -> None:
+        self.process, self.url, self._errors = process, url, errors
+        self.ranks = (
+            process.pids if isinstance(process, Prepared) else sorted(children(process.pid), key=_rank_of_torchrun)
+        )
         self.pids = [pid for rank in self.ranks for pid in (rank, *children(rank))]
-
-    def terminate(self) -> None:
-        """Sends SIGTERM to torchrun, or to all ranks."""
-        for process in self._processes:
-            process.send_signal(signal.SIGTERM)
 
     def metric(self, name: str, **labels: str) -> list[float]:
         """Samples with these labels, in the order of the replicas."""
@@ -107,10 +100,9 @@ class Server(Endpoint):
         )
 
     def errors(self) -> str:
-        return self._errors.read_text()
+        return "".join(path.read_text() for path in self._errors)
 
     def wait_until_gone(self) -> None:
-        self.process.wait(HANG_S)
         wait_until(lambda: not any(map(_is_running, self.pids)), "all processes of the server are gone")
 
 
@@ -130,42 +122,48 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def _rank(pid: int) -> int:
+def _rank_of_torchrun(pid: int) -> int:
     found = re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
     return int(found[1]) if found else -1
 
 
 @contextmanager
 def started(
-    folder: Path, *argv: str, ranks: int = 2, device: str = "cpu", with_torchrun: bool = True
+    folder: Path, *argv: str, ranks: int = 2, device: str = "cpu", with_torchrun: bool = False
 ) -> Iterator[Server]:
     """A server on this many ranks. All its processes are ended at the end.
 
-    Torchrun ends all ranks if one fails. Without it, each rank is a process of the test, and the others go on.
+    Torchrun, which GPUs need, ends all ranks if one fails. Without it, the others go on.
     """
     options = ["--port", "0", "--block-size-tokens", str(BLOCK), "--max-sequence-length", str(LIMIT_TOKENS)]
     options += ["--max-requests", "4", "--max-waiting", "200", "--admin-token", ADMIN, *argv]
-    errors = folder / "errors"
-    command = [str(COMMAND), "serve", *options]
-    common = environment(device)
-    with errors.open("w") as stderr:
-        processes = [
-            subprocess.Popen([*start, *command], env=common | own, stdout=subprocess.PIPE, stderr=stderr, text=True)
-            for start, own in (
-                [(torchrun(ranks), {})]
-                if with_torchrun
-                else [([sys.executable], own) for own in environments_of(ranks)]
-            )
-        ]
+    if with_torchrun:
+        process, outputs, errors = _under_torchrun(folder, ["serve", *options], ranks, device)
+    else:
+        process = Prepared(folder, COMMAND, "serve", *options, environments=environments_of(ranks))
+        outputs, errors = process.outputs, process.errors
     try:
-        assert processes[0].stdout is not None
-        lines = iter(processes[0].stdout.readline, "")
-        found = (re.match(r"serving .* on (http://\S+)", line) for line in lines)
-        url = next((match[1] for match in found if match), None)
-        assert url is not None, errors.read_text()[-4000:]
-        yield Server(processes, url, errors)
+        pids = process.pids if isinstance(process, Prepared) else [process.pid]
+
+        def url() -> str | None:
+            found = re.search(r"^serving .* on (http://\S+)\n", outputs[0].read_text(), re.M)
+            assert found or all(map(_is_running, pids)), "".join(path.read_text()[-4000:] for path in errors)
+            return found and found[1]
+
+        wait_until(url, "the server said its URL")
+        yield Server(process, url() or "", errors)
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(HANG_S)
+        process.send_signal(signal.SIGTERM)
+        process.wait(HANG_S)
+
+
+def _under_torchrun(
+    folder: Path, argv: list[str], ranks: int, device: str
+) -> tuple[subprocess.Popen[str], list[Path], list[Path]]:
+    """The command under torchrun, and the files of its output and errors."""
+    output, errors = folder / "output", folder / "errors"
+    with output.open("w") as stdout, errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [*torchrun(ranks), str(COMMAND), *argv], env=environment(device), stdout=stdout, stderr=stderr, text=True
+        )
+    return process, [output], [errors]

@@ -294,6 +294,7 @@ OLD = [  # names of transformers 4, and of NVIDIA's own files
     ("qwen3_next", {"rope_parameters": ..., "partial_rotary_factor": 0.5}, "rotary_fraction", 0.5),
     ("qwen3_next", {"rope_scaling": {"type": "default", "rope_theta": 99}}, "rotary_base", 99),
     ("qwen3_next", {"layer_types": ..., "full_attention_interval": 2}, "layer_pattern", "GE*EGE*EG-"),
+    ("qwen3_next", {"torch_dtype": None}, "dtype", "bfloat16"),
     ("qwen3_next", {"torch_dtype": "torch.float32"}, "dtype", "float32"),
     ("qwen3_next", {"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype", "float32"),
 ]
@@ -316,6 +317,8 @@ def test_an_old_name(family, changes, name, value):
         ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
         ("bamba", {"attn_rotary_emb": 16}, "attn_rotary_emb is 16; transformers turns 0.5 x 16"),
         ("bamba", {"sliding_window": 9}, "sliding_window"),
+        ("bamba", {"attn_layer_indices": [40]}, r"attn_layer_indices is \[40\], no list of layers from 0 to"),
+        ("bamba", {"attn_layer_indices": None}, "has no attention layer"),
         ("qwen3_next", {"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "has mrope_section"),
         ("qwen3_next", {"sliding_window": 9}, "sliding_window"),
         *[(family, {"quantization_config": {"bits": 4}}, "quantization_config: quantized") for family in CLASSES],

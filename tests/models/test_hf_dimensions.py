@@ -33,60 +33,6 @@ def test_either_spelling_is_the_published_model(family, spelling):
     assert by_hand.kv_token_bytes == sizes_of(preset).kv_token_bytes
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "field", "value"),
-    [
-        ("nemotron_h_new", {"dtype": None}, "dtype", "bfloat16"),
-        ("nemotron_h_old", {"mamba_ssm_cache_dtype": None}, "state_dtype", None),
-        ("qwen3_next_old", {"num_hidden_layers": 3, "full_attention_interval": 2}, "layer_pattern", "GE*EGE"),
-        ("qwen3_next_old", {"num_hidden_layers": 4, "decoder_sparse_step": 2}, "layer_pattern", "G-GEG-*E"),
-    ],
-)
-def test_a_value_is_read(name, changes, field, value):
-    assert getattr(dimensions_of(read(name) | changes, "c"), field) == value
-
-
-BAMBA = {  # of the published 9B model, in the spelling of transformers 4
-    **{"model_type": "bamba", "attn_layer_indices": [9, 18, 27], "attn_rotary_emb": 64, "hidden_act": "silu"},
-    **{"hidden_size": 4096, "intermediate_size": 14336, "mamba_chunk_size": 256, "mamba_conv_bias": True},
-    **{"mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1},
-    **{"mamba_n_heads": 128, "mamba_proj_bias": False, "max_position_embeddings": 262144, "mlp_bias": False},
-    **{"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
-    **{
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": None,
-        "rope_theta": 10000.0,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 128256,
-    },
-}
-NEW_BAMBA = {
-    name: value for name, value in BAMBA.items() if name not in ("rope_theta", "rope_scaling", "torch_dtype")
-} | {
-    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default"},
-    **{"mamba_d_head": "auto", "dtype": "bfloat16", "time_step_limit": [0.0, {"__float__": "Infinity"}]},
-}
-
-
-def test_either_spelling_of_bamba():
-    config = dimensions_of(BAMBA, "c")
-    assert config == dimensions_of(NEW_BAMBA, "c")
-    assert (config.layer_pattern.count("M"), config.layer_pattern.index("*")) == (29, 18)
-    assert (config.mamba_head_dim, config.kv_channels, config.rotary_fraction) == (64, 128, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attn_layer_indices": [40]}, r"attn_layer_indices is \[40\], no list of layers from 0 to 31"),
-        ({"attn_layer_indices": None}, "has no attention layer"),
-    ],
-)
-def test_what_cannot_be_run_of_bamba(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dimensions_of(BAMBA | changes, "c")
-
-
 EXPERTS = {
     "layers_block_type": ["mamba", "attention", "moe"],
     **{"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40},
@@ -110,7 +56,6 @@ def test_experts_of_nemotron_h(groups, expected):
         ("nemotron_h_old", {"model_type": "llama"}, "model_type 'llama' is not supported: it is none of nemotron_h"),
         ("nemotron_h_old", {"model_type": "granitemoehybrid"}, "'granitemoehybrid' .*logits_scaling"),
         ("nemotron_h_old", {"model_type": "falcon_h1"}, "'falcon_h1' .*side by side"),
-        ("nemotron_h_old", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("nemotron_h_old", {"torch_dtype": "float16"}, "dtype is 'float16', none of float32, bfloat16"),
         ("nemotron_h_old", {"hidden_size": None}, "hidden_size is missing"),
         ("nemotron_h_old", {"hidden_size": "big"}, "hidden_size is 'big', not a whole number"),
@@ -119,7 +64,6 @@ def test_experts_of_nemotron_h(groups, expected):
         ("nemotron_h_new", EXPERTS | {"n_group": 4, "topk_group": 1}, "num_experts_per_tok is 4, and topk_group 1 of"),
         ("nemotron_h_new", EXPERTS | {"num_experts_per_tok": 1}, "moe_router_topk=1"),
         ("nemotron_h_new", {"n_groups": 7}, "mamba_num_heads=128 is not a multiple of mamba_num_groups=7"),
-        ("qwen3_next_old", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ("qwen3_next_new", {"layer_types": ["full_attention"]}, "layer_types must be 48 times"),
     ],
 )

@@ -53,94 +53,79 @@ def test_end_tokens(tmp_path):
         assert open_folder(tmp_path / "hf").end_tokens == expected
 
 
-def damage(name):
-    """Functions that damage a folder of three shards."""
-    first, index = "model-00001-of-00003.safetensors", "model.safetensors.index.json"
-
-    def weights_of(folder, change):
-        weights = load_file(folder / first)
-        change(weights)
-        save_file(weights, folder / first)
-
-    def in_index(folder, change):
-        data = json.loads((folder / index).read_text())
-        change(data["weight_map"])
-        (folder / index).write_text(json.dumps(data))
-
-    def cut(folder, to):
-        whole = (folder / first).read_bytes()
-        (folder / first).write_bytes(whole[: to if to > 0 else len(whole) + to])
-
-    def unknown(folder):
-        weights_of(folder, lambda weights: weights.update({"model.norm_f.bias": torch.zeros(3)}))
-        in_index(folder, lambda names: names.update({"model.norm_f.bias": first}))
-
-    def quantized(folder):
-        header = json.dumps({"w": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}).encode()
-        (folder / first).write_bytes(struct.pack("<Q", len(header)) + header + b"0")
-
-    return {
-        "missing shard": (lambda folder: (folder / first).unlink(), f"{first} is missing: it has model.embed.*weights"),
-        "truncated values": (
-            lambda folder: cut(folder, -1),
-            f"{first} is truncated: it ends 1 bytes before .* of model",
-        ),
-        "truncated header": (
-            lambda folder: cut(folder, 100),
-            f"{first} is truncated or no safetensors file: 100 bytes",
-        ),
-        "empty file": (lambda folder: (folder / first).write_bytes(b""), f"{first} is truncated"),
-        "other shape": (
-            lambda folder: weights_of(folder, lambda w: w.update({"model.embeddings.weight": torch.zeros(3, 64)})),
-            rf"model.embeddings.weight in .*{first} has shape \(3, 64\), .* require \(272, 64\)",
-        ),
-        "unknown name": (unknown, f"has an unknown weight model.norm_f.bias in .*{first}"),
-        "lost weight": (
-            lambda folder: weights_of(folder, lambda w: w.pop("model.embeddings.weight")),
-            f"{first} lacks model.embeddings.weight, which the index says it has",
-        ),
-        "not in the index": (
-            lambda folder: in_index(folder, lambda names: names.pop("model.embeddings.weight")),
-            f"{first} has model.embeddings.weight, which the index does not say",
-        ),
-        "lost everywhere": (
-            lambda folder: (
-                weights_of(folder, lambda w: w.pop("model.embeddings.weight")),
-                in_index(folder, lambda names: names.pop("model.embeddings.weight")),
-            ),
-            "hf lacks weight model.embeddings.weight",
-        ),
-        "outside": (
-            lambda folder: in_index(
-                folder, lambda names: names.update({"model.embeddings.weight": "../a.safetensors"})
-            ),
-            "model.embeddings.weight is in '../a.safetensors', which is no file of this folder",
-        ),
-        "quantized": (quantized, f"{first}: w has dtype F8_E4M3"),
-        "no index": (lambda folder: (folder / index).unlink(), "3 safetensors files, and no model.safetensors.index"),
-        "no config": (
-            lambda folder: (folder / "config.json").unlink(),
-            "no Hugging Face folder: it has no config.json",
-        ),
-        "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
-        "end tokens": (
-            lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}'),
-            "generation_config.json: eos_token_id is '</s>'",
-        ),
-    }[name]
+FIRST, INDEX = "model-00001-of-00003.safetensors", "model.safetensors.index.json"
+EMBEDDINGS = "model.embeddings.weight"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("missing shard", "truncated values", "truncated header", "empty file", "other shape", "unknown name"),
-        *("lost weight", "not in the index", "lost everywhere", "outside", "quantized", "no index", "no config"),
-        *("no JSON", "end tokens"),
-    ],
-)
+def change_weights(folder, change):
+    """Writes the first shard again, with other weights."""
+    weights = load_file(folder / FIRST)
+    change(weights)
+    save_file(weights, folder / FIRST)
+
+
+def change_index(folder, change):
+    data = json.loads((folder / INDEX).read_text())
+    change(data["weight_map"])
+    (folder / INDEX).write_text(json.dumps(data))
+
+
+def unknown(folder):
+    change_weights(folder, lambda weights: weights.update({"model.norm_f.bias": torch.zeros(3)}))
+    change_index(folder, lambda names: names.update({"model.norm_f.bias": FIRST}))
+
+
+def lost_everywhere(folder):
+    change_weights(folder, lambda weights: weights.pop(EMBEDDINGS))
+    change_index(folder, lambda names: names.pop(EMBEDDINGS))
+
+
+def quantized(folder):
+    header = json.dumps({"w": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (folder / FIRST).write_bytes(struct.pack("<Q", len(header)) + header + b"0")
+
+
+# What is done to a folder of three shards, and what is said. Wrong end tokens: test_tokenizer.py.
+DAMAGE = {
+    "missing shard": (lambda at: (at / FIRST).unlink(), f"{FIRST} is missing: it has model.embed.*weights"),
+    "truncated values": (
+        lambda at: os.truncate(at / FIRST, (at / FIRST).stat().st_size - 1),
+        f"{FIRST} is truncated: it ends 1 bytes before .* of model",
+    ),
+    "truncated header": (
+        lambda at: os.truncate(at / FIRST, 100),
+        f"{FIRST} is truncated or no safetensors file: 100 bytes",
+    ),
+    "empty file": (lambda at: os.truncate(at / FIRST, 0), f"{FIRST} is truncated"),
+    "other shape": (
+        lambda at: change_weights(at, lambda weights: weights.update({EMBEDDINGS: torch.zeros(3, 64)})),
+        rf"{EMBEDDINGS} in .*{FIRST} has shape \(3, 64\), .* require \(272, 64\)",
+    ),
+    "unknown name": (unknown, f"has an unknown weight model.norm_f.bias in .*{FIRST}"),
+    "lost weight": (
+        lambda at: change_weights(at, lambda weights: weights.pop(EMBEDDINGS)),
+        f"{FIRST} lacks {EMBEDDINGS}, which the index says it has",
+    ),
+    "not in the index": (
+        lambda at: change_index(at, lambda names: names.pop(EMBEDDINGS)),
+        f"{FIRST} has {EMBEDDINGS}, which the index does not say",
+    ),
+    "lost everywhere": (lost_everywhere, f"hf lacks weight {EMBEDDINGS}"),
+    "outside": (
+        lambda at: change_index(at, lambda names: names.update({EMBEDDINGS: "../a.safetensors"})),
+        f"{EMBEDDINGS} is in '../a.safetensors', which is no file of this folder",
+    ),
+    "quantized": (quantized, f"{FIRST}: w has dtype F8_E4M3"),
+    "no index": (lambda at: (at / INDEX).unlink(), "3 safetensors files, and no model.safetensors.index"),
+    "no config": (lambda at: (at / "config.json").unlink(), "no Hugging Face folder: it has no config.json"),
+    "no JSON": (lambda at: (at / "config.json").write_text("{"), "config.json is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_folder_is_one_line_that_names_file_and_weight(platform, tmp_path, name):
     make_folder(tmp_path / "hf", shards=3)
-    spoil, message = damage(name)
+    spoil, message = DAMAGE[name]
     spoil(tmp_path / "hf")
     with pytest.raises(ValueError, match=message) as error:
         build_hybrid_model(hf=tmp_path / "hf", platform=platform)

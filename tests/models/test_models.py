@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
 
-from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import PRESETS, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.build import _layer_specs
 from megatron_hybrid_prefix.models.config import split_into_stages
-from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, assert_matches, greedy, random_tokens, run_to_end
+from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, assert_matches, random_tokens
 from tests.harness.naive_model import NaiveHybridModel, local_weights
 
 
@@ -97,26 +96,6 @@ def test_what_follows_a_tie_of_experts_may_differ_and_nothing_else(tiny_mixed):
                 check(model, prompt_tokens, 0.1)
 
 
-@pytest.mark.parametrize(("preset", "component"), [("tiny", "ssm"), ("tiny", "conv"), ("tiny_gdn", "gdn_state")])
-def test_zeroing_a_live_state_shows_in_the_engine(request, preset, component):
-    model = request.getfixturevalue(preset)
-
-    def run(spoil):
-        engine = build_engine(model, max_sequence_length=1024)
-        finished: dict = {}
-        engine.add_request(0, random_tokens(256, seed=9), greedy(3))
-        run_to_end(engine, finished, steps=1)
-        if spoil:
-            for slot in range(engine.context.max_requests):
-                engine.context.shared_memory.state(slot)[component].zero_()
-        run_to_end(engine, finished)
-        return finished[0].generated_log_probs
-
-    right, spoiled = run(False), run(True)
-    assert right[0] == spoiled[0]
-    assert abs(right[1] - spoiled[1]) >= 1e-3
-
-
 def test_tiny_is_small_and_depends_only_on_the_seed(platform):
     first = build_hybrid_model("tiny", seed=5, platform=platform)
     assert sum(value.numel() for value in first.parameters()) < 250_000
@@ -154,10 +133,7 @@ def test_presets_have_the_published_dimensions():
         ({"mtp_num_layers": 2}, "give both"),
         ({"mtp_num_layers": 1, "mtp_layer_pattern": "*X"}, "mtp_layer_pattern='\\*X'"),
         ({"layer_pattern": "M*E"}, "moe_router_topk=2 from 2 to num_moe_experts=0"),
-        (
-            {"layer_pattern": "M*E", "num_moe_experts": 4, "moe_router_topk": 1},
-            "E layers need moe_router_topk=1 from 2 to num_moe_experts=4",
-        ),
+        ({"layer_pattern": "M*E", "num_moe_experts": 4, "moe_router_topk": 1}, "E layers need moe_router_topk=1"),
         ({"moe_ffn_hidden_size": -1}, "must not be negative"),
         ({"num_moe_experts": -1}, "^num_moe_experts=-1: must not be negative"),
         ({"mtp_num_layers": -1}, "^mtp_num_layers=-1: must not be negative"),
@@ -181,10 +157,7 @@ def test_presets_have_the_published_dimensions():
             "mamba_num_heads=8 is not a multiple of mamba_num_groups=3",
         ),
         ({"rotary_fraction": 0.5}, "rotary_fraction=0.5 needs rotary_base"),
-        (
-            {"rotary_base": 10_000, "rotary_fraction": 0.2},
-            "rotary_fraction=0.2 of kv_channels=16: must be an even number",
-        ),
+        ({"rotary_base": 10_000, "rotary_fraction": 0.2}, "rotary_fraction=0.2 of kv_channels=16: must be an even"),
         ({"rotary_base": 10_000, "rotary_fraction": 1.5}, "must be an even number of channels, from 2 to all"),
         ({"moe_shared_expert_gate": True}, "needs moe_shared_expert_intermediate_size"),
         ({"layer_pattern": "MG*"}, "G layers need gdn_num_key_heads=0 to be at least 1"),
@@ -296,18 +269,8 @@ def test_stages_keep_the_layers_and_each_has_attention(pattern, pp):
         ("tiny-moe", {}, {"tp": 256}, "^tp=256 does not divide mamba_num_groups=4"),
         ("tiny-moe", {}, {"ep": 3}, "ep=3 does not divide num_moe_experts=4"),
         ("tiny-moe", {"moe_ffn_hidden_size": 31}, {"tp": 2}, "tp=2 does not divide moe_ffn_hidden_size=31"),
-        (
-            "tiny-moe",
-            {"moe_shared_expert_intermediate_size": 33},
-            {"tp": 2},
-            "tp=2 does not divide moe_shared_expert_intermediate_size=33",
-        ),
-        (
-            "tiny-moe",
-            {"num_query_groups": 6, "num_attention_heads": 12},
-            {"tp": 4},
-            "tp=4 is neither a divisor nor a multiple of num_query_groups=6",
-        ),
+        ("tiny-moe", {"moe_shared_expert_intermediate_size": 33}, {"tp": 2}, "divide moe_shared_expert_inter"),
+        ("tiny-moe", {"num_query_groups": 6, "num_attention_heads": 12}, {"tp": 4}, "tp=4 is neither a divisor nor"),
         ("tiny", {}, {"pp": 3}, "^pp=3 is impossible: .*the model has 2"),
         ("tiny", {"layer_pattern": "M*-M*-|M-M-M-"}, {"pp": 2}, "every pipeline stage needs an attention layer"),
         ("tiny", {"layer_pattern": "M-M*-M-M-M-"}, {"pp": 2}, "^pp=2 is impossible"),

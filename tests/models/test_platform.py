@@ -100,11 +100,10 @@ build_hybrid_model('tiny')
 
 
 @on_host
-@pytest.mark.parametrize("module", ["megatron.core.ssm.mamba_mixer", "megatron.core.inference.sampling_params"])
 @pytest.mark.slow
-def test_megatron_may_be_imported_first(module):
+def test_megatron_may_be_imported_first():
     result = run_python(
-        f"import {module}\n"
+        "import megatron.core.ssm.mamba_mixer\n"
         "from megatron_hybrid_prefix.platform import ensure_platform\n"
         "from megatron_hybrid_prefix.models import build_hybrid_model\n"
         "ensure_platform(); build_hybrid_model('tiny')"
@@ -152,12 +151,6 @@ def test_asking_again_gives_the_same_platform_and_another_layout_is_refused(plat
         ensure_platform(tp=2)
     with pytest.raises(ValueError, match="tp=0"):
         ensure_platform(tp=0)
-
-
-@pytest.mark.slow
-def test_a_layout_that_does_not_fit_the_processes_is_one_line():
-    result = run_python("from megatron_hybrid_prefix.platform import ensure_platform; ensure_platform(tp=2)")
-    assert "tp=2 x pp=1 x ep=1 does not divide the 1 process(es)" in result.stderr.strip().splitlines()[-1]
 
 
 SIZES = {

@@ -172,10 +172,7 @@ def test_generation_config_can_be_left_out_and_tokens_added(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            {"config": {"eos_token_id": "</s>"}},
-            "config.json: eos_token_id is '</s>', neither a token id nor a list of them",
-        ),
+        ({"config": {"eos_token_id": "</s>"}}, "config.json: eos_token_id is '</s>', neither a token id nor a list"),
         ({"config": {"eos_token_id": [1, True]}}, "config.json: eos_token_id is "),
         ({"config": {"text_config": {"eos_token_id": -1}}}, "config.json: eos_token_id is -1"),
         ({"config": {"eos_token_id": 8}}, "eos_token_id 8 is not in the vocabulary of 8"),

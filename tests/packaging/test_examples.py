@@ -103,7 +103,7 @@ def test_two_ranks_hit():
 @pytest.mark.slow
 def test_turns_of_a_conversation_are_reused(tmp_path):
     pytest.importorskip("openai")
-    with started(tmp_path, "--max-sequence-length", "4096", ranks=1, with_torchrun=False) as server:
+    with started(tmp_path, "--max-sequence-length", "4096", ranks=1) as server:
         turns = [numbers(line) for line in run("server_client.py", server.url).splitlines()]
     first, *others = turns
     assert len(turns) == 3 and first[0] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -20,3 +21,9 @@ def figures_of_now() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(app, "_SNAPSHOT_S", HANG_S)
         yield
+
+
+@pytest.fixture
+def salt(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A salt per test, so that tests on one server do not hit each other's prefixes."""
+    return {"cache_salt": request.node.name}

@@ -38,11 +38,15 @@ def request(tokenizer, **fields):
     return read_request({"model": "m", "prompt": "a", **fields}, "completions", served(tokenizer), None)
 
 
+TWO = {"temperature": 0.6, "top_p": 0.9}
+ALL = TWO | {"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, {"temperature": 0.6, "top_p": 0.9, "top_k": 0}),
-        ({"temperature": None}, {"temperature": 0.6, "top_p": 0.9}),
+        ({}, TWO | {"top_k": 0}),
+        ({"temperature": None}, TWO),
         ({"temperature": 0}, {"temperature": 1.0, "top_k": 1, "top_p": 0.0}),
         ({"temperature": 1.0}, {"temperature": 1.0, "top_k": 0, "top_p": 0.0}),
         ({"top_k": 5}, {"temperature": 1.0, "top_k": 5, "top_p": 0.0}),
@@ -58,18 +62,17 @@ def test_default_sampling_is_for_requests_that_say_nothing_of_it(tokenizer, fiel
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}),
-        ({"seed": 3}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "seed": 3}),
+        ({}, ALL),
+        ({"seed": 3}, TWO | {"top_k": 20, "seed": 3}),
         ({"temperature": 0.5}, {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.1}),
-        ({"repetition_penalty": 1.2}, {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.2}),
-        ({"repetition_penalty": 1.0}, {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.0}),
+        ({"repetition_penalty": 1.2}, ALL | {"repetition_penalty": 1.2}),
+        ({"repetition_penalty": 1.0}, ALL | {"repetition_penalty": 1.0}),
     ],
     ids=str,
 )
 def test_all_of_the_default_sampling_counts(tokenizer, fields, expected):
-    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
     body = {"model": "m", "prompt": "a", **fields}
-    asked = read_request(body, "completions", served(tokenizer, default_sampling=defaults), None)
+    asked = read_request(body, "completions", served(tokenizer, default_sampling=ALL), None)
     assert asked.sampling["sampling_options"].items() >= expected.items()
 
 

@@ -10,7 +10,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from megatron_hybrid_prefix.serve import access_log, openapi
 from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, Message, TokenizeBody
 from megatron_hybrid_prefix.serve.metrics import Families, add_memory_metrics, add_prefix_metrics
 from tests.harness.limits import HANG_S, wait_until
-from tests.serve import load
 from tests.serve.test_serve import ADMIN, BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
@@ -57,11 +55,6 @@ def test_the_depth_of_a_hit_is_that_of_its_state(server, salt):
     assert HIT == 256
     at = {dict(labels)["le"]: value for (name, labels), value in found.items() if name == "hit_depth_tokens_bucket"}
     assert (at["128.0"], at["256.0"]) == (0, 2)
-
-
-@pytest.fixture
-def salt(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"cache_salt": request.node.name}
 
 
 def labels_by_name(server: Server) -> dict[str, set[str]]:
@@ -217,32 +210,15 @@ def test_messages_and_replies_are_described_as_they_are():
             Message.model_validate(bad)
 
 
-class Loads(HTMLParser):
-    """Addresses that a page loads or links to, its cells, and its open tags."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[str] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag not in ("script", "link", "img", "iframe", "object")
-        self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "action")]
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data.strip())
-
-
 def test_the_page_needs_no_network(server):
     with urllib.request.urlopen(f"{server.url}/docs", timeout=HANG_S) as answer:
         text = answer.read().decode()
         assert answer.headers["content-type"].startswith("text/html")
         assert "default-src 'none'" in answer.headers["content-security-policy"]
-    page = Loads()
-    page.feed(text)
-    assert page.addresses == ["openapi.json"] and "url(" not in text and "http:" not in text
+    assert not re.search(r"<(script|link|img|iframe|object)\b", text) and "url(" not in text and "http:" not in text
+    assert re.findall(r'\b(?:href|src|action)="?([^">]*)', text) == ["openapi.json"]
     for field in (*CompletionBody.model_fields, *ChatBody.model_fields, "include_usage", "tool_call_id"):
-        assert field in page.text, field
+        assert f">{field}<" in text, field
     assert '"cache_control": {"type": "ephemeral"}' not in text and "&quot;ephemeral&quot;" in text  # escaped
 
 
@@ -389,14 +365,3 @@ def test_without_the_cache_every_prompt_is_computed_whole(tiny):
         found = server.metrics()
         assert found[("computed_prompt_tokens_total", ())] == 4 * len(PROMPT)
         assert found[("slots", ())] == found[("hit_depth_tokens_count", ())] == 0
-
-
-@pytest.mark.slow
-def test_the_load_of_the_benchmark_runs(tmp_path, capsys):
-    """A small one: nothing is lost, and each client's end is counted."""
-    file = tmp_path / "load.json"
-    assert load.main(["--rounds", "1", "--requests", "24", "--json", str(file)]) == 0
-    (figures,) = json.loads(file.read_text())["rounds"]
-    assert sum(figures["ends"].values()) == 24 and figures["ends"]["whole"] >= 12
-    assert figures["lost"] == [] and figures["health_beside_long_count"] > 0
-    assert "lost: nothing" in capsys.readouterr().out

@@ -156,11 +156,11 @@ def test_an_engine_ends_at_a_stop_string(server):
     kept = []
     for stop in ([word], ["not to be found"]):
         states = decoded_blocks(server)
-        answer = complete(server.client(), max_tokens=600, stop=stop, extra=extra | {"cache_salt": f"stop {stop}"})
+        answer = complete(server.client(), max_tokens=300, stop=stop, extra=extra | {"cache_salt": f"stop {stop}"})
         assert answer.choices[0].finish_reason == ("stop" if stop == [word] else "length")
         server.wait_until_drained()
         kept.append(decoded_blocks(server) - states)
-    assert kept[0] < kept[1] and kept[1] >= 600 // BLOCK - 1
+    assert kept[0] < kept[1] and kept[1] >= 300 // BLOCK - 1
 
 
 def test_clients_that_leave_free_their_memory(server):
@@ -243,7 +243,7 @@ def test_the_end_lets_answers_end(server):
 
 
 def test_one_replica_of_two_ranks_until_the_coordinator_ends(tmp_path, tiny):
-    with started(tmp_path, "--tp", "2") as server:
+    with started(tmp_path, "--tp", "2", with_torchrun=True) as server:
         check_hits(server, tiny, "before")
         assert len(server.metric("slots")) == 1
         with complete(server.client(), max_tokens=700, stream=True, extra={"ignore_eos": True}) as stream:
@@ -256,14 +256,14 @@ def test_one_replica_of_two_ranks_until_the_coordinator_ends(tmp_path, tiny):
         )
         os.kill(coordinator, signal.SIGKILL)
         server.wait_until_gone()
-        assert server.process.returncode != 0 and "the coordinator ended" in server.errors()
+        assert server.process.wait(HANG_S) != 0 and "the coordinator ended" in server.errors()
 
 
 async def lines_of(server: Server, number: int, begun: list[int], **fields: Any) -> list[str]:
     """Lines of a streamed answer with its status; its number is in ``begun`` once it has begun."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = {"model": "tiny", "prompt": f"{number} {PROMPT}", "max_tokens": 700, "stream": True, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": f"{number} {PROMPT}", "max_tokens": 400, "stream": True, "ignore_eos": True}
     data = json.dumps(body | fields).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
     writer.write(b"content-length: %d\r\n\r\n%s" % (len(data), data))
@@ -299,9 +299,9 @@ def test_a_lost_replica_is_named_and_the_others_go_on(tmp_path):
             2 * SAME_SIGNAL_S,
         ):  # closer signals count as one; one may be handled late
             time.sleep(pause_s)
-            server.terminate()
+            server.process.send_signal(signal.SIGTERM)
 
-    with started(tmp_path, "--drain-time", str(HANG_S), ranks=3, with_torchrun=False) as server:
+    with started(tmp_path, "--drain-time", str(HANG_S), ranks=3) as server:
         found = asyncio.run(asyncio.wait_for(streams(9, lambda: os.kill(server.ranks[2], signal.SIGKILL)), HANG_S))
         cut = [is_cut(lines, "replica_lost") for lines in found]
         assert 0 < sum(cut) < len(cut)

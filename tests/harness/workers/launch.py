@@ -59,48 +59,85 @@ def _prepared() -> subprocess.Popen[str]:
     return process
 
 
-def run_prepared(
-    script: str | Path,
-    *arguments: Any,
-    environments: tuple[dict[str, str], ...] = ({},),
-    timeout_s: float = HANG_S,
-    cwd: Path | None = None,
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``python SCRIPT ARGUMENTS...`` on the CPU, a process for each of ``environments``, without waiting for imports.
+def _ask(**question: Any) -> Any:
+    """Asks the process of `prepared`, and waits for its answer."""
+    process, number = _prepared(), next(_numbers)
+    process.stdin.write(json.dumps(question | {"number": number}) + "\n")
+    process.stdin.flush()
+    answer = {"number": None}
+    while answer["number"] != number:  # a test that was given up left its answer
+        line = process.stdout.readline()
+        assert line, f"the process that prepares others ended with {process.wait()}"
+        answer = json.loads(line)
+    return answer
+
+
+class Prepared:
+    """``python SCRIPT ARGUMENTS...`` on the CPU, a process for each of ``environments``, without waiting for imports.
 
     Args:
+        folder: Where their output goes, to be read while they run.
         script: The script.
         *arguments: Its arguments.
         environments: What each process has in its environment, beside this process's.
-        timeout_s: Limit of all.
         cwd: Working directory; None: this process's when the first was started.
 
-    Raises:
-        AssertionError: A process did not end in time.
+    Attributes:
+        outputs: Files of what they wrote to stdout.
+        errors: The same of stderr.
+        pids: Their ids.
     """
-    process, number = _prepared(), next(_numbers)
-    argv = list(map(str, arguments))
-    with tempfile.TemporaryDirectory(prefix="prepared-") as folder:
-        files = {kind: [f"{folder}/{kind}{at}" for at in range(len(environments))] for kind in ("outputs", "errors")}
-        for path in (*files["outputs"], *files["errors"]):
-            Path(path).touch()  # a process may be ended before it opens its own
-        job = {"number": number, "script": str(script), "argv": argv, "timeout_s": timeout_s} | files
-        job["cwd"] = None if cwd is None else str(cwd)
+
+    def __init__(
+        self,
+        folder: Path,
+        script: str | Path,
+        *arguments: Any,
+        environments: tuple[dict[str, str], ...] = ({},),
+        cwd: Path | None = None,
+    ) -> None:
+        self._argv = [str(script), *map(str, arguments)]
+        self.outputs, self.errors = (
+            [folder / f"{kind}{at}" for at in range(len(environments))] for kind in ("outputs", "errors")
+        )
+        for path in (*self.outputs, *self.errors):
+            path.touch()  # a process may be ended before it opens its own
         now = environment()  # what a test has set since the process of `prepared` was started
-        process.stdin.write(json.dumps(job | {"environments": [now | own for own in environments]}) + "\n")
-        process.stdin.flush()
-        answer = {"number": None}
-        while answer["number"] != number:  # a test that was given up left its answer
-            line = process.stdout.readline()
-            assert line, f"the process that prepares others ended with {process.wait()}"
-            answer = json.loads(line)
-        said = [[Path(path).read_text(errors="replace") for path in files[kind]] for kind in ("outputs", "errors")]
-    what = [str(script), *argv]
-    assert not answer["hung"], f"{' '.join(what)} hung:\n" + "\n".join(text[-6000:] for text in said[1])
-    return [
-        subprocess.CompletedProcess(what, code, output, errors)
-        for code, output, errors in zip(answer["codes"], *said, strict=True)
-    ]
+        self.pids: list[int] = _ask(
+            script=str(script),
+            argv=self._argv[1:],
+            environments=[now | own for own in environments],
+            outputs=list(map(str, self.outputs)),
+            errors=list(map(str, self.errors)),
+            cwd=None if cwd is None else str(cwd),
+        )["pids"]
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to those that run. Do not call it after `wait`: their ids may be those of others."""
+        for pid in self.pids:
+            os.kill(pid, number)
+
+    def wait(self, timeout_s: float = HANG_S) -> list[subprocess.CompletedProcess[str]]:
+        """Waits until all have ended, and ends the others if one fails.
+
+        Raises:
+            AssertionError: A process did not end in time.
+        """
+        answer = _ask(pids=self.pids, timeout_s=timeout_s)
+        outputs, errors = ([path.read_text(errors="replace") for path in of] for of in (self.outputs, self.errors))
+        assert not answer["hung"], f"{' '.join(self._argv)} hung:\n" + "\n".join(text[-6000:] for text in errors)
+        return [
+            subprocess.CompletedProcess(self._argv, code, output, error)
+            for code, output, error in zip(answer["codes"], outputs, errors, strict=True)
+        ]
+
+
+def run_prepared(
+    script: str | Path, *arguments: Any, timeout_s: float = HANG_S, **options: Any
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs a script as `Prepared` does, to its end; ``timeout_s``: limit of all."""
+    with tempfile.TemporaryDirectory(prefix="prepared-") as folder:
+        return Prepared(Path(folder), script, *arguments, **options).wait(timeout_s)
 
 
 def environments_of(ranks: int) -> tuple[dict[str, str], ...]:

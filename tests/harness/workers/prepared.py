@@ -1,9 +1,12 @@
 """Forks processes that have torch and megatron imported already, because importing takes longer than most tests.
 
-This file is the process that forks them; `launch` sends it jobs. Usage: ``prepared.py``, with one job per line of JSON
-on stdin: "number", "script", "argv", "environments" (one per process), "outputs" and "errors" (files for stdout and
-stderr), "timeout_s", "cwd" (or null). It answers with one line of JSON on stdout: "number", "codes"
-(exit codes, negative for signals), "hung". If one process fails, the others are ended, as torchrun does.
+This file is the process that forks them; `launch` asks it to. Usage: ``prepared.py``. It answers two questions, each a line
+of JSON on stdin, with a line of JSON on stdout. Question and answer have the same "number".
+
+- "script", "argv", "environments" (one per process), "outputs" and "errors" (files for stdout and stderr) and "cwd" (or
+  null): forks these processes. Answer: "pids".
+- "pids" and "timeout_s": waits for them. Answer: "codes" (exit codes, negative for signals) and "hung". If one process
+  fails, the others are ended, as torchrun does.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -80,22 +83,23 @@ def become(
         os._exit(code)
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Forks the job's processes and waits for them."""
-    files = zip(job["environments"], job["outputs"], job["errors"], strict=True)
+def start(job: dict[str, Any]) -> list[int]:
+    """Forks the job's processes."""
     pids = []
-    for own in files:
+    for own in zip(job["environments"], job["outputs"], job["errors"], strict=True):
         if (pid := os.fork()) == 0:
             become(job["script"], job["argv"], job["cwd"], *own)
         with suppress(OSError):  # the child did it already, or has ended
             os.setpgid(pid, pid)
         pids.append(pid)
-    try:
-        return {"number": job["number"]} | wait_for(pids, job["timeout_s"])
-    finally:
-        for pid in pids:  # whatever is left of each one's group
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+    return pids
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Ends whatever is left of each one's group."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def wait_for(pids: list[int], timeout_s: float) -> dict[str, Any]:
@@ -122,8 +126,21 @@ def main() -> None:
     os.dup2(2, 1)  # prints during imports must not go to stdout
     import_everything()
     sys.stdout.flush()  # not in every child again
-    for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), file=answers, flush=True)
+    running: set[int] = set()
+    try:
+        for line in sys.stdin:
+            asked = json.loads(line)
+            if "script" in asked:
+                pids = start(asked)
+                running.update(pids)
+                answer: dict[str, Any] = {"pids": pids}
+            else:
+                answer = wait_for(asked["pids"], asked["timeout_s"])
+                kill(asked["pids"])
+                running.difference_update(asked["pids"])
+            print(json.dumps(answer | {"number": asked["number"]}), file=answers, flush=True)
+    finally:
+        kill(running)
 
 
 if __name__ == "__main__":
