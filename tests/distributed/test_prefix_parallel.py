@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_same
 from tests.harness.rank_stats import alike_on_ranks
 from tests.harness.selection import mostly_slow
 from tests.harness.workers import prefix_parallel as worker
-from tests.harness.workers.launch import run_ranks
+from tests.harness.workers.launch import need_ranks, run_ranks
 
 pytestmark = pytest.mark.multi
 
@@ -47,6 +47,7 @@ def launch(tmp_path_factory):
 
     def start(layout: tuple[int, int], pattern: str) -> tuple[list[Any], list[str]]:
         case = layout, pattern
+        need_ranks(layout[0] * layout[1])
         if case not in outcomes:
             tp, pp = layout
             out = tmp_path_factory.mktemp("ranks") / "found.json"
@@ -90,13 +91,6 @@ def case(request, launch):
     """Layout, pattern, and each rank's findings."""
     layout, pattern = request.param
     return layout, pattern, [found["runs"] for found in launch(layout, pattern)[0]]
-
-
-def assert_same(answers, right):
-    assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in right]
-    for answer, reference in zip(answers, right, strict=True):
-        assert len(answer["log_probs"]) == len(answer["tokens"])
-        assert answer["log_probs"] == pytest.approx(reference["log_probs"], rel=0, abs=LOG_PROB_NOISE)
 
 
 @pytest.mark.parametrize("name", worker.SCENARIOS)
