@@ -1,5 +1,4 @@
-"""Bad requests among good ones, as JSON. Usage: ``torchrun bad_requests.py OUT.json tp COUNT`` on two ranks, which get all of
-them, or ``torchrun bad_requests.py OUT.json coordinator COUNT`` on one, behind a coordinator.
+"""Bad requests among good ones behind a coordinator, as JSON. Usage: ``torchrun bad_requests.py OUT.json COUNT`` on one rank.
 
 The coordinator is a process that imports this file: so the main guard, and the imports inside functions.
 """
@@ -34,31 +33,6 @@ def alone(model):
         list(engine.generate([asked.prompt], params(asked.fields))[0].merge().generated_tokens)
         for asked in good_requests()
     ]
-
-
-def on_all_ranks(model, count):
-    """Each rank adds the same requests."""
-    from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-    from tests.harness.bad_requests import fuzz, params
-    from tests.harness.engine_helpers import run_to_end
-
-    engine = build_engine(model, HybridPrefixConfig(mamba_gb=0.01, check_ranks=True), **fields())
-    finished, sent, refused, wrong = {}, {}, 0, []
-    for name, number, asked in fuzz(count, SEED):
-        try:
-            engine.add_request(len(sent), asked.prompt, params(asked.fields))
-        except ValueError as error:
-            refused += 1
-            if name is None or asked.named not in str(error):
-                wrong.append([name, str(error)])
-            continue
-        if name is not None:
-            wrong.append([name, "accepted"])
-        sent[len(sent)] = number
-        run_to_end(engine, finished, steps=number % 3)
-    run_to_end(engine, finished)
-    answers = [[sent[key], list(map(int, finished[key].generated_tokens))] for key in sorted(finished)]
-    return {"answers": answers, "sent": len(sent), "refused": refused, "wrong": wrong}
 
 
 def why(reply):
@@ -129,18 +103,16 @@ async def behind_a_coordinator(model, count):
         return await talk(llm, count)
 
 
-def main(out, what, count):
+def main(out, count):
     from megatron_hybrid_prefix.models import build_hybrid_model
     from megatron_hybrid_prefix.platform import ensure_platform, shut_down
     from tests.harness.workers.launch import write_findings
 
-    platform = ensure_platform(device="cpu", tp=2 if what == "tp" else 1)
-    model = build_hybrid_model("tiny", seed=0, platform=platform)
+    model = build_hybrid_model("tiny", seed=0, platform=ensure_platform(device="cpu"))
     answers = alone(model)
-    found = on_all_ranks(model, count) if what == "tp" else asyncio.run(behind_a_coordinator(model, count))
-    write_findings(out, found | {"alone": answers})
+    write_findings(out, asyncio.run(behind_a_coordinator(model, count)) | {"alone": answers})
     shut_down()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]))
