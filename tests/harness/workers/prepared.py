@@ -9,6 +9,7 @@ stderr), "timeout_s", "cwd" (or null). It answers with one line of JSON on stdou
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -46,6 +47,7 @@ def import_everything() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # megatron's engine registers dumps of the stack when it is imported
         faulthandler.unregister(number)
     start.undo_platform()
+    gc.freeze()  # a collection in a forked process would look at, and so copy, all of this
 
 
 def become(
