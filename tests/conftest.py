@@ -31,7 +31,7 @@ _FIRST = ("packaging", "distributed", "serve", "cli", "engine")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Imports and collects without the garbage collector, which would look at all modules again and again: 2 of 13 s."""
+    """Imports and collects without the garbage collector, which would look at all modules again and again: 4 of 13 s."""
     gc.disable()
     result = yield
     gc.freeze()
