@@ -40,8 +40,8 @@ LAYOUTS = {
 
 
 def build(layout, platform, seed=0):
-    """This rank's shard of a layout's model."""
-    return build_hybrid_model(LAYOUTS[layout], seed=seed, platform=platform)
+    """This rank's shard of a layout's model, in float32 as `prefix_parallel.build` says."""
+    return build_hybrid_model(LAYOUTS[layout], seed=seed, platform=platform, transformer_impl="local")
 
 
 def prompts(rank):

@@ -280,8 +280,9 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
 
 
 def build(pattern, tp, pp, platform):
-    """The model with this pattern in this layout."""
-    return build_hybrid_model(config_of(one_rank(pattern) if pp == 1 else pattern), seed=0, platform=platform)
+    """The model with this pattern in this layout, in float32: Transformer Engine's layers would multiply in TF32."""
+    config = config_of(one_rank(pattern) if pp == 1 else pattern)
+    return build_hybrid_model(config, seed=0, platform=platform, transformer_impl="local")
 
 
 def layout_findings(pattern, tp, pp, platform):
