@@ -98,8 +98,8 @@ def test_answers_are_those_of_one_rank_without_a_cache(case, alone, name):
     _, pattern, ranks = case
     for mode in worker.modes_of(pattern):
         right = alone(pattern, mode, name, cached=False)["answers"]
-        for rank in ranks:
-            assert_same(rank[mode][name]["answers"], right)
+        most = max(assert_same(rank[mode][name]["answers"], right) for rank in ranks)
+        print(f"{mode}: log-probs within {most:.1e} of one rank's")
 
 
 @pytest.mark.parametrize("name", worker.SCENARIOS)
