@@ -1,42 +1,41 @@
 #!/usr/bin/env bash
-# Functional tests on several ranks: tensor, pipeline, expert and data parallelism, and a rank that is killed.
-#   scripts/functional_tests.sh N [--device cpu|cuda] [--cases NAMES] [--layers KIND] [--json PATH]
+# Tests on several ranks: tensor, pipeline and expert parallelism, and a rank that is killed. What ranks say and decide is
+# compared with one rank on the CPU; how far log-probs are off is printed at the end.
+#   scripts/functional_tests.sh N [--device cpu|cuda] [ARGUMENTS OF PYTEST ...]
 #
-#   N              number of ranks (on GPUs, one GPU each); cases that need more are skipped; 4 runs all cases
-#   --device       cpu uses gloo, cuda uses NCCL (default: cuda if there is a GPU)
-#   --cases NAMES  only these cases, comma-separated: tp2, pp2, tp2-pp2, ep2, tp2-ep2, dp2, killed, killed-alone (without torchrun)
-#   --layers KIND  recurrent layers of the models: mamba2 (default), gated-delta-net (with some Mamba2)
-#   --json PATH    write the results, with hardware and versions
+#   N          number of ranks (on GPUs, one GPU each); layouts that need more are skipped; 4 runs all of them
+#   --device   cpu uses gloo, cuda uses NCCL and torchrun (default: cuda if there is a GPU)
 #
-# Prints one line per case: passed, failed or skipped, and why. Exit code: 0; 1 if a case failed; 2 for bad input.
-# Sets up the environment as the other scripts do, unless $PYTHON or python3 already has torch and megatron-core.
+# Sets up the environment as the other scripts do, unless $PYTHON or python3 already has torch, megatron-core and the test tools.
 set -euo pipefail
 
 here=${BASH_SOURCE[0]%/*}
 [[ $here == "${BASH_SOURCE[0]}" ]] && here=.
 root=$(cd "$here/.." && pwd -P)
-for argument in "$@"; do
-  case $argument in
-    -h | --help)
-      sed -n '2,/^set -euo/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-      exit 0
-      ;;
-  esac
-done
+die() { printf 'functional_tests.sh: %s\n' "$1" >&2; exit 2; }
 
-has_packages() {
-  "$1" -c '
-import sys
-from importlib.util import find_spec
-sys.exit(sys.version_info < (3, 12) or not all(map(find_spec, ("torch", "megatron", "megatron.core"))))' \
-    </dev/null >/dev/null 2>&1
-}
+case ${1:-} in
+  -h | --help) sed -n '2,/^set -euo/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+  [2-9] | [1-9][0-9]) export MHP_RANKS=$1; shift ;;
+  *) die "give the number of ranks, 2 or more, not '${1:-}'" ;;
+esac
+device=
+if [[ ${1:-} == --device ]]; then
+  [[ ${2:-} == cpu || ${2:-} == cuda ]] || die "--device needs cpu or cuda, not '${2:-}'"
+  device=$2
+  shift 2
+fi
 
 python=${PYTHON:-python3}
-if ! has_packages "$python"; then
+if ! "$python" -c 'import hypothesis, pytest, torch, megatron.core.package_info' </dev/null >/dev/null 2>&1; then
   . "$root/scripts/bootstrap.sh"
   python=$MHP_PYTHON
 fi
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+export MHP_RANKS_DEVICE=${device:-$( ((gpus)) && echo cuda || echo cpu)}
+if [[ $MHP_RANKS_DEVICE == cuda ]]; then
+  ((gpus >= MHP_RANKS)) || die "N=$MHP_RANKS: there are $gpus GPUs"
+  export TRITON_F32_DEFAULT=ieee # products of float32 in float32, as on the CPU
+fi
 cd "$root"
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m tests.distributed.functional.run "$@"
+exec "$python" -m pytest -v -rP -p no:logging tests/distributed/test_{prefix_parallel,expert_parallel,killed_rank}.py "$@"

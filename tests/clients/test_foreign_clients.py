@@ -1,4 +1,4 @@
-"""The server and four clients that nobody here wrote, each with its own verdict: openai, litellm, lm-eval, guidellm.
+"""The server and three clients that nobody here wrote, each with its own verdict: litellm, lm-eval, guidellm. (openai: tests/serve.)
 
 They run in an environment apart (``scripts/clients.sh`` makes it), because their pins clash with ours, and without network.
 What the model should say comes from the float64 model.
@@ -120,11 +120,6 @@ class Expected:
         rows = self.log_probs(tokens)
         return sum(float(rows[at - 1, tokens[at]]) for at in range(start, len(tokens)))
 
-    def prompt(self, tokens: tuple[int, ...]) -> list[float]:
-        """Log-probs of a prompt's tokens after the first."""
-        rows = self.log_probs(tokens)
-        return [float(rows[at, token]) for at, token in enumerate(tokens[1:])]
-
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, tiny_reference: Any) -> Expected:
@@ -140,21 +135,6 @@ def chat_text(messages: list[dict[str, str]]) -> str:
 
 
 # --- Clients ---------------------------------------------------------------------------------------------------------
-
-
-def test_openai(server, expected, tmp_path):
-    found = json.loads(run_client(str(HERE / "with_openai.py"), server.url, cwd=tmp_path))
-    text, values = expected.greedy(PROMPT)
-    assert found["completion"]["text"] == text
-    assert found["completion"]["logprobs"] == pytest.approx(values, abs=LOG_PROB_NOISE)
-    text, values = expected.greedy(chat_text(MESSAGES))
-    assert found["chat"]["text"] == text
-    assert found["chat"]["logprobs"] == pytest.approx(values, abs=LOG_PROB_NOISE)
-    tokens = expected.tokens(PROMPT)
-    assert found["prompt_tokens"] == len(tokens)
-    assert found["cached"] == (len(tokens) - 1) // 64 * 64
-    assert found["echo"][0] is None
-    assert found["echo"][1:] == pytest.approx(expected.prompt(tokens), abs=LOG_PROB_NOISE)
 
 
 def test_litellm(server, expected, tmp_path):

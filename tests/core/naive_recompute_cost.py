@@ -26,10 +26,9 @@ class Known:
 
 
 class NaiveRecomputeCost:
-    """Decides as `RecomputeCostEviction` does, in O(n) or slower."""
+    """What `RecomputeCostEviction` knows of states and of their kinds, in O(n) or slower."""
 
-    def __init__(self, state_blocks: int = 0) -> None:
-        self.state_blocks = state_blocks  # 0: states have memory of their own
+    def __init__(self) -> None:
         self.known: list[Known] = []  # kept ones in the order of publication, then remembered ones as they were lost
         self.uses: dict[tuple[tuple[int, ...], int], float] = {}
         self.exposure: dict[tuple[tuple[int, ...], int], float] = {}
@@ -83,22 +82,6 @@ class NaiveRecomputeCost:
         room = recompute_cost._REMEMBERED * self.most_kept + recompute_cost._REMEMBERED_AT_LEAST
         for other in remembered[: max(0, len(remembered) - room)]:
             self.known.remove(other)
-
-    def victim(self, evictable: Callable[[Node], bool], *, probationary_only: bool = False) -> Node | None:
-        found = [
-            known
-            for known in self.kept()
-            if evictable(known.node)
-            and not (probationary_only and (known.origin != CheckpointReason.INTERVAL or known.uses))
-        ]
-        best = min(found, key=lambda known: (self.value(known.node), self.order(known), known.serial), default=None)
-        return None if best is None else best.node
-
-    def value(self, node: Node) -> float:
-        cost = node.depth_blocks - self.depth_above(node)
-        if self.state_blocks:
-            cost /= self.state_blocks + exclusive(node, (known.node for known in self.kept()))
-        return cost * self.rate(self.of(node))
 
     def order(self, known: Known) -> int:
         probationary = known.origin == CheckpointReason.INTERVAL and not known.uses
@@ -175,16 +158,16 @@ class NaiveRecomputeCost:
 
 
 class NaiveTiers:
-    """Two tiers with one `NaiveRecomputeCost`, the device first.
+    """One or two tiers with one `NaiveRecomputeCost`, the device first. Decides as `RecomputeCostEviction` does.
 
     Args:
         state_blocks: Bytes of a state in KV blocks, for each tier; 0: states have memory of their own there.
     """
 
-    def __init__(self, state_blocks: tuple[float, float]) -> None:
+    def __init__(self, state_blocks: tuple[float, ...]) -> None:
         self.rule = NaiveRecomputeCost()
         self.state_blocks = state_blocks
-        self.kept: tuple[list[Node], list[Node]] = ([], [])
+        self.kept: list[list[Node]] = [[] for _ in state_blocks]
 
     def added(self, tier: int, node: Node) -> None:
         known = next((known for known in self.rule.kept() if known.node is node), None)
@@ -196,13 +179,13 @@ class NaiveTiers:
 
     def removed(self, tier: int, node: Node) -> None:
         self.kept[tier].remove(node)
-        if node not in self.kept[1 - tier]:
+        if not any(node in kept for kept in self.kept):
             self.rule.removed(node)
 
     def value(self, tier: int, node: Node) -> float:
         cost = node.depth_blocks - self.rule.depth_above(node)
         if self.state_blocks[tier]:
-            others = self.kept[0] if tier == 0 else [*self.kept[0], *self.kept[1]]
+            others = [other for kept in self.kept[: tier + 1] for other in kept]
             cost /= self.state_blocks[tier] + exclusive(node, others)
         return cost * self.rule.rate(self.rule.of(node))
 

@@ -59,37 +59,6 @@ def states(model: ModelEngine) -> dict[int, list[CheckpointReason]]:
 # -- what is reused ----------------------------------------------------------------------------------------------------
 
 
-def test_the_next_turn_resumes_from_the_tail():
-    model = engine()
-    first = run(model, tokens(1, 2, 3, rest=2))
-    assert first.admission.resume_tokens == 0 and states(model) == {3: [CheckpointReason.TAIL]}
-    second = run(model, tokens(1, 2, 3, rest=2) + [5] * 6)
-    assert second.admission.resume_tokens == 12
-    assert second.admission.block_ids[:3] == first.admission.block_ids[:3]
-    stats = model.cache.stats()
-    assert (stats.prompt_tokens, stats.reused_tokens, stats.computed_prompt_tokens) == (14 + 20, 12, 14 + 8)
-    assert (stats.reused_tokens_device, stats.reused_tokens_host, stats.lost_tokens_no_state) == (12, 0, 0)
-
-
-def test_an_exact_replay_resumes_one_block_before_its_end():
-    model = engine()
-    run(model, tokens(1, 2, 3))
-    assert states(model) == {2: [CheckpointReason.REPEAT], 3: [CheckpointReason.TAIL]}
-    assert run(model, tokens(1, 2, 3)).admission.resume_tokens == 8
-    assert run(model, tokens(1, 2, 3, rest=1)).admission.resume_tokens == 12
-
-
-def test_a_branch_is_kept_where_kv_matched_deeper_than_the_state():
-    model = engine()
-    run(model, tokens(1, 2, 3, 4))
-    second = run(model, tokens(1, 2, 8, 9))
-    assert (second.admission.resume_tokens, second.admission.lost_tokens_no_state) == (0, 8)
-    assert states(model)[2] == [CheckpointReason.JUNCTION]
-    third = run(model, tokens(1, 2, 6, 7))
-    assert (third.admission.resume_tokens, third.admission.lost_tokens_no_state) == (8, 0)
-    assert model.cache.stats().lost_tokens_no_state == 8
-
-
 def test_opting_out_of_reading_and_writing():
     model = engine()
     run(model, tokens(1, 2, rest=1), write=False)

@@ -24,34 +24,13 @@ BLOCK = 4
 RULE = '''
 """Most recently used first."""
 
+from megatron_hybrid_prefix.policy.lru import LruEviction
 from megatron_hybrid_prefix.policy.registry import register_eviction_policy
 
 
-class NewestFirst:
-    def __init__(self):
-        self.states = []
-
-    def __len__(self):
-        return len(self.states)
-
-    def __iter__(self):
-        return iter(self.states)
-
-    def added(self, state):
-        self.states.append(state)
-
-    def used(self, state):
-        self.states.remove(state)
-        self.states.append(state)
-
-    def removed(self, state):
-        self.states.remove(state)
-
+class NewestFirst(LruEviction):
     def victim(self, evictable, *, probationary_only=False):
-        return next((state for state in reversed(self.states) if not probationary_only and evictable(state)), None)
-
-    def clear(self):
-        self.states.clear()
+        return next((state for state in reversed(list(self)) if not probationary_only and evictable(state)), None)
 
 
 register_eviction_policy("newest_first", NewestFirst)

@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.policy.likelihood import Likelihood
 from megatron_hybrid_prefix.policy.needs import Ancestry
 from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
-from tests.core.naive_recompute_cost import NaiveRecomputeCost, NaiveTiers
+from tests.core.naive_recompute_cost import NaiveTiers
 from tests.harness.selection import mostly_slow
 from tests.harness.trace_helpers import KINDS, made_up
 
@@ -58,56 +58,70 @@ def lost_in_order(policy, **options) -> list[Node]:
     return order
 
 
-def compare(rng: random.Random, calls: int, most: int, state_blocks: int = 0) -> int:
-    """Makes the same random calls to the policy and its naive twin. Returns how many victims were compared."""
-    mine, naive = make_eviction_policy("recompute_cost"), NaiveRecomputeCost(state_blocks)
-    if state_blocks:
-        mine.share_memory(state_blocks=state_blocks)
+def compare(rng: random.Random, calls: int, most: int, state_blocks: tuple[float, ...] = (0,)) -> int:
+    """Makes the same random calls to the policies of one or two tiers and to their naive twins. Returns how many victims were compared.
+
+    A state is added to either tier, moves, is used on the device, is removed, and is evicted.
+    """
+    above = make_eviction_policy("recompute_cost")
+    tiers = [above, *(make_policy_below(above, "recompute_cost", state_blocks=below) for below in state_blocks[1:])]
+    if state_blocks[0]:
+        above.share_memory(state_blocks=state_blocks[0])
+    naive = NaiveTiers(state_blocks)
     nodes: list[Node] = []
-    kept: list[Node] = []
     compared = 0
     for number in range(calls):
-        what = rng.choice(["add", "add", "use", "use", "remove", "evict", "evict probationary"])
-        if what == "add" and len(kept) < most:
-            # Again where a state was lost, or at a new node below any other.
-            node = rng.choice(nodes) if nodes and rng.random() < 0.5 else None
-            if node is None or node in kept:
-                above = rng.choice([None, *nodes[-20:]])
-                node = chain(rng.randint(1, 6), above, number)
-                while node is not above and node is not None:
-                    nodes.append(node)
-                    node = node.parent
-                node = nodes[-rng.randint(1, min(6, len(nodes)))]
-            if node in kept:
-                continue
-            node.reason = rng.choice(REASONS)
-            kept.append(node)
-            mine.added(node)
-            naive.added(node)
-        elif what == "use" and kept:
-            node = rng.choice(kept)
-            if node.reason == CheckpointReason.INTERVAL and rng.random() < 0.3:
-                node.reason = CheckpointReason.JUNCTION
-            mine.used(node)
-            naive.used(node)
+        tier = rng.randrange(len(tiers))
+        kept, others = naive.kept[tier], [node for other in naive.kept for node in other]
+        what = rng.choice(["new", "new", "again", "copy", "use", "use", "remove", "evict", "evict probationary"])
+        node = None
+        if what == "new" and len(kept) < most:  # at a new node below any other
+            parent = rng.choice([None, *nodes[-20:]])
+            node = end = chain(rng.randint(1, 6), parent, number)
+            while end is not parent:
+                nodes.append(end)
+                end = end.parent
+            node = nodes[-rng.randint(1, min(6, len(nodes)))]
+        elif what == "again" and nodes and len(kept) < most:  # where a state was lost
+            node = rng.choice(nodes)
+        elif what == "copy" and others:
+            node = rng.choice(others)
+        elif what == "use" and naive.kept[0]:
+            used = rng.choice(naive.kept[0])
+            if used.reason == CheckpointReason.INTERVAL and rng.random() < 0.3:
+                used.reason = CheckpointReason.JUNCTION
+            above.used(used)
+            for below, entries in zip(tiers[1:], naive.kept[1:], strict=True):
+                if used in entries:
+                    below.used(used)  # the same use
+            naive.rule.used(used)
         elif what == "remove" and kept:
-            node = kept.pop(rng.randrange(len(kept)))
-            mine.removed(node)
-            naive.removed(node)
+            remove(tiers, naive, tier, rng.choice(kept))
         elif what.startswith("evict") and kept:
             pinned = set(rng.sample(kept, k=rng.randint(0, min(3, len(kept)))))
             allowed = [node for node in kept if node not in pinned]
-            probationary_only = what == "evict probationary"
-            victim = mine.victim(allowed.__contains__, probationary_only=probationary_only)
-            assert victim is naive.victim(allowed.__contains__, probationary_only=probationary_only)
+            only = what == "evict probationary"
+            victim = tiers[tier].victim(allowed.__contains__, probationary_only=only)
+            assert victim is naive.victim(tier, allowed.__contains__, probationary_only=only)
             compared += victim is not None
             if victim is not None:
-                kept.remove(victim)
-                mine.removed(victim)
-                naive.removed(victim)
-        assert len(mine) == len(kept) and list(mine) == kept
-        assert [mine.value(node) for node in kept] == [naive.value(node) for node in kept]
+                remove(tiers, naive, tier, victim)
+        if node is not None and node not in kept:
+            if what != "copy" or rng.random() < 0.3:
+                node.reason = rng.choice(REASONS)
+            tiers[tier].added(node)
+            naive.added(tier, node)
+            if what == "copy" and rng.random() < 0.5:  # it moves
+                remove(tiers, naive, 1 - tier, node)
+        for each, policy in enumerate(tiers):
+            assert len(policy) == len(naive.kept[each]) and list(policy) == naive.kept[each]
+            assert [policy.value(node) for node in policy] == [naive.value(each, node) for node in policy]
     return compared
+
+
+def remove(tiers, naive: NaiveTiers, tier: int, node: Node) -> None:
+    tiers[tier].removed(node)
+    naive.removed(tier, node)
 
 
 @pytest.mark.usefixtures("fast_clock")
@@ -117,85 +131,30 @@ def test_it_decides_as_the_obvious_version_does(seed):
 
 
 @pytest.mark.usefixtures("fast_clock")
-@pytest.mark.parametrize("state_blocks", [1, 3, 13])
-def test_it_decides_so_per_byte_too(state_blocks):
-    compared = sum(compare(random.Random(seed), calls=400, most=25, state_blocks=state_blocks) for seed in range(2))
-    assert compared > 60
+@pytest.mark.parametrize("state_blocks", [(1,), (3,), (13,), (0, 2.5), (3, 2.5), (1, 1)], ids=str)
+def test_it_decides_so_per_byte_and_on_two_tiers(state_blocks):
+    assert sum(compare(random.Random(seed), 400, 25, state_blocks) for seed in range(2)) > 60
 
 
 @pytest.mark.usefixtures("fast_clock")
-def test_a_state_that_became_the_only_one_to_need_its_kv_must_be_ranked_again(monkeypatch):
-    monkeypatch.setattr(Ancestry, "remove", lambda self, node: _remove(self, node) and None)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        # A state that became the only one to need its KV is not ranked again.
+        (Ancestry, "remove", lambda self, node: _remove(self, node) and None),
+        # A use counts on both tiers.
+        (RecomputeCostEviction, "used", lambda self, state: self._known.used(state)),
+    ],
+    ids=["not ranked again", "counted twice"],
+)
+def test_mutants_are_found(mutant, monkeypatch):
+    monkeypatch.setattr(*mutant)
     with pytest.raises(AssertionError):
         for seed in range(20):
-            compare(random.Random(seed), calls=400, most=25, state_blocks=3)
+            compare(random.Random(seed), 400, 25, (3, 2.5))
 
 
 _remove = Ancestry.remove
-
-
-def compare_tiers(rng: random.Random, calls: int, state_blocks: tuple[float, float]) -> int:
-    """Two tiers and their naive twins: a state is added to either, moves, is used on the device, and is evicted."""
-    above = make_eviction_policy("recompute_cost")
-    tiers = (above, make_policy_below(above, "recompute_cost", state_blocks=state_blocks[1]))
-    if state_blocks[0]:
-        above.share_memory(state_blocks=state_blocks[0])
-    naive = NaiveTiers(state_blocks)
-    nodes: list[Node] = []
-    compared = 0
-    for number in range(calls):
-        tier = rng.randrange(2)
-        kept, other = naive.kept[tier], naive.kept[1 - tier]
-        what = rng.choice(["new", "new", "move", "copy", "use", "evict", "evict", "evict probationary"])
-        if what == "new" and len(kept) < 15:
-            node = chain(rng.randint(1, 5), rng.choice([None, *nodes[-15:]]), number)
-            nodes.append(node)
-            node.reason = rng.choice(REASONS)
-            tiers[tier].added(node)
-            naive.added(tier, node)
-        elif what in ("move", "copy") and set(other) - set(kept):
-            node = rng.choice([node for node in other if node not in kept])
-            if rng.random() < 0.3:
-                node.reason = rng.choice(REASONS)
-            tiers[tier].added(node)
-            naive.added(tier, node)
-            if what == "move":
-                tiers[1 - tier].removed(node)
-                naive.removed(1 - tier, node)
-        elif what == "use" and naive.kept[0]:
-            node = rng.choice(naive.kept[0])
-            above.used(node)
-            if node in naive.kept[1]:
-                tiers[1].used(node)  # the same use
-            naive.rule.used(node)
-        elif what.startswith("evict") and kept:
-            pinned = set(rng.sample(kept, k=rng.randint(0, min(3, len(kept)))))
-            only = what == "evict probationary"
-            victim = tiers[tier].victim(lambda node, pinned=pinned: node not in pinned, probationary_only=only)
-            expected = naive.victim(tier, lambda node, pinned=pinned: node not in pinned, probationary_only=only)
-            assert victim is expected
-            compared += victim is not None
-            if victim is not None:
-                tiers[tier].removed(victim)
-                naive.removed(tier, victim)
-        for each in (0, 1):
-            assert list(tiers[each]) == naive.kept[each]
-            assert [tiers[each].value(node) for node in tiers[each]] == [naive.value(each, n) for n in naive.kept[each]]
-    return compared
-
-
-@pytest.mark.usefixtures("fast_clock")
-@pytest.mark.parametrize("state_blocks", [(0, 2.5), (3, 2.5), (1, 1)])
-def test_two_tiers_decide_as_the_obvious_version_does(state_blocks):
-    assert sum(compare_tiers(random.Random(seed), 300, state_blocks) for seed in range(2)) > 60
-
-
-@pytest.mark.usefixtures("fast_clock")
-def test_a_use_that_both_tiers_count_is_found(monkeypatch):
-    monkeypatch.setattr(RecomputeCostEviction, "used", lambda self, state: self._known.used(state))
-    with pytest.raises(AssertionError):
-        for seed in range(5):
-            compare_tiers(random.Random(seed), 300, (3, 2.5))
 
 
 class Counting(RecomputeCostEviction[Node]):

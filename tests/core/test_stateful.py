@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,48 +45,43 @@ MEMORIES: list[dict[str, Any]] = [  # pages of 1 to 5 blocks and 1 to 8 states, 
     for blocks in sizes
 ]
 CAPS = [None, None, 0, 1, 2, 3, 8]
-token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=24)
+DICE = st.randoms(use_true_random=False)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Few token ids and small blocks, so that prefixes coincide. Budgets range from nothing to plenty."""
+    """Few token ids and small blocks, so that prefixes coincide. Budgets range from nothing to plenty.
 
-    @initialize(
-        block_tokens=st.sampled_from([2, 1, 3, 4]),
-        memory=st.sampled_from(
-            [
-                {"kv_blocks": blocks, "state_slots": slots}
-                for blocks in (16, 0, 6, 10, 40, 300)
-                for slots in (3, 0, 1, 6, 100)
-            ]
-        )
-        | st.builds(
-            lambda memory, cap: memory | {"state_slots": cap}, st.sampled_from(MEMORIES), st.sampled_from(CAPS)
-        ),
-        min_computed_tokens=st.sampled_from([1, 1, 2]),
-        first_state_slot=st.sampled_from([0, 4]),
-        live_states=st.sampled_from([True, True, False]),
-        interval_blocks=st.sampled_from([None, None, 0, 1, 2]),
-        host=st.sampled_from([HOSTS[0], *HOSTS]),
-        eviction_policy=st.sampled_from(["lru", "recompute_cost"]),
-        publishes_early=st.booleans(),
-    )
+    Each rule decides by dice: those of Hypothesis, or of `run_seed`.
+    """
+
+    @initialize(dice=DICE)
     def build(
-        self,
-        block_tokens: int,
-        memory: dict[str, Any],
-        interval_blocks: int | None,
-        host: dict[str, Any],
-        publishes_early: bool,
-        **rules: Any,
+        self, dice: random.Random, memories: list[dict[str, Any]] | None = None, behind: list[str] | None = None
     ) -> None:
-        interval = None if interval_blocks is None else interval_blocks * block_tokens
-        self.engine = ModelEngine(
-            HybridPrefixCache(
-                CacheSettings(block_tokens=block_tokens, retention_interval_tokens=interval, **memory, **host, **rules)
-            )
+        """``memories``: [] for two budgets, None for either; ``behind``: how many entries a tier behind the host keeps."""
+        memories = dice.choice([[], MEMORIES]) if memories is None else memories
+        sizes = {
+            "kv_blocks": dice.choice([0, *[8, 16, 24, 40, 60, 300] * 3]),
+            "state_slots": dice.choice([0, 1, 2, 3, 8, 100]),
+        }
+        if memories:
+            sizes = dice.choice(memories) | {"state_slots": dice.choice(CAPS), "live_states": dice.random() < 0.8}
+        host = dice.choice([HOSTS[0], *HOSTS])
+        if behind is not None:
+            host = dice.choice(HOSTS[1:4]) | {"behind": tier_behind(dice.choice(behind))}
+        block_tokens, interval_blocks = dice.choice([1, 2, 3, 4]), dice.choice([None, None, 0, 1, 3])
+        settings = CacheSettings(
+            block_tokens=block_tokens,
+            first_state_slot=dice.choice([0, 4]),
+            min_computed_tokens=dice.choice([1, 1, 2]),
+            eviction_policy=dice.choice(["lru", "recompute_cost"] if memories else ["lru", "lru", "recompute_cost"]),
+            retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
+            **sizes,
+            **host,
         )
-        self.engine.publishes_early = publishes_early
+        self.engine = ModelEngine(HybridPrefixCache(settings))
+        self.engine.publishes_early = dice.random() < 0.7
+        self.has_host = bool(host)
         self.known: list[list[int]] = [[]]
         self.waiting: list[Request] = []  # preempted
         STEPS["machines"] += 1
@@ -96,7 +92,7 @@ class CacheMachine(RuleBasedStateMachine):
         return [request for request in self.engine.requests if not request.released]
 
     def prefilling(self) -> list[Request]:
-        return [x for x in self.live() if not x.broken and x.planned_tokens < x.prompt_tokens]
+        return [x for x in self.live() if not x.broken and x.planned_tokens < x.prompt_tokens and len(x.plans) < 3]
 
     def decoding(self) -> list[Request]:
         return [x for x in self.live() if not x.broken and not x.plans and len(x.history) >= x.prompt_tokens]
@@ -106,73 +102,94 @@ class CacheMachine(RuleBasedStateMachine):
 
     # -- rules ---------------------------------------------------------------------------------------------------------
 
-    @rule(
-        data=st.data(),
-        own=token_lists,
-        salt=st.sampled_from([*SALTS[:1] * 6, *SALTS]),
-        read=st.sampled_from([True] * 7 + [False]),
-        write=st.sampled_from([True] * 7 + [False]),
-        cap=st.none() | st.none() | st.none() | st.integers(0, 30),
-        first_chunk=st.none() | st.none() | st.integers(1, 12),
-        breakpoints=st.just([]) | st.lists(st.integers(-2, 40), max_size=3),
-        compute=st.sampled_from([True, True, False]),
-        finish=st.booleans(),
-        load=st.booleans(),
-    )
-    def admit(self, data, own, salt, read, write, cap, first_chunk, breakpoints, compute, finish, load) -> None:
-        prefix = data.draw(st.sampled_from(self.known[-12:]))
-        tokens = prefix[: int(len(prefix) * data.draw(st.sampled_from([1, 0.8, 0.5, 0])))] + own
-        self.known.append(tokens)
-        options = {"read": read, "write": write, "max_resume_tokens": cap, "first_chunk": first_chunk}
-        request = None
-        if load and read and cap is None:
-            request = self.engine.admit_from_host(tokens, salt, write=write, first_chunk=first_chunk)
-        if request is None:
-            request = self.engine.admit(tokens, salt, breakpoints=breakpoints, **options)
-        STEPS["hits" if request and request.admission.resume_tokens else "misses" if request else "refused"] += 1
-        if request and compute and (plan := self.engine.plan(request, len(tokens))):
+    @rule(dice=DICE)
+    def admit(self, dice: random.Random) -> None:
+        self.admitted(dice)
+
+    @rule(dice=DICE)
+    def run_prompt(self, dice: random.Random) -> None:
+        request = self.admitted(dice)
+        if request and (plan := self.engine.plan(request, len(request.tokens))):
             self.engine.settle(plan, request, succeeds=True)
-            if finish:
+            if dice.random() < 0.5:
                 self.engine.release(request)
 
-    @precondition(lambda self: self.prefilling())
-    @rule(data=st.data(), tokens=st.integers(1, 9))
-    def plan_chunk(self, data, tokens) -> None:
-        request = data.draw(st.sampled_from(self.prefilling()))
-        if len(request.plans) < 3 and self.engine.plan(request, tokens) is None:
-            self.preempt(request)
+    def admitted(self, dice: random.Random) -> Request | None:
+        """A new request, with a load or without. None: there is no room, or there are many."""
+        if len(self.live()) >= 6:
+            return None
+        prefix = dice.choice(self.known[-8:])
+        prefix = prefix[: dice.randint(0, len(prefix))] if dice.random() < 0.5 else prefix
+        tokens = prefix[:60] + dice.choices(range(3), k=dice.randint(1, 12))
+        self.known.append(tokens)
+        salt = dice.choice(SALTS) if dice.random() < 0.2 else SALTS[0]
+        first_chunk = dice.randint(1, 12) if dice.random() < 0.3 else None
+        if self.has_host and dice.random() < 0.6:
+            meanwhile = partial(self.compute_some, dice) if dice.random() < 0.5 else None
+            loaded = self.engine.admit_from_host(tokens, salt, first_chunk=first_chunk, meanwhile=meanwhile)
+            if loaded is not None:
+                return loaded
+        request = self.engine.admit(
+            tokens,
+            salt,
+            read=dice.random() < 0.9,
+            write=dice.random() < 0.9,
+            max_resume_tokens=dice.randint(0, 30) if dice.random() < 0.1 else None,
+            first_chunk=first_chunk,
+            breakpoints=[dice.randint(-2, 60) for _ in range(2)] if dice.random() < 0.2 else (),
+            meanwhile=partial(self.compute_some, dice) if dice.random() < 0.3 else None,
+        )
+        STEPS["hits" if request and request.admission.resume_tokens else "misses" if request else "refused"] += 1
+        return request
 
-    @precondition(lambda self: self.in_flight())
-    @rule(data=st.data(), succeeds=st.sampled_from([True] * 5 + [False]))
-    def settle(self, data, succeeds) -> None:
-        request = data.draw(st.sampled_from(self.in_flight()))
-        self.engine.settle(request.plans[0], request, succeeds=succeeds)
-        STEPS["published" if succeeds else "abandoned"] += 1
+    def compute_some(self, dice: random.Random) -> None:
+        """Another request evicts, or publishes, between a request's match and its admission."""
+        left = self.prefilling()
+        if left and self.engine.plan(left[0], 100) and dice.random() < 0.5:
+            self.engine.settle(left[0].plans[0], left[0], succeeds=True)
 
-    @precondition(lambda self: self.decoding())
-    @rule(data=st.data(), tokens=token_lists, by_id=st.booleans(), at_once=st.booleans())
-    def decode(self, data, tokens, by_id, at_once) -> None:
-        request = data.draw(st.sampled_from(self.decoding()))
-        ran = self.engine.decode(request, tokens, by_id=by_id, at_once=at_once)
-        if ran:
-            self.engine.checkpoint_decoded(request)
-            self.engine.copy_decoded()
-        self.known.append(list(request.tokens))
-        if not ran:
+    @precondition(prefilling)
+    @rule(dice=DICE)
+    def plan_chunk(self, dice: random.Random) -> None:
+        if some := self.prefilling():
+            request = dice.choice(some)
+            if self.engine.plan(request, dice.choice([1, 3, 7, 100])) is None and not request.plans:
+                self.preempt(request)
+
+    @precondition(in_flight)
+    @rule(dice=DICE)
+    def settle(self, dice: random.Random) -> None:
+        if some := self.in_flight():
+            request = dice.choice(some)
+            self.engine.settle(request.plans[0], request, succeeds=dice.random() < 0.93)
+
+    @precondition(decoding)
+    @rule(dice=DICE)
+    def decode(self, dice: random.Random) -> None:
+        """All that decode have their states kept at block ends."""
+        if not (some := self.decoding()):
+            return
+        request, tokens = dice.choice(some), dice.choices(range(3), k=dice.randint(1, 9))
+        if not self.engine.decode(request, tokens, by_id=dice.random() < 0.5, at_once=dice.random() < 0.5):
             self.waiting.append(request)
             STEPS["preempted"] += 1
+        self.known.append(list(request.tokens))
+        for other in some:
+            if other in self.engine.requests:
+                self.engine.checkpoint_decoded(other)
+        self.engine.copy_decoded()
 
-    @precondition(lambda self: self.live())
-    @rule(data=st.data())
-    def release(self, data) -> None:
-        request = data.draw(st.sampled_from(self.live()))
-        STEPS["aborted in flight" if request.plans else "released"] += 1
-        self.engine.release(request)
-
-    @precondition(lambda self: any(not request.plans for request in self.live()))
-    @rule(data=st.data())
-    def preempt_one(self, data) -> None:
-        self.preempt(data.draw(st.sampled_from([request for request in self.live() if not request.plans])))
+    @precondition(live)
+    @rule(dice=DICE)
+    def end_one(self, dice: random.Random) -> None:
+        """A request ends, or is preempted."""
+        if some := self.live():
+            request = dice.choice(some)
+            STEPS["aborted in flight" if request.plans else "released"] += 1
+            if dice.random() < 0.3 and not request.plans:
+                self.preempt(request)
+            else:
+                self.engine.release(request)
 
     def preempt(self, request: Request) -> None:
         STEPS["swapped out"] += self.engine.swap_out(request)
@@ -181,12 +198,16 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def readmit(self) -> None:
-        request = self.waiting.pop(0)
-        STEPS["readmitted"] += readmit(self.engine, request)
+        """A preempted request goes on where it was, or starts over."""
+        if self.waiting:
+            request, engine = self.waiting.pop(0), self.engine
+            again = engine.admit_from_host(request.tokens, request.salt, write=request.write, preempted=request)
+            again = again or engine.admit(request.tokens, request.salt, write=request.write)
+            STEPS["readmitted"] += again is not None
 
-    @rule(index=st.integers(0, 100))
-    def spoil(self, index) -> None:
-        self.engine.spoil(index)
+    @rule(dice=DICE)
+    def spoil(self, dice: random.Random) -> None:
+        self.engine.spoil(dice.randrange(1000))
 
     @rule()
     def rewind(self) -> None:
@@ -199,24 +220,21 @@ class CacheMachine(RuleBasedStateMachine):
         self.engine.cache.check_integrity()
         self.engine.cache.blocks.free(block_ids)
 
-    @rule(
-        what=st.sampled_from(["nothing"] * 5 + ["new weights", "reset", "keys of before"]),
-        epochs=st.none() | st.integers(0, 7),
-        tokens=token_lists,
-    )
-    def rarely(self, what, epochs, tokens) -> None:
+    @rule(dice=DICE)
+    def rarely(self, dice: random.Random) -> None:
         cache = self.engine.cache
+        what = dice.choice(["nothing"] * 5 + ["new weights", "reset", "keys of before"])
         STEPS[what] += 1
         if what == "new weights":
-            cache.invalidate(epochs and cache.epoch + epochs)
+            cache.invalidate(dice.choice([None, cache.epoch + dice.randint(0, 7)]))
         elif what == "reset":
             self.engine.reset()
         elif what == "keys of before":
-            self.admit_with_earlier_prefix_request(tokens)
+            self.admit_with_earlier_prefix_request(dice.choices(range(2), k=dice.randint(1, 24)))
 
     @precondition(lambda self: self.engine.stale_plans)
     @rule(succeeds=st.booleans())
-    def settle_after_reset(self, succeeds) -> None:
+    def settle_after_reset(self, succeeds: bool) -> None:
         plan = self.engine.stale_plans.pop()
         self.engine.cache.publish(plan) if succeeds else self.engine.cache.abandon(plan)
 
@@ -244,132 +262,34 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
-            count_checks(self.engine)
+            stats = self.engine.cache.stats()
+            STEPS["evictions"] += stats.evictions
+            STEPS["kv evictions"] += stats.kv_evictions
+            STEPS["skipped"] += stats.checkpoints_skipped
+            STEPS["lost"] += stats.lost_tokens_no_state
+            STEPS.update(stats.checkpoints_by_reason)
+            STEPS.update(self.engine.seen)
             self.engine.drain()
 
 
-def readmit(engine: ModelEngine, request: Request) -> bool:
-    """A preempted request goes on where it was, or starts over."""
-    if engine.admit_from_host(request.tokens, request.salt, write=request.write, preempted=request):
-        return True
-    return engine.admit(request.tokens, request.salt, write=request.write) is not None
-
-
-def count_checks(engine: ModelEngine) -> None:
-    stats = engine.cache.stats()
-    STEPS["evictions"] += stats.evictions
-    STEPS["kv evictions"] += stats.kv_evictions
-    STEPS["skipped"] += stats.checkpoints_skipped
-    STEPS["lost"] += stats.lost_tokens_no_state
-    STEPS.update(stats.checkpoints_by_reason)
-    STEPS.update(engine.seen)
+WEIGHTS = {
+    **{CacheMachine.admit: 30, CacheMachine.plan_chunk: 45, CacheMachine.settle: 45, CacheMachine.decode: 25},
+    **{CacheMachine.end_one: 20, CacheMachine.rarely: 1, CacheMachine.spoil: 4},
+}
 
 
 def run_seed(seed: int, steps: int, behind: list[str] | None = None, memories: list[dict[str, Any]] = MEMORIES) -> None:
     """The same machine without Hypothesis: more, and more typical, traffic in the same time."""
-    rng = random.Random(seed)
-    # Separate generators, so that seeds give the same traffic as before.
-    sizes = {"kv_blocks": rng.choice([8, 16, 24, 40, 60, 300]), "state_slots": rng.choice([0, 1, 2, 3, 8, 100])}
-    block_tokens = rng.choice([1, 2, 3, 4])
-    retention, tier, memory = (random.Random(f"{what} {seed}") for what in ("retention", "host", "memory"))
-    interval_blocks = retention.choice([None, None, 0, 1, 3])
-    host = tier.choice([HOSTS[0], *HOSTS])
-    if behind is not None:
-        host = tier.choice(HOSTS[1:4]) | {"behind": tier_behind(tier.choice(behind))}
-    policy = memory.choice(["lru", "recompute_cost"])
-    if memories:
-        sizes = memory.choice(memories) | {"state_slots": memory.choice(CAPS), "live_states": memory.random() < 0.8}
-    cache = HybridPrefixCache(
-        CacheSettings(
-            block_tokens=block_tokens,
-            first_state_slot=rng.choice([0, 4]),
-            min_computed_tokens=rng.choice([1, 1, 2]),
-            eviction_policy=policy if memories else "lru",
-            retention_interval_tokens=None if interval_blocks is None else interval_blocks * block_tokens,
-            **sizes,
-            **host,
-        )
-    )
-    engine = ModelEngine(cache)
-    engine.publishes_early = random.Random(f"early {seed}").random() < 0.7
-    known: list[list[int]] = [[]]
-    waiting: list[Request] = []
+    dice, machine = random.Random(seed), CacheMachine()
+    machine.build(dice, memories, behind)
+    weights = WEIGHTS | ({CacheMachine.spoil: 20} if behind is not None else {})
     for _ in range(steps):
-        live = [x for x in engine.requests if not x.released]
-        prefilling = [x for x in live if not x.broken and x.planned_tokens < x.prompt_tokens and len(x.plans) < 3]
-        decoding = [x for x in live if not x.broken and not x.plans and len(x.history) >= x.prompt_tokens]
-        in_flight = [x for x in engine.requests if x.plans]
-        what = rng.choices(range(8), weights=[30, 45, 45, 25, 20, 12, 0.6, 0.3])[0]
-        if what == 0 and len(live) < 6:
-            prefix = rng.choice(known[-8:])
-            tokens = prefix[: rng.randint(0, len(prefix))] if rng.random() < 0.5 else list(prefix)
-            tokens = tokens[:60] + rng.choices(range(3), k=rng.randint(1, 12))
-            known.append(tokens)
-
-            def meanwhile(prefilling: list[Request] = prefilling) -> None:
-                """Another request evicts, or publishes, between this one's match and its admission."""
-                left = [x for x in prefilling if x.planned_tokens < x.prompt_tokens]
-                if left and engine.plan(left[0], 100) and rng.random() < 0.5:
-                    engine.settle(left[0].plans[0], left[0], succeeds=True)
-
-            if host and tier.random() < 0.6:
-                salt = tier.choice(SALTS) if tier.random() < 0.2 else SALTS[0]
-                first_chunk = tier.randint(1, 12) if tier.random() < 0.3 else None
-                between = meanwhile if tier.random() < 0.5 else None
-                if engine.admit_from_host(tokens, salt, first_chunk=first_chunk, meanwhile=between):
-                    engine.check()
-                    continue
-            request = engine.admit(
-                tokens,
-                rng.choice(SALTS) if rng.random() < 0.2 else SALTS[0],
-                read=rng.random() < 0.9,
-                write=rng.random() < 0.9,
-                max_resume_tokens=rng.randint(0, 30) if rng.random() < 0.1 else None,
-                first_chunk=rng.randint(1, 12) if rng.random() < 0.3 else None,
-                breakpoints=retention.sample(range(60), 2) if retention.random() < 0.2 else (),
-                meanwhile=meanwhile if rng.random() < 0.3 else None,
-            )
-            STEPS["hits" if request and request.admission.resume_tokens else "misses" if request else "refused"] += 1
-        elif what == 1 and prefilling:
-            request = rng.choice(prefilling)
-            if engine.plan(request, rng.choice([1, 3, 7, 100])) is None and not request.plans:
-                STEPS["swapped out"] += engine.swap_out(request)
-                waiting.append(request)
-        elif what == 2 and in_flight:
-            request = rng.choice(in_flight)
-            engine.settle(request.plans[0], request, succeeds=rng.random() < 0.93)
-        elif what == 3 and decoding:
-            request = rng.choice(decoding)
-            tokens = rng.choices(range(3), k=rng.randint(1, 9))
-            if not engine.decode(request, tokens, by_id=rng.random() < 0.5, at_once=rng.random() < 0.5):
-                waiting.append(request)
-                STEPS["preempted"] += 1
-            known.append(list(request.tokens))
-            for other in [x for x in decoding if x in engine.requests]:
-                engine.checkpoint_decoded(other)
-            engine.copy_decoded()
-        elif what == 4 and live:
-            request = rng.choice(live)
-            STEPS["aborted in flight" if request.plans else "released"] += 1
-            if tier.random() < 0.3 and not request.plans:
-                STEPS["swapped out"] += engine.swap_out(request)
-                waiting.append(request)
-            else:
-                engine.release(request)
-        elif what == 5 and waiting:
-            request = waiting.pop(0)
-            STEPS["readmitted"] += readmit(engine, request)
-        elif what == 6:
-            cache.invalidate()
-        elif what == 7:
-            engine.reset()
-        if host and tier.random() < (0.02 if behind is None else 0.15):
-            engine.spoil(tier.randrange(1000))
-        engine.check()
-        STEPS["steps"] += 1
-    STEPS["machines"] += 1
-    count_checks(engine)
-    engine.drain()
+        (step,) = dice.choices(list(weights), weights.values())
+        step(machine, dice)
+        if dice.random() < 0.07:
+            machine.readmit()
+        machine.everything_holds()
+    machine.teardown()
 
 
 def fail_unless_a_seed_fails() -> None:

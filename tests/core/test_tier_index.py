@@ -124,9 +124,11 @@ def test_a_made_up_trace(compared, kind, eviction):
     assert EVICTED["KVBlocks"] > 200 and EVICTED["HostEntries"] > 100, EVICTED
 
 
-@pytest.mark.parametrize("memories", [[], test_stateful.MEMORIES], ids=["two budgets", "one memory"])
-def test_random_traffic(compared, memories):
-    for seed in range(12):
+@pytest.mark.parametrize(
+    ("memories", "seeds"), [([], 12), (test_stateful.MEMORIES, 24)], ids=["two budgets", "one memory"]
+)
+def test_random_traffic(compared, memories, seeds):
+    for seed in range(seeds):
         test_stateful.run_seed(seed, 120, memories=memories)
     assert EVICTED["KVBlocks"] > 100 and EVICTED["HostEntries"] > 10, EVICTED
 

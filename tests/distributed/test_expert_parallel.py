@@ -15,7 +15,7 @@ from tests.harness.engine_helpers import assert_matches
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
 from tests.harness.naive_model import NaiveHybridModel
 from tests.harness.workers import expert_parallel as worker
-from tests.harness.workers.launch import run_ranks
+from tests.harness.workers.launch import need_ranks, run_ranks
 
 
 def by_layout(layout):
@@ -68,6 +68,7 @@ def ranks_of(alone, tmp_path_factory):
     @cache
     def start(layout):
         tp, ep = layout
+        need_ranks(tp * ep)
         folder = tmp_path_factory.mktemp("ranks")
         save_checkpoint(alone(layout).model, folder / "checkpoint")
         found = run_ranks("expert_parallel.py", folder / "found.json", tp, ep, folder / "checkpoint", ranks=tp * ep)

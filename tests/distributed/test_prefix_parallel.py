@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_parallel import assert_same
-from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_same
 from tests.harness.rank_stats import alike_on_ranks
 from tests.harness.selection import mostly_slow
 from tests.harness.workers import prefix_parallel as worker
-from tests.harness.workers.launch import run_ranks
+from tests.harness.workers.launch import need_ranks, run_ranks
 
 pytestmark = pytest.mark.multi
 
@@ -48,6 +47,7 @@ def launch(tmp_path_factory):
 
     def start(layout: tuple[int, int], pattern: str) -> tuple[list[Any], list[str]]:
         case = layout, pattern
+        need_ranks(layout[0] * layout[1])
         if case not in outcomes:
             tp, pp = layout
             out = tmp_path_factory.mktemp("ranks") / "found.json"
@@ -98,8 +98,8 @@ def test_answers_are_those_of_one_rank_without_a_cache(case, alone, name):
     _, pattern, ranks = case
     for mode in worker.modes_of(pattern):
         right = alone(pattern, mode, name, cached=False)["answers"]
-        for rank in ranks:
-            assert_same(rank[mode][name]["answers"], right)
+        most = max(assert_same(rank[mode][name]["answers"], right) for rank in ranks)
+        print(f"{mode}: log-probs within {most:.1e} of one rank's")
 
 
 @pytest.mark.parametrize("name", worker.SCENARIOS)
@@ -171,14 +171,6 @@ def test_a_budget_that_is_too_small_on_one_stage_is_refused_on_all(launch, layou
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_new_weights_of_one_rank_are_noticed_by_all(launch, layout):
-    """They decide alike, without a word of the trainer."""
-    hit = 2 * worker.BLOCK_TOKENS
-    for found in launch(layout, PATTERNS[layout][0])[0]:
-        assert found["noticed"] == [0, hit, 0, hit]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_ranks_that_decide_differently_stop_with_both_decisions(launch, layout):
     ranks = [found["disagreement"] for found in launch(layout, PATTERNS[layout][0])[0]]
     assert len(set(ranks)) == 1
@@ -190,3 +182,11 @@ def test_ranks_that_decide_differently_stop_with_both_decisions(launch, layout):
         r"from slot None, keeps \[\]",
         ranks[0],
     ), ranks[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_new_weights_of_one_rank_are_noticed_by_all(launch, layout):
+    """They decide alike, without a word of the trainer."""
+    hit = 2 * worker.BLOCK_TOKENS
+    for found in launch(layout, PATTERNS[layout][0])[0]:
+        assert found["noticed"] == [0, hit, 0, hit]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,33 @@ def run_to_end(engine: Any, finished: dict[int, Any], steps: int | None = None) 
             request = record.merge()
             finished[request.request_id] = request
         steps = None if steps is None else steps - 1
+
+
+def described(finished: dict[int, Any]) -> list[dict[str, Any]]:
+    """Finished requests in the order of their ids, as values that JSON can hold."""
+    return [
+        {
+            "tokens": list(map(int, request.generated_tokens)),
+            "log_probs": list(request.generated_log_probs),
+            "cached_tokens": request.num_cached_tokens,
+        }
+        for _, request in sorted(finished.items())
+    ]
+
+
+def assert_same(answers: Sequence[dict[str, Any]], right: Sequence[dict[str, Any]]) -> float:
+    """Checks that answers of `described` have the tokens of others, and their log-probs within `LOG_PROB_NOISE`.
+
+    Returns:
+        The largest difference of log-probs.
+    """
+    assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in right]
+    gaps = [0.0]
+    for answer, reference in zip(answers, right, strict=True):
+        assert len(answer["log_probs"]) == len(answer["tokens"])
+        gaps += [abs(a - b) for a, b in zip(answer["log_probs"], reference["log_probs"], strict=True)]
+    assert all(gap <= LOG_PROB_NOISE for gap in gaps), f"log-probs are off by {max(gaps):.1e}"
+    return max(gaps)
 
 
 # Log-probs of two float32 runs of a preset: `NOISES` times the largest noise of any position (`NaiveHybridModel.noise`),

@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_hybrid_prefix import build_engine
-from megatron_hybrid_prefix.models import HybridModelConfig
+from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
 from tests.harness.engine_helpers import greedy, run_to_end
 from tests.harness.hf_state_dict import hf_shapes
 from tests.harness.limits import HANG_S
@@ -22,39 +21,24 @@ REFERENCE = Path(__file__).parent / "workers" / "hf_reference.py"
 NEW_TOKENS = 8
 
 # No two dimensions agree by chance: inner 96, conv 160, query heads 80, key and value heads 40.
-NEMOTRON_H = HybridModelConfig(
-    layer_pattern="M*-M-*M",
-    hidden_size=64,
-    vocab_size=272,
-    max_sequence_length=1024,
-    mamba_num_heads=8,
-    mamba_head_dim=12,
-    mamba_state_dim=16,
-    mamba_num_groups=2,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=20,
-    ffn_hidden_size=112,
-    dtype="float32",
-)
 NEMOTRON_H_ASKED = {
     "architecture": "NemotronH",
     "model": {
-        "hybrid_override_pattern": NEMOTRON_H.layer_pattern,
-        "hidden_size": NEMOTRON_H.hidden_size,
-        "vocab_size": NEMOTRON_H.vocab_size,
-        "mamba_num_heads": NEMOTRON_H.mamba_num_heads,
-        "mamba_head_dim": NEMOTRON_H.mamba_head_dim,
-        "ssm_state_size": NEMOTRON_H.mamba_state_dim,
-        "n_groups": NEMOTRON_H.mamba_num_groups,
-        "conv_kernel": NEMOTRON_H.d_conv,
+        "hybrid_override_pattern": "M*-M-*M",
+        "hidden_size": 64,
+        "vocab_size": 272,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "conv_kernel": 4,
         "chunk_size": 32,  # another grid than megatron's: the result may not depend on it
-        "num_attention_heads": NEMOTRON_H.num_attention_heads,
-        "num_key_value_heads": NEMOTRON_H.num_query_groups,
-        "head_dim": NEMOTRON_H.kv_channels,
-        "intermediate_size": NEMOTRON_H.ffn_hidden_size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "intermediate_size": 112,
         "mlp_hidden_act": "relu2",
-        "layer_norm_epsilon": NEMOTRON_H.layernorm_epsilon,
+        "layer_norm_epsilon": 1e-5,
         "use_conv_bias": True,
         "use_bias": False,
     },
@@ -64,127 +48,65 @@ NEMOTRON_H_ASKED = {
 }
 
 # The bias changes which experts are chosen; 2 of 4 groups; weights are scaled.
-NEMOTRON_H_EXPERTS = replace(
-    NEMOTRON_H,
-    layer_pattern="M*E-ME*M",
-    num_moe_experts=16,
-    moe_router_topk=4,
-    moe_router_score="sigmoid",
-    moe_router_groups=4,
-    moe_router_topk_groups=2,
-    moe_router_scaling=2.5,
-    moe_ffn_hidden_size=40,
-    moe_shared_expert_intermediate_size=48,
-)
 NEMOTRON_H_EXPERTS_ASKED = NEMOTRON_H_ASKED | {
     "model": NEMOTRON_H_ASKED["model"]
     | {
-        "hybrid_override_pattern": NEMOTRON_H_EXPERTS.layer_pattern,
-        "n_routed_experts": NEMOTRON_H_EXPERTS.num_moe_experts,
-        "num_experts_per_tok": NEMOTRON_H_EXPERTS.moe_router_topk,
-        "n_group": NEMOTRON_H_EXPERTS.moe_router_groups,
-        "topk_group": NEMOTRON_H_EXPERTS.moe_router_topk_groups,
-        "routed_scaling_factor": NEMOTRON_H_EXPERTS.moe_router_scaling,
-        "moe_intermediate_size": NEMOTRON_H_EXPERTS.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": NEMOTRON_H_EXPERTS.moe_shared_expert_intermediate_size,
+        "hybrid_override_pattern": "M*E-ME*M",
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 48,
     },
 }
 
 # Three value heads share a key head, two query heads a key and value head. The last layer has an MLP and no experts.
-QWEN3_NEXT = HybridModelConfig(
-    layer_pattern="GEGEGE*EG-",
-    hidden_size=64,
-    vocab_size=272,
-    max_sequence_length=1024,
-    gdn_num_key_heads=2,
-    gdn_num_value_heads=6,
-    gdn_key_head_dim=20,
-    gdn_value_head_dim=12,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=24,
-    ffn_hidden_size=112,
-    activation="swiglu",
-    rotary_base=10_000_000,
-    rotary_fraction=0.25,
-    attention_output_gate=True,
-    qk_norm=True,
-    float32_norms=True,
-    layernorm_epsilon=1e-6,
-    num_moe_experts=8,
-    moe_router_topk=3,
-    moe_ffn_hidden_size=40,
-    moe_shared_expert_intermediate_size=48,
-    moe_shared_expert_gate=True,
-    dtype="float32",
-)
 QWEN3_NEXT_ASKED = {
     "architecture": "Qwen3Next",
     "model": {
-        "hidden_size": QWEN3_NEXT.hidden_size,
-        "vocab_size": QWEN3_NEXT.vocab_size,
+        "hidden_size": 64,
+        "vocab_size": 272,
         "num_hidden_layers": 5,
         "layer_types": [*["linear_attention"] * 3, "full_attention", "linear_attention"],
         "mlp_only_layers": [4],
-        "linear_num_key_heads": QWEN3_NEXT.gdn_num_key_heads,
-        "linear_num_value_heads": QWEN3_NEXT.gdn_num_value_heads,
-        "linear_key_head_dim": QWEN3_NEXT.gdn_key_head_dim,
-        "linear_value_head_dim": QWEN3_NEXT.gdn_value_head_dim,
-        "linear_conv_kernel_dim": QWEN3_NEXT.d_conv,
-        "num_attention_heads": QWEN3_NEXT.num_attention_heads,
-        "num_key_value_heads": QWEN3_NEXT.num_query_groups,
-        "head_dim": QWEN3_NEXT.kv_channels,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": float(QWEN3_NEXT.rotary_base or 0),
-            "partial_rotary_factor": QWEN3_NEXT.rotary_fraction,
-        },
-        "intermediate_size": QWEN3_NEXT.ffn_hidden_size,
-        "num_experts": QWEN3_NEXT.num_moe_experts,
-        "num_experts_per_tok": QWEN3_NEXT.moe_router_topk,
-        "moe_intermediate_size": QWEN3_NEXT.moe_ffn_hidden_size,
-        "shared_expert_intermediate_size": QWEN3_NEXT.moe_shared_expert_intermediate_size,
-        "rms_norm_eps": QWEN3_NEXT.layernorm_epsilon,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 20,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "intermediate_size": 112,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48,
+        "rms_norm_eps": 1e-6,
     },
     "prompt_lengths": (1, 2, 3, 4, 63, 64, 65, 128, 300),
     "new_tokens": NEW_TOKENS,
     "seed": 8,  # no choice between two experts is close, see `router_margin`
 }
 
-
-BAMBA = HybridModelConfig(
-    layer_pattern="M-*-M-*-",
-    hidden_size=64,
-    vocab_size=272,
-    max_sequence_length=1024,
-    mamba_num_heads=8,
-    mamba_head_dim=16,
-    mamba_state_dim=24,
-    mamba_num_groups=2,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=16,
-    ffn_hidden_size=112,
-    activation="swiglu",
-    rotary_base=10_000,
-    rotary_fraction=0.5,
-    dtype="float32",
-)
 BAMBA_ASKED = {
     "architecture": "Bamba",
     "model": {
         "num_hidden_layers": 4,
         "attn_layer_indices": [1, 3],
-        "hidden_size": BAMBA.hidden_size,
-        "vocab_size": BAMBA.vocab_size,
-        "mamba_n_heads": BAMBA.mamba_num_heads,
+        "hidden_size": 64,
+        "vocab_size": 272,
+        "mamba_n_heads": 8,
         "mamba_d_head": "auto",
-        "mamba_d_state": BAMBA.mamba_state_dim,
-        "mamba_n_groups": BAMBA.mamba_num_groups,
-        "num_attention_heads": BAMBA.num_attention_heads,
-        "num_key_value_heads": BAMBA.num_query_groups,
-        "intermediate_size": BAMBA.ffn_hidden_size,
-        "rms_norm_eps": BAMBA.layernorm_epsilon,
+        "mamba_d_state": 24,
+        "mamba_n_groups": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 112,
+        "rms_norm_eps": 1e-5,
         "mamba_chunk_size": 32,
     },
     "prompt_lengths": (1, 3, 64, 129),
@@ -192,12 +114,25 @@ BAMBA_ASKED = {
     "seed": 1,
 }
 
+
+def config_json(model_type: str, asked: dict[str, Any], *, tied: bool = False) -> dict[str, Any]:
+    """What a folder's ``config.json`` says."""
+    own = {"model_type": model_type.removesuffix("_experts"), "dtype": "float32", "tie_word_embeddings": tied}
+    return asked["model"] | own | {"max_position_embeddings": 1024}
+
+
+# By kind: the dimensions as the package reads them (parity with the answers of transformers shows that they are right), and what
+# transformers is asked for.
 MODELS = {
-    "bamba": (BAMBA, BAMBA_ASKED),
-    "nemotron_h": (NEMOTRON_H, NEMOTRON_H_ASKED),
-    "nemotron_h_experts": (NEMOTRON_H_EXPERTS, NEMOTRON_H_EXPERTS_ASKED),
-    "qwen3_next": (QWEN3_NEXT, QWEN3_NEXT_ASKED),
+    name: (dimensions_of(config_json(name, asked), name), asked)
+    for name, asked in {
+        "bamba": BAMBA_ASKED,
+        "nemotron_h": NEMOTRON_H_ASKED,
+        "nemotron_h_experts": NEMOTRON_H_EXPERTS_ASKED,
+        "qwen3_next": QWEN3_NEXT_ASKED,
+    }.items()
 }
+BAMBA, NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_NEXT = (config for config, _ in MODELS.values())
 
 
 def make_folder(
@@ -212,13 +147,8 @@ def make_folder(
     from safetensors.torch import save_file
 
     config, asked = MODELS[model_type]
-    given = asked["model"] | {
-        "model_type": model_type.removesuffix("_experts"),
-        "dtype": "float32",
-        "tie_word_embeddings": tied,
-    }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(given | {"max_position_embeddings": config.max_sequence_length}))
+    (folder / "config.json").write_text(json.dumps(config_json(model_type, asked, tied=tied)))
     generator = torch.Generator().manual_seed(1)
     weights = {
         name: torch.randn(shape, generator=generator).to(dtype)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES
-from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.engine_helpers import assert_same
 from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness
 from tests.harness.limits import HANG_S
@@ -162,9 +162,7 @@ def check_ranks(ranks: list[dict[str, Any]]) -> None:
         for name, (cached, fallbacks) in expected.items():
             assert [answer["cached_tokens"] for answer in found[name]["answers"]] == cached, name
             assert found[name]["fallbacks"] == fallbacks, name
-            for answer, right in zip(found[name]["answers"], ranks[0]["off"]["answers"], strict=True):
-                assert answer["tokens"] == right["tokens"]
-                assert answer["log_probs"] == pytest.approx(right["log_probs"], rel=0, abs=LOG_PROB_NOISE)
+            assert_same(found[name]["answers"], ranks[0]["off"]["answers"])
 
 
 def check_mooncake_ranks(ranks: list[dict[str, Any]]) -> None:

@@ -20,13 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.entries import KV, data, prompt_tags, tag
-from tests.core.test_mooncake_tier import Process, object_of
 from tests.harness.fake_mooncake import FakeCluster, FakeStore
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.limits import HANG_S, wait_until
-from tests.harness.shared_tiers import check_mooncake_ranks, stats_of, tier_of, written
-from tests.harness.workers.launch import WORKERS, free_port, run_prepared, run_ranks
+from tests.harness.shared_tiers import stats_of, tier_of, written
+from tests.harness.workers.launch import WORKERS, free_port, run_prepared
 
 store_module = pytest.importorskip("mooncake.store", reason="needs scripts/mooncake.sh", exc_type=ImportError)
 PROGRAMS = Path(store_module.__file__).parent
@@ -156,32 +154,6 @@ def test_the_fake_returns_the_same_codes(cluster, which):
     assert store.close() == 0 == other.close()
 
 
-def test_two_writers_of_one_key_with_other_bytes(cluster):
-    one, other = (Process(master_port=cluster.port) for _ in range(2))
-    of = tag(KV, 1, 1)
-    assert one.put(of) == [True] == other.put(of, writer=1)
-    assert one.holds(of) and other.holds(of)
-    assert one.counts == {} == other.counts
-
-
-def test_an_object_that_is_not_valid_is_removed_and_written_again(cluster):
-    one, tags = Process(master_port=cluster.port), prompt_tags(1, 2)
-    one.put(*tags)
-    for number, spoilt in enumerate((bytes(len(data(tags[0])) + 104), b"short", bytes(10_000))):
-        replace(one, tags[0], spoilt)
-        assert not one.holds(tags[0]) and one.counts == {"not_valid": number + 1}
-        one.settle()
-        assert one.put(tags[0]) == [True] and one.holds(tags[0])
-
-
-def replace(user: Process, of: Any, content: bytes) -> None:
-    """Another object under the name of this entry."""
-    client, name = user.tier._client, object_of(user, of)
-    memory = np.frombuffer(content, np.uint8)
-    assert client.call("remove", name, True) == 0
-    assert client.call("batch_put_from_multi_buffers", [name], [[memory.ctypes.data]], [[len(content)]]) == [0]
-
-
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
@@ -201,23 +173,6 @@ def test_what_one_process_computed_others_resume(model, cluster, tmp_path):
         assert found["faults"] == {} == found["fallbacks"]
     assert first["answers"][0]["log_probs"] == pytest.approx(answer.generated_log_probs, rel=0, abs=1e-5)
     assert second["answers"][0]["log_probs"] == list(answer.generated_log_probs)
-    served.check()
-    served.check_drained()
-
-
-def test_a_flipped_bit(model, cluster):
-    tier = tier_of(computed(model, cluster))
-    names = [name for name in tier._answers if "/state/" in name and tier._answers[name][0]]
-    size = tier._client.call("get_size", names[0])
-    memory = np.zeros(size, np.uint8)
-    where = ([names[0]], [[memory.ctypes.data]], [[size]])
-    assert tier._client.call("batch_get_into_multi_buffers", *where) == [size]
-    memory[-17] ^= 4
-    assert tier._client.call("remove", names[0], True) == 0
-    assert tier._client.call("batch_put_from_multi_buffers", *where) == [0]
-    served = start(model, cluster)
-    assert served.send(PROMPT).num_cached_tokens == 0
-    assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1} and stats_of(served).faults["wrong"] > 0
     served.check()
     served.check_drained()
 
@@ -298,11 +253,6 @@ def test_who_hangs_is_waited_for_as_long_as_set(model, cluster, who):
     wait_until(lambda: not tier_of(served)._reads, "the reads return")
     served.check()
     served.check_drained()
-
-
-@pytest.mark.multi
-def test_a_load_that_is_late_on_one_rank_is_a_miss_on_all(cluster, tmp_path):
-    check_mooncake_ranks(run_ranks("mooncake_tier.py", tmp_path / "found.json", f"127.0.0.1:{cluster.port}"))
 
 
 def test_the_admin_port_is_on_loopback(cluster):

@@ -1,36 +1,82 @@
-"""Requests through megatron's data-parallel coordinator, as JSON. Usage: ``torchrun coordinator.py OUT.json``.
+"""Requests through megatron's data-parallel coordinator, as JSON: of several tenants, and bad ones among good ones.
 
-One process holds the engine and the client; the coordinator is a second one, which imports this file: so the main
-guard, and the imports inside functions.
+Usage: ``torchrun coordinator.py OUT.json COUNT`` on one rank; COUNT bad ones.
+
+The coordinator is a process that imports this file: so the main guard, and the imports inside functions.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
+from itertools import batched
 
 from tests.harness.limits import HANG_S
 
-BLOCK_TOKENS = 64
-NEW_TOKENS = 5
+TOGETHER = 8  # requests at a time
+SEED = 7
 
 
-async def ask(client, prompt, **attributes):
-    """Sends one request and waits for its reply; returns what the client gets."""
-    from tests.harness.engine_helpers import greedy
+def fields():
+    """Fields of megatron's ``InferenceConfig``."""
+    from tests.harness.bad_requests import BLOCK, LIMIT_TOKENS
 
-    params = greedy(NEW_TOKENS)
-    params.add_attributes(attributes)
-    return await asyncio.wait_for(client.add_request(prompt, params), timeout=HANG_S)
+    sizes = {"max_sequence_length": LIMIT_TOKENS, "max_tokens": LIMIT_TOKENS, "max_requests": 4, "buffer_size_gb": 0.02}
+    return sizes | {"block_size_tokens": BLOCK}
 
 
-async def talk(client, engine, prompt):
-    """All replies by name: the answer, and the returned sampling parameters."""
-    replies = {}
+def alone(model):
+    """The answers of the good requests, each alone."""
+    from megatron_hybrid_prefix import build_engine
+    from tests.harness.bad_requests import good_requests, params
+
+    engine = build_engine(model, **fields())
+    return [
+        list(engine.generate([asked.prompt], params(asked.fields))[0].merge().generated_tokens)
+        for asked in good_requests()
+    ]
+
+
+def why(reply):
+    """The error of a failed reply; None: it is complete."""
+    if not reply.failed():
+        return None
+    return "; ".join(str(event.payload) for event in reply.events if isinstance(event.payload, Exception))
+
+
+async def ask(llm, name, number, asked, found):
+    """Sends one request, with a good prompt before the bad one."""
+    from tests.harness.bad_requests import GOOD_PROMPT, params
+
+    prompts = [asked.prompt] if name is None else [GOOD_PROMPT, asked.prompt]
+    replies = await asyncio.wait_for(llm.generate(prompts, params(asked.fields)), timeout=HANG_S)
+    reasons = [why(reply) for reply in replies]
+    if name is None:
+        found["sent"] += 1
+        found["answers"].append([number, list(replies[0].generated_tokens)])
+        found["wrong"] += [["good", reason] for reason in reasons if reason is not None]
+        return
+    found["refused"] += 1
+    if (reasons[0] is None) != name.startswith("prompt: ") or asked.named not in (reasons[1] or ""):
+        found["wrong"].append([name, *reasons])
+
+
+async def tenants(llm):
+    """Replies to one prompt, by name."""
+    from tests.harness.bad_requests import BLOCK, params
+    from tests.harness.engine_helpers import random_tokens
+
+    prompt, replies = random_tokens(2 * BLOCK + 3, seed=5), {}
 
     async def send(name, tokens=prompt, **attributes):
-        replies[name] = await ask(client, tokens, **attributes)
+        (reply,) = await asyncio.wait_for(llm.generate([tokens], params(attributes)), timeout=HANG_S)
+        replies[name] = {
+            "tokens": list(reply.generated_tokens),
+            "cached_tokens": reply.num_cached_tokens,
+            "prompt_tokens": None if reply.prompt_tokens is None else reply.prompt_tokens.tolist(),
+            "params": {name: value for name, value in vars(reply.sampling_params).items() if name.startswith("cache_")},
+            "keys": list(reply.precomputed_block_hashes),
+        }
 
     await send("a first", cache_salt="a")
     await send("a second", cache_salt="a", return_prompt_tokens=True)
@@ -42,97 +88,69 @@ async def talk(client, engine, prompt):
     await send("a without reading", cache_salt="a", cache_read=False)
     await send("a as text", tokens="a" * len(prompt), cache_salt="a")
     # Together, so that both tenants are in one batch.
-    names = ["a", "b", "a", "c"]
-    together = await asyncio.gather(*(ask(client, prompt, cache_salt=salt) for salt in names))
-    replies |= {
-        f"{name} together {number}": reply for number, (name, reply) in enumerate(zip(names, together, strict=True))
-    }
+    await asyncio.gather(*(send(f"{salt} together", cache_salt=salt) for salt in ("a", "b", "c")))
     await send("a not kept", tokens=prompt[::-1], cache_salt="a", cache_write=False)
     await send("a after not kept", tokens=prompt[::-1], cache_salt="a")
-    await send("too long", tokens=prompt * 4, cache_salt="a")
-    client.set_generation_epoch(1)
-    await send("a with new weights", cache_salt="a")
-    await send("a with new weights again", cache_salt="a")
-    client.pause_engines()  # as a trainer does that changes weights in between, and says nothing of it
-    await asyncio.wait_for(wait_for_state(engine, "PAUSED"), timeout=HANG_S)
-    next(engine.controller.inference_wrapped_model.model.parameters()).data.mul_(1.1)
-    client.unpause_engines()
-    await send("a after a pause", cache_salt="a")
     return replies
 
 
-async def serve(engine, conversation):
-    """Starts the coordinator, runs ``conversation(client)`` with the engine behind it, and stops both. Returns the
-    replies.
-    """
-    from megatron.core.inference.inference_client import InferenceClient
+async def talk(llm, count):
+    """Tenants, the fuzz, and then what becomes of requests whose engine is reset, or fails."""
+    from tests.harness.bad_requests import GOOD_PROMPT, fuzz, good_requests, params
 
-    address = await engine.start_listening_to_data_parallel_coordinator(hostname="127.0.0.1")
-    client = InferenceClient(address, deserialize=True)
-    try:
-        client.start()
-        replies = await conversation(client)
-        client.pause_engines()
-        await asyncio.wait_for(wait_for_state(engine, "PAUSED"), timeout=HANG_S)
-        client.stop_engines()
-        await asyncio.wait_for(engine.engine_loop_task, timeout=HANG_S)
-    finally:
-        client.shutdown_coordinator()
-        await asyncio.sleep(0.2)
-        client.stop()
-        engine.inference_coordinator_process.join(timeout=10)
-        engine.inference_coordinator_process.kill()
-    return replies
+    forwards = []
+    llm.engine.controller.dummy_forward = lambda: forwards.append(1)
+    found = {"answers": [], "sent": 0, "refused": 0, "wrong": [], "tenants": await tenants(llm)}
+    found["empty_forwards"] = len(forwards)
+    for some in batched(fuzz(count, SEED, messages=True), TOGETHER):
+        await asyncio.gather(*(ask(llm, *each, found) for each in some))
 
+    async def replies(prompts, **own):
+        asked = llm.generate(prompts, params({"num_tokens_to_generate": 100} | own))
+        return [why(reply) for reply in await asyncio.wait_for(asked, timeout=HANG_S)]
 
-async def wait_for_state(engine, name):
-    from megatron.core.inference.engines.dynamic_engine import EngineState
+    running = asyncio.create_task(replies([GOOD_PROMPT] * 6))
+    while llm.context.total_request_count < 2:
+        await asyncio.sleep(0)
+    await llm.pause()
+    llm.engine.reset()
+    found["reset"] = await running
+    await llm.unpause()
+    await ask(llm, None, 4, good_requests()[4], found)
 
-    await engine.wait_until(EngineState[name])
-
-
-def described(reply):
-    """A deserialised reply as plain values."""
-    return {
-        "type": type(reply).__name__,
-        "status": reply.status.name,
-        "tokens": list(reply.generated_tokens),
-        "log_probs": list(reply.generated_log_probs or ()),
-        "text": reply.generated_text,
-        "cached_tokens": reply.num_cached_tokens,
-        "prompt_tokens": None if reply.prompt_tokens is None else reply.prompt_tokens.tolist(),
-        "carries_prompt": reply.remaining_prompt_tokens is not None,
-        "prompt_length": reply.prompt_length,
-        "events": [event.type.name for event in reply.events],
-        "params": {name: value for name, value in vars(reply.sampling_params).items() if name.startswith("cache_")},
-        "keys": list(reply.precomputed_block_hashes),
-    }
+    running = asyncio.create_task(replies([GOOD_PROMPT] * 6))
+    while llm.context.total_request_count < 2:
+        await asyncio.sleep(0)
+    llm.engine.post_process_requests = lambda *args, **kwargs: 1 / 0
+    found["failed"] = await running
+    found["after"] = await replies([GOOD_PROMPT])
+    return found
 
 
-def main(out):
-    from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+async def behind_a_coordinator(model, count):
+    """The same through megatron's own API."""
+    from megatron.core.inference.apis import MegatronAsyncLLM
+    from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
+
+    from megatron_hybrid_prefix import HybridPrefixConfig, install
+    from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+
+    install(HybridPrefixConfig(mamba_gb=0.01))
+    config = InferenceConfig(mamba_inference_state_config=MambaInferenceStateConfig.from_model(model), **fields())
+    async with MegatronAsyncLLM(model=model, tokenizer=ByteTokenizer(512), inference_config=config) as llm:
+        return await talk(llm, count)
+
+
+def main(out, count):
     from megatron_hybrid_prefix.models import build_hybrid_model
     from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-    from tests.harness.engine_helpers import random_tokens
+    from tests.harness.workers.launch import write_findings
 
     model = build_hybrid_model("tiny", seed=0, platform=ensure_platform(device="cpu"))
-    engine = build_engine(
-        model, HybridPrefixConfig(mamba_gb=0.01), max_sequence_length=512, block_size_tokens=BLOCK_TOKENS
-    )
-    prompt = random_tokens(2 * BLOCK_TOKENS + 3, seed=5)
-    empty_forwards = []
-    engine.controller.dummy_forward = lambda: empty_forwards.append(1)
-    replies = asyncio.run(serve(engine, lambda client: talk(client, engine, prompt)))
-    engine.context.check_integrity()
-    found = {
-        "replies": {name: described(reply) for name, reply in replies.items()},
-        "stats": engine.context.prefix_stats().as_dict(),
-        "empty_forwards": len(empty_forwards),
-    }
-    with open(out, "w") as file:
-        json.dump(found, file)
+    answers = alone(model)
+    write_findings(out, asyncio.run(behind_a_coordinator(model, count)) | {"alone": answers})
     shut_down()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

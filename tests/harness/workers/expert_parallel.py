@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+from tests.harness.engine_helpers import described, greedy, random_tokens, run_to_end
 from tests.harness.limits import COLLECTIVE_HANG_S
-from tests.harness.workers.launch import write_findings
+from tests.harness.workers.launch import DEVICE, write_findings
 from tests.harness.workers.prefix_parallel import damage_sources
 
 BLOCK_TOKENS = 64
@@ -40,8 +40,8 @@ LAYOUTS = {
 
 
 def build(layout, platform, seed=0):
-    """This rank's shard of a layout's model."""
-    return build_hybrid_model(LAYOUTS[layout], seed=seed, platform=platform)
+    """This rank's shard of a layout's model, in float32 as `prefix_parallel.build` says."""
+    return build_hybrid_model(LAYOUTS[layout], seed=seed, platform=platform, transformer_impl="local")
 
 
 def prompts(rank):
@@ -91,14 +91,7 @@ def answers(model, rank, mode, prefix, ranks=1, damaged=False, only_first=False)
             if prefix is not None:
                 engine.context.check_integrity()
     return {
-        "answers": [
-            {
-                "tokens": list(map(int, request.generated_tokens)),
-                "log_probs": list(request.generated_log_probs),
-                "cached_tokens": request.num_cached_tokens,
-            }
-            for _, request in sorted(finished.items())
-        ],
+        "answers": described(finished),
         "idle_forwards": idle_forwards,
         "slots_used": 0 if prefix is None else engine.context.prefix_stats().slots_used,
     }
@@ -162,7 +155,7 @@ def noticed(model):
 def refusal(**layout):
     """What a layout that these processes cannot have is answered with."""
     try:
-        ensure_platform(device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"], **layout)
+        ensure_platform(device=DEVICE, timeout_s=COLLECTIVE_HANG_S[DEVICE], **layout)
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -170,7 +163,7 @@ def refusal(**layout):
 
 def main(out, tp, ep, checkpoint):
     found = {"refusal": refusal(tp=2 * tp, ep=ep)}
-    platform = ensure_platform(tp=tp, ep=ep, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
+    platform = ensure_platform(tp=tp, ep=ep, device=DEVICE, timeout_s=COLLECTIVE_HANG_S[DEVICE])
     ranks, rank = dist.get_world_size(), dist.get_rank() // tp
     model = build((tp, ep), platform)
     cache = HybridPrefixConfig(mamba_gb=0.002)

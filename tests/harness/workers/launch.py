@@ -1,4 +1,7 @@
-"""Starts a worker script on several ranks, and reads the output of rank 0."""
+"""Starts a worker script on several ranks, and reads the output of rank 0.
+
+``MHP_RANKS_DEVICE=cuda`` puts ranks on GPUs: `scripts/functional_tests.sh`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness.limits import HANG_S, THREADS
 
 WORKERS = Path(__file__).parent
 COMMAND = WORKERS / "command.py"
+DEVICE = os.environ.get("MHP_RANKS_DEVICE", "cpu")
 _numbers = count()
 
 
@@ -146,8 +152,17 @@ def environments_of(ranks: int) -> tuple[dict[str, str], ...]:
     return tuple(common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
 
 
+def need_ranks(ranks: int) -> None:
+    """Skips the test where ``MHP_RANKS`` says that there are fewer ranks."""
+    most = int(os.environ.get("MHP_RANKS", str(ranks)))
+    if ranks > most:
+        pytest.skip(f"needs {ranks} ranks, there are {most}")
+
+
 def run_ranks(script: str | Path, out: Path, *arguments: Any, ranks: int = 2, timeout_s: float = HANG_S) -> Any:
-    """Run ``tests/harness/workers/SCRIPT OUT ARGUMENTS...`` on ranks of the host's CPU; returns what OUT holds (JSON)."""
+    """Run ``tests/harness/workers/SCRIPT OUT ARGUMENTS...`` on ranks on `DEVICE`; returns what OUT holds (JSON)."""
+    if DEVICE == "cuda":
+        return run_torchrun(script, out, *arguments, ranks=ranks, timeout_s=timeout_s, device=DEVICE)
     for _ in range(3):
         ended = run_prepared(
             WORKERS / script, out, *arguments, environments=environments_of(ranks), timeout_s=timeout_s

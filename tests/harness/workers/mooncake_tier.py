@@ -1,4 +1,4 @@
-"""A Mooncake Store that is late or incomplete on one rank, as JSON. Usage: ``torchrun mooncake_tier.py OUT.json fake|HOST:PORT``."""
+"""A Mooncake Store that is late or incomplete on one rank, as JSON. Usage: ``torchrun mooncake_tier.py OUT.json``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
-from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S
-from tests.harness.workers.launch import write_findings
-from tests.harness.workers.prefix_parallel import build
-from tests.harness.workers.shared_sessions import run_sessions
+from tests.harness.limits import HANG_S
+from tests.harness.workers.shared_tier import run_sessions
 
 
 @contextmanager
@@ -30,22 +27,15 @@ def lose(tier):
     yield
 
 
-def main(out, master):
-    ranks = int(os.environ["WORLD_SIZE"])
-    if master == "fake":  # each rank has its namespace, so it can have a store, too
-        use_fake_mooncake(pytest.MonkeyPatch(), FakeCluster())
-        master = "127.0.0.1:50051"
-    platform = ensure_platform(tp=ranks, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
-    pattern = "M*-M*-"
-    found = run_sessions(
-        build(pattern, ranks, 1, platform),
-        (pattern, ranks, 1),
-        url_of=lambda wait_s: f"mooncake://{master}?min_tokens=0&wait_s={wait_s}&ask_s={HANG_S}&refresh_s=1e-9",
+def main(out):
+    use_fake_mooncake(pytest.MonkeyPatch(), FakeCluster())  # each rank has its namespace, so it can have a store, too
+    run_sessions(
+        out,
+        ("M*-M*-", int(os.environ["WORLD_SIZE"]), 1),
+        url_of=lambda wait_s: f"mooncake://127.0.0.1:50051?min_tokens=0&wait_s={wait_s}&ask_s={HANG_S}&refresh_s=1e-9",
         lose=lose,
     )
-    write_findings(out, found)
-    shut_down()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

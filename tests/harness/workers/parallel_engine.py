@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down, undo_platform
-from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
-from tests.harness.hf_state_dict import copy_hf_weights, hf_shapes
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.harness.engine_helpers import described, greedy, random_tokens, run_to_end
 from tests.harness.workers.launch import write_findings
 
 LENGTHS = (257, 1, 128, 3, 600, 2, 256, 127, 129, 255)
-SHARED_TOKENS = 768
 NEW_TOKENS = 16
 BUFFER_GB = 0.05  # room for all requests; each engine fills it with zeros
-# The second half has no attention layer, so no cut gives two stages that both have one.
-NO_ATTENTION_IN_THE_SECOND_HALF = ("M*-M*-|M-M-M-", "M-M*-M-M-M-")
 
 
-def answers(finished):
-    """Tokens and log-probs of finished requests, in order."""
-    return [
-        {"tokens": list(map(int, finished[i].generated_tokens)), "log_probs": list(finished[i].generated_log_probs)}
-        for i in sorted(finished)
-    ]
-
-
-def mixed_batches(model, mode):
+def mixed_batches(model):
     """Prompts that arrive two at a time while others decode."""
-    engine = build_engine(model, max_sequence_length=1024, async_sched_mode=mode, buffer_size_gb=BUFFER_GB)
+    engine = build_engine(model, max_sequence_length=1024, async_sched_mode="async", buffer_size_gb=BUFFER_GB)
     finished: dict = {}
     for number, length in enumerate(LENGTHS):
         engine.add_request(number, random_tokens(length, seed=number), greedy(NEW_TOKENS))
         if number % 2:
             run_to_end(engine, finished, steps=2)
     run_to_end(engine, finished)
-    return answers(finished)
+    return described(finished)
 
 
 def chunked_prompts(model, mode):
@@ -95,71 +81,19 @@ def endings(model, mode):
     ]
 
 
-def upstream_caching(model):
-    """Four prompts with a shared prefix, with megatron-core's own prefix cache: answers, and prompt tokens computed."""
-    engine = build_engine(
-        model,
-        max_sequence_length=1024,
-        enable_prefix_caching=True,
-        prefix_caching_mamba_gb=0.02,
-        buffer_size_gb=BUFFER_GB,
-    )
-    finished: dict = {}
-    shared = random_tokens(SHARED_TOKENS, seed=1)
-    for number in range(4):
-        engine.add_request(number, shared + random_tokens(90, seed=50 + number), greedy(8))
-        run_to_end(engine, finished)
-    return {"answers": answers(finished), "computed_tokens": engine.context.lifetime_prefill_token_count}
-
-
-def hf_state_dict(config):
-    """Random weights under Hugging Face's names."""
-    generator = torch.Generator().manual_seed(3)
-    weights = {}
-    for name, shape in hf_shapes(config).items():
-        scale = 0.5 if len(shape) == 1 else (1.0 if "embeddings" in name else shape[-1] ** -0.5)
-        weights[name] = torch.randn(shape, generator=generator) * scale
-    return weights
-
-
 def layout_answers(tp, pp):
     """Everything that must be the same in all layouts."""
     platform = ensure_platform(tp=tp, pp=pp, device="cpu")
     model = build_hybrid_model("tiny", seed=0, platform=platform)
     found = {"platform": platform.describe(), "parameters": sum(p.numel() for p in model.parameters())}
-    for mode in ("legacy", "async"):
-        found[mode] = mixed_batches(model, mode)
+    found["mixed"] = mixed_batches(model)
     found["chunked"] = chunked_prompts(model, "legacy") + chunked_prompts(model, "async")
     found["endings"] = {mode: endings(model, mode) for mode in ("legacy", "async")}
-    found["caching"] = upstream_caching(model)
-    copy_hf_weights(model, hf_state_dict(get_preset("tiny")), get_preset("tiny"))
-    found["hf_weights"] = mixed_batches(model, "legacy")
-    return found
-
-
-def refusals(tp, pp):
-    """Error messages of invalid layouts: patterns while the platform runs, then sizes."""
-    found = []
-
-    def expect_refusal(call):
-        try:
-            call()
-        except ValueError as error:
-            found.append(str(error))
-
-    if pp == 2:
-        for pattern in NO_ATTENTION_IN_THE_SECOND_HALF:
-            config = get_preset("tiny", layer_pattern=pattern)
-            expect_refusal(lambda config=config: build_hybrid_model(config))
-    undo_platform()
-    expect_refusal(lambda: ensure_platform(tp=3 if tp > 1 else 1, pp=3 if pp > 1 else 1, device="cpu"))
     return found
 
 
 def main(out, tp, pp):
-    found = layout_answers(tp, pp)
-    found["refusals"] = refusals(tp, pp)
-    write_findings(out, found)
+    write_findings(out, layout_answers(tp, pp))
     shut_down()
 
 

@@ -19,9 +19,9 @@ from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
-from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+from tests.harness.engine_helpers import described, greedy, random_tokens, run_to_end
 from tests.harness.limits import COLLECTIVE_HANG_S
-from tests.harness.workers.launch import write_findings
+from tests.harness.workers.launch import DEVICE, write_findings
 
 BLOCK_TOKENS = 64
 ROWS = 4
@@ -176,16 +176,7 @@ class Session:
 
     def found(self):
         """Answers; with the cache, also decisions and the entries of this rank."""
-        found = {
-            "answers": [
-                {
-                    "tokens": list(map(int, request.generated_tokens)),
-                    "log_probs": list(request.generated_log_probs),
-                    "cached_tokens": request.num_cached_tokens,
-                }
-                for _, request in sorted(self.finished.items())
-            ]
-        }
+        found = {"answers": described(self.finished)}
         if self.cached:
             context = self.engine.context
             found |= {
@@ -289,8 +280,9 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
 
 
 def build(pattern, tp, pp, platform):
-    """The model with this pattern in this layout."""
-    return build_hybrid_model(config_of(one_rank(pattern) if pp == 1 else pattern), seed=0, platform=platform)
+    """The model with this pattern in this layout, in float32: Transformer Engine's layers would multiply in TF32."""
+    config = config_of(one_rank(pattern) if pp == 1 else pattern)
+    return build_hybrid_model(config, seed=0, platform=platform, transformer_impl="local")
 
 
 def layout_findings(pattern, tp, pp, platform):
@@ -360,7 +352,7 @@ def refusal(pattern, tp, pp, platform):
 
 
 def main(out, tp, pp, pattern):
-    platform = ensure_platform(tp=tp, pp=pp, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
+    platform = ensure_platform(tp=tp, pp=pp, device=DEVICE, timeout_s=COLLECTIVE_HANG_S[DEVICE])
     found = {"runs": layout_findings(pattern, tp, pp, platform), "agreements": agreements()}
     found["disagreement"] = disagreement(pattern, tp, pp, platform)
     found["noticed"] = noticed(pattern, tp, pp, platform)

@@ -12,6 +12,7 @@ of JSON on stdin, with a line of JSON on stdout. Question and answer have the sa
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -49,6 +50,7 @@ def import_everything() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # megatron's engine registers dumps of the stack when it is imported
         faulthandler.unregister(number)
     start.undo_platform()
+    gc.freeze()  # a collection in a forked process would look at, and so copy, all of this
 
 
 def become(

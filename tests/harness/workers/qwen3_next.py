@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
+from tests.harness.engine_helpers import described, greedy, random_tokens, run_to_end
 from tests.harness.limits import COLLECTIVE_HANG_S
 from tests.harness.workers.launch import write_findings
 from tests.harness.workers.prefix_parallel import damage_sources
@@ -58,14 +58,7 @@ def answers(model, damaged=False):
             engine.add_request(len(finished) + len(engine.requests), prompt, greedy(5))
         run_to_end(engine, finished)
     engine.context.check_integrity()
-    return [
-        {
-            "tokens": list(map(int, request.generated_tokens)),
-            "log_probs": list(request.generated_log_probs),
-            "cached_tokens": request.num_cached_tokens,
-        }
-        for _, request in sorted(finished.items())
-    ]
+    return described(finished)
 
 
 def main(out, name):
