@@ -10,7 +10,6 @@ routes:
     POST /v1/completions, /v1/chat/completions   streamed or not; for the `openai` client
     POST /tokenize, /detokenize; GET /tokenizer_info   as vLLM's
     GET  /v1/models, /version, /health, /health_generate, /metrics   /metrics is for Prometheus
-    GET  /docs, /openapi.json                    the API as a page, and as an OpenAPI document
     POST /admin/reset_cache                      empties the prefix cache; needs --admin-token
     POST /admin/explain                          what a request would reuse, and why not more; needs --admin-token
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from anyio import to_thread
@@ -22,11 +22,10 @@ from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_hybrid_prefix._version import __version__
-from megatron_hybrid_prefix.serve import openapi
 from megatron_hybrid_prefix.serve.access_log import ServerApp
 from megatron_hybrid_prefix.serve.backend import Backend
 from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, ExplainBody, TokenizeBody, read_fields, read_json
@@ -45,7 +44,6 @@ logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
 # Read up to this multiple of the size limit before refusing: most clients read a response only after they sent all.
 _READ_ON = 8
-_LOADS_NOTHING = "default-src 'none'; style-src 'unsafe-inline'"
 _SNAPSHOT_S = 1.0  # wait for new figures this long, then show the last ones
 
 
@@ -160,8 +158,6 @@ class Api:
             get("/health", self._health),
             get("/health_generate", self._health_generate),
             get("/metrics", self._show_metrics),
-            get("/openapi.json", self._openapi),
-            get("/docs", self._docs),
             post("/admin/explain", self._explain),
             post("/admin/reset_cache", self._reset_cache),
         ]
@@ -388,16 +384,6 @@ class Api:
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
-
-    @cached_property
-    def _document(self) -> dict[str, Any]:
-        return openapi.document(self._served.model, needs_key=bool(self._limits.keys))
-
-    async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(self._document)
-
-    async def _docs(self, request: Request) -> Response:
-        return HTMLResponse(openapi.page(self._document), headers={"content-security-policy": _LOADS_NOTHING})
 
     async def _health(self, request: Request) -> Response:
         self._check_engine()

@@ -10,7 +10,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,11 @@ from megatron_hybrid_prefix.cli import serve
 from megatron_hybrid_prefix.console.engine_options import Budgets
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.serve import access_log, openapi
-from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, Message, TokenizeBody
+from megatron_hybrid_prefix.serve import access_log
 from megatron_hybrid_prefix.serve.metrics import Families, add_memory_metrics, add_prefix_metrics
 from tests.harness.limits import HANG_S, wait_until
 from tests.serve import load
-from tests.serve.test_serve import ADMIN, BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
+from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
@@ -158,92 +156,6 @@ def test_a_query_without_its_metric_is_found(server):
         ("sum(vector(1))", "", "no metric"),
     ):
         assert any(problem in found for found in problems_of(query, legend, known)), query
-
-
-# --- The description of the API --------------------------------------------------------------------------------------
-
-
-def test_the_openapi_document_is_that_of_the_routes(server):
-    """tests/clients also validates it with a package for that."""
-    found = server.send("/openapi.json")[1]
-    described = {(method.upper(), path) for path, operations in found["paths"].items() for method in operations}
-    routes = {
-        (method, route.path.replace("{name:path}", "{name}"))
-        for route in server.app.routes
-        for method in route.methods - {"HEAD"}
-    }
-    assert described == routes
-    bodies = {"CompletionBody": CompletionBody, "ChatBody": ChatBody, "TokenizeBody": TokenizeBody}
-    schemas = found["components"]["schemas"]
-    for name, model in bodies.items():
-        assert schemas[name]["properties"].keys() == model.model_fields.keys() | model.neutral.keys()
-        assert schemas[name]["additionalProperties"] is False
-    references = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(found)))
-    assert references <= schemas.keys()
-    for path, operations in found["paths"].items():  # each example is a good request
-        for operation in operations.values():
-            if "requestBody" in operation:
-                token = ADMIN if "admin" in path else None
-                example = operation["requestBody"]["content"]["application/json"]["example"]
-                status, answer = server.send(path, example, token)
-                assert status == 200, answer
-    assert "marks" not in schemas["Message"]["properties"], "not a field of requests"
-
-
-def test_keys_are_in_the_document():
-    for needs_key in (True, False):
-        paths = openapi.document("tiny", needs_key=needs_key)["paths"]
-        assert ("security" in paths["/v1/completions"]["post"]) == needs_key
-        assert "security" in paths["/admin/reset_cache"]["post"] and "security" not in paths["/health"]["get"]
-
-
-def test_messages_and_replies_are_described_as_they_are():
-    found = openapi.document("tiny", needs_key=False)
-    replies = {path: set(item["responses"]) for path, items in found["paths"].items() for item in items.values()}
-    assert replies["/health_generate"] == {"200", "500", "503"} and replies["/health"] == {"200", "503"}
-    assert replies["/admin/reset_cache"] == {"200", "401", "404", "503"}
-    message = found["components"]["schemas"]["Message"]
-    mark, user, assistant = {"type": "ephemeral", "ttl": "5m"}, {"role": "user"}, {"role": "assistant"}
-    assert "type" in message["properties"]["cache_control"]["anyOf"][0]["properties"]
-    assert Message.model_validate(user | {"content": "x", "cache_control": mark}).marks == [1]
-    assert message["required"] == ["role"] and {"type": "null"} in message["properties"]["content"]["anyOf"]
-    for good in (assistant, assistant | {"content": None}):
-        Message.model_validate(good)
-    assert message["if"]["properties"] == {"role": {"const": "assistant"}}
-    assert message["else"]["required"] == ["content"]
-    assert {"type": "null"} not in message["else"]["properties"]["content"]["anyOf"]
-    for bad in (user, user | {"content": None}):
-        with pytest.raises(ValueError, match="content"):
-            Message.model_validate(bad)
-
-
-class Loads(HTMLParser):
-    """Addresses that a page loads or links to, its cells, and its open tags."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[str] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag not in ("script", "link", "img", "iframe", "object")
-        self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "action")]
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data.strip())
-
-
-def test_the_page_needs_no_network(server):
-    with urllib.request.urlopen(f"{server.url}/docs", timeout=HANG_S) as answer:
-        text = answer.read().decode()
-        assert answer.headers["content-type"].startswith("text/html")
-        assert "default-src 'none'" in answer.headers["content-security-policy"]
-    page = Loads()
-    page.feed(text)
-    assert page.addresses == ["openapi.json"] and "url(" not in text and "http:" not in text
-    for field in (*CompletionBody.model_fields, *ChatBody.model_fields, "include_usage", "tool_call_id"):
-        assert field in page.text, field
-    assert '"cache_control": {"type": "ephemeral"}' not in text and "&quot;ephemeral&quot;" in text  # escaped
 
 
 # --- Log lines -------------------------------------------------------------------------------------------------------
