@@ -6,7 +6,7 @@ were computed, how many were reused, and how long it took. With several engines 
 examples:
     hybrid-prefix generate "Hello" --preset tiny
     hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B
-    hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json --plot result.png
+    hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json
     hybrid-prefix generate --jsonl prompts.jsonl --compare off,ours --cache-gb 20
     hybrid-prefix generate --sessions agents.jsonl --compare off,upstream,ours
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix generate --jsonl prompts.jsonl --preset small --tp 2
@@ -49,7 +49,7 @@ from rich.console import Console
 
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import running, terminal
-from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare, print_report, save_plot, totals
+from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare, print_report, totals
 from megatron_hybrid_prefix.console.hf import build_model, default_sampling, tokenizer_of
 from megatron_hybrid_prefix.console.prompts import (
     Work,
@@ -80,8 +80,7 @@ def make_parser() -> ArgumentParser:
     options.add_options(group, "--max-sequence-length")
     parser.set_defaults(compare="off")
     add_sampling_options(parser)
-    plot = {"help": "plot computed prompt tokens and time to first token per request, as PNG, SVG or PDF"}
-    options.add_options(parser, "--json", "--plot", title="output", plot=plot)
+    options.add_options(parser, "--json", title="output")
     return parser
 
 
@@ -252,12 +251,6 @@ def run_on(
         settings = {"platform": platform.describe(), "engine_fields": fields}
         terminal.write_json(args.json, as_json(runs, comparisons, settings, args))
         terminal.wrote(console, args.json)
-    if args.plot is not None:
-        facts = running.hardware(platform)
-        title = f"{args.preset} on {facts.get('gpu') or facts['processor']}, tp={args.tp} pp={args.pp}. "
-        title += f"{len(runs[0].requests)} requests, {'at once' if work.batched else 'one after another'}."
-        terminal.write_whole(args.plot, lambda part: save_plot(part, runs, title))
-        terminal.wrote(console, args.plot)
 
 
 main = as_main(run)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_hybrid_prefix.console.answers import compare_results
-from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page, styles_of
+from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page
 
 # Log-probs are computed in float32: parts of a prompt that are added up in another order differ by about 1e-6, an answer
 # from a wrong state by more than 1e-3.
@@ -172,7 +172,7 @@ def save_demo_plot(path: Path, parts: Sequence[Mapping[str, Any]], subtitle: str
     drawn = [part for part in parts if part["short"]]
     engines = {name: [part["engines"][name] for part in drawn] for name in drawn[0]["engines"]}
     title, heights = "Time to first token: shorter is better", [bar_inches(len(drawn), len(engines))]
-    with page(path, title=title, subtitle=subtitle, heights=heights, legend=styles_of(list(engines))) as axes:
+    with page(path, title=title, subtitle=subtitle, heights=heights, engines=list(engines)) as axes:
         draw_bars(
             axes[0],
             [part["short"] for part in drawn],

@@ -263,7 +263,7 @@ OPTIONS: dict[str, Option] = {
     "--max-sequence-length": _count("longest prompt plus answer, in tokens (default: the model's)"),
     **_ENGINE,
     "--json": _path("write all results as JSON"),
-    "--plot": _path("draw the results, as PNG, SVG or PDF"),
+    "--plot": _path("draw the results, as PNG or SVG"),
 }
 MODEL_OPTIONS, TEXT_OPTIONS, ENGINE_OPTIONS = tuple(_MODEL), tuple(_TEXT), tuple(_ENGINE)
 # For verbs that run several engines side by side: the budget of megatron's own two.

@@ -184,6 +184,8 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         (["--preset", "none"], ""),
         (["--context", "x"], "unrecognized arguments: --context x"),
         (["--json", str(tmp_path / "absent" / "x.json")], "cannot write "),
+        (["--plot", "a.jpg"], "--plot: a.jpg must end with .png or .svg"),
+        (["--plot", "."], "cannot write .: it is a folder"),
     ):
         assert demo.main([*argv, "--device", "cpu"]) == 2
         error = capsys.readouterr().err

@@ -92,11 +92,8 @@ BAD_OPTIONS = {
     "tp does not divide": (["x", "--tp", "3"], "tp=3 does not divide mamba_num_groups=4"),
     "too many stages": (["x", "--pp", "3"], "every pipeline stage needs an attention layer"),
     "no such folder": (["x", "--json", "absent/r.json"], "cannot write absent/r.json: there is no folder absent"),
-    "a folder": (["x", "--plot", "."], "it is a folder"),
-    "a plot of another kind": (["x", "--plot", "a.jpg"], "--plot: a.jpg must end with .png, .svg or .pdf"),
-    "a plot of no kind": (["x", "--plot", "a"], "--plot: a must end with .png, .svg or .pdf"),
+    "a folder": (["x", "--json", "."], "it is a folder"),
     "a pipe": (["x", "--json", "pipe"], "cannot write pipe: it is no regular file"),
-    "a pipe for a plot": (["x", "--plot", "pipe"], "cannot write pipe: it is no regular file"),
     "standard output": (["x", "--json", "-"], "cannot write to -: standard output has the report"),
     "too long a name": (["x", "--json", "a" * 252], "File name too long"),
     "far too long a name": (["x", "--json", "a" * 300], "File name too long"),
@@ -331,8 +328,8 @@ def test_prompts_of_standard_input_and_after_two_dashes(folder: Path, monkeypatc
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         return [request["prompt_tokens"] for request in requests_of(run_json(folder, *common, *argv))]
 
-    given = ["x", "--seed", "1", "-", "--", "-hello", "-", "--plot"]
-    assert parse_prompts(generate.make_parser(), given).prompt == ["x", Path("-"), "-hello", "-", "--plot"]
+    given = ["x", "--seed", "1", "-", "--", "-hello", "-", "--json"]
+    assert parse_prompts(generate.make_parser(), given).prompt == ["x", Path("-"), "-hello", "-", "--json"]
     assert lengths("three", "x", "-", "--seed", 1) == [1, 5]
     assert lengths("three", "--text-file", "-") == [5]
     assert lengths('{"prompt": "ab"}\n{"prompt": "c"}', "--jsonl", "-") == [2, 1]
@@ -406,7 +403,7 @@ def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureF
         "turns": ["What is kept?", "Where is it?", {"regenerate": True}],
     }
     write(folder / "session.json", session)
-    options = ("--compare", "off,upstream", "--num-tokens-to-generate", 8, "--ignore-eos", "--plot", "plot.png")
+    options = ("--compare", "off,upstream", "--num-tokens-to-generate", 8, "--ignore-eos")
     data = run_json(folder, "--conversation", "session.json", *options)
     off, upstream = requests_of(data), requests_of(data, "upstream")
     assert [r["label"] for r in off] == ["turn 1", "turn 2", "turn 3 (again)"]
@@ -423,7 +420,6 @@ def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureF
     for entry in comparison["requests"]:
         assert entry["tokens_equal"] and entry["first_difference"] is None and entry["compared_log_probs"] == 8
         assert entry["max_log_prob_difference"] < LOG_PROB_NOISE
-    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "upstream against off" in capsys.readouterr().out
     assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == []
 
