@@ -11,21 +11,17 @@ examples:
     hybrid-prefix generate --sessions agents.jsonl --compare off,upstream,ours
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix generate --jsonl prompts.jsonl --preset small --tp 2
 
---jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may set its own sampling parameters:
-"num_tokens_to_generate", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_words", "termination_id",
-"stop_token_ids", "top_n_logprobs". For the engine "ours" it may also set:
+--jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may have its own "num_tokens_to_generate",
+and for the engine "ours":
     "cache_salt"          text; requests with different salts share nothing
     "cache_read"          false: do not reuse cached prefixes
     "cache_write"         false: do not cache this request
     "cache_breakpoints"   token positions up to which other prompts will share this one
 
---conversation: one JSON object in one of two forms.
-    {"system": "...", "context": "...", "turns": ["...", {"regenerate": true}, ...]}
-        {"regenerate": true} sends the previous prompt again. The new answer replaces the old one.
-    {"messages": [{"role": "user", "content": "..."}, ...]}
-        An "assistant" message is used in the history instead of the generated answer.
-The first engine's answers become the history for all engines, so all engines get the same prompts. The end of each
-message is sent as a breakpoint ("cache_breakpoints").
+--conversation: one JSON object, {"system": "...", "context": "...", "turns": ["...", {"regenerate": true}, ...]}.
+{"regenerate": true} sends the previous prompt again; the new answer replaces the old one. The first engine's answers become
+the history for all engines, so all engines get the same prompts. The end of each message is sent as a breakpoint
+("cache_breakpoints").
 
 --sessions: one JSON object per line, with "timestamp" (a number) and "input" (the whole prompt as text). Requests are
 sent one after another, by timestamp. Other fields are ignored.
@@ -42,7 +38,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -60,7 +55,6 @@ from megatron_hybrid_prefix.console.prompts import (
     read_work,
 )
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, Stopped, as_main
-from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 # --- Options ---------------------------------------------------------------------------------------------------------
@@ -71,9 +65,7 @@ def make_parser() -> ArgumentParser:
     parser = terminal.command_parser(__doc__)
     add_prompt_options(parser)
     group = parser.add_argument_group("model")
-    options.add_options(group, *options.MODEL_OPTIONS, "--load")
-    group.add_argument("--save", type=Path, metavar="DIR", help="save the weights before generating")
-    options.add_options(group, *options.TEXT_OPTIONS)
+    options.add_options(group, *options.MODEL_OPTIONS, "--load", *options.TEXT_OPTIONS)
     group = options.add_several_engines(parser, "--compare", "off")
     text = "send prompts one by one or all at once (default: batch; conversations and sessions: sequential)"
     group.add_argument("--concurrency", choices=("sequential", "batch"), help=text)
@@ -203,8 +195,6 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     args = parse_prompts(make_parser(), sys.argv[1:] if argv is None else argv)
     config = options.check_engine_options(args)
     names = options.engine_names(args.compare, "--compare")
-    if args.save is not None:
-        terminal.check_folder(args.save, "--save", empty=True)
     tokenizer = tokenizer_of(args, config.vocab_size)
     limit = args.max_sequence_length or config.max_sequence_length
     work = read_work(args, tokenizer, config.vocab_size, limit, default_sampling(args))
@@ -226,17 +216,12 @@ def run_on(
     interrupt: Interrupt,
 ) -> None:
     """Builds the model, runs the engines, prints and writes the report."""
-    from megatron_hybrid_prefix import models
-
     console = terminal.output_console() if terminal.is_main_rank() else Console(quiet=True)
     console.print(platform.describe(), markup=False, soft_wrap=True)
     budgets = options.Budgets.of(args, platform.device.type, free_bytes=running.free_for_engines(platform))
     for name in names:
         options.check_memory(options.ENGINES[name](budgets), platform.device, f"engine {name}: ", all_ranks=True)
     model = build_model(args, config, platform)
-    if args.save is not None:
-        with terminal.as_input_errors(ValueError, PlatformError):
-            models.save_checkpoint(model, args.save)
     runner = Runner(model, tokenizer, platform, interrupt)
     if runner.should_stop():
         raise Stopped

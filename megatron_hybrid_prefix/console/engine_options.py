@@ -257,7 +257,7 @@ _ENGINE: dict[str, Option] = {
 OPTIONS: dict[str, Option] = {
     **_MODEL,
     "--load": _folder(
-        "load the weights from a Megatron distributed checkpoint, such as one of --save (default: random weights)"
+        "load the weights from a Megatron distributed checkpoint, such as one of convert (default: random weights)"
     ),
     **_TEXT,
     "--max-sequence-length": _count("longest prompt plus answer, in tokens (default: the model's)"),
