@@ -31,8 +31,6 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.runner import Bench, as_json, crashed_engines, print_report
 from megatron_hybrid_prefix.bench.scenario import Scenario
@@ -145,7 +143,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         return run_report(args)
     names, scenario, config = complete(args)
     with running.started_platform(args) as platform:
-        console = terminal.output_console() if terminal.is_main_rank() else Console(quiet=True)
+        console = terminal.output_console()
         console.print(platform.describe(), markup=False, soft_wrap=True)
         bench = Bench(args, names, scenario, config, platform, interrupt)
         bench.run()
@@ -154,9 +152,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         if terminal.is_main_rank():
             report = as_json(bench, command)
             print_report(console, bench, report)
-            if args.json is not None:
-                terminal.write_json(args.json, report)
-                terminal.wrote(console, args.json)
+            terminal.save_json(console, args.json, report)
     return EXIT_CRASHED if set(crashed_engines(bench)) - {"upstream"} else 0
 
 

@@ -32,8 +32,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import running, terminal
@@ -118,9 +116,11 @@ class Stage:
 
         slots = STATES_KEPT * len(self._sessions) + 2 * ceil_div(max_tokens, self.fields["block_size_tokens"])
         free = running.free_for_engines(self._platform)
-        usual = options.default_budgets(free, self._platform.device.type, len(options.DEFAULT_ENGINES))
+        kind = self._platform.device.type
+        usual_gb = options.default_cache_gb(free, kind, len(options.DEFAULT_ENGINES))
         need_gb = slots * state_bytes(mamba_state_config(self._model)) / 2**30
-        return options.Budgets(buffer_gb=usual["buffer_gb"], mamba_gb=max(usual["mamba_gb"], need_gb))
+        mamba_gb = max(usual_gb * options.MAMBA_SHARE[kind], need_gb)
+        return options.Budgets(cache_gb=usual_gb * (1 - options.MAMBA_SHARE[kind]) + mamba_gb, mamba_gb=mamba_gb)
 
     def _send(self, engine: Any, prompts: list[list[int]], count: int) -> list[Any]:
         sampling = running.greedy(count)
@@ -153,7 +153,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
 def run_on(platform: Any, sessions: list[Session], config: Any, args: argparse.Namespace, interrupt: Interrupt) -> int:
     """Build the model, play the sessions on each engine, report."""
-    console = terminal.output_console() if terminal.is_main_rank() else Console(quiet=True)
+    console = terminal.output_console()
     console.width = min(console.width, WIDTH)
     facts = running.hardware(platform)
     machine = facts.get("gpu") or f"CPU ({facts['processor']})"
@@ -174,15 +174,13 @@ def run_on(platform: Any, sessions: list[Session], config: Any, args: argparse.N
         workload = f"{args.preset} hybrid model, float32, on {machine}. "
         workload += f"Questions about a text of {len(sessions[0].text):,} tokens. {medians}"
         shown = [as_json(part) for part in parts]
-        if args.json is not None:
-            report = {"versions": running.versions(), "platform": platform.describe(), "hardware": facts}
-            report |= {"model": {"preset": args.preset, "dtype": "float32", "seed": args.seed}}
-            report |= {"engine_fields": stage.fields, "workload": workload, "parts": shown}
-            terminal.write_json(args.json, report)
-            terminal.wrote(console, args.json)
+        report = {"versions": running.versions(), "platform": platform.describe(), "hardware": facts}
+        report |= {"model": {"preset": args.preset, "dtype": "float32", "seed": args.seed}}
+        report |= {"engine_fields": stage.fields, "workload": workload, "parts": shown}
+        terminal.save_json(console, args.json, report)
         if args.plot is not None:
             terminal.write_whole(args.plot, lambda path: save_demo_plot(path, shown, workload))
-            terminal.wrote(console, args.plot)
+            console.print(f"wrote {args.plot}", markup=False, soft_wrap=True)
     return 0 if all(part.engines["ours"].exact for part in parts) else EXIT_WRONG
 
 

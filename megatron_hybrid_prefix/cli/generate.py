@@ -40,8 +40,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import running, terminal
 from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare, print_report, totals
@@ -146,12 +144,11 @@ def run_engines(
     longest = work.longest()
     longest_tokens = max(len(request.tokens) for request in longest)
     shared = options.engine_fields(args, platform.device.type, longest_tokens, args.max_sequence_length)
-    budgets = options.Budgets.of(args, platform.device.type, free_bytes=running.free_for_engines(platform))
+    budgets = running.budgets_of(args, platform)
     fields = {name: shared | options.ENGINES[name](budgets) for name in names}
     runs: list[EngineRun] = []
     with terminal.progress(names, len(longest)) as done:
         for name in names:
-            options.check_memory(fields[name], platform.device, f"engine {name}: ")
             own = fields[name] | options.state_dtype_field(runner.model, args.state_dtype)
             runs.append(runner.run(name, own, work, runs[0].requests if runs else None, partial(done, name)))
     return runs, {
@@ -216,11 +213,9 @@ def run_on(
     interrupt: Interrupt,
 ) -> None:
     """Builds the model, runs the engines, prints and writes the report."""
-    console = terminal.output_console() if terminal.is_main_rank() else Console(quiet=True)
+    console = terminal.output_console()
     console.print(platform.describe(), markup=False, soft_wrap=True)
-    budgets = options.Budgets.of(args, platform.device.type, free_bytes=running.free_for_engines(platform))
-    for name in names:
-        options.check_memory(options.ENGINES[name](budgets), platform.device, f"engine {name}: ", all_ranks=True)
+    running.budgets_of(args, platform)  # before weights are read
     model = build_model(args, config, platform)
     runner = Runner(model, tokenizer, platform, interrupt)
     if runner.should_stop():
@@ -232,10 +227,8 @@ def run_on(
     if not terminal.is_main_rank():
         return
     print_report(console, runs, comparisons)
-    if args.json is not None:
-        settings = {"platform": platform.describe(), "engine_fields": fields}
-        terminal.write_json(args.json, as_json(runs, comparisons, settings, args))
-        terminal.wrote(console, args.json)
+    settings = {"platform": platform.describe(), "engine_fields": fields}
+    terminal.save_json(console, args.json, as_json(runs, comparisons, settings, args))
 
 
 main = as_main(run)

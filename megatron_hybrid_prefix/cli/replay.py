@@ -40,7 +40,7 @@ from rich.table import Table
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import terminal
-from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, Stopped, as_main
+from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
 from megatron_hybrid_prefix.lab.clairvoyant import Clairvoyant, clairvoyant
 from megatron_hybrid_prefix.lab.memory import GIB, memory_of, page_words
@@ -189,8 +189,7 @@ def run_all(
             for number, budget in enumerate(budgets):
 
                 def on_request(count: int, policy: Policy = policy, number: int = number) -> None:
-                    if interrupt.requested:
-                        raise Stopped
+                    interrupt.check()
                     done(policy.name, number * len(trace.requests) + count)
 
                 with terminal.as_input_errors(TooLargeError):
@@ -207,8 +206,7 @@ def run_clairvoyant(trace: Trace, slots: Sequence[int], interrupt: Interrupt) ->
     with terminal.progress(["clairvoyant"], max(slots)) as done:
 
         def on_slot(count: int) -> None:
-            if interrupt.requested:
-                raise Stopped
+            interrupt.check()
             done("clairvoyant", count)
 
         return clairvoyant(trace, slots, on_slot)
@@ -306,12 +304,9 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     bounds = run_clairvoyant(trace, slots, interrupt) if args.clairvoyant else []
     console = terminal.output_console()
     print_report(console, trace, runs, ceiling, sizes, bounds)
-    if args.json is not None:
-        report = as_json(args, trace, runs, ceiling, terminal.command_line(argv))
-        if bounds:
-            report["clairvoyant"] = [dataclasses.asdict(bound) for bound in bounds]
-        terminal.write_json(args.json, report)
-        terminal.wrote(console, args.json)
+    report = as_json(args, trace, runs, ceiling, terminal.command_line(argv))
+    report["clairvoyant"] = [dataclasses.asdict(bound) for bound in bounds]
+    terminal.save_json(console, args.json, report)
     return 0
 
 

@@ -167,7 +167,6 @@ def read_keys(path: Path | None) -> dict[str, str]:
 
 def cache_config(args: argparse.Namespace, budgets: options.Budgets) -> HybridPrefixConfig:
     """The cache's settings. With ``--no-cache`` no state is cached, and each request is told to use none."""
-    options.check_cap(args.mamba_gb, budgets.prefix.cache_gb)
     return replace(
         budgets.prefix,
         mamba_gb=0.0 if args.no_cache else args.mamba_gb,
@@ -183,13 +182,9 @@ def make_engine(model: Any, tokenizer: Any, platform: Any, args: argparse.Namesp
     Raises:
         InputError: It cannot be built.
     """
-    device_type = platform.device.type
-    budgets = options.Budgets.of(args, device_type, free_bytes=running.free_for_engines(platform))
-    fields = options.engine_fields(args, device_type, 0, args.max_sequence_length) | {
-        "prefix": cache_config(args, budgets)
-    }
+    fields = options.engine_fields(args, platform.device.type, 0, args.max_sequence_length)
+    fields["prefix"] = cache_config(args, running.budgets_of(args, platform))
     fields["materialize_only_last_token_logits"] = not args.prompt_log_probs
-    options.check_memory(fields, platform.device)
     return running.made_engine("the engine", model, fields, tokenizer)
 
 
@@ -225,8 +220,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         listener = stack.enter_context(listen(args.host, args.port)) if terminal.is_main_rank() else None
         platform = stack.enter_context(running.started_platform(args))
         terminal.output_console().print(platform.describe(), markup=False, soft_wrap=True)
-        budgets = options.Budgets.of(args, platform.device.type, free_bytes=running.free_for_engines(platform))
-        options.check_memory({"prefix": cache_config(args, budgets)}, platform.device, all_ranks=True)
+        running.budgets_of(args, platform)  # before weights are read
         model = build_model(args, config, platform)
         engine = make_engine(model, tokenizer, platform, args)
         if running.stop_requested(platform, interrupt):

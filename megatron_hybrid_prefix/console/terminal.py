@@ -42,7 +42,7 @@ _NO_MEMORY = (
     "DefaultCPUAllocator",
     "Storage size calculation overflowed",
 )
-MEMORY_ADVICE = "lower --cache-gb or --buffer-gb, --max-requests or --max-tokens, or run fewer engines"
+MEMORY_ADVICE = "lower --cache-gb, --max-requests or --max-tokens, or run fewer engines"
 
 
 class InputError(Exception):
@@ -103,6 +103,11 @@ class Interrupt:
         # After a Ctrl-C keep the handler: a second one must not raise during the interpreter's shutdown.
         if self._previous is not None and not self.requested:
             signal.signal(signal.SIGINT, self._previous)
+
+    def check(self) -> None:
+        """Raises `Stopped` after Ctrl-C."""
+        if self.requested:
+            raise Stopped
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
@@ -349,9 +354,11 @@ def write_json(path: Path, data: Any) -> None:
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def wrote(console: Console, path: Path) -> None:
-    """Says that a file was written."""
-    console.print(f"wrote {path}", markup=False, soft_wrap=True)
+def save_json(console: Console, path: Path | None, data: Any) -> None:
+    """`write_json`, and says so; nothing without a path."""
+    if path is not None:
+        write_json(path, data)
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:
@@ -366,8 +373,8 @@ def excerpt(text: str, width: int) -> str:
 
 
 def output_console() -> Console:
-    """A console on stdout, as wide as the terminal; 140 columns for a file or pipe."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    """A console on stdout, as wide as the terminal; 140 columns for a file or pipe. Silent on ranks other than 0."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140, quiet=not is_main_rank())
 
 
 def table_of(title: str, *heads: str) -> Table:

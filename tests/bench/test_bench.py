@@ -166,9 +166,12 @@ BAD_OPTIONS = {
     "longer than a step": (["no_reuse", "--max-tokens", "64"], "512 tokens are more than --max-tokens 64"),
     "graphs on CPU": (["no_reuse", "--cuda-graphs", "2"], "needs a CUDA device"),
     "too little for upstream": (["no_reuse", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
-    "too little for all": (["no_reuse", "--buffer-gb", "0.0001"], "engine off: buffer_size_gb=0.0001 is too small"),
+    "too little for all": (
+        ["no_reuse", "--cache-gb", "0.0001"],
+        "is too small: the recurrent states of max_requests=16 need",
+    ),
     "too few KV blocks": (
-        ["shared_prefix", "--buffer-gb", "0.0017", "--max-requests", "4", "--own-tokens", "600"],
+        ["shared_prefix", "--engine", "off", "--cache-gb", "0.002", "--max-requests", "4", "--own-tokens", "600"],
         "engine off: 1624 prompt tokens and 4 to generate need 7 KV blocks of 256 tokens, there are 5",
     ),
 }
@@ -329,12 +332,10 @@ def test_no_reuse(measure: Any) -> None:
 
 
 def assert_same_memory(data: dict[str, Any]) -> None:
-    """Checks that all engines with a cache have the same memory in all."""
+    """Checks that all engines with a cache have the same memory on the device."""
     budgets = {name: engine["budget"] for name, engine in data["engines"].items()}
-    (total,) = {budget.get("cache_gb") for budget in budgets.values()} - {None}
-    for name, budget in budgets.items():
-        if "mamba_gb" in budget:
-            assert budget["buffer_gb"] + budget["mamba_gb"] == pytest.approx(total), name
+    if "upstream" in budgets:
+        assert sum(budgets["upstream"].values()) == pytest.approx(budgets["ours"]["cache_gb"])
     assert budgets["ours"].keys() & {"cache_gb", "buffer_gb", "mamba_gb"} == {"cache_gb"}
 
 
@@ -342,8 +343,9 @@ def test_engines_share_the_memory_that_is_free(measure: Any, monkeypatch: pytest
     """With the usual budgets they would not fit together."""
     monkeypatch.setattr(runner, "free_for_engines", lambda platform: int(0.06 * 2**30))
     data = measure("no_reuse", "--repeats", 1)
-    budget = {"buffer_gb": 0.014, "mamba_gb": 0.002}
-    assert data["engines"]["upstream"]["budget"] == budget == {**data["engines"]["off"]["budget"], "mamba_gb": 0.002}
+    assert data["engines"]["ours"]["budget"] == {"cache_gb": 0.016} or data["engines"]["ours"]["budget"] == {
+        "cache_gb": 0.017
+    }
     assert_same_memory(data)
 
 
@@ -365,9 +367,7 @@ def test_a_lack_of_memory_is_one_line(
     argv = ["no_reuse", *map(str, SMALL["no_reuse"]), "--json", str(tmp_path / "result.json")]
     assert bench.main(argv) == 2
     said = capsys.readouterr().err
-    assert said.startswith(
-        f"error: engine {engine}: not enough memory; lower --cache-gb or --buffer-gb, --max-requests "
-    )
+    assert said.startswith(f"error: engine {engine}: not enough memory; lower --cache-gb, --max-requests ")
     assert said.count("\n") == 1 and "or run fewer engines" in said and list(tmp_path.iterdir()) == []
 
 
@@ -478,7 +478,11 @@ def test_index(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
         (("--chunked-prefill", "--max-tokens", 128), "enable_chunked_prefill", True),
         (("--async-scheduling",), "async_sched_mode", "async"),
         (("--block-size-tokens", 128, "--max-requests", 4), "block_size_tokens", 128),
-        (("--buffer-gb", 0.125, "--state-dtype", "bfloat16"), "buffer_size_gb", 0.125),
+        (
+            ("--cache-gb", 0.175, "--mamba-gb", 0.05, "--state-dtype", "bfloat16"),
+            "buffer_size_gb",
+            pytest.approx(0.125),
+        ),
     ],
 )
 def test_options_reach_every_engine(measure: Any, argv: tuple[object, ...], field: str, value: object) -> None:
