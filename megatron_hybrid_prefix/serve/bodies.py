@@ -305,6 +305,11 @@ class Body(Fields, ABC):
         return False
 
     @property
+    def echoes_log_probs(self) -> bool:
+        """Whether the prompt's tokens are among those of the answer, with log-probs."""
+        return self.echoes and self.top_tokens is not None
+
+    @property
     @abstractmethod
     def top_tokens(self) -> int | None:
         """Number of likeliest tokens to return per position; None: no log-probs at all."""

@@ -46,7 +46,7 @@ class Choice:
         self._request = request
         self.prompt_logprobs: list[dict[str, dict[str, Any]] | None] = [None]
         self.prompt_notes: list[TokenNote] = []
-        if request.echoes_log_probs and len(prompt.tokens) == 1:  # the engine has no log-probs for it
+        if request.body.echoes_log_probs and len(prompt.tokens) == 1:  # the engine has no log-probs for it
             self.prompt_notes = prompt_notes(tokenizer, prompt.tokens, [], [])
         self.last_s: float | None = None  # when its last token arrived
         self.tokens = self.cached_tokens = 0
@@ -88,7 +88,7 @@ class Choice:
 
     def _take_prompt(self, update: Update) -> None:
         request, tokens = self._request, self.prompt.tokens
-        if request.echoes_log_probs:
+        if request.body.echoes_log_probs:
             tops = (
                 [_by_id(top, request.body.top_tokens) for top in update.prompt_top_log_probs]
                 if request.body.top_tokens

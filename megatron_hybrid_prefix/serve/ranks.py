@@ -126,22 +126,6 @@ def listening_store(host: str) -> torch.distributed.TCPStore:
     )
 
 
-def read_report(data: bytes) -> dict[str, Any]:
-    """A rank's report from the store.
-
-    Raises:
-        ValueError: It is malformed.
-    """
-    try:
-        report = json.loads(data)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    match report:
-        case {"number": int(), "error": str() | None, "step_s": float() | int()}:
-            return dict(report)
-    raise ValueError("a field is missing or has another type")
-
-
 class Board:
     """Reports of all ranks, in a store on rank 0. Creating it is a collective call.
 
@@ -156,7 +140,6 @@ class Board:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._malformed: set[int] = set()  # ranks with a malformed report, which has been logged
         self.rank = torch.distributed.get_rank()
         self.replica = torch.distributed.get_rank(engine.pg_collection.dp)
         self.processes = Processes()
@@ -190,17 +173,9 @@ class Board:
         return self._store.check([f"lost {self.replica}"]), self._store.check(["ending"])
 
     def reports(self) -> dict[int, dict[str, Any]]:
-        """Latest reports by rank. Ranks without one, or with a malformed one, are missing. Only for rank 0."""
-        found = {}
-        for rank in range(len(self.replica_of_rank)):
-            if self._store.check([f"report {rank}"]):
-                try:
-                    found[rank] = read_report(self._store.get(f"report {rank}"))
-                except ValueError as error:
-                    if rank not in self._malformed:
-                        logger.error("a report of rank %d is malformed: %s", rank, error)
-                    self._malformed.add(rank)
-        return found
+        """Latest reports by rank. Ranks without one are missing. Only for rank 0."""
+        names = {rank: f"report {rank}" for rank in range(len(self.replica_of_rank))}
+        return {rank: json.loads(self._store.get(name)) for rank, name in names.items() if self._store.check([name])}
 
     def will_end(self) -> None:
         """Tells all ranks that rank 0 is about to end. Only for rank 0."""

@@ -65,9 +65,9 @@ class ReplicaLoop(Backend):
         self._lost: dict[int, str] = {}  # why, by replica
         self._reports: dict[int, dict[str, Any]] = {}  # by rank
         self._reported_s: dict[int, float] = {}  # when the last new one was seen
-        # Number and answer of the latest question of each kind, by replica.
-        self._answers: dict[str, dict[int, tuple[int, dict[str, Any]]]] = {TELL_SNAPSHOT: {}, TELL_EXPLAIN: {}}
-        self._answer_came, self._asked, self._explaining = asyncio.Event(), 0, asyncio.Lock()
+        self._answers: dict[int, dict[int, dict[str, Any]]] = {}  # by open question and replica
+        self._answer_came, self._asked = asyncio.Event(), 0
+        self._snapshots: dict[int, dict[str, Any]] = {}  # the last ones, by replica
         self._stopping = False
         self.ended_well = False
         self._client: ReplicaClient | None = None
@@ -134,8 +134,12 @@ class ReplicaLoop(Backend):
             self._deliver(request_id, Update(finished=True, error=error, is_lost=True))
 
     def answered(self, replica: int, what: str, number: int, answer: str) -> None:
-        self._answers[what][replica] = (number, json.loads(answer))
-        self._answer_came.set()
+        found = json.loads(answer)
+        if what == TELL_SNAPSHOT:
+            self._snapshots[replica] = found
+        if number in self._answers:
+            self._answers[number][replica] = found
+            self._answer_came.set()
 
     def _deliver(self, request_id: int, update: Update) -> None:
         task = self._live.get(request_id)
@@ -169,7 +173,7 @@ class ReplicaLoop(Backend):
         found: dict[str, dict[str, Any]] = {}
         for replica in range(self._board.replicas):
             none: dict[str, Any] = {"prefix_stats": {}, "gauges": {}, "memory": {}}
-            _, snapshot = self._answers[TELL_SNAPSHOT].get(replica, (0, none))
+            snapshot = self._snapshots.get(replica, none)
             is_lost = replica in self._lost
             if is_lost:
                 memory = snapshot["memory"]
@@ -178,28 +182,25 @@ class ReplicaLoop(Backend):
         return found
 
     async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """See `Backend`. Replicas are asked for one explanation at a time."""
-        async with self._explaining:
-            asked = await self._ask(TELL_EXPLAIN, _EXPLAIN_S, prompt, sampling)
-            late = (0, {"error": f"no answer within {_EXPLAIN_S:g} s: it is in a long step, or lost"})
-            answers = [self._answers[TELL_EXPLAIN].get(replica, late) for replica in range(self._board.replicas)]
-        return {str(replica): (answer if answer[0] == asked else late)[1] for replica, answer in enumerate(answers)}
+        answers = await self._ask(TELL_EXPLAIN, _EXPLAIN_S, prompt, sampling)
+        late = {"error": f"no answer within {_EXPLAIN_S:g} s: it is in a long step, or lost"}
+        return {str(replica): answers.get(replica, late) for replica in range(self._board.replicas)}
 
-    async def _ask(self, what: str, wait_s: float, prompt: Sequence[int] = (), sampling: Any = None) -> int:
-        """Asks all replicas, and waits for those that are not lost. Returns the number of the question."""
-        self._asked = asked = self._asked + 1
+    async def _ask(
+        self, what: str, wait_s: float, prompt: Sequence[int] = (), sampling: Any = None
+    ) -> dict[int, dict[str, Any]]:
+        """Asks all replicas, and waits for those that are not lost. Returns their answers."""
+        self._asked = number = self._asked + 1
+        answers = self._answers[number] = {}
         if self._client is not None and self._broken is None:
-            self._client.ask(asked, what, list(prompt), sampling or {})
+            self._client.ask(number, what, list(prompt), sampling or {})
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    while not self._have_answers(what, asked):
+                    while set(range(self._board.replicas)) - set(self._lost) - answers.keys():
                         self._answer_came.clear()
                         await self._answer_came.wait()
-        return asked
-
-    def _have_answers(self, what: str, number: int) -> bool:
-        live, answers = set(range(self._board.replicas)) - set(self._lost), self._answers[what]
-        return all(replica in answers and answers[replica][0] >= number for replica in live)
+        del self._answers[number]
+        return answers
 
     async def _watch(self) -> None:
         while self._broken is None:
