@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_hybrid_prefix.serve.metrics import Sample
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
@@ -134,7 +136,7 @@ class Backend(ABC):
             task.deliver(STOPPED)
 
     @abstractmethod
-    async def snapshots(self) -> dict[str, dict[str, Any]]:
+    async def snapshots(self) -> dict[str, list[Sample]]:
         """The `engine_snapshot` of each replica, by name.
 
         Raises:

@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.mcore.ranks.client import ReplicaClient
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
 from megatron_hybrid_prefix.mcore.ranks.messages import TELL_EXPLAIN, TELL_SNAPSHOT, Routing
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, new_output, refusal
+from megatron_hybrid_prefix.serve.metrics import Sample
 from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, REPORT_S, Board, RankEngine, call_later
 from megatron_hybrid_prefix.upstream.names import SamplingParams
 
@@ -65,9 +66,9 @@ class ReplicaLoop(Backend):
         self._lost: dict[int, str] = {}  # why, by replica
         self._reports: dict[int, dict[str, Any]] = {}  # by rank
         self._reported_s: dict[int, float] = {}  # when the last new one was seen
-        self._answers: dict[int, dict[int, dict[str, Any]]] = {}  # by open question and replica
+        self._answers: dict[int, dict[int, Any]] = {}  # by open question and replica
         self._answer_came, self._asked = asyncio.Event(), 0
-        self._snapshots: dict[int, dict[str, Any]] = {}  # the last ones, by replica
+        self._snapshots: dict[int, list[Sample]] = {}  # the last ones, by replica
         self._stopping = False
         self.ended_well = False
         self._client: ReplicaClient | None = None
@@ -167,18 +168,15 @@ class ReplicaLoop(Backend):
     def lost_replicas(self) -> frozenset[str]:
         return frozenset(map(str, self._lost))
 
-    async def snapshots(self) -> dict[str, dict[str, Any]]:
+    async def snapshots(self) -> dict[str, list[Sample]]:
         """See `Backend`. Replicas in a long step keep their last snapshot. Counters of lost replicas stay."""
         await self._ask(TELL_SNAPSHOT, _SNAPSHOT_S)
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, list[Sample]] = {}
         for replica in range(self._board.replicas):
-            none: dict[str, Any] = {"prefix_stats": {}, "gauges": {}, "memory": {}}
-            snapshot = self._snapshots.get(replica, none)
             is_lost = replica in self._lost
-            if is_lost:
-                memory = snapshot["memory"]
-                snapshot = snapshot | {"gauges": {}, "memory": memory and memory | {"bytes": {}}}
-            found[str(replica)] = snapshot | {"gauges": snapshot["gauges"] | {"replica_up": float(not is_lost)}}
+            samples = self._snapshots.get(replica, [])
+            kept = [sample for sample in samples if sample[0] == "counter" or not is_lost]
+            found[str(replica)] = [*kept, ("gauge", "replica_up", float(not is_lost), {})]
         return found
 
     async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -186,9 +184,7 @@ class ReplicaLoop(Backend):
         late = {"error": f"no answer within {_EXPLAIN_S:g} s: it is in a long step, or lost"}
         return {str(replica): answers.get(replica, late) for replica in range(self._board.replicas)}
 
-    async def _ask(
-        self, what: str, wait_s: float, prompt: Sequence[int] = (), sampling: Any = None
-    ) -> dict[int, dict[str, Any]]:
+    async def _ask(self, what: str, wait_s: float, prompt: Sequence[int] = (), sampling: Any = None) -> dict[int, Any]:
         """Asks all replicas, and waits for those that are not lost. Returns their answers."""
         self._asked = number = self._asked + 1
         answers = self._answers[number] = {}

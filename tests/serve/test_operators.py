@@ -27,7 +27,7 @@ from megatron_hybrid_prefix.console.engine_options import Budgets
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.serve import access_log
-from megatron_hybrid_prefix.serve.metrics import Families, add_memory_metrics, add_prefix_metrics
+from megatron_hybrid_prefix.serve.metrics import families_of, memory_samples, prefix_samples
 from tests.harness.limits import HANG_S, wait_until
 from tests.serve import load
 from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
@@ -64,11 +64,10 @@ def salt(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def labels_by_name(server: Server) -> dict[str, set[str]]:
     """Names of all samples of ``/metrics``, with their labels. A reason is there when it first happened: so all are."""
-    families, registry = Families(), CollectorRegistry()
-    add_prefix_metrics(families, PrefixStats(fallbacks={"stale_match": 1}).as_dict())
-    memory = {"bytes": {"free": 1}, "page_bytes": 1, "pages_changed": {"kv": 1}, "blocks_moved": 1}  # with one budget
-    add_memory_metrics(families, memory, {})
-    registry.register(type("Source", (), {"collect": lambda self: families})())
+    registry = CollectorRegistry()
+    samples = [*prefix_samples(PrefixStats(fallbacks={"stale_match": 1}).as_dict())]
+    samples += memory_samples(server.engine.context)
+    registry.register(type("Source", (), {"collect": lambda self: families_of(samples)})())
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANG_S) as answer:
         pages = [answer.read().decode(), generate_latest(registry).decode()]
     return {
