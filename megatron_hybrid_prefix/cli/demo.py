@@ -86,13 +86,13 @@ class Stage:
             "max_sequence_length": ceil_div(longest, block_tokens) * block_tokens,
         }
 
-    def rounds(self, *, chunked: bool) -> dict[str, list[dict[str, list[Any]]]]:
-        """Part 6 if ``chunked``, else parts 1 to 5: engine -> what each round answered."""
+    def rounds(self, *, chunked: bool) -> dict[str, list[list[list[Any]]]]:
+        """The last part if ``chunked``, else the others: engine -> for each round what each part was answered."""
         fields = self.fields
         if chunked:
             fields = fields | {"max_tokens": self._sessions[0].step_tokens, "enable_chunked_prefill": True}
         budgets = self._budgets(fields["max_tokens"])
-        found: dict[str, list[dict[str, list[Any]]]] = {name: [] for name in options.DEFAULT_ENGINES}
+        found: dict[str, list[list[list[Any]]]] = {name: [] for name in options.DEFAULT_ENGINES}
         what = "prefill in chunks" if chunked else "session"
         with ExitStack() as stack, terminal.progress([what], len(self._sessions)) as done:
             engines = {
@@ -106,7 +106,7 @@ class Stage:
                 for name, engine in engines.items():
                     ask = partial(self._send, engine)
                     found[name].append(play_chunked(session, ask) if chunked else play(session, ask, answer))
-                    answer = answer or (None if chunked else found["off"][number]["first_question"][0].generated)
+                    answer = answer or (None if chunked else found["off"][number][0][0].generated)
                 done(what, number + 1)
         return found
 
@@ -164,11 +164,15 @@ def run_on(platform: Any, sessions: list[Session], config: Any, args: argparse.N
     console.print(f"First tokens: {medians[0].lower()}{medians[1:]}\n")
     stage = Stage(build_model(args, config, platform), platform, sessions, interrupt)
     first, last = stage.rounds(chunked=False), stage.rounds(chunked=True)
-    parts = []
-    for key, title, short in PARTS:
-        found = last if key == "chunks" else first
-        engines = outcomes({name: [answers[key] for answers in rounds] for name, rounds in found.items()})
-        parts.append(Part(key=key, title=sessions[0].title(title), short=short, engines=engines))
+    rounds = {name: [one + two for one, two in zip(first[name], last[name], strict=True)] for name in first}
+    parts = [
+        Part(
+            name=name,
+            title=sessions[0].title(title),
+            engines=outcomes({engine: [answers[number] for answers in rounds[engine]] for engine in rounds}),
+        )
+        for number, (name, title) in enumerate(PARTS)
+    ]
     if terminal.is_main_rank():
         print_demo(console, parts)
         workload = f"{args.preset} hybrid model, float32, on {machine}. "

@@ -61,15 +61,13 @@ class Part:
     """What the engines did in one situation.
 
     Attributes:
-        key: Its name in the JSON.
-        title: What is sent.
-        short: The same in a few words, for the plot; empty: the plot leaves the part out.
+        name: What is sent, in a few words.
+        title: The same in full.
         engines: Engine -> what it did.
     """
 
-    key: str
+    name: str
     title: str
-    short: str
     engines: Mapping[str, Outcome]
 
     @property
@@ -158,7 +156,7 @@ def print_demo(console: Console, parts: Sequence[Part]) -> None:
 def as_json(part: Part) -> dict[str, Any]:
     """A part as JSON values."""
     engines = {name: asdict(outcome) for name, outcome in part.engines.items()}
-    return {"part": part.key, "title": part.title, "short": part.short, "verdict": part.verdict, "engines": engines}
+    return {"part": part.name, "title": part.title, "verdict": part.verdict, "engines": engines}
 
 
 def save_demo_plot(path: Path, parts: Sequence[Mapping[str, Any]], subtitle: str) -> None:
@@ -166,16 +164,16 @@ def save_demo_plot(path: Path, parts: Sequence[Mapping[str, Any]], subtitle: str
 
     Args:
         path: PNG or SVG, by its ending.
-        parts: Each of `as_json`; those without a short title are left out.
+        parts: Each of `as_json`. Of the first one, which fills the cache, there is nothing to see.
         subtitle: Model, machine and workload.
     """
-    drawn = [part for part in parts if part["short"]]
-    engines = {name: [part["engines"][name] for part in drawn] for name in drawn[0]["engines"]}
+    drawn = parts[1:]
+    engines = {name: [part["engines"][name] for part in drawn] for name in parts[0]["engines"]}
     title, heights = "Time to first token: shorter is better", [bar_inches(len(drawn), len(engines))]
     with page(path, title=title, subtitle=subtitle, heights=heights, engines=list(engines)) as axes:
         draw_bars(
             axes[0],
-            [part["short"] for part in drawn],
+            [part["part"] for part in drawn],
             {name: [one["first_token_ms"] for one in row] for name, row in engines.items()},
             figure_of=lambda value: f"{value:,.0f} ms",
             ranges={name: [one["first_tokens_ms"] for one in row] for name, row in engines.items()},
@@ -185,5 +183,4 @@ def save_demo_plot(path: Path, parts: Sequence[Mapping[str, Any]], subtitle: str
                 for number, one in enumerate(row)
                 if not one["exact"]
             },
-            label_characters=24,
         )

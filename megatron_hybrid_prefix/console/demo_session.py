@@ -27,29 +27,22 @@ TAIL_TOKENS = 2
 # Texts end so many tokens before a block boundary: every question crosses it, as one longer than a block does anyway.
 GAP_TOKENS = 8
 
-# Each part: its name, what is sent, and the same in a few words for the plot (which leaves out what has none).
+# What is sent in each part, in a few words and in full; the first one fills the cache.
 PARTS = (
-    ("first_question", "First question about a text of {text_tokens:,} tokens", ""),
+    ("first question", "First question about a text of {text_tokens:,} tokens"),
+    ("next turn, after a long answer", "Next turn, after an answer of {answer_tokens} tokens: longer than a block"),
     (
-        "next_turn",
-        "Next turn, after an answer of {answer_tokens} tokens: longer than a block",
-        "next turn, after a long answer",
-    ),
-    (
-        "same_prompt",
-        f"The same prompt again; it ends {TAIL_TOKENS} tokens after a block boundary (chosen so)",
         "the same prompt again",
+        f"The same prompt again; it ends {TAIL_TOKENS} tokens after a block boundary (chosen so)",
     ),
-    ("other_user", "Another user asks about the same text, for the first time", "another user, same text"),
+    ("another user, same text", "Another user asks about the same text, for the first time"),
     (
-        "herd",
-        f"Herd: {HERD_USERS} users ask about one new text at once (the slowest)",
         f"herd of {HERD_USERS}, the slowest",
+        f"Herd: {HERD_USERS} users ask about one new text at once (the slowest)",
     ),
     (
-        "chunks",
-        "Chunked prefill, {step_tokens:,} tokens a step: known text, with a new prompt in the same steps",
         "prefill in chunks",
+        "Chunked prefill, {step_tokens:,} tokens a step: known text, with a new prompt in the same steps",
     ),
 )
 
@@ -144,8 +137,8 @@ def _tokens(text: str) -> list[int]:
     return list(ByteTokenizer().tokenize(text))
 
 
-def play(session: Session, send: Send, answer: list[int] | None) -> dict[str, list[Any]]:
-    """Parts 1 to 5 on one engine.
+def play(session: Session, send: Send, answer: list[int] | None) -> list[list[Any]]:
+    """The parts but the last on one engine.
 
     Args:
         session: What to send.
@@ -158,17 +151,12 @@ def play(session: Session, send: Send, answer: list[int] | None) -> dict[str, li
     text, questions = session.text, session.questions
     first = send([text + questions[0]], session.answer_tokens)
     next_turn = session.next_turn(first[0].generated if answer is None else answer)
-    return {
-        "first_question": first,
-        "next_turn": send([next_turn], SHORT_ANSWER_TOKENS),
-        "same_prompt": send([next_turn], SHORT_ANSWER_TOKENS),
-        "other_user": send([text + questions[2]], SHORT_ANSWER_TOKENS),
-        "herd": send(session.herd, SHORT_ANSWER_TOKENS),
-    }
+    rest = ([next_turn], [next_turn], [text + questions[2]], session.herd)
+    return [first, *(send(prompts, SHORT_ANSWER_TOKENS) for prompts in rest)]
 
 
-def play_chunked(session: Session, send: Send) -> dict[str, list[Any]]:
-    """Part 6, on an engine with chunked prefill: only the last prompt is of interest."""
+def play_chunked(session: Session, send: Send) -> list[list[Any]]:
+    """The last part, on an engine with chunked prefill: only the last prompt is of interest."""
     filler, unrelated, last = session.chunked
     send([filler], SHORT_ANSWER_TOKENS)
-    return {"chunks": send([unrelated, last], SHORT_ANSWER_TOKENS)[1:]}
+    return [send([unrelated, last], SHORT_ANSWER_TOKENS)[1:]]

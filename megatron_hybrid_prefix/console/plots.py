@@ -23,6 +23,7 @@ GRID = "#e4e4e4"
 _HEADER_INCHES = 1.0  # about what title, legend and subtitle take
 _TITLE_CHARACTERS = 56
 _SUBTITLE_CHARACTERS = 88
+_LABEL_CHARACTERS = 26
 _METADATA = {".png": "Software", ".svg": "Date"}  # what a file would say of the version or the date, by its ending
 
 
@@ -99,7 +100,6 @@ def draw_bars(
     ranges: Mapping[str, Sequence[Sequence[float] | None]] | None = None,
     notes: Mapping[tuple[str, int], str] | None = None,
     heading: str = "",
-    label_characters: int = 26,
 ) -> None:
     """Horizontal bars in groups, each bar with its figure at its end.
 
@@ -111,7 +111,6 @@ def draw_bars(
         ranges: Engine -> the samples of each group; a whisker is drawn from the least to the largest.
         notes: (engine, number of the group) -> text after the figure, or in place of it.
         heading: Above the axis.
-        label_characters: Width of a group's label before it is wrapped.
     """
     height = 0.8 / max(1, len(values))
     known = [value for row in values.values() for value in row if value is not None]
@@ -139,7 +138,7 @@ def draw_bars(
                     fontsize=9,
                     fontweight="bold" if note else "normal",
                 )
-    labels = [textwrap.fill(group, label_characters) for group in groups]
+    labels = [textwrap.fill(group, _LABEL_CHARACTERS) for group in groups]
     axis.set_yticks([number for number, label in enumerate(labels) if label], [label for label in labels if label])
     axis.tick_params(axis="y", length=0)
     axis.set_ylim(len(groups) - 0.5, -0.5)

@@ -18,7 +18,7 @@ from tests.harness.selection import mostly_slow
 
 BLOCK = 128
 SHORT = ("--device", "cpu", "--rounds", "1")
-PARTS = ["first_question", "next_turn", "same_prompt", "other_user", "herd", "chunks"]
+FIRST, NEXT, SAME, OTHER, HERD, CHUNKS = PARTS = [name for name, _ in demo_session.PARTS]
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ def test_it_shows_what_is_wrong_and_what_is_not_reused(short, seed, tmp_path, ca
     parts = {part["part"]: engines_of(part) for part in data["parts"]}
     for off, _, ours in parts.values():
         assert off["reused_tokens"] == 0 and ours["exact"] and ours["max_log_prob_difference"] < 1e-4
-    assert [part for part in PARTS if not parts[part][1]["exact"]] == ["same_prompt", "chunks"]
-    for part in ("next_turn", "other_user", "herd"):
+    assert [part for part in PARTS if not parts[part][1]["exact"]] == [SAME, CHUNKS]
+    for part in (NEXT, OTHER, HERD):
         assert parts[part][2]["reused_tokens"] > parts[part][1]["reused_tokens"]
-    assert parts["next_turn"][2]["reused_tokens"] - parts["next_turn"][1]["reused_tokens"] >= BLOCK
-    off, upstream, ours = parts["same_prompt"]
+    assert parts[NEXT][2]["reused_tokens"] - parts[NEXT][1]["reused_tokens"] >= BLOCK
+    off, upstream, ours = parts[SAME]
     assert off["prompt_tokens"] % BLOCK == demo_session.TAIL_TOKENS
     assert ours["reused_tokens"] == upstream["reused_tokens"] == off["prompt_tokens"] - demo_session.TAIL_TOKENS
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -75,9 +75,9 @@ def test_a_wrong_state_is_called_wrong(short, tmp_path, capsys, monkeypatch):
     path = tmp_path / "wrong.json"
     assert demo.main([*SHORT, "--json", str(path)]) == demo.EXIT_WRONG
     parts = {part["part"]: part for part in json.loads(path.read_text())["parts"]}
-    assert not parts["next_turn"]["engines"]["ours"]["exact"]
-    assert parts["next_turn"]["verdict"].startswith("THIS CACHE IS WRONG: ")
-    assert parts["first_question"]["engines"]["ours"]["exact"]
+    assert not parts[NEXT]["engines"]["ours"]["exact"]
+    assert parts[NEXT]["verdict"].startswith("THIS CACHE IS WRONG: ")
+    assert parts[FIRST]["engines"]["ours"]["exact"]
     assert "THIS CACHE IS WRONG" in capsys.readouterr().out
 
 
@@ -98,8 +98,8 @@ def judged(upstream, ours):
     return part_of({"off": [[result()]], "upstream": [[upstream]], "ours": [[ours]]})
 
 
-def part_of(rounds, short="s"):
-    return Part(key="k", title="t", short=short, engines=demo_report.outcomes(rounds))
+def part_of(rounds, name="s"):
+    return Part(name=name, title="t", engines=demo_report.outcomes(rounds))
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,12 @@ def test_the_summary_counts():
 
 def test_a_wrong_answer_is_written_on_its_bar(tmp_path):
     rounds = {"off": [[result()]], "upstream": [[result((5,))]], "ours": [[result(first_s=0.012)]]}
-    parts = [demo_report.as_json(part_of(rounds, "the same prompt"))]
+    parts = [demo_report.as_json(part_of(rounds, name)) for name in ("not drawn", "the same prompt")]
     demo_report.save_demo_plot(tmp_path / "demo.svg", parts, "tiny on a CPU")
     drawn = (tmp_path / "demo.svg").read_text()
     for text in ("100 ms  WRONG ANSWER", "12 ms", "the same prompt", "megatron-core's cache", "tiny on a CPU"):
         assert f"<!-- {text} -->" in drawn
+    assert "not drawn" not in drawn
 
 
 # -- input -------------------------------------------------------------------------------------------------------------
