@@ -100,7 +100,9 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
         InputError: An option is wrong, or the sizes cannot run.
     """
     kind = SCENARIOS[args.scenario]
-    names = list(kind.engines) if args.engine is None else options.engine_names(args.engine, "--engine")
+    names = list(kind.engines)
+    if args.engine is not None:
+        names = terminal.split_names(args.engine, options.ENGINES, "an engine", "--engine")
     device_type = args.device or running.default_device()
     if args.hf is None:
         args.preset = args.preset or DEFAULT_PRESET[device_type]

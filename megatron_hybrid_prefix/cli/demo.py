@@ -116,11 +116,9 @@ class Stage:
 
         slots = STATES_KEPT * len(self._sessions) + 2 * ceil_div(max_tokens, self.fields["block_size_tokens"])
         free = running.free_for_engines(self._platform)
-        kind = self._platform.device.type
-        usual_gb = options.default_cache_gb(free, kind, len(options.DEFAULT_ENGINES))
-        need_gb = slots * state_bytes(mamba_state_config(self._model)) / 2**30
-        mamba_gb = max(usual_gb * options.MAMBA_SHARE[kind], need_gb)
-        return options.Budgets(cache_gb=usual_gb * (1 - options.MAMBA_SHARE[kind]) + mamba_gb, mamba_gb=mamba_gb)
+        usual_gb = options.default_cache_gb(free, self._platform.device.type, len(options.DEFAULT_ENGINES))
+        mamba_gb = slots * state_bytes(mamba_state_config(self._model)) / 2**30
+        return options.Budgets(cache_gb=usual_gb + mamba_gb, mamba_gb=mamba_gb)
 
     def _send(self, engine: Any, prompts: list[list[int]], count: int) -> list[Any]:
         sampling = running.greedy(count)

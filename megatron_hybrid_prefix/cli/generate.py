@@ -18,9 +18,8 @@ and for the engine "ours":
     "cache_write"         false: do not cache this request
     "cache_breakpoints"   token positions up to which other prompts will share this one
 
---conversation: one JSON object, {"system": "...", "context": "...", "turns": ["...", {"regenerate": true}, ...]}.
-{"regenerate": true} sends the previous prompt again; the new answer replaces the old one. The first engine's answers become
-the history for all engines, so all engines get the same prompts. The end of each message is sent as a breakpoint
+--conversation: one JSON object, {"system": "...", "context": "...", "turns": ["...", ...]}. The first engine's answers become the
+history for all engines, so all engines get the same prompts. The end of each message is sent as a breakpoint
 ("cache_breakpoints").
 
 --sessions: one JSON object per line, with "timestamp" (a number) and "input" (the whole prompt as text). Requests are
@@ -191,7 +190,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     """Runs the command."""
     args = parse_prompts(make_parser(), sys.argv[1:] if argv is None else argv)
     config = options.check_engine_options(args)
-    names = options.engine_names(args.compare, "--compare")
+    names = terminal.split_names(args.compare, options.ENGINES, "an engine", "--compare")
     tokenizer = tokenizer_of(args, config.vocab_size)
     limit = args.max_sequence_length or config.max_sequence_length
     work = read_work(args, tokenizer, config.vocab_size, limit, default_sampling(args))

@@ -220,17 +220,14 @@ def as_json(
 ) -> dict[str, Any]:
     """All results as JSON values. ``reused_token_fraction`` is the first policy's, at the largest budget."""
     own = [run for run in runs if run.policy is runs[0].policy]
-    names = [str(run.state_slots) if run.memory is None else f"{run.memory.cache_bytes / GIB:g}" for run in own]
-    shares = [run.reused_token_fraction for run in own]
     summary = {"format": trace.format, "block_tokens": trace.block_tokens}
     return {
         "version": __version__,
         "command": command,
         "options": json.loads(json.dumps(vars(args), default=str)),
         "trace": summary | {"requests": len(trace.requests), "prompt_tokens": trace.prompt_tokens},
-        "reused_token_fraction": shares[-1],
+        "reused_token_fraction": own[-1].reused_token_fraction,
         "ceiling_fraction": ceiling,
-        "by_state_slots" if args.cache_gb is None else "by_cache_gb": dict(zip(names, shares, strict=True)),
         "runs": [
             dataclasses.asdict(run)
             | {

@@ -20,7 +20,6 @@ from megatron_hybrid_prefix.console.terminal import (
     as_input_errors,
     check_can_plot,
     check_writable,
-    split_names,
 )
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.tiers.registry import parse_url
@@ -301,11 +300,6 @@ def check_output(args: argparse.Namespace) -> None:
         check_writable(args.json)
     if getattr(args, "plot", None) is not None:
         check_can_plot("--plot", args.plot)
-
-
-def engine_names(text: str, option: str) -> list[str]:
-    """Engine names from a comma-separated list; see `split_names`."""
-    return split_names(text, ENGINES, "an engine", option)
 
 
 def check_engine_options(args: argparse.Namespace) -> HybridModelConfig:

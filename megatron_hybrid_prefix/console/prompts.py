@@ -54,8 +54,7 @@ def parse_prompts(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpa
 
 def add_sampling_options(parser: Any) -> None:
     """Adds how answers are sampled, and where they end."""
-    group = parser.add_argument_group("sampling")
-    add = group.add_argument
+    add = parser.add_argument_group("sampling").add_argument
     text = "length of an answer (default: %(default)s)"
     add("--num-tokens-to-generate", type=positive_int, default=32, metavar="N", help=text)
     how = "(with none of --temperature, --top-k and --top-p: as --hf says, else greedy)"
@@ -67,58 +66,39 @@ def add_sampling_options(parser: Any) -> None:
     )
     add("--top-p", type=float, help="nucleus sampling, 0 to 1; 0 is off (default: 0)")
     add("--stop-word", action="append", default=[], metavar="TEXT", help="stop before this text (repeatable)")
-    end = group.add_mutually_exclusive_group()
-    text = "stop at this token id (default: the tokenizer's end of text)"
-    end.add_argument("--termination-id", type=int, metavar="ID", help=text)
-    end.add_argument("--ignore-eos", action="store_true", help="do not stop at an end token")
+    add("--ignore-eos", action="store_true", help="do not stop at an end token")
     text = "return log-probs of the generated tokens"
     add("--log-probs", action=argparse.BooleanOptionalAction, default=True, help=text)
-    text = "also return the N tokens of the highest probability per position, in --json (default: 0)"
-    add("--top-n-logprobs", type=int, default=0, metavar="N", help=text)
 
 
 # --- Prompts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One request of a conversation.
-
-    Attributes:
-        question: Tokens to append to the history. None: send the previous prompt again.
-        message_tokens: How many of these tokens are the message. The others begin the answer.
-    """
-
-    question: list[int] | None
-    message_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A shared prefix, whose parts end at ``prefix_ends``, and turns. ``separator`` follows each answer."""
+    """A shared prefix, whose parts end at ``prefix_ends``, and turns. ``separator`` follows each answer.
+
+    A turn is the tokens to append to the history, and how many of them are the message: the others begin the answer.
+    """
 
     prefix: list[int]
     prefix_ends: list[int]
-    turns: list[Turn]
+    turns: list[tuple[list[int], int]]
     separator: list[int]
     sampling: dict[str, Any]
 
     def play(self, answer_to: Callable[[Request], list[int]]) -> list[Request]:
         """Sends the turns one after another, each with the history so far. Returns all requests."""
         sent: list[Request] = []
-        history, prompt = self.prefix, self.prefix
-        history_ends, ends = self.prefix_ends, self.prefix_ends
-        for number, turn in enumerate(self.turns, 1):
-            again = turn.question is None
-            if not again:
-                prompt = [*history, *(turn.question or ())]
-                ends = [*history_ends, len(history) + turn.message_tokens]
-            label = f"turn {number}" + (" (again)" if again else "")
+        history, ends = self.prefix, self.prefix_ends
+        for number, (question, message_tokens) in enumerate(self.turns, 1):
+            prompt = [*history, *question]
+            ends = [*ends, len(history) + message_tokens]
             inner = sorted({end for end in ends if 0 < end < len(prompt)})
             hint = {"cache_breakpoints": inner} if inner else {}
-            sent.append(Request(label=label, tokens=prompt, sampling=self.sampling | hint))
+            sent.append(Request(label=f"turn {number}", tokens=prompt, sampling=self.sampling | hint))
             history = [*prompt, *answer_to(sent[-1]), *self.separator]
-            history_ends = [*ends, len(history)]
+            ends = [*ends, len(history)]
         return sent
 
 
@@ -168,15 +148,12 @@ class Reader:
             raise InputError(f'{where}: "system" and "context" must be text, "turns" a list')
         if not data["turns"]:
             raise InputError(f"{where}: no user turn")
-        turns: list[Turn] = []
+        turns: list[tuple[list[int], int]] = []
         for number, turn in enumerate(data["turns"], 1):
-            if isinstance(turn, str):
-                question, ends = self._with_ends([f"User: {turn}\n", "Assistant:"], self._tokens)
-                turns.append(Turn(question=question, message_tokens=ends[0]))
-            elif turn == {"regenerate": True} and turns:
-                turns.append(Turn(question=None))
-            else:
-                raise InputError(f'{where}: turn {number} must be text, or {{"regenerate": true}} after another turn')
+            if not isinstance(turn, str):
+                raise InputError(f"{where}: turn {number} must be text")
+            question, ends = self._with_ends([f"User: {turn}\n", "Assistant:"], self._tokens)
+            turns.append((question, ends[0]))
         first = self._begin("")[:1]
         first = first if first == [self.tokenizer.bos] else []  # a tokenizer may also end a text, but here it goes on
         prefix, ends = self._with_ends([f"{text}\n\n" for text in intro], lambda text: first + self._tokens(text))
@@ -245,19 +222,14 @@ def sampling_from(
     Raises:
         InputError: A value is out of range. Megatron would only assert on it in the middle of the run.
     """
-    named = args.termination_id is not None
-    termination_id = args.termination_id if named else tokenizer.eod
-    ends = () if named or args.ignore_eos else other_ends(tokenizer)
+    eod, ends = (None, ()) if args.ignore_eos else (tokenizer.eod, other_ends(tokenizer))
     fields = {
         "num_tokens_to_generate": args.num_tokens_to_generate,
         "stop_words": args.stop_word or None,
-        "termination_id": -1 if args.ignore_eos or termination_id is None else termination_id,
+        "termination_id": -1 if eod is None else eod,
         "return_log_probs": args.log_probs,
         "skip_prompt_log_probs": True,
-        "top_n_logprobs": args.top_n_logprobs,
     } | ({"stop_token_ids": list(ends)} if ends else {})
-    if args.top_n_logprobs and not args.log_probs:
-        raise InputError(f"top_n_logprobs={args.top_n_logprobs} needs log-probs")
     if not all(args.stop_word):
         raise InputError("--stop-word: the text is empty")
     given = {name: value for name in ("temperature", "top_k", "top_p") if (value := getattr(args, name)) is not None}
@@ -267,9 +239,7 @@ def sampling_from(
     if not how.get("top_p", 1):  # off, as in megatron
         how["top_p"] = 1.0
     with as_input_errors(ValueError):
-        check_integer("termination_id", fields["termination_id"], -1, vocab_size - 1)
         check_tokens("stop_token_ids", ends, vocab_size)
-        check_integer("top_n_logprobs", args.top_n_logprobs, 0, vocab_size)
         options = SamplingOptions(**how)
         options.check_vocabulary(vocab_size)
     return fields | options.as_fields()
@@ -292,7 +262,7 @@ def for_megatron(sampling: dict[str, Any], tokenizer: Tokenizer) -> dict[str, An
         if tokenizer.tokenize(text) != [token]:
             raise InputError(
                 f"engine upstream: megatron cannot end an answer at token {token}, whose text is not that token alone: give "
-                "--termination-id or --ignore-eos"
+                "--ignore-eos"
             )
     rest = {name: value for name, value in sampling.items() if name != "stop_token_ids"}
     return rest | {"stop_words": [*(sampling["stop_words"] or ()), *texts] or None}

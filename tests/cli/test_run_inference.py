@@ -124,8 +124,7 @@ BAD_OPTIONS = {
         ["x", "--top-p", "0.5", "--top-k", "3", "--compare", "off,upstream"],
         "engine upstream: megatron samples by top_k or by top_p",
     ),
-    "top-n": (["x", "--top-n-logprobs", "2", "--no-log-probs"], "top_n_logprobs=2 needs log-probs"),
-    "terminating token": (["x", "--termination-id", "512"], "termination_id=512 must be in -1..511"),
+    "an empty stop word": (["x", "--stop-word", ""], "--stop-word: the text is empty"),
 }
 BAD_LINES = {
     '{"prompt": ': "bad.jsonl:3: not JSON",
@@ -158,7 +157,7 @@ BAD_CONVERSATIONS = {
     '{"turns": [\n"x",]}': "bad.json:2: not JSON",
     '{"system": "x"}': 'expected an object with "system"',
     '{"turns": []}': "no user turn",
-    '{"turns": [{"regenerate": true}]}': "turn 1 must be text",
+    '{"turns": ["x", 3]}': "turn 2 must be text",
     '{"turns": ["x"], "context": 3}': "must be text",
 }
 
@@ -293,14 +292,12 @@ def test_prompts_of_every_kind_in_one_batch(folder: Path, capsys: pytest.Capture
         "",
         {"tokens": list(range(300)), "num_tokens_to_generate": 1},
     )
-    options = ("--num-tokens-to-generate", 5, "--top-n-logprobs", 2)
-    data = run_json(folder, "hi", CONTEXT, "--jsonl", lines, *options)
+    data = run_json(folder, "hi", CONTEXT, "--jsonl", lines, "--num-tokens-to-generate", 5)
     requests = requests_of(data)
     assert [r["label"] for r in requests] == ["prompt 1", "prompt 2", "lines.jsonl:1", "lines.jsonl:3"]
     assert [r["prompt_tokens"] for r in requests] == [2, len(CONTEXT), 6, 300]
     assert [len(r["generated"]) for r in requests] == [5, 5, 3, 1]
     assert all(len(r["log_probs"]) == len(r["generated"]) and max(r["log_probs"]) < 0 for r in requests)
-    assert [len(top) for top in requests[2]["top_n_log_probs"]] == [2, 2, 2]
     assert requests[3]["tokens_per_second"] is None
     total = data["engines"]["off"]["totals"]
     assert total["computed_tokens"] == total["prompt_tokens"] == 308 + len(CONTEXT)
@@ -350,8 +347,6 @@ def test_sampling_options(folder: Path) -> None:
     assert requests_of(run_json(folder, *common, *both))[0]["generated"] != greedy["generated"]
     for options in (("--temperature", 0), ("--temperature", 0, "--top-k", 5, "--top-p", 0.5), ("--top-k", 1)):
         assert requests_of(run_json(folder, *common, *options))[0]["generated"] == greedy["generated"]
-    ends = requests_of(run_json(folder, *common, "--termination-id", greedy["generated"][2]))[0]
-    assert ends["generated"] == greedy["generated"][: greedy["generated"].index(greedy["generated"][2]) + 1]
     stopped = requests_of(run_json(folder, "hi", "--num-tokens-to-generate", 40, "--stop-word", "\\", "--ignore-eos"))[
         0
     ]
@@ -394,21 +389,16 @@ def test_exact_to_the_bit(folder: Path) -> None:
 
 
 def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    session = {
-        "system": "Answer.",
-        "context": CONTEXT,
-        "turns": ["What is kept?", "Where is it?", {"regenerate": True}],
-    }
+    session = {"system": "Answer.", "context": CONTEXT, "turns": ["What is kept?", "Where is it?"]}
     write(folder / "session.json", session)
     options = ("--compare", "off,upstream", "--num-tokens-to-generate", 8, "--ignore-eos")
     data = run_json(folder, "--conversation", "session.json", *options)
     off, upstream = requests_of(data), requests_of(data, "upstream")
-    assert [r["label"] for r in off] == ["turn 1", "turn 2", "turn 3 (again)"]
+    assert [r["label"] for r in off] == ["turn 1", "turn 2"]
     lengths = [r["prompt_tokens"] for r in off]
     assert lengths == [r["prompt_tokens"] for r in upstream]
-    # Turn 2 continues turn 1 and its answer of 8 tokens; turn 3 is turn 2 again.
+    # Turn 2 continues turn 1 and its answer of 8 tokens.
     assert lengths[1] - lengths[0] == 8 + len("\nUser: Where is it?\nAssistant:")
-    assert lengths[2] == lengths[1]
     assert all(r["reused_tokens"] == 0 for r in off)
     assert upstream[0]["reused_tokens"] == 0
     assert all(r["reused_tokens"] >= 1024 and r["reused_tokens"] % 256 == 0 for r in upstream[1:])
@@ -438,7 +428,7 @@ def test_a_difference_is_shown_and_is_no_error(folder: Path, capsys: pytest.Capt
 
 
 def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
-    session = {"system": "Answer.", "context": CONTEXT, "turns": ["One?", {"regenerate": True}, "Zwölf?"]}
+    session = {"system": "Answer.", "context": CONTEXT, "turns": ["One?", "Zwölf?"]}
     write(folder / "session.json", session)
     options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off,ours")
     data = run_json(folder, "--conversation", "session.json", *options)
@@ -450,8 +440,8 @@ def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
     for engine in ("off", "ours"):
         requests = requests_of(data, engine)
         found = [request["sampling"]["cache_breakpoints"] for request in requests]
-        assert found == [[system, context, one]] * 2 + [[system, context, one, answer, twelve]]
-        assert [request["prompt_tokens"] for request in requests[1:]] == [one + 10, twelve + 10]
+        assert found == [[system, context, one], [system, context, one, answer, twelve]]
+        assert [request["prompt_tokens"] for request in requests] == [one + 10, twelve + 10]
 
 
 def test_an_end_inside_a_token_is_named_before_it() -> None:

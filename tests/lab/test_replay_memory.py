@@ -59,8 +59,7 @@ def test_table_and_json(tmp_path, capsys):
     for text in ("8,716,288", "52,297,728", "a state takes 6 KV blocks", "no limits", "lru", "%"):
         assert text in said
     data = json.loads(report.read_text())
-    assert list(data["by_cache_gb"]) == ["1.5", "3"]
-    assert data["reused_token_fraction"] == data["by_cache_gb"]["3"]
+    assert data["reused_token_fraction"] == data["runs"][1]["reused_token_fraction"]
     assert [found["memory"]["cache_bytes"] for found in data["runs"]] == [3 * GIB // 2, 3 * GIB] * 2
     assert {found["memory"]["mamba_bytes"] for found in data["runs"]} == {GIB // 2}
     assert {found["state_slots"] for found in data["runs"]} == {GIB // 2 // 52_297_728}
