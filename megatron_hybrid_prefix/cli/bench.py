@@ -66,6 +66,7 @@ def make_parser() -> ArgumentParser:
         cpu, cuda = kind.repeats["cpu"], kind.repeats["cuda"]
         shown_repeats = str(cpu) if cpu == cuda else f"{cpu} on CPU, {cuda} on GPU"
         _add_common(command, shown_repeats, ",".join(kind.engines))
+        command.set_defaults(engine=",".join(kind.engines))
         samples = {"help": "write all results as JSON, with the samples of each repeat"}
         options.add_options(command, "--json", title="output", json=samples)
     add_commands(commands, _add_common)
@@ -100,9 +101,7 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
         InputError: An option is wrong, or the sizes cannot run.
     """
     kind = SCENARIOS[args.scenario]
-    names = list(kind.engines)
-    if args.engine is not None:
-        names = terminal.split_names(args.engine, options.ENGINES, "an engine", "--engine")
+    names = terminal.split_names(args.engine, options.ENGINES, "an engine", "--engine")
     device_type = args.device or running.default_device()
     if args.hf is None:
         args.preset = args.preset or DEFAULT_PRESET[device_type]

@@ -33,18 +33,10 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.console import demo_session, running, terminal
 from megatron_hybrid_prefix.console import engine_options as options
-from megatron_hybrid_prefix.console import running, terminal
 from megatron_hybrid_prefix.console.demo_report import WIDTH, Part, as_json, outcomes, print_demo, save_demo_plot
-from megatron_hybrid_prefix.console.demo_session import (
-    BLOCK_TOKENS,
-    CONTEXT_TOKENS,
-    PARTS,
-    Session,
-    make_session,
-    play,
-    play_chunked,
-)
+from megatron_hybrid_prefix.console.demo_session import Session
 from megatron_hybrid_prefix.console.hf import build_model, choose_model
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 
@@ -77,7 +69,7 @@ class Stage:
     def __init__(self, model: Any, platform: Any, sessions: Sequence[Session], interrupt: Interrupt) -> None:
         self._model, self._platform, self._sessions = model, platform, sessions
         self._should_stop = partial(running.stop_requested, platform, interrupt)
-        block_tokens = BLOCK_TOKENS[platform.device.type]
+        block_tokens = demo_session.BLOCK_TOKENS[platform.device.type]
         longest = max(session.longest_tokens() for session in sessions)
         self.fields: dict[str, Any] = {
             "block_size_tokens": block_tokens,
@@ -105,7 +97,9 @@ class Stage:
                 answer = None
                 for name, engine in engines.items():
                     ask = partial(self._send, engine)
-                    found[name].append(play_chunked(session, ask) if chunked else play(session, ask, answer))
+                    found[name].append(
+                        demo_session.play_chunked(session, ask) if chunked else demo_session.play(session, ask, answer)
+                    )
                     answer = answer or (None if chunked else found["off"][number][0][0].generated)
                 done(what, number + 1)
         return found
@@ -139,8 +133,8 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     options.check_output(args)
     device_type = args.device or running.default_device()
     config = dataclasses.replace(choose_model(args, PRESETS[device_type]), dtype="float32")
-    sizes = CONTEXT_TOKENS[device_type], BLOCK_TOKENS[device_type]
-    sessions = [make_session(number, *sizes) for number in range(args.rounds)]
+    sizes = demo_session.CONTEXT_TOKENS[device_type], demo_session.BLOCK_TOKENS[device_type]
+    sessions = [demo_session.make_session(number, *sizes) for number in range(args.rounds)]
     longest = max(session.longest_tokens() for session in sessions)
     if longest > config.max_sequence_length:
         most = f"which takes {config.max_sequence_length:,}"
@@ -158,8 +152,7 @@ def run_on(platform: Any, sessions: list[Session], config: Any, args: argparse.N
     medians = "Medians of 1 round." if args.rounds == 1 else f"Medians of {args.rounds} rounds."
     console.print("One session on three engines: caching off, megatron-core's cache, this cache.")
     console.print(f"Model: {args.preset}, float32, on {machine}.", markup=False)
-    console.print("The weights are random, so the answers are noise. The caching is real.")
-    console.print(f"First tokens: {medians[0].lower()}{medians[1:]}\n")
+    console.print(f"The weights are random, so the answers are noise. The caching is real. {medians}\n")
     stage = Stage(build_model(args, config, platform), platform, sessions, interrupt)
     first, last = stage.rounds(chunked=False), stage.rounds(chunked=True)
     rounds = {name: [one + two for one, two in zip(first[name], last[name], strict=True)] for name in first}
@@ -169,7 +162,7 @@ def run_on(platform: Any, sessions: list[Session], config: Any, args: argparse.N
             title=sessions[0].title(title),
             engines=outcomes({engine: [answers[number] for answers in rounds[engine]] for engine in rounds}),
         )
-        for number, (name, title) in enumerate(PARTS)
+        for number, (name, title) in enumerate(demo_session.PARTS)
     ]
     if terminal.is_main_rank():
         print_demo(console, parts)

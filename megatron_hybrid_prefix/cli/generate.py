@@ -7,7 +7,6 @@ examples:
     hybrid-prefix generate "Hello" --preset tiny
     hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B
     hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json
-    hybrid-prefix generate --jsonl prompts.jsonl --compare off,ours --cache-gb 20
     hybrid-prefix generate --sessions agents.jsonl --compare off,upstream,ours
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix generate --jsonl prompts.jsonl --preset small --tp 2
 
@@ -40,17 +39,10 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid_prefix.console import engine_options as options
-from megatron_hybrid_prefix.console import running, terminal
+from megatron_hybrid_prefix.console import prompts, running, terminal
 from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare, print_report, totals
 from megatron_hybrid_prefix.console.hf import build_model, default_sampling, tokenizer_of
-from megatron_hybrid_prefix.console.prompts import (
-    Work,
-    add_prompt_options,
-    add_sampling_options,
-    for_megatron,
-    parse_prompts,
-    read_work,
-)
+from megatron_hybrid_prefix.console.prompts import Work, for_megatron
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, Stopped, as_main
 from megatron_hybrid_prefix.tokenizer import Tokenizer
 
@@ -60,7 +52,7 @@ from megatron_hybrid_prefix.tokenizer import Tokenizer
 def make_parser() -> ArgumentParser:
     """The command's parser."""
     parser = terminal.command_parser(__doc__)
-    add_prompt_options(parser)
+    prompts.add_prompt_options(parser)
     group = parser.add_argument_group("model")
     options.add_options(group, *options.MODEL_OPTIONS, "--load", *options.TEXT_OPTIONS)
     group = options.add_several_engines(parser, "--compare", "off")
@@ -68,7 +60,7 @@ def make_parser() -> ArgumentParser:
     group.add_argument("--concurrency", choices=("sequential", "batch"), help=text)
     options.add_options(group, "--max-sequence-length")
     parser.set_defaults(compare="off")
-    add_sampling_options(parser)
+    prompts.add_sampling_options(parser)
     options.add_options(parser, "--json", title="output")
     return parser
 
@@ -129,10 +121,9 @@ class Runner:
         fields = [request.sampling for request in requests]
         if name == options.UPSTREAM:
             fields = [for_megatron(sampling, self.tokenizer) for sampling in fields]
-        prompts = [request.tokens for request in requests]
-        return running.send(
-            engine, prompts, [SamplingParams.deserialize(one) for one in fields], self.should_stop, on_done
-        )
+        tokens = [request.tokens for request in requests]
+        sampling = [SamplingParams.deserialize(one) for one in fields]
+        return running.send(engine, tokens, sampling, self.should_stop, on_done)
 
 
 def run_engines(
@@ -188,12 +179,12 @@ def as_json(
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     """Runs the command."""
-    args = parse_prompts(make_parser(), sys.argv[1:] if argv is None else argv)
+    args = prompts.parse_prompts(make_parser(), sys.argv[1:] if argv is None else argv)
     config = options.check_engine_options(args)
     names = terminal.split_names(args.compare, options.ENGINES, "an engine", "--compare")
     tokenizer = tokenizer_of(args, config.vocab_size)
     limit = args.max_sequence_length or config.max_sequence_length
-    work = read_work(args, tokenizer, config.vocab_size, limit, default_sampling(args))
+    work = prompts.read_work(args, tokenizer, config.vocab_size, limit, default_sampling(args))
     if options.UPSTREAM in names:
         for request in work.longest():
             for_megatron(request.sampling, tokenizer)

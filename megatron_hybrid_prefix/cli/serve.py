@@ -266,9 +266,9 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
 def serve_http(app: Any, listener: socket.socket, args: argparse.Namespace) -> None:
     """Serves until Ctrl-C or SIGTERM. Open requests then get ``--drain-time`` seconds to finish."""
-    from megatron_hybrid_prefix.serve.http_server import HttpServer, ignore_sigterm
+    from megatron_hybrid_prefix.serve.http_server import HttpServer
 
-    ignore_sigterm()
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after it has stopped
     options: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
     HttpServer(app, drain_s=args.drain_time, read_s=args.read_timeout, **options).run(sockets=[listener])
     if app.state.backend.is_running:

@@ -232,14 +232,11 @@ def check_folder(path: Path, option: str, *, empty: bool = False) -> None:
     Raises:
         InputError: It cannot; names ``option``. ``empty``: also if there is something in it.
     """
-    if path.is_dir():
-        if empty and any(path.iterdir()):
-            raise InputError(f"{option}: {path} is not empty")
-        _check_parent(path / "x")
-        return
-    if path.exists():
+    if path.exists() and not path.is_dir():
         raise InputError(f"{option}: cannot write {path}: it is no folder")
-    _check_parent(path)
+    if empty and path.is_dir() and any(path.iterdir()):
+        raise InputError(f"{option}: {path} is not empty")
+    _check_parent(path / "x" if path.is_dir() else path)
 
 
 def _check_parent(path: Path) -> None:

@@ -206,22 +206,16 @@ class Api:
         Raises:
             ClientDisconnect: The client disconnected.
         """
-        found: list[Any] = []
         is_gone = threading.Event()
 
         def check() -> None:
             if is_gone.is_set():
                 raise ClientDisconnect
 
-        async def work() -> None:
-            found.append(await to_thread.run_sync(read, check, abandon_on_cancel=True))
-
         try:
-            if await unless_gone(request.receive, work()):
-                raise ClientDisconnect
+            return await unless_gone(request.receive, to_thread.run_sync(read, check, abandon_on_cancel=True))
         finally:
             is_gone.set()
-        return found[0]
 
     async def _answer(self, request: Request, generation: Generation) -> Response:
         tenant, sequences = generation.request.tenant, len(generation.choices)
@@ -233,25 +227,21 @@ class Api:
 
         streamed = generation.request.body.stream
         chunks = generation.chunks()
-        answers: list[dict[str, Any]] = []
-
-        async def work() -> None:
-            answers.append(await anext(chunks) if streamed else await generation.response())
-
-        gone = failed = True
+        gone, ends_here = False, True
         if tenant is not None:
             self._open_of_tenant[tenant] += sequences
         try:
             generation.__enter__()
-            gone = await unless_gone(request.receive, work())
-            failed = False
-        finally:
-            if gone or failed or not streamed:
-                generation.close()
-                on_end(generation, gone and not failed)
-        if gone:
+            answer = await unless_gone(request.receive, anext(chunks) if streamed else generation.response())
+            ends_here = not streamed
+        except ClientDisconnect:
+            gone = True
             return Response(status_code=_CLIENT_GONE)
-        return EventStream(generation, chunks, answers[0], on_end) if streamed else JSONResponse(answers[0])
+        finally:
+            if ends_here:
+                generation.close()
+                on_end(generation, gone)
+        return EventStream(generation, chunks, answer, on_end) if streamed else JSONResponse(answer)
 
     def _count(self, request: Request, generation: Generation, gone: bool) -> None:
         usage = generation.usage()

@@ -117,12 +117,6 @@ def _joined(parts: list[Any]) -> tuple[str, list[int]]:
     return "".join(text), marks
 
 
-def _not_empty(value: list[Message]) -> list[Message]:
-    if not value:
-        raise PydanticKnownError("list_type")
-    return value
-
-
 Text = Annotated[str, AfterValidator(_encodable)]
 Stop = Annotated[Text, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
@@ -376,7 +370,7 @@ class ChatBody(Body):
 
     neutral = OF_ALL | OF_CHATS
 
-    messages: Annotated[list[Message], FailFast(), AfterValidator(_not_empty)] = Field(
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] = Field(
         description="`role` (system, developer, user, assistant, tool), `content` (a string, or parts of type text, each "
         'with `cache_control: {"type": "ephemeral"}` where other prompts will share this one), `tool_calls`, '
         "`tool_call_id`, `name`"

@@ -198,7 +198,8 @@ class RankEngine:
         port: Port of the coordinator. Only rank 0 needs it.
 
     Attributes:
-        error: Why the engine's thread ended early.
+        thread: The engine's thread.
+        error: Why it ended early.
     """
 
     def __init__(self, engine: Any, board: Board, port: int = 0) -> None:
@@ -209,19 +210,10 @@ class RankEngine:
         self._first_rank_goes_on, self._answered_s = True, time.monotonic()
         self._connected, self._ended = threading.Event(), threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
         self._reports = threading.Thread(target=self._report, name="reports", daemon=True)
         self._reports.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine's thread is running."""
-        return self._thread.is_alive()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Waits for the engine's thread to end."""
-        self._thread.join(timeout_s)
 
     def last_report(self) -> None:
         """Returns once rank 0 knows that the engine's thread has ended, or soon after."""
@@ -339,7 +331,7 @@ def serve_with_others(engine: Any, drain_s: float) -> NoReturn:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    while rank.is_alive:
-        rank.join(REPORT_S)
+    while rank.thread.is_alive():
+        rank.thread.join(REPORT_S)
     rank.last_report()
     leave(0 if rank.error is None else 1)

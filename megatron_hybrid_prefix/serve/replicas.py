@@ -281,8 +281,8 @@ class ReplicaLoop(Backend):
                     self._client.pause_engines()
                     await self._rank.wait_until_paused()
                     self._client.stop_engines()
-                    await asyncio.to_thread(self._rank.join, END_S)
-                    self.ended_well = not self._rank.is_alive and self._rank.error is None
+                    await asyncio.to_thread(self._rank.thread.join, END_S)
+                    self.ended_well = not self._rank.thread.is_alive() and self._rank.error is None
                 self._client.shutdown_coordinator()
         except TimeoutError:
             logger.error("the replicas did not stop within %g s", END_S)
