@@ -31,7 +31,7 @@ from megatron_hybrid_prefix.serve.backend import Backend
 from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, ExplainBody, TokenizeBody, read_fields, read_json
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
-from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short
+from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short, stopping
 from megatron_hybrid_prefix.serve.event_stream import EventStream, unless_gone
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
@@ -281,7 +281,7 @@ class Api:
 
     def _check_stopping(self) -> None:
         if self._stopping:
-            raise ApiError(503, "The server is shutting down.", type="server_error", code="server_stopping")
+            raise stopping()
 
     def _check_room(self, tenant: str | None, sequences: int) -> None:
         self._check_stopping()
@@ -297,7 +297,6 @@ class Api:
                 raise ApiError(
                     429,
                     f"{used} of at most {limit} answers{whose} are running or waiting. Try again later.",
-                    type="rate_limit_error",
                     code="rate_limit_exceeded",
                     headers={"retry-after": "1"},
                 )
@@ -305,7 +304,7 @@ class Api:
     def _check_engine(self) -> None:
         if self._engine.problem is not None:
             logger.error("refused: %s", self._engine.problem)
-            raise ApiError(503, "The engine has stopped.", type="server_error", code="engine_stopped")
+            raise ApiError(503, "The engine has stopped.", code="engine_stopped")
 
     # -- authentication ------------------------------------------------------------------------------------------------
 
@@ -396,7 +395,7 @@ class Api:
     def _check_step(self) -> None:
         if "ok" not in self._replicas().values():
             message = f"The engine's current step takes longer than {self._limits.step_s:g} s."
-            raise ApiError(503, message, type="server_error", code="engine_stuck")
+            raise ApiError(503, message, code="engine_stuck")
 
     async def _health_generate(self, request: Request) -> Response:
         """Generates one token. Anybody may ask, so one such request runs at a time."""
@@ -409,7 +408,7 @@ class Api:
             await asyncio.shield(self._probing)
         except TimeoutError:
             message = f"No token within {self._limits.step_s:g} s."
-            raise ApiError(503, message, type="server_error", code="engine_stuck") from None
+            raise ApiError(503, message, code="engine_stuck") from None
         return JSONResponse({"status": "ok"})
 
     def _probed(self, probing: asyncio.Task[None]) -> None:
@@ -497,4 +496,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, "The server had an error.", type="server_error").body, 500)
+    return JSONResponse(ApiError(500, "The server had an error.").body, 500)

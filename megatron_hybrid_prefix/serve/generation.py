@@ -56,17 +56,14 @@ class Choice:
         """Adds an update. Returns its text and tokens. Sets ``finish_reason`` when the answer ends.
 
         Raises:
-            ApiError: The engine failed.
+            ApiError: It failed.
         """
         if update.error is not None:
-            if update.is_shutdown:
-                raise ApiError(503, "The server is shutting down.", type="server_error", code="server_stopping")
             logger.error("an answer failed: %s", update.error)
-            if update.is_lost:
-                message = "The replica that computed this answer has ended. Try again."
-                raise ApiError(503, message, type="server_error", code="replica_lost")
             message = "The engine failed on this request. The server's log says why."
-            raise ApiError(500, message, type="server_error", code="engine_failed")
+            raise ApiError(500, message, code="engine_failed")
+        if update.reply is not None:
+            raise update.reply
         self.cached_tokens = update.cached_tokens
         if update.prompt_log_probs:
             self._take_prompt(update)

@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.mcore.ranks.client import ReplicaClient
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
 from megatron_hybrid_prefix.mcore.ranks.messages import TELL_EXPLAIN, TELL_SNAPSHOT, Routing
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, new_output, refusal
+from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.metrics import Sample
 from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, REPORT_S, Board, RankEngine, call_later
 from megatron_hybrid_prefix.upstream.names import SamplingParams
@@ -130,9 +131,9 @@ class ReplicaLoop(Backend):
     def lost(self, replica: int, request_ids: list[int]) -> None:
         if not self._stopping:
             self._lose(replica, "the coordinator cannot reach it")
-        error = f"replica {replica} is lost"
+        message = "The replica that computed this answer has ended. Try again."
         for request_id in request_ids:
-            self._deliver(request_id, Update(finished=True, error=error, is_lost=True))
+            self._deliver(request_id, Update(finished=True, reply=ApiError(503, message, code="replica_lost")))
 
     def answered(self, replica: int, what: str, number: int, answer: str) -> None:
         found = json.loads(answer)
