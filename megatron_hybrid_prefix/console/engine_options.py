@@ -73,12 +73,12 @@ class Budgets:
         """The budgets of the options; else ``wanted``; else `default_cache_gb`, whose arguments these are.
 
         Raises:
-            InputError: ``--mamba-gb`` is more than there is.
+            InputError: More is wanted for checkpoints than there is in all.
         """
         names = ("cache_gb", "mamba_gb", "host_gb")
         given = {name: value for name in names if (value := getattr(args, name)) is not None}
         found = {"cache_gb": default_cache_gb(free_bytes, device_type, engines)} | wanted | given
-        check_cap(args.mamba_gb, found["cache_gb"])
+        check_cap(found.get("mamba_gb"), found["cache_gb"])
         return cls(
             **{"mamba_gb": found["cache_gb"] * MAMBA_SHARE[device_type]} | found, shared=args.shared, exact=args.exact
         )

@@ -19,6 +19,7 @@ from megatron_hybrid_prefix.cli import generate
 from megatron_hybrid_prefix.console.answers import least_tokens
 from megatron_hybrid_prefix.console.engine_options import ENGINES, KEPT_FREE, Budgets, budget_of, default_cache_gb
 from megatron_hybrid_prefix.console.prompts import Reader, parse_prompts
+from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.tokenizer import common_tokens
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
@@ -250,6 +251,9 @@ def test_given_budgets_stay_as_given_where_little_is_free() -> None:
     args = generate.make_parser().parse_intermixed_args(["x", "--mamba-gb", "3"])
     wanted = Budgets.of(args, "cuda", free_bytes=28 * 2**30, engines=2, cache_gb=10.5, mamba_gb=9)
     assert (wanted.cache_gb, wanted.mamba_gb) == (10.5, 3)  # of a scenario
+    args = generate.make_parser().parse_intermixed_args(["x", "--cache-gb", "2"])
+    with pytest.raises(InputError, match="--mamba-gb 9: the most for checkpoints in --cache-gb 2"):
+        Budgets.of(args, "cuda", free_bytes=28 * 2**30, cache_gb=10.5, mamba_gb=9)
 
 
 @pytest.mark.parametrize("text", BAD_CONVERSATIONS)
