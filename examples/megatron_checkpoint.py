@@ -41,8 +41,7 @@ from megatron_hybrid_prefix.console.terminal import (
     check_writable,
     is_main_rank,
     output_console,
-    write_json,
-    wrote,
+    save_json,
 )
 from megatron_hybrid_prefix.errors import PlatformError
 
@@ -311,10 +310,8 @@ def run_on(platform: Any, args: argparse.Namespace, interrupt: Interrupt) -> Non
     console = output_console()
     console.print(platform.describe(), markup=False, soft_wrap=True)
     print_report(console, [result], [])
-    if args.json is not None:
-        answers = [asdict(answer) for answer in result.results]
-        write_json(args.json, {"totals": totals(result), "prefix_stats": result.prefix_stats, "requests": answers})
-        wrote(console, args.json)
+    answers = [asdict(answer) for answer in result.results]
+    save_json(console, args.json, {"totals": totals(result), "prefix_stats": result.prefix_stats, "requests": answers})
 
 
 main = as_main(run)

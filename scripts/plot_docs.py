@@ -22,7 +22,14 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_hybrid_prefix.bench.charts import chart_of, draw_chart  # noqa: E402
 from megatron_hybrid_prefix.console.demo_report import save_demo_plot  # noqa: E402
-from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, draw_lines, page, styles_of  # noqa: E402
+from megatron_hybrid_prefix.console.plots import (  # noqa: E402
+    ENGINE_STYLES,
+    GRID,
+    OTHER_COLOURS,
+    bar_inches,
+    draw_bars,
+    page,
+)
 
 DOCS = ROOT / "docs"
 BENCH = Path("data/bench_h200.json")
@@ -126,38 +133,42 @@ def draw_first_token(path: Path, measured: dict[str, Any]) -> None:
         title="Time to first token: shorter is better",
         subtitle=measured["workload"],
         heights=[bar_inches(len(groups), len(values))],
-        legend=styles_of(list(values)),
+        engines=list(values),
     ) as (axis,):
         draw_bars(axis, groups, values, figure_of=lambda value: f"{value:.1f} ms")
 
 
-# Lines of the plot of policies: name in the data -> label; state slots where it points to the line; its place, in points from there.
-POLICY_LABELS = {
-    "no rule reuses more": ("no rule can reuse more", 256, (-10, 14)),
-    "recompute_cost": ("this cache", 128, (-34, 14)),
-    "lru": ("LRU", 256, (26, -16)),
-    "upstream 0.19": ("megatron-core's rule", 1024, (22, -24)),
+# Lines of the plot of policies, bottom to top: name in the data -> label; colour, dashes, marker; state slots where the label points to the line;
+# its place, in points from there.
+POLICIES_DRAWN: dict[str, tuple[str, str, Any, str, int, tuple[int, int]]] = {
+    "no rule reuses more": ("no rule can reuse more", OTHER_COLOURS[0], (0, (5, 2)), "^", 256, (-10, 14)),
+    "recompute_cost": ("this cache", ENGINE_STYLES["ours"].colour, (0, (4, 2)), "o", 128, (-34, 14)),
+    "upstream 0.19": ("megatron-core's rule", ENGINE_STYLES["upstream"].colour, "-", "D", 1024, (22, -24)),
+    "lru": ("LRU", OTHER_COLOURS[1], (0, (1, 1)), "v", 256, (26, -16)),
 }
 
 
 def draw_policies(path: Path, replayed: dict[str, Any]) -> None:
     """What each policy reuses at each number of state slots, each line with its name."""
     slots = replayed["state_slots"]
-    shares = {name: replayed["reused_share"][name] for name in POLICY_LABELS}
-    styles = styles_of(list(shares), ours="recompute_cost")
     title = "Prompt tokens reused, by the memory for states"
     with page(path, title=title, subtitle=replayed["workload"], heights=(3.1,)) as (axis,):
-        draw_lines(axis, slots, shares, styles)
-        for name, (label, at, offset) in POLICY_LABELS.items():
+        for name, (label, colour, dashes, marker, at, offset) in POLICIES_DRAWN.items():
+            shares = replayed["reused_share"][name]
+            points = {"marker": marker, "markerfacecolor": "white", "markersize": 6}
+            axis.plot(slots, shares, color=colour, linestyle=dashes, linewidth=2, **points)
             axis.annotate(
                 label,
-                (at, shares[name][slots.index(at)]),
+                (at, shares[slots.index(at)]),
                 xytext=offset,
                 textcoords="offset points",
-                color=styles[name].colour,
+                color=colour,
                 fontweight="bold",
-                arrowprops={"arrowstyle": "-", "color": styles[name].colour},
+                arrowprops={"arrowstyle": "-", "color": colour},
             )
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="y", color=GRID, linewidth=0.8)
+        axis.set_axisbelow(True)
         axis.set_xscale("log", base=2)
         axis.set_xticks(slots, [f"{number:,}" for number in slots])
         axis.minorticks_off()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
-from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody
+from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ExplainBody, TokenizeBody
 from megatron_hybrid_prefix.serve.fields import OF_ALL, OF_CHATS, OF_COMPLETIONS, OF_TOKENIZE, Fields, Unless
-from megatron_hybrid_prefix.serve.openapi import BODIES, limits_of, type_of
 
 _HEAD = """# Fields of the server's requests
 
@@ -18,6 +18,23 @@ Made from the models that check the requests: `python -m scripts.server_fields >
 A field of another type, out of range or not in a table is refused with status 400 and `error.param`. Fields that are null count
 as absent. `curl` examples, other status codes, and what an answer says of the cache are in [Server](server.md#requests).
 """
+BODIES: dict[str, type[Fields]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/admin/explain": ExplainBody,
+}
+_RANGES = {
+    "minimum": "from {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "to {}",
+    "minLength": "length from {}",
+    "maxLength": "length to {}",
+    "minItems": "at least {}",
+    "maxItems": "at most {}",
+    "maxProperties": "at most {}",
+}
 _OTHERS: dict[str, dict[str, Unless]] = {
     "completions and chats": OF_ALL,
     "completions": OF_COMPLETIONS,
@@ -42,14 +59,35 @@ def _section(route: str, model: type[Fields]) -> Iterator[str]:
     yield "| field | type | range | default | |"
     yield "|---|---|---|---|---|"
     for name, field in schema["properties"].items():
-        if name in model.neutral and name not in model.model_fields:
-            continue
         if name in shared and field == CompletionBody.model_json_schema()["properties"][name]:
             continue
         default = "required" if name in schema.get("required", ()) else f"`{json.dumps(field.get('default'))}`"
         limits = ", ".join(limits_of(field))
-        yield f"| `{name}` | {type_of(field)} | {limits} | {default} | {field.get('description', '')} |"
+        rule = model.neutral.get(name)
+        text = field.get("description", "") if rule is None else f"refused unless {rule.text}"
+        yield f"| `{name}` | {type_of(field)} | {limits} | {default} | {text} |"
     yield ""
+
+
+def type_of(field: dict[str, Any]) -> str:
+    """The types of a field of a JSON schema, in words."""
+    if "$ref" in field:
+        return "object"
+    if "anyOf" in field:
+        return " or ".join(type_of(option) for option in field["anyOf"] if option.get("type") != "null")
+    if field.get("type") == "array":
+        inner = type_of(field["items"])
+        return f"array of ({inner})" if " or " in inner else f"array of {inner}"
+    return str(field.get("type", "any"))
+
+
+def limits_of(field: dict[str, Any]) -> Iterator[str]:
+    """The limits of a field of a JSON schema, in words."""
+    for part in (field, *field.get("anyOf", ())):
+        for key, text in _RANGES.items():
+            if key in part:
+                value = part[key]
+                yield text.format(int(value) if float(value).is_integer() else value)
 
 
 def _others() -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_hybrid_prefix.bench.stats import number_text
-from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page, styles_of
+from megatron_hybrid_prefix.console.plots import ENGINE_STYLES, bar_inches, draw_bars, page
 
 _TITLE_INCHES = 0.22  # of a panel's heading
 
@@ -113,7 +113,7 @@ def draw_chart(path: Path, chart: Chart, result: Mapping[str, Any]) -> None:
     heights = [
         bar_inches(len(panel.bars), len(engines)) + (_TITLE_INCHES if panel.heading else 0) for panel in chart.panels
     ]
-    with page(path, title=chart.title, subtitle=_subtitle(result), heights=heights, legend=styles_of(engines)) as axes:
+    with page(path, title=chart.title, subtitle=_subtitle(result), heights=heights, engines=engines) as axes:
         for axis, panel in zip(axes, chart.panels, strict=True):
             _draw_panel(axis, panel, result, engines)
 
@@ -121,7 +121,7 @@ def draw_chart(path: Path, chart: Chart, result: Mapping[str, Any]) -> None:
 def _draw_panel(axis: Any, panel: Panel, result: Mapping[str, Any], engines: Sequence[str]) -> None:
     metrics = [result["metrics"][key] for key in panel.bars]
     notes = {
-        (engine, number): f"{styles_of([engine])[engine].label} {result['engines'][engine]['status']}"
+        (engine, number): f"{ENGINE_STYLES[engine].label} {result['engines'][engine]['status']}"
         for engine in engines
         for number, metric in enumerate(metrics)
         if metric["median"].get(engine) is None and result["engines"][engine]["status"] != "completed"

@@ -162,7 +162,7 @@ def contestants(
                 model = make_model()
             budgets = budgets or budgets_of(model)
             contestant = Contestant(name, make_fields(model) | ENGINES[name](budgets), should_stop)
-            check_memory(contestant.fields, next(model.parameters()).device, f"engine {name}: ")
+            check_memory(budgets, next(model.parameters()).device, f"engine {name}: ")
             found.append(contestant)
             refusals = () if crash_when_built else (ValueError,)
             with contestant.attempt(), terminal.as_input_errors(*refusals, prefix=f"engine {name}: "):

@@ -79,7 +79,7 @@ class Scenario:
         return None
 
     def budgets(self, block_bytes: int, state_bytes: int, max_requests: int) -> dict[str, float]:
-        """The scenario's ``buffer_gb``, ``mamba_gb`` and ``host_gb`` on this rank (see `Budgets`). Options override them.
+        """The scenario's ``cache_gb``, ``mamba_gb`` and ``host_gb`` on this rank (see `Budgets`). Options override them.
 
         Args:
             block_bytes: Bytes of a KV block on this rank.

@@ -31,8 +31,6 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.runner import Bench, as_json, crashed_engines, print_report
 from megatron_hybrid_prefix.bench.scenario import Scenario
@@ -68,6 +66,7 @@ def make_parser() -> ArgumentParser:
         cpu, cuda = kind.repeats["cpu"], kind.repeats["cuda"]
         shown_repeats = str(cpu) if cpu == cuda else f"{cpu} on CPU, {cuda} on GPU"
         _add_common(command, shown_repeats, ",".join(kind.engines))
+        command.set_defaults(engine=",".join(kind.engines))
         samples = {"help": "write all results as JSON, with the samples of each repeat"}
         options.add_options(command, "--json", title="output", json=samples)
     add_commands(commands, _add_common)
@@ -102,7 +101,7 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
         InputError: An option is wrong, or the sizes cannot run.
     """
     kind = SCENARIOS[args.scenario]
-    names = list(kind.engines) if args.engine is None else options.engine_names(args.engine, "--engine")
+    names = terminal.split_names(args.engine, options.ENGINES, "an engine", "--engine")
     device_type = args.device or running.default_device()
     if args.hf is None:
         args.preset = args.preset or DEFAULT_PRESET[device_type]
@@ -145,7 +144,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         return run_report(args)
     names, scenario, config = complete(args)
     with running.started_platform(args) as platform:
-        console = terminal.output_console() if terminal.is_main_rank() else Console(quiet=True)
+        console = terminal.output_console()
         console.print(platform.describe(), markup=False, soft_wrap=True)
         bench = Bench(args, names, scenario, config, platform, interrupt)
         bench.run()
@@ -154,9 +153,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         if terminal.is_main_rank():
             report = as_json(bench, command)
             print_report(console, bench, report)
-            if args.json is not None:
-                terminal.write_json(args.json, report)
-                terminal.wrote(console, args.json)
+            terminal.save_json(console, args.json, report)
     return EXIT_CRASHED if set(crashed_engines(bench)) - {"upstream"} else 0
 
 

@@ -17,27 +17,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_hybrid_prefix.console import running, terminal
 from megatron_hybrid_prefix.console.engine_options import add_options
 from megatron_hybrid_prefix.console.hf import build_model, choose_model
-from megatron_hybrid_prefix.console.running import started_platform
-from megatron_hybrid_prefix.console.terminal import (
-    ArgumentParser,
-    InputError,
-    Interrupt,
-    as_input_errors,
-    as_main,
-    check_folder,
-    command_parser,
-    is_main_rank,
-    output_console,
-)
+from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 
 GB = 1e9
 
 
 def make_parser() -> ArgumentParser:
     """The command's parser."""
-    parser = command_parser(__doc__)
+    parser = terminal.command_parser(__doc__)
     add_options(parser, "--hf", "--tp", "--pp", "--device")
     text = "folder for the checkpoint: a new or an empty one"
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
@@ -51,23 +41,23 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     if args.hf is None:
         raise InputError("convert needs --hf DIR")
     config = choose_model(args, "")
-    check_folder(args.out, "--out", empty=True)
-    with as_input_errors(ValueError):
+    terminal.check_folder(args.out, "--out", empty=True)
+    with terminal.as_input_errors(ValueError):
         config.check_parallel(tp=args.tp, pp=args.pp)
-    with started_platform(args) as platform:
+    with running.started_platform(args) as platform:
         from megatron_hybrid_prefix import models
 
         started_s = time.perf_counter()
         model = build_model(args, config, platform)
         loaded_s = time.perf_counter()
-        with as_input_errors(ValueError, OSError):
+        with terminal.as_input_errors(ValueError, OSError):
             models.save_checkpoint(model, args.out)
         saved_s = time.perf_counter()
-        if is_main_rank():
+        if terminal.is_main_rank():
             files = [path for path in args.out.rglob("*") if path.is_file()]
             size_gb = sum(path.stat().st_size for path in files) / GB
             text = f"wrote {args.out}: {size_gb:.3g} GB in {len(files)} files; {loaded_s - started_s:.1f} s to load, "
-            output_console().print(f"{text}{saved_s - loaded_s:.1f} s to save", markup=False, soft_wrap=True)
+            terminal.output_console().print(f"{text}{saved_s - loaded_s:.1f} s to save", markup=False, soft_wrap=True)
 
 
 main = as_main(run)

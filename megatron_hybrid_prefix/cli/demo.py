@@ -29,17 +29,14 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from typing import Any
-
-from rich.console import Console
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console import demo_session, running, terminal
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console.demo_report import WIDTH, Part, as_json, outcomes, print_demo, save_demo_plot
-from megatron_hybrid_prefix.console.demo_session import Session, make_session, play, play_chunked, titles
+from megatron_hybrid_prefix.console.demo_session import Session
 from megatron_hybrid_prefix.console.hf import build_model, choose_model
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 
@@ -54,43 +51,9 @@ def make_parser() -> ArgumentParser:
     text = "rounds; first tokens are their medians (default: %(default)s)"
     parser.add_argument("--rounds", type=options.positive_int, default=3, metavar="N", help=text)
     shown = {"help": "model (default: tiny on CPU, small on GPU)"}
-    options.add_options(parser, "--preset", "--hf", "--seed", "--device", title="model", preset=shown)
-    blocks = {"default": None, "help": "tokens per KV block (default: 128 on CPU, 256 on GPU)"}
-    options.add_options(parser, "--block-size-tokens", title="engine", block_size_tokens=blocks)
-    options.add_options(parser, "--json", "--plot", title="output")
+    options.add_options(parser, "--preset", "--seed", "--device", "--json", "--plot", preset=shown)
     parser.set_defaults(tp=1, pp=1)
     return parser
-
-
-def prepare(args: argparse.Namespace) -> tuple[list[Session], Any]:
-    """Fill in what depends on the device, and check all input before anything runs.
-
-    Returns:
-        A session a round, and the model's configuration.
-
-    Raises:
-        InputError: Some of it is wrong.
-    """
-    options.check_output(args)
-    device_type = args.device or running.default_device()
-    args.block_size_tokens = args.block_size_tokens or demo_session.BLOCK_TOKENS[device_type]
-    config = dataclasses.replace(choose_model(args, PRESETS[device_type]), dtype="float32")
-    if config.vocab_size < 258:
-        raise InputError(f"{args.preset} has a vocabulary of {config.vocab_size}: demo needs 258, a token per byte")
-    # With other blocks megatron-core keeps few states, which would be no fair comparison.
-    if args.block_size_tokens % config.chunk_size:
-        raise InputError(
-            f"--block-size-tokens {args.block_size_tokens} must be a multiple of {config.chunk_size}, "
-            f"the SSM chunk of {args.preset}"
-        )
-    context_tokens = demo_session.CONTEXT_TOKENS[device_type]
-    sessions = [make_session(number, context_tokens, args.block_size_tokens) for number in range(args.rounds)]
-    longest = max(session.longest_tokens() for session in sessions)
-    if longest > config.max_sequence_length:
-        raise InputError(
-            f"prompts of {longest:,} tokens are too long for {args.preset}, which takes {config.max_sequence_length:,}"
-        )
-    return sessions, config
 
 
 # --- Run -------------------------------------------------------------------------------------------------------------
@@ -101,14 +64,12 @@ class Stage:
 
     Attributes:
         fields: Fields of megatron's ``InferenceConfig`` that all engines share.
-        prefix_stats: Engine -> statistics of this package's cache.
     """
 
-    def __init__(
-        self, model: Any, platform: Any, sessions: Sequence[Session], interrupt: Interrupt, block_tokens: int
-    ) -> None:
+    def __init__(self, model: Any, platform: Any, sessions: Sequence[Session], interrupt: Interrupt) -> None:
         self._model, self._platform, self._sessions = model, platform, sessions
         self._should_stop = partial(running.stop_requested, platform, interrupt)
+        block_tokens = demo_session.BLOCK_TOKENS[platform.device.type]
         longest = max(session.longest_tokens() for session in sessions)
         self.fields: dict[str, Any] = {
             "block_size_tokens": block_tokens,
@@ -116,34 +77,31 @@ class Stage:
             "max_tokens": max(options.DEFAULT_MAX_TOKENS[platform.device.type], options.step_tokens(longest)),
             "max_sequence_length": ceil_div(longest, block_tokens) * block_tokens,
         }
-        self.prefix_stats: dict[str, Any] = {}
 
-    def rounds(self, *, chunked: bool) -> dict[str, list[dict[str, list[Any]]]]:
-        """Part 6 if ``chunked``, else parts 1 to 5: engine -> what each round answered."""
+    def rounds(self, *, chunked: bool) -> dict[str, list[list[list[Any]]]]:
+        """The last part if ``chunked``, else the others: engine -> for each round what each part was answered."""
         fields = self.fields
         if chunked:
             fields = fields | {"max_tokens": self._sessions[0].step_tokens, "enable_chunked_prefill": True}
         budgets = self._budgets(fields["max_tokens"])
-        found: dict[str, list[dict[str, list[Any]]]] = {name: [] for name in options.DEFAULT_ENGINES}
-        with (
-            ExitStack() as stack,
-            terminal.progress(["prefill in chunks" if chunked else "session"], len(self._sessions)) as done,
-        ):
+        found: dict[str, list[list[list[Any]]]] = {name: [] for name in options.DEFAULT_ENGINES}
+        what = "prefill in chunks" if chunked else "session"
+        with ExitStack() as stack, terminal.progress([what], len(self._sessions)) as done:
             engines = {
                 name: stack.enter_context(
                     running.running_engine(name, self._model, fields | options.ENGINES[name](budgets))
                 )
-                for name in options.DEFAULT_ENGINES
+                for name in found
             }
             for number, session in enumerate(self._sessions):
                 answer = None
                 for name, engine in engines.items():
                     ask = partial(self._send, engine)
-                    found[name].append(play_chunked(session, ask) if chunked else play(session, ask, answer))
-                    answer = answer or (None if chunked else found["off"][number]["first_question"][0].generated)
-                done("prefill in chunks" if chunked else "session", number + 1)
-            if not chunked:
-                self.prefix_stats = {name: running.cache_figures(engine) for name, engine in engines.items()}
+                    found[name].append(
+                        demo_session.play_chunked(session, ask) if chunked else demo_session.play(session, ask, answer)
+                    )
+                    answer = answer or (None if chunked else found["off"][number][0][0].generated)
+                done(what, number + 1)
         return found
 
     def _budgets(self, max_tokens: int) -> options.Budgets:
@@ -152,9 +110,9 @@ class Stage:
 
         slots = STATES_KEPT * len(self._sessions) + 2 * ceil_div(max_tokens, self.fields["block_size_tokens"])
         free = running.free_for_engines(self._platform)
-        usual = options.default_budgets(free, self._platform.device.type, len(options.DEFAULT_ENGINES))
-        need_gb = slots * state_bytes(mamba_state_config(self._model)) / 2**30
-        return options.Budgets(buffer_gb=usual["buffer_gb"], mamba_gb=max(usual["mamba_gb"], need_gb))
+        usual_gb = options.default_cache_gb(free, self._platform.device.type, len(options.DEFAULT_ENGINES))
+        mamba_gb = slots * state_bytes(mamba_state_config(self._model)) / 2**30
+        return options.Budgets(cache_gb=usual_gb + mamba_gb, mamba_gb=mamba_gb)
 
     def _send(self, engine: Any, prompts: list[list[int]], count: int) -> list[Any]:
         sampling = running.greedy(count)
@@ -172,58 +130,53 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # on a GPU, products of float32 in float32
     # Before torch is imported: where other work runs, threads that spin while they wait take the cores of those that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    sessions, config = prepare(args)
+    options.check_output(args)
+    device_type = args.device or running.default_device()
+    config = dataclasses.replace(choose_model(args, PRESETS[device_type]), dtype="float32")
+    sizes = demo_session.CONTEXT_TOKENS[device_type], demo_session.BLOCK_TOKENS[device_type]
+    sessions = [demo_session.make_session(number, *sizes) for number in range(args.rounds)]
+    longest = max(session.longest_tokens() for session in sessions)
+    if longest > config.max_sequence_length:
+        most = f"which takes {config.max_sequence_length:,}"
+        raise InputError(f"--preset: prompts of {longest:,} tokens are too long for {args.preset}, {most}")
     with running.started_platform(args) as platform:
         return run_on(platform, sessions, config, args, interrupt)
 
 
 def run_on(platform: Any, sessions: list[Session], config: Any, args: argparse.Namespace, interrupt: Interrupt) -> int:
     """Build the model, play the sessions on each engine, report."""
-    console = terminal.output_console() if terminal.is_main_rank() else Console(quiet=True)
+    console = terminal.output_console()
     console.width = min(console.width, WIDTH)
     facts = running.hardware(platform)
     machine = facts.get("gpu") or f"CPU ({facts['processor']})"
-    noise = "The weights are random" if args.hf is None else "Prompts are bytes, not this model's tokens"
+    medians = "Medians of 1 round." if args.rounds == 1 else f"Medians of {args.rounds} rounds."
     console.print("One session on three engines: caching off, megatron-core's cache, this cache.")
     console.print(f"Model: {args.preset}, float32, on {machine}.", markup=False)
-    console.print(f"{noise}, so the answers are noise. The caching is real.")
-    console.print(f"First tokens are medians of {args.rounds} rounds.\n" if args.rounds > 1 else "")
-    model = build_model(args, config, platform)
-    stage = Stage(model, platform, sessions, interrupt, args.block_size_tokens)
+    console.print(f"The weights are random, so the answers are noise. The caching is real. {medians}\n")
+    stage = Stage(build_model(args, config, platform), platform, sessions, interrupt)
     first, last = stage.rounds(chunked=False), stage.rounds(chunked=True)
+    rounds = {name: [one + two for one, two in zip(first[name], last[name], strict=True)] for name in first}
     parts = [
         Part(
-            key=key,
-            title=title,
-            short=short,
-            rounds={name: [found[key] for found in (last if key == "chunks" else first)[name]] for name in first},
+            name=name,
+            title=sessions[0].title(title),
+            engines=outcomes({engine: [answers[number] for answers in rounds[engine]] for engine in rounds}),
         )
-        for key, (title, short) in titles(sessions[0]).items()
+        for number, (name, title) in enumerate(demo_session.PARTS)
     ]
-    found = [outcomes(part) for part in parts]
-    exit_code = 0 if all(by_engine["ours"].exact for by_engine in found) else EXIT_WRONG
-    if not terminal.is_main_rank():
-        return exit_code
-    print_demo(console, parts, found)
-    shown = as_json(parts, found)
-    workload = f"{args.preset} hybrid model, float32, on {machine}. Questions about a text of {len(sessions[0].text):,} tokens."
-    workload += f" Medians of {args.rounds} rounds." if args.rounds > 1 else ""
-    if args.json is not None:
-        answers = {
-            part.key: {name: [[asdict(one) for one in each] for each in rounds] for name, rounds in part.rounds.items()}
-            for part in parts
-        }
-        facts_of_run = {"versions": running.versions(), "platform": platform.describe(), "hardware": facts}
-        model_facts = {"preset": args.preset, "hf": args.hf, "dtype": "float32", "seed": args.seed}
-        settings = {"model": model_facts, "engine_fields": stage.fields, "prefix_stats": stage.prefix_stats}
-        terminal.write_json(
-            args.json, facts_of_run | settings | {"workload": workload, "parts": shown, "answers": answers}
-        )
-        terminal.wrote(console, args.json)
-    if args.plot is not None:
-        terminal.write_whole(args.plot, lambda path: save_demo_plot(path, shown, workload))
-        terminal.wrote(console, args.plot)
-    return exit_code
+    if terminal.is_main_rank():
+        print_demo(console, parts)
+        workload = f"{args.preset} hybrid model, float32, on {machine}. "
+        workload += f"Questions about a text of {len(sessions[0].text):,} tokens. {medians}"
+        shown = [as_json(part) for part in parts]
+        report = {"versions": running.versions(), "platform": platform.describe(), "hardware": facts}
+        report |= {"model": {"preset": args.preset, "dtype": "float32", "seed": args.seed}}
+        report |= {"engine_fields": stage.fields, "workload": workload, "parts": shown}
+        terminal.save_json(console, args.json, report)
+        if args.plot is not None:
+            terminal.write_whole(args.plot, lambda path: save_demo_plot(path, shown, workload))
+            console.print(f"wrote {args.plot}", markup=False, soft_wrap=True)
+    return 0 if all(part.engines["ours"].exact for part in parts) else EXIT_WRONG
 
 
 main = as_main(run)

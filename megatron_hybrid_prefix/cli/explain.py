@@ -22,22 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.cli.serve import ADMIN_TOKEN
-from megatron_hybrid_prefix.console.engine_options import positive_float
-from megatron_hybrid_prefix.console.terminal import (
-    ArgumentParser,
-    InputError,
-    Interrupt,
-    as_input_errors,
-    as_main,
-    command_parser,
-    printable,
-    read_text,
-)
+from megatron_hybrid_prefix.console import terminal
+from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
+
+_WAIT_S = 60.0
 
 
 def make_parser() -> ArgumentParser:
     """The command's parser."""
-    parser = command_parser(__doc__)
+    parser = terminal.command_parser(__doc__)
     add = parser.add_argument
     add("prompt", nargs="?", help="text of a completion's prompt")
     add(
@@ -50,7 +43,6 @@ def make_parser() -> ArgumentParser:
     add("--tenant", metavar="NAME", help="name of the request's API key, if the server has --api-keys")
     add("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     add("--admin-token", metavar="TOKEN", help=f"the server's admin token (default: ${ADMIN_TOKEN})")
-    add("--timeout", type=positive_float, default=60.0, metavar="S", help="most seconds to wait (default: %(default)s)")
     add("--json", action="store_true", help="print the server's answer, with all numbers")
     return parser
 
@@ -62,14 +54,13 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
         raise InputError("give a prompt or --request FILE")
     request: Any = {"prompt": args.prompt}
     if args.request is not None:
-        with as_input_errors(ValueError, prefix=f"--request: {args.request} is not JSON: "):
-            request = json.loads(read_text(args.request))
+        request = terminal.read_json(args.request)
     if not isinstance(request, dict):
         raise InputError(f"--request: {args.request} has no JSON object")
     if args.salt is not None:
         request["cache_salt"] = args.salt
     body = {"request": request} | ({} if args.tenant is None else {"tenant": args.tenant})
-    answer = ask(args.url, args.admin_token or os.environ.get(ADMIN_TOKEN, ""), body, args.timeout)
+    answer = ask(args.url, args.admin_token or os.environ.get(ADMIN_TOKEN, ""), body)
     if args.json:
         print(json.dumps(answer, indent=1))
         return
@@ -77,10 +68,10 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
         if len(answer["replicas"]) > 1:
             print(f"replica {name}:")
         for sentence in found.get("sentences") or [found["error"]]:
-            print(printable(sentence))
+            print(terminal.printable(sentence))
 
 
-def ask(url: str, token: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def ask(url: str, token: str, body: dict[str, Any]) -> dict[str, Any]:
     """The answer of the server's route ``/admin/explain``.
 
     Raises:
@@ -89,12 +80,12 @@ def ask(url: str, token: str, body: dict[str, Any], timeout_s: float) -> dict[st
     if not token:
         raise InputError(f"--admin-token: the server's admin token is needed; or set {ADMIN_TOKEN}")
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
-    with as_input_errors(ValueError, prefix="--url: "):
+    with terminal.as_input_errors(ValueError, prefix="--url: "):
         request = urllib.request.Request(f"{url.rstrip('/')}/admin/explain", json.dumps(body).encode(), headers)
     if not request.type.startswith("http"):
         raise InputError(f"--url: {url} must begin with http:// or https://")
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        with urllib.request.urlopen(request, timeout=_WAIT_S) as reply:
             answer: dict[str, Any] = json.load(reply)
     except urllib.error.HTTPError as error:
         raise InputError(f"{url} refuses: {_message(error)}") from None

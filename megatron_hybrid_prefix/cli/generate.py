@@ -6,26 +6,20 @@ were computed, how many were reused, and how long it took. With several engines 
 examples:
     hybrid-prefix generate "Hello" --preset tiny
     hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B
-    hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json --plot result.png
-    hybrid-prefix generate --jsonl prompts.jsonl --compare off,ours --cache-gb 20
+    hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json
     hybrid-prefix generate --sessions agents.jsonl --compare off,upstream,ours
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix generate --jsonl prompts.jsonl --preset small --tp 2
 
---jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may set its own sampling parameters:
-"num_tokens_to_generate", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_words", "termination_id",
-"stop_token_ids", "top_n_logprobs". For the engine "ours" it may also set:
+--jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may have its own "num_tokens_to_generate",
+and for the engine "ours":
     "cache_salt"          text; requests with different salts share nothing
     "cache_read"          false: do not reuse cached prefixes
     "cache_write"         false: do not cache this request
     "cache_breakpoints"   token positions up to which other prompts will share this one
 
---conversation: one JSON object in one of two forms.
-    {"system": "...", "context": "...", "turns": ["...", {"regenerate": true}, ...]}
-        {"regenerate": true} sends the previous prompt again. The new answer replaces the old one.
-    {"messages": [{"role": "user", "content": "..."}, ...]}
-        An "assistant" message is used in the history instead of the generated answer.
-The first engine's answers become the history for all engines, so all engines get the same prompts. The end of each
-message is sent as a breakpoint ("cache_breakpoints").
+--conversation: one JSON object, {"system": "...", "context": "...", "turns": ["...", ...]}. The first engine's answers become the
+history for all engines, so all engines get the same prompts. The end of each message is sent as a breakpoint
+("cache_breakpoints").
 
 --sessions: one JSON object per line, with "timestamp" (a number) and "input" (the whole prompt as text). Requests are
 sent one after another, by timestamp. Other fields are ignored.
@@ -42,25 +36,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megatron_hybrid_prefix.console import engine_options as options
-from megatron_hybrid_prefix.console import running, terminal
-from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare, print_report, save_plot, totals
+from megatron_hybrid_prefix.console import prompts, running, terminal
+from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare, print_report, totals
 from megatron_hybrid_prefix.console.hf import build_model, default_sampling, tokenizer_of
-from megatron_hybrid_prefix.console.prompts import (
-    Work,
-    add_prompt_options,
-    add_sampling_options,
-    for_megatron,
-    parse_prompts,
-    read_work,
-)
+from megatron_hybrid_prefix.console.prompts import Work, for_megatron
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, Stopped, as_main
-from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.tokenizer import Tokenizer
 
 # --- Options ---------------------------------------------------------------------------------------------------------
@@ -69,19 +52,16 @@ from megatron_hybrid_prefix.tokenizer import Tokenizer
 def make_parser() -> ArgumentParser:
     """The command's parser."""
     parser = terminal.command_parser(__doc__)
-    add_prompt_options(parser)
+    prompts.add_prompt_options(parser)
     group = parser.add_argument_group("model")
-    options.add_options(group, *options.MODEL_OPTIONS, "--load")
-    group.add_argument("--save", type=Path, metavar="DIR", help="save the weights before generating")
-    options.add_options(group, *options.TEXT_OPTIONS)
+    options.add_options(group, *options.MODEL_OPTIONS, "--load", *options.TEXT_OPTIONS)
     group = options.add_several_engines(parser, "--compare", "off")
     text = "send prompts one by one or all at once (default: batch; conversations and sessions: sequential)"
     group.add_argument("--concurrency", choices=("sequential", "batch"), help=text)
     options.add_options(group, "--max-sequence-length")
     parser.set_defaults(compare="off")
-    add_sampling_options(parser)
-    plot = {"help": "plot computed prompt tokens and time to first token per request, as PNG, SVG or PDF"}
-    options.add_options(parser, "--json", "--plot", title="output", plot=plot)
+    prompts.add_sampling_options(parser)
+    options.add_options(parser, "--json", title="output")
     return parser
 
 
@@ -141,10 +121,9 @@ class Runner:
         fields = [request.sampling for request in requests]
         if name == options.UPSTREAM:
             fields = [for_megatron(sampling, self.tokenizer) for sampling in fields]
-        prompts = [request.tokens for request in requests]
-        return running.send(
-            engine, prompts, [SamplingParams.deserialize(one) for one in fields], self.should_stop, on_done
-        )
+        tokens = [request.tokens for request in requests]
+        sampling = [SamplingParams.deserialize(one) for one in fields]
+        return running.send(engine, tokens, sampling, self.should_stop, on_done)
 
 
 def run_engines(
@@ -155,12 +134,11 @@ def run_engines(
     longest = work.longest()
     longest_tokens = max(len(request.tokens) for request in longest)
     shared = options.engine_fields(args, platform.device.type, longest_tokens, args.max_sequence_length)
-    budgets = options.Budgets.of(args, platform.device.type, free_bytes=running.free_for_engines(platform))
+    budgets = running.budgets_of(args, platform)
     fields = {name: shared | options.ENGINES[name](budgets) for name in names}
     runs: list[EngineRun] = []
     with terminal.progress(names, len(longest)) as done:
         for name in names:
-            options.check_memory(fields[name], platform.device, f"engine {name}: ")
             own = fields[name] | options.state_dtype_field(runner.model, args.state_dtype)
             runs.append(runner.run(name, own, work, runs[0].requests if runs else None, partial(done, name)))
     return runs, {
@@ -201,14 +179,12 @@ def as_json(
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     """Runs the command."""
-    args = parse_prompts(make_parser(), sys.argv[1:] if argv is None else argv)
+    args = prompts.parse_prompts(make_parser(), sys.argv[1:] if argv is None else argv)
     config = options.check_engine_options(args)
-    names = options.engine_names(args.compare, "--compare")
-    if args.save is not None:
-        terminal.check_folder(args.save, "--save", empty=True)
+    names = terminal.split_names(args.compare, options.ENGINES, "an engine", "--compare")
     tokenizer = tokenizer_of(args, config.vocab_size)
     limit = args.max_sequence_length or config.max_sequence_length
-    work = read_work(args, tokenizer, config.vocab_size, limit, default_sampling(args))
+    work = prompts.read_work(args, tokenizer, config.vocab_size, limit, default_sampling(args))
     if options.UPSTREAM in names:
         for request in work.longest():
             for_megatron(request.sampling, tokenizer)
@@ -227,17 +203,10 @@ def run_on(
     interrupt: Interrupt,
 ) -> None:
     """Builds the model, runs the engines, prints and writes the report."""
-    from megatron_hybrid_prefix import models
-
-    console = terminal.output_console() if terminal.is_main_rank() else Console(quiet=True)
+    console = terminal.output_console()
     console.print(platform.describe(), markup=False, soft_wrap=True)
-    budgets = options.Budgets.of(args, platform.device.type, free_bytes=running.free_for_engines(platform))
-    for name in names:
-        options.check_memory(options.ENGINES[name](budgets), platform.device, f"engine {name}: ", all_ranks=True)
+    running.budgets_of(args, platform)  # before weights are read
     model = build_model(args, config, platform)
-    if args.save is not None:
-        with terminal.as_input_errors(ValueError, PlatformError):
-            models.save_checkpoint(model, args.save)
     runner = Runner(model, tokenizer, platform, interrupt)
     if runner.should_stop():
         raise Stopped
@@ -248,16 +217,8 @@ def run_on(
     if not terminal.is_main_rank():
         return
     print_report(console, runs, comparisons)
-    if args.json is not None:
-        settings = {"platform": platform.describe(), "engine_fields": fields}
-        terminal.write_json(args.json, as_json(runs, comparisons, settings, args))
-        terminal.wrote(console, args.json)
-    if args.plot is not None:
-        facts = running.hardware(platform)
-        title = f"{args.preset} on {facts.get('gpu') or facts['processor']}, tp={args.tp} pp={args.pp}. "
-        title += f"{len(runs[0].requests)} requests, {'at once' if work.batched else 'one after another'}."
-        terminal.write_whole(args.plot, lambda part: save_plot(part, runs, title))
-        terminal.wrote(console, args.plot)
+    settings = {"platform": platform.describe(), "engine_fields": fields}
+    terminal.save_json(console, args.json, as_json(runs, comparisons, settings, args))
 
 
 main = as_main(run)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.hf import folder_of
-from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, Stopped, as_main
+from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 from megatron_hybrid_prefix.lab.budget import Usage, advice, expected_reuse, plan_budget
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
 from megatron_hybrid_prefix.lab.fit import GB, break_even, break_even_rows, fits, parameter_count
@@ -84,16 +84,6 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def stop_of(interrupt: Interrupt) -> Callable[[int], None]:
-    """What a replay calls from time to time. It raises `Stopped` after Ctrl-C."""
-
-    def on_request(done: int) -> None:
-        if interrupt.requested:
-            raise Stopped
-
-    return on_request
-
-
 def usage_of(args: argparse.Namespace, conversation_tokens: int) -> Usage:
     """What the memory is for."""
     return Usage(
@@ -132,13 +122,11 @@ def run_fits(argv: Sequence[str] | None, args: argparse.Namespace) -> int:
         text += " serve " + (f"--preset {name}" if folder is None else f"--hf {shlex.quote(str(args.hf))}")
         text += f" --tp {smallest.tp} --cache-gb {floor_gib(smallest.cache_bytes)}"
         text += f" --max-requests {args.max_requests} --block-size-tokens {args.block_size_tokens}"
-        text += f" --speculative-tokens {args.speculative_tokens}" if args.speculative_tokens else ""
         text += f" --state-dtype {args.state_dtype}" if args.state_dtype else ""
     console.print(text, markup=False, soft_wrap=True)
-    if args.json is not None:
-        report = {"version": __version__, "command": terminal.command_line(argv), "model": name, "advice": text}
-        terminal.write_json(args.json, report | {"parameters": parameters, "fits": [asdict(fit) for fit in found]})
-        terminal.wrote(console, args.json)
+    report = {"version": __version__, "command": terminal.command_line(argv), "model": name, "advice": text}
+    report |= {"parameters": parameters, "fits": [asdict(fit) for fit in found]}
+    terminal.save_json(console, args.json, report)
     return 0
 
 
@@ -163,32 +151,34 @@ def run_budget(argv: Sequence[str] | None, args: argparse.Namespace, sizes: Size
         )
         with terminal.as_input_errors(TooLargeError):
             reuse = expected_reuse(
-                trace, memory, host_bytes=usage.host_bytes, eviction=args.eviction, on_request=stop_of(interrupt)
+                trace,
+                memory,
+                host_bytes=usage.host_bytes,
+                eviction=args.eviction,
+                on_request=lambda done: interrupt.check(),
             )
         text = advice(reuse)
     pays = break_even(sizes.kv_token_bytes, sizes.state_bytes, args.prefill_tokens_per_s)
     console = terminal.output_console()
     print_plan(console, sizes, plan, usage, more_rows=break_even_rows(pays), reuse=reuse)
     console.print(text, markup=False, soft_wrap=True)
-    if args.json is not None:
-        report = {
-            "version": __version__,
-            "command": terminal.command_line(argv),
-            "model": sizes.name,
-            "tp": sizes.tp,
-            "cache_bytes": cache_bytes,
-            "mamba_bytes": mamba_bytes,
-            "host_bytes": usage.host_bytes,
-            "checkpoint_bytes": sizes.state_bytes,
-            "next_logits_bytes": sizes.next_logits_bytes,
-            "live_request_bytes": sizes.live_bytes(args.speculative_tokens),
-            "plan": asdict(plan),
-            "break_even_tokens": pays or None,
-            "expected_reuse": reuse,
-            "advice": text,
-        }
-        terminal.write_json(args.json, report)
-        terminal.wrote(console, args.json)
+    report = {
+        "version": __version__,
+        "command": terminal.command_line(argv),
+        "model": sizes.name,
+        "tp": sizes.tp,
+        "cache_bytes": cache_bytes,
+        "mamba_bytes": mamba_bytes,
+        "host_bytes": usage.host_bytes,
+        "checkpoint_bytes": sizes.state_bytes,
+        "next_logits_bytes": sizes.next_logits_bytes,
+        "live_request_bytes": sizes.live_bytes(args.speculative_tokens),
+        "plan": asdict(plan),
+        "break_even_tokens": pays or None,
+        "expected_reuse": reuse,
+        "advice": text,
+    }
+    terminal.save_json(console, args.json, report)
     return 0
 
 

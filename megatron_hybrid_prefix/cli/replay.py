@@ -2,12 +2,10 @@
 
 examples:
     hybrid-prefix replay trace.jsonl                                # this cache and the baselines, at several budgets
-    hybrid-prefix replay trace.jsonl --state-slots 64,256,1024 --json reuse.json --plot reuse.png
-    hybrid-prefix replay trace.jsonl --kv-blocks 20000              # with limited KV, too
-    hybrid-prefix replay trace.jsonl --eviction lru --admission asked --baselines none
-    hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
+    hybrid-prefix replay trace.jsonl --state-slots 64,256,1024 --json reuse.json
+    hybrid-prefix replay trace.jsonl --eviction lru --baselines none
     hybrid-prefix replay trace.jsonl --clairvoyant                  # how much is left: no rule reuses more than this
-    hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots and blocks in GiB
+    hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots in GiB
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b --cache-gb 10,20,40    # KV and states share one memory
 
 TRACE is a file with one JSON object per line, in one of three formats:
@@ -15,11 +13,11 @@ TRACE is a file with one JSON object per line, in one of three formats:
     sessions   "hash_ids" that are valid within a session, and "block_size"
     text       "timestamp" and "input", the whole prompt as text
 
-With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB, with the bytes of
-the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it.
+KV is unlimited. With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB,
+with the bytes of the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it.
 
 --clairvoyant adds two rows for rules that know all requests beforehand: an offline rule, and a bound that no rule passes.
-Both are for unlimited KV. They take a second or more for every 100 slots (6,000 requests).
+They take a second or more for every 100 slots (6,000 requests).
 
 Requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
 The last row, "no limits", is a cache with unlimited memory and a state after every block.
@@ -42,12 +40,11 @@ from rich.table import Table
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import terminal
-from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, Stopped, as_main
+from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
 from megatron_hybrid_prefix.lab.clairvoyant import Clairvoyant, clairvoyant
 from megatron_hybrid_prefix.lab.memory import GIB, memory_of, page_words
-from megatron_hybrid_prefix.lab.plot import save_plot
-from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, TooLargeError, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.replay import Policy, Replayed, TooLargeError, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, eviction_policy_names
 
@@ -75,29 +72,20 @@ def make_parser() -> ArgumentParser:
     add = group.add_argument
     text = f"state slots; several are replayed in turn (default: {DEFAULT_SLOTS})"
     add("--state-slots", metavar="N[,N...]", help=text)
-    add("--kv-blocks", metavar="N", help="KV blocks, or 'unlimited' (default)")
-    text = "GiB that KV and states share, instead of the two counts; several are replayed in turn"
+    text = "GiB that KV and states share, instead of --state-slots; several are replayed in turn"
     add("--cache-gb", metavar="X[,X...]", help=text)
-    text = "KV blocks and states in the host tier (default: 0)"
-    add("--host-pages", type=options.whole_number, default=0, metavar="N", help=text)
     model = {"help": "show bytes for this preset, Megatron arguments or Hugging Face config.json"}
     options.add_options(group, "--mamba-gb", "--preset", "--hf", preset=model)
     add = parser.add_argument_group("policy").add_argument
     text = "policy that picks the state to evict (default: %(default)s)"
     add("--eviction", choices=eviction_policy_names(), default=DEFAULT_EVICTION_POLICY, help=text)
-    text = "which states are kept. adaptive: junctions, ends of prompts, and interval states while there is room "
-    text += "(default); asked: no interval states; tail: ends of prompts only"
-    add("--admission", choices=ADMISSIONS, default=ADMISSIONS[0], help=text)
-    text = "distance of interval states, a multiple of the block (default: by the prompt's length)"
-    add("--interval", metavar="TOKENS", help=text)
     text = "other policies to compare with, comma-separated: lru, upstream (megatron-core 0.19's rule), align (LRU, "
     text += "ends of prompts only), interval:TOKENS (LRU with interval states); or none "
     text += f"(default: {DEFAULT_BASELINES}; with --cache-gb: lru)"
     add("--baselines", metavar="NAMES", help=text)
-    text = "also show what rules that know all requests beforehand reuse; needs unlimited KV and no host tier"
+    text = "also show what rules that know all requests beforehand reuse; not with --cache-gb"
     add("--clairvoyant", action="store_true", help=text)
-    plot = {"help": "plot reuse at each budget, one line per policy, as PNG, SVG or PDF"}
-    options.add_options(parser, "--json", "--plot", title="output", plot=plot)
+    options.add_options(parser, "--json")
     return parser
 
 
@@ -108,17 +96,13 @@ def check_options(args: argparse.Namespace) -> None:
         InputError: Some do not.
     """
     options.check_output(args)
-    limited = args.kv_blocks not in (None, "unlimited")
-    if args.clairvoyant and (limited or args.cache_gb is not None or args.host_pages):
-        raise InputError("--clairvoyant: does not go with --kv-blocks, --cache-gb, --host-pages")
     if args.cache_gb is None:
         if args.mamba_gb is not None:
             raise InputError("--mamba-gb: limits the states in --cache-gb; give that, too, or --state-slots instead")
         return
-    if args.state_slots is not None or args.kv_blocks is not None:
-        raise InputError("--cache-gb replaces --state-slots and --kv-blocks: give one or the others")
-    if args.plot is not None:
-        raise InputError("--plot: shows state slots; it does not go with --cache-gb")
+    for name in ("clairvoyant", "state_slots"):
+        if getattr(args, name):
+            raise InputError(f"--{name.replace('_', '-')}: does not go with --cache-gb")
 
 
 def numbers[T: (int, float)](text: str, option: str, number: Callable[[str], T]) -> list[T]:
@@ -141,11 +125,8 @@ def budgets_of(args: argparse.Namespace, trace: Trace, sizes: Sizes | None) -> l
         InputError: A budget is malformed or too small.
     """
     if args.cache_gb is None:
-        blocks = None
-        if args.kv_blocks not in (None, "unlimited"):
-            (blocks,) = numbers(args.kv_blocks, "--kv-blocks", options.positive_int)
         slots = numbers(args.state_slots or DEFAULT_SLOTS, "--state-slots", options.whole_number)
-        return [{"state_slots": count, "kv_blocks": blocks} for count in slots]
+        return [{"state_slots": count} for count in slots]
     if sizes is None:
         raise InputError("--cache-gb: needs the bytes of a model: give --preset or --hf")
     block_bytes, state_bytes = sizes.kv_block_bytes(trace.block_tokens), sizes.state_bytes
@@ -157,27 +138,19 @@ def budgets_of(args: argparse.Namespace, trace: Trace, sizes: Sizes | None) -> l
 
 
 def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
-    """The policy of the options, then the baselines.
+    """The policy of ``--eviction``, then the baselines.
 
     Raises:
         InputError: A name is unknown, or an interval is not a multiple of the block.
     """
-    interval = None if args.interval is None else _interval(args.interval, "--interval", block_tokens)
-    if interval is not None and args.admission != "adaptive":
-        raise InputError(f"--interval {interval}: --admission {args.admission} keeps no states at intervals")
-    host = {"host_pages": args.host_pages} if args.host_pages else {}
-    name = args.eviction if args.admission == "adaptive" else f"{args.eviction}, {args.admission}"
-    if interval is not None:
-        name += f", every {interval}"
-    first = Policy(name=name, eviction=args.eviction, admission=args.admission, interval_tokens=interval, options=host)
-    found = [first]
+    found = [Policy(name=args.eviction, eviction=args.eviction)]
     baselines = args.baselines or (DEFAULT_BASELINES if args.cache_gb is None else "lru")
     for item in () if baselines == "none" else baselines.split(","):
         head, _, tokens = item.partition(":")
         if item in BASELINES:
             policy = BASELINES[item]
         elif head == "interval" and tokens:
-            distance = _interval(tokens, "--baselines interval", block_tokens)
+            distance = _interval(tokens, block_tokens)
             policy = Policy(name=f"lru, every {distance}", eviction="lru", interval_tokens=distance)
         else:
             raise InputError(f"--baselines: no {item!r}; there are: {', '.join(BASELINES)}, interval:TOKENS, none")
@@ -185,18 +158,16 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
             raise InputError(
                 "--baselines upstream: megatron-core's rule has no shared memory; it does not go with --cache-gb"
             )
-        if policy.eviction != "upstream":  # upstream's rule has no host tier
-            policy = dataclasses.replace(policy, options=host)
         if policy.name not in [other.name for other in found]:
             found.append(policy)
     return found
 
 
-def _interval(text: str, option: str, block_tokens: int) -> int:
-    with terminal.as_input_errors(argparse.ArgumentTypeError, prefix=f"{option}: "):
+def _interval(text: str, block_tokens: int) -> int:
+    with terminal.as_input_errors(argparse.ArgumentTypeError, prefix="--baselines interval: "):
         tokens = options.whole_number(text)
     if tokens % block_tokens:
-        raise InputError(f"{option}: {tokens} is not a multiple of the block of {block_tokens} tokens")
+        raise InputError(f"--baselines interval: {tokens} is not a multiple of the block of {block_tokens} tokens")
     return tokens
 
 
@@ -218,8 +189,7 @@ def run_all(
             for number, budget in enumerate(budgets):
 
                 def on_request(count: int, policy: Policy = policy, number: int = number) -> None:
-                    if interrupt.requested:
-                        raise Stopped
+                    interrupt.check()
                     done(policy.name, number * len(trace.requests) + count)
 
                 with terminal.as_input_errors(TooLargeError):
@@ -236,8 +206,7 @@ def run_clairvoyant(trace: Trace, slots: Sequence[int], interrupt: Interrupt) ->
     with terminal.progress(["clairvoyant"], max(slots)) as done:
 
         def on_slot(count: int) -> None:
-            if interrupt.requested:
-                raise Stopped
+            interrupt.check()
             done("clairvoyant", count)
 
         return clairvoyant(trace, slots, on_slot)
@@ -251,17 +220,14 @@ def as_json(
 ) -> dict[str, Any]:
     """All results as JSON values. ``reused_token_fraction`` is the first policy's, at the largest budget."""
     own = [run for run in runs if run.policy is runs[0].policy]
-    names = [str(run.state_slots) if run.memory is None else f"{run.memory.cache_bytes / GIB:g}" for run in own]
-    shares = [run.reused_token_fraction for run in own]
     summary = {"format": trace.format, "block_tokens": trace.block_tokens}
     return {
         "version": __version__,
         "command": command,
         "options": json.loads(json.dumps(vars(args), default=str)),
         "trace": summary | {"requests": len(trace.requests), "prompt_tokens": trace.prompt_tokens},
-        "reused_token_fraction": shares[-1],
+        "reused_token_fraction": own[-1].reused_token_fraction,
         "ceiling_fraction": ceiling,
-        "by_state_slots" if args.cache_gb is None else "by_cache_gb": dict(zip(names, shares, strict=True)),
         "runs": [
             dataclasses.asdict(run)
             | {
@@ -284,13 +250,11 @@ def print_report(
 ) -> None:
     """Prints the reuse, one row per policy and one column per budget; then notes."""
     own = [run for run in runs if run.policy is runs[0].policy]
-    memory, blocks = own[0].memory, own[0].kv_blocks
+    memory = own[0].memory
     text = f"{len(trace.requests):,} requests ({trace.format}), {trace.prompt_tokens:,} prompt tokens in blocks of "
     text += f"{trace.block_tokens}"
     if memory is None:
-        text += "; unlimited KV" if blocks is None else f"; {blocks:,} KV blocks"
-        if sizes is not None and blocks is not None:
-            text += f", {blocks * sizes.kv_block_bytes(trace.block_tokens) / GIB:.1f} GiB"
+        text += "; unlimited KV"
     elif sizes is not None:
         layout = memory.layout
         text += f"; {terminal.printable(sizes.name)}: a block {layout.block_bytes:,} bytes, a state {layout.state_bytes:,} bytes; "
@@ -301,8 +265,9 @@ def print_report(
     for number, run in enumerate(own):
         head = f"{run.state_slots:,}" if run.memory is None else f"{run.memory.cache_bytes / GIB:g}"
         table.add_column(head, footer=f"{ceiling:.4f}" if number == 0 else "", justify="right", no_wrap=True)
-    for name, shares in _shares(runs):
-        table.add_row(name, *(f"{share:.4f}" for share in shares))
+    for policy in dict.fromkeys(run.policy.name for run in runs):
+        shares = (f"{run.reused_token_fraction:.4f}" for run in runs if run.policy.name == policy)
+        table.add_row(policy, *shares)
     if bounds:
         all_tokens = trace.prompt_tokens
         table.add_section()
@@ -322,14 +287,6 @@ def print_report(
             console.print(text)
 
 
-def _shares(runs: Sequence[Replayed]) -> list[tuple[str, list[float]]]:
-    """Each policy's share of prompt tokens reused at each budget, in the order of the runs."""
-    found: dict[str, list[float]] = {}
-    for run in runs:
-        found.setdefault(run.policy.name, []).append(run.reused_token_fraction)
-    return list(found.items())
-
-
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     """Runs the command."""
     args = make_parser().parse_args(argv)
@@ -344,24 +301,9 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     bounds = run_clairvoyant(trace, slots, interrupt) if args.clairvoyant else []
     console = terminal.output_console()
     print_report(console, trace, runs, ceiling, sizes, bounds)
-    if args.json is not None:
-        report = as_json(args, trace, runs, ceiling, terminal.command_line(argv))
-        if bounds:
-            report["clairvoyant"] = [dataclasses.asdict(bound) for bound in bounds]
-        terminal.write_json(args.json, report)
-        terminal.wrote(console, args.json)
-    if args.plot is not None:
-        names = ", ".join(path.name for path in args.traces)
-        blocks = budgets[0]["kv_blocks"]
-        workload = (
-            f"{terminal.printable(names)}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt tokens, "
-        )
-        workload += "KV unlimited." if blocks is None else f"{blocks:,} KV blocks."
-        shares = _shares(runs)
-        if bounds:
-            shares.append(("no rule reuses more", [bound.bound_tokens / trace.prompt_tokens for bound in bounds]))
-        terminal.write_whole(args.plot, lambda part: save_plot(part, slots, shares, ceiling, workload))
-        terminal.wrote(console, args.plot)
+    report = as_json(args, trace, runs, ceiling, terminal.command_line(argv))
+    report["clairvoyant"] = [dataclasses.asdict(bound) for bound in bounds]
+    terminal.save_json(console, args.json, report)
     return 0
 
 

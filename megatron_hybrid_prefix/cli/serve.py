@@ -10,7 +10,6 @@ routes:
     POST /v1/completions, /v1/chat/completions   streamed or not; for the `openai` client
     POST /tokenize, /detokenize; GET /tokenizer_info   as vLLM's
     GET  /v1/models, /version, /health, /health_generate, /metrics   /metrics is for Prometheus
-    GET  /docs, /openapi.json                    the API as a page, and as an OpenAPI document
     POST /admin/reset_cache                      empties the prefix cache; needs --admin-token
     POST /admin/explain                          what a request would reuse, and why not more; needs --admin-token
 
@@ -168,7 +167,6 @@ def read_keys(path: Path | None) -> dict[str, str]:
 
 def cache_config(args: argparse.Namespace, budgets: options.Budgets) -> HybridPrefixConfig:
     """The cache's settings. With ``--no-cache`` no state is cached, and each request is told to use none."""
-    options.check_cap(args.mamba_gb, budgets.prefix.cache_gb)
     return replace(
         budgets.prefix,
         mamba_gb=0.0 if args.no_cache else args.mamba_gb,
@@ -184,13 +182,9 @@ def make_engine(model: Any, tokenizer: Any, platform: Any, args: argparse.Namesp
     Raises:
         InputError: It cannot be built.
     """
-    device_type = platform.device.type
-    budgets = options.Budgets.of(args, device_type, free_bytes=running.free_for_engines(platform))
-    fields = options.engine_fields(args, device_type, 0, args.max_sequence_length) | {
-        "prefix": cache_config(args, budgets)
-    }
+    fields = options.engine_fields(args, platform.device.type, 0, args.max_sequence_length)
+    fields["prefix"] = cache_config(args, running.budgets_of(args, platform))
     fields["materialize_only_last_token_logits"] = not args.prompt_log_probs
-    options.check_memory(fields, platform.device)
     return running.made_engine("the engine", model, fields, tokenizer)
 
 
@@ -226,8 +220,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
         listener = stack.enter_context(listen(args.host, args.port)) if terminal.is_main_rank() else None
         platform = stack.enter_context(running.started_platform(args))
         terminal.output_console().print(platform.describe(), markup=False, soft_wrap=True)
-        budgets = options.Budgets.of(args, platform.device.type, free_bytes=running.free_for_engines(platform))
-        options.check_memory({"prefix": cache_config(args, budgets)}, platform.device, all_ranks=True)
+        running.budgets_of(args, platform)  # before weights are read
         model = build_model(args, config, platform)
         engine = make_engine(model, tokenizer, platform, args)
         if running.stop_requested(platform, interrupt):
@@ -273,9 +266,9 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
 
 def serve_http(app: Any, listener: socket.socket, args: argparse.Namespace) -> None:
     """Serves until Ctrl-C or SIGTERM. Open requests then get ``--drain-time`` seconds to finish."""
-    from megatron_hybrid_prefix.serve.http_server import HttpServer, ignore_sigterm
+    from megatron_hybrid_prefix.serve.http_server import HttpServer
 
-    ignore_sigterm()
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after it has stopped
     options: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
     HttpServer(app, drain_s=args.drain_time, read_s=args.read_timeout, **options).run(sockets=[listener])
     if app.state.backend.is_running:

@@ -1,4 +1,4 @@
-"""What requests are and what engines answered: compared, as tables, as plots; and the least tokens that any cache computes."""
+"""What requests are and what engines answered: compared, as tables; and the least tokens that any cache computes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_hybrid_prefix.console.plots import draw_lines, page, styles_of
 from megatron_hybrid_prefix.console.terminal import excerpt, printable, table_of
 from megatron_hybrid_prefix.tokenizer import common_tokens
 
@@ -165,27 +163,3 @@ def _totals_table(runs: Sequence[EngineRun]) -> Table:
             str(total["failed_requests"]),
         )
     return table
-
-
-def save_plot(path: Path, runs: list[EngineRun], title: str) -> None:
-    """Plots time to first token and computed prompt tokens of each request, one line per engine.
-
-    Args:
-        path: A file with an ending of `FORMATS`.
-        runs: One or more engines with the same requests.
-        title: Model, machine and workload.
-    """
-    styles = styles_of([run.name for run in runs])
-    numbers = range(1, len(runs[0].results) + 1)
-    waits_ms = {
-        run.name: [None if (s := r.time_to_first_token_s) is None else 1e3 * s for r in run.results] for run in runs
-    }
-    computed = {run.name: [r.computed_tokens for r in run.results] for run in runs}
-    panels = (("Time to first token, ms", waits_ms), ("Prompt tokens computed", computed))
-    heading = "Each request: how long it waited, what it computed"
-    with page(path, title=heading, subtitle=title, heights=(2.0, 2.0), legend=styles, lines=True) as axes:
-        for axis, (label, values) in zip(axes, panels, strict=True):
-            draw_lines(axis, numbers, values, styles)
-            axis.set_title(label, loc="left", fontsize=9.5, fontweight="bold")
-            axis.xaxis.get_major_locator().set_params(integer=True)
-        axes[-1].set_xlabel("request")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_hybrid_prefix.console.answers import compare_results
-from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page, styles_of
+from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page
 
 # Log-probs are computed in float32: parts of a prompt that are added up in another order differ by about 1e-6, an answer
 # from a wrong state by more than 1e-3.
@@ -25,23 +25,6 @@ SAME_LOG_PROB = 1e-4
 NAMES = {"off": "off", "upstream": "megatron-core", "ours": "this cache"}
 WIDTH = 100
 LARGE_SPREAD = 0.3  # of the median: from there on the fastest and the slowest round are shown
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One situation.
-
-    Attributes:
-        key: Its name in the JSON.
-        title: What is sent.
-        short: The same in a few words, for the plot; empty: the plot leaves the part out.
-        rounds: Engine -> for each round a `RequestResult` of every request.
-    """
-
-    key: str
-    title: str
-    short: str
-    rounds: Mapping[str, Sequence[Sequence[Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +56,45 @@ class Outcome:
         return f"{self.first_token_ms:,.0f} ms" + (f" ({least:,.0f} to {most:,.0f})" if is_large else "")
 
 
-def outcomes(part: Part) -> dict[str, Outcome]:
-    """What each engine did; the answers of the engine "off" are the truth."""
-    truth = [result for one in part.rounds["off"] for result in one]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What the engines did in one situation.
+
+    Attributes:
+        name: What is sent, in a few words.
+        title: The same in full.
+        engines: Engine -> what it did.
+    """
+
+    name: str
+    title: str
+    engines: Mapping[str, Outcome]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: who is wrong, or who reuses less."""
+        upstream, ours = self.engines["upstream"], self.engines["ours"]
+        if not ours.exact:
+            return f"THIS CACHE IS WRONG: {ours.difference}. Please report it."
+        if not upstream.exact:
+            return f"megatron-core's cache answers WRONGLY: {upstream.difference}. This cache answers as without one."
+        if not ours.reused_tokens + upstream.reused_tokens:
+            return "Both exact. Nothing is cached yet."
+        if ours.reused_tokens == upstream.reused_tokens:
+            return f"Both exact, and both reuse {ours.reused_tokens:,} prompt tokens."
+        more = f"This cache reuses {ours.reused_tokens:,} prompt tokens, megatron-core's {upstream.reused_tokens:,}"
+        return f"Both exact. {more}: first token after {ours.time()} against {upstream.time()}."
+
+
+def outcomes(answers: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Outcome]:
+    """What each engine did in a part; the answers of the engine "off" are the truth.
+
+    Args:
+        answers: Engine -> for each round a `RequestResult` of every request.
+    """
+    truth = [result for one in answers["off"] for result in one]
     found = {}
-    for name, rounds in part.rounds.items():
+    for name, rounds in answers.items():
         results = [result for one in rounds for result in one]
         entries = compare_results(truth, results)
         gap = max((gap for entry in entries if (gap := entry["max_log_prob_difference"]) is not None), default=None)
@@ -102,71 +119,44 @@ def outcomes(part: Part) -> dict[str, Outcome]:
     return found
 
 
-def verdict(found: Mapping[str, Outcome]) -> str:
-    """One sentence about a part: who is wrong, or who reuses less."""
-    upstream, ours = found["upstream"], found["ours"]
-    if not ours.exact:
-        return f"THIS CACHE IS WRONG: {ours.difference}. Please report it."
-    if not upstream.exact:
-        return f"megatron-core's cache answers WRONGLY: {upstream.difference}. This cache answers as without one."
-    if ours.reused_tokens == upstream.reused_tokens:
-        same = (
-            f", and both reuse {ours.reused_tokens:,} prompt tokens."
-            if ours.reused_tokens
-            else ". Nothing is cached yet."
-        )
-        return f"Both exact{same}"
-    more = f"This cache reuses {ours.reused_tokens:,} prompt tokens, megatron-core's {upstream.reused_tokens:,}"
-    return f"Both exact. {more}: first token after {ours.time()} against {upstream.time()}."
-
-
-def summary(parts: Sequence[Mapping[str, Outcome]]) -> str:
+def summary(parts: Sequence[Part]) -> str:
     """The whole demo in one or two sentences."""
-    exact = {name: sum(found[name].exact for found in parts) for name in ("upstream", "ours")}
-    both = [found for found in parts if found["upstream"].exact and found["ours"].exact]
-    more = sum(found["ours"].reused_tokens > found["upstream"].reused_tokens for found in both)
-    less = sum(found["ours"].reused_tokens < found["upstream"].reused_tokens for found in both)
-    text = f"Exact in {exact['ours']} of {len(parts)} parts: this cache. In {exact['upstream']} of {len(parts)}: megatron-core's."
-    text += f" Where both are exact, this cache reuses more in {more} of {len(both)}"
+    pairs = [(part.engines["upstream"], part.engines["ours"]) for part in parts]
+    both = [(upstream.reused_tokens, ours.reused_tokens) for upstream, ours in pairs if upstream.exact and ours.exact]
+    text = f"Exact in {sum(ours.exact for _, ours in pairs)} of {len(pairs)} parts: this cache. "
+    text += f"In {sum(upstream.exact for upstream, _ in pairs)} of {len(pairs)}: megatron-core's. "
+    text += f"Where both are exact, this cache reuses more in {sum(ours > upstream for upstream, ours in both)} of {len(both)}"
+    less = sum(ours < upstream for upstream, ours in both)
     return text + (f", less in {less}." if less else ".")
 
 
-def print_demo(console: Console, parts: Sequence[Part], found: Sequence[Mapping[str, Outcome]]) -> None:
-    """A table with three rows a part, a verdict a part, and what comes of all. ``found``: the `outcomes` of each part."""
+def print_demo(console: Console, parts: Sequence[Part]) -> None:
+    """A table with three rows a part, a verdict a part, and what comes of all."""
     table = Table(title_justify="left", width=min(WIDTH, console.width))
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("what is sent", ratio=1)
     for head in ("cache", "answer", "reused tokens", "first token"):
         table.add_column(head, justify="left" if head in ("cache", "answer") else "right", no_wrap=True)
-    for number, (part, by_engine) in enumerate(zip(parts, found, strict=True), 1):
-        cells: list[list[str]] = [[], [], [], []]
-        for name, outcome in by_engine.items():
+    for number, part in enumerate(parts, 1):
+        rows = []
+        for name, outcome in part.engines.items():
             answer = "reference" if name == "off" else "exact" if outcome.exact else "[bold red]WRONG[/]"
             reused = "-" if name == "off" else f"{outcome.reused_tokens:,} of {outcome.prompt_tokens:,}"
             row = (NAMES[name], answer, reused, outcome.time(spread=True))
-            for cell, text in zip(cells, row, strict=True):
-                cell.append(f"[bold]{text}[/]" if name == "ours" else text)
-        table.add_row(str(number), part.title, *("\n".join(cell) for cell in cells), end_section=True)
+            rows.append([f"[bold]{text}[/]" if name == "ours" else text for text in row])
+        table.add_row(str(number), part.title, *map("\n".join, zip(*rows, strict=True)), end_section=True)
     console.print(table)
-    verdicts = [(f"{number}. ", verdict(by_engine)) for number, by_engine in enumerate(found, 1)]
+    verdicts = [(f"{number}. ", part.verdict) for number, part in enumerate(parts, 1)]
     exact = f"exact: the tokens of caching off, and log-probs within {SAME_LOG_PROB} of its own."
-    for head, text in (("", exact), ("", ""), *verdicts, ("", ""), ("", summary(found))):
+    for head, text in (("", exact), ("", ""), *verdicts, ("", ""), ("", summary(parts))):
         lines = textwrap.fill(text, table.width or WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
         console.print(lines, markup=False, soft_wrap=True)
 
 
-def as_json(parts: Sequence[Part], found: Sequence[Mapping[str, Outcome]]) -> list[dict[str, Any]]:
-    """Outcomes and verdicts of all parts; arguments as of `print_demo`."""
-    return [
-        {
-            "part": part.key,
-            "title": part.title,
-            "short": part.short,
-            "verdict": verdict(by_engine),
-            "engines": {name: asdict(outcome) for name, outcome in by_engine.items()},
-        }
-        for part, by_engine in zip(parts, found, strict=True)
-    ]
+def as_json(part: Part) -> dict[str, Any]:
+    """A part as JSON values."""
+    engines = {name: asdict(outcome) for name, outcome in part.engines.items()}
+    return {"part": part.name, "title": part.title, "verdict": part.verdict, "engines": engines}
 
 
 def save_demo_plot(path: Path, parts: Sequence[Mapping[str, Any]], subtitle: str) -> None:
@@ -174,25 +164,23 @@ def save_demo_plot(path: Path, parts: Sequence[Mapping[str, Any]], subtitle: str
 
     Args:
         path: PNG or SVG, by its ending.
-        parts: Of `as_json`; those without a short title are left out.
+        parts: Each of `as_json`. Of the first one, which fills the cache, there is nothing to see.
         subtitle: Model, machine and workload.
     """
-    drawn = [part for part in parts if part["short"]]
-    engines = {name: [part["engines"][name] for part in drawn] for name in drawn[0]["engines"]}
+    drawn = parts[1:]
+    engines = {name: [part["engines"][name] for part in drawn] for name in parts[0]["engines"]}
     title, heights = "Time to first token: shorter is better", [bar_inches(len(drawn), len(engines))]
-    with page(path, title=title, subtitle=subtitle, heights=heights, legend=styles_of(list(engines))) as axes:
+    with page(path, title=title, subtitle=subtitle, heights=heights, engines=list(engines)) as axes:
         draw_bars(
             axes[0],
-            [part["short"] for part in drawn],
+            [part["part"] for part in drawn],
             {name: [one["first_token_ms"] for one in row] for name, row in engines.items()},
             figure_of=lambda value: f"{value:,.0f} ms",
-            # A measurement of before has the medians only.
-            ranges={name: [one.get("first_tokens_ms") for one in row] for name, row in engines.items()},
+            ranges={name: [one["first_tokens_ms"] for one in row] for name, row in engines.items()},
             notes={
                 (name, number): "WRONG ANSWER"
                 for name, row in engines.items()
                 for number, one in enumerate(row)
                 if not one["exact"]
             },
-            label_characters=24,
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.console.engine_options import step_tokens
-from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -27,6 +26,25 @@ LONGER_TOKENS = 44  # that the first answer has more than a block
 TAIL_TOKENS = 2
 # Texts end so many tokens before a block boundary: every question crosses it, as one longer than a block does anyway.
 GAP_TOKENS = 8
+
+# What is sent in each part, in a few words and in full; the first one fills the cache.
+PARTS = (
+    ("first question", "First question about a text of {text_tokens:,} tokens"),
+    ("next turn, after a long answer", "Next turn, after an answer of {answer_tokens} tokens: longer than a block"),
+    (
+        "the same prompt again",
+        f"The same prompt again; it ends {TAIL_TOKENS} tokens after a block boundary (chosen so)",
+    ),
+    ("another user, same text", "Another user asks about the same text, for the first time"),
+    (
+        f"herd of {HERD_USERS}, the slowest",
+        f"Herd: {HERD_USERS} users ask about one new text at once (the slowest)",
+    ),
+    (
+        "prefill in chunks",
+        "Chunked prefill, {step_tokens:,} tokens a step: known text, with a new prompt in the same steps",
+    ),
+)
 
 Prompts = list[list[int]]
 # Prompts, tokens to generate -> a `RequestResult` each.
@@ -58,6 +76,10 @@ class Session:
         """The first prompt, its answer, and the next question."""
         return [*self.text, *self.questions[0], *answer, *_tokens("\n"), *self.questions[1]]
 
+    def title(self, text: str) -> str:
+        """The title of one of the `PARTS`, with this session's numbers."""
+        return text.format(text_tokens=len(self.text), answer_tokens=self.answer_tokens, step_tokens=self.step_tokens)
+
     def longest_tokens(self) -> int:
         """Length of the longest prompt with its answer."""
         prompts = [self.next_turn([0] * self.answer_tokens), *self.herd, *self.chunked]
@@ -71,15 +93,10 @@ def make_session(round_number: int, context_tokens: int, block_tokens: int) -> S
         round_number: Of the round, one digit.
         context_tokens: Of the sources.
         block_tokens: Of a KV block.
-
-    Raises:
-        InputError: The context is too short for such blocks.
     """
     context = _sources(context_tokens)
     asked = [_tokens(f"User {number}: {_question(number)}\nAssistant:") for number in range(HERD_USERS + 4)]
     text = _cut(_tokens(f"{round_number}. {SYSTEM}\n\n{context}"), block_tokens)
-    if len(text) < 5 * block_tokens - GAP_TOKENS:
-        raise InputError(f"{context_tokens} tokens of text are too few for blocks of {block_tokens}")
     answer_tokens = block_tokens + LONGER_TOKENS
     # Spaces, so that the next turn ends where it should.
     whole = len(text) + len(asked[0]) + answer_tokens + 1 + len(_tokens(f"User 0: {FOLLOW_UP}\nAssistant:"))
@@ -120,8 +137,8 @@ def _tokens(text: str) -> list[int]:
     return list(ByteTokenizer().tokenize(text))
 
 
-def play(session: Session, send: Send, answer: list[int] | None) -> dict[str, list[Any]]:
-    """Parts 1 to 5 on one engine.
+def play(session: Session, send: Send, answer: list[int] | None) -> list[list[Any]]:
+    """The parts but the last on one engine.
 
     Args:
         session: What to send.
@@ -134,40 +151,12 @@ def play(session: Session, send: Send, answer: list[int] | None) -> dict[str, li
     text, questions = session.text, session.questions
     first = send([text + questions[0]], session.answer_tokens)
     next_turn = session.next_turn(first[0].generated if answer is None else answer)
-    return {
-        "first_question": first,
-        "next_turn": send([next_turn], SHORT_ANSWER_TOKENS),
-        "same_prompt": send([next_turn], SHORT_ANSWER_TOKENS),
-        "other_user": send([text + questions[2]], SHORT_ANSWER_TOKENS),
-        "herd": send(session.herd, SHORT_ANSWER_TOKENS),
-    }
+    rest = ([next_turn], [next_turn], [text + questions[2]], session.herd)
+    return [first, *(send(prompts, SHORT_ANSWER_TOKENS) for prompts in rest)]
 
 
-def play_chunked(session: Session, send: Send) -> dict[str, list[Any]]:
-    """Part 6, on an engine with chunked prefill: only the last prompt is of interest."""
+def play_chunked(session: Session, send: Send) -> list[list[Any]]:
+    """The last part, on an engine with chunked prefill: only the last prompt is of interest."""
     filler, unrelated, last = session.chunked
     send([filler], SHORT_ANSWER_TOKENS)
-    return {"chunks": send([unrelated, last], SHORT_ANSWER_TOKENS)[1:]}
-
-
-def titles(session: Session) -> dict[str, tuple[str, str]]:
-    """What is sent in each part, in full and in a few words for the plot (which leaves out what has none)."""
-    text, answer = f"{len(session.text):,}", session.answer_tokens
-    chunks = f"Chunked prefill, {session.step_tokens:,} tokens a step: known text, with a new prompt in the same steps"
-    return {
-        "first_question": (f"First question about a text of {text} tokens", ""),
-        "next_turn": (
-            f"Next turn, after an answer of {answer} tokens: longer than a block",
-            "next turn, after a long answer",
-        ),
-        "same_prompt": (
-            f"The same prompt again; it ends {TAIL_TOKENS} tokens after a block boundary (chosen so)",
-            "the same prompt again",
-        ),
-        "other_user": ("Another user asks about the same text, for the first time", "another user, same text"),
-        "herd": (
-            f"Herd: {HERD_USERS} users ask about one new text at once (the slowest)",
-            f"herd of {HERD_USERS}, the slowest",
-        ),
-        "chunks": (chunks, "prefill in chunks"),
-    }
+    return [send([unrelated, last], SHORT_ANSWER_TOKENS)[1:]]

@@ -6,7 +6,6 @@ This module imports neither torch nor megatron before a platform is started, so 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -21,15 +20,14 @@ from megatron_hybrid_prefix.console.terminal import (
     as_input_errors,
     check_can_plot,
     check_writable,
-    split_names,
 )
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.tiers.registry import parse_url
 
 GIB = 2**30
 DEFAULT_PRESET = "tiny"
-DEFAULT_BUFFER_GB = {"cpu": 0.25, "cuda": 20.0}
-DEFAULT_MAMBA_GB = {"cpu": 0.05, "cuda": 8.0}
+DEFAULT_CACHE_GB = {"cpu": 0.3, "cuda": 28.0}
+MAMBA_SHARE = {"cpu": 1 / 6, "cuda": 2 / 7}  # of it that megatron's own cache sets aside for checkpoints
 DEFAULT_MAX_TOKENS = {"cpu": 4096, "cuda": 16384}
 STEP_TOKENS_MULTIPLE = 64  # megatron pads a step's tokens to this, and asserts that max_tokens is a multiple
 KEPT_FREE = 0.15  # of the memory that is free before engines are built: activations, CUDA graphs, the allocator
@@ -38,37 +36,32 @@ KEPT_FREE = 0.15  # of the memory that is free before engines are built: activat
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 
-def default_budgets(free_bytes: int, device_type: str, engines: int = 1) -> dict[str, float]:
-    """``buffer_gb`` and ``mamba_gb`` of an engine, in GiB: the usual ones, or less where they do not fit.
+def default_cache_gb(free_bytes: int, device_type: str, engines: int = 1) -> float:
+    """GiB of an engine: the usual ones, or less where they do not fit.
 
     Args:
         free_bytes: Free on a rank once it has all weights.
         device_type: "cpu" or "cuda".
         engines: That have their memory at the same time.
     """
-    usual = {"buffer_gb": DEFAULT_BUFFER_GB[device_type], "mamba_gb": DEFAULT_MAMBA_GB[device_type]}
     room_gb = max(0.0, free_bytes * (1 - KEPT_FREE) / GIB / engines)
-    share = min(1.0, room_gb / sum(usual.values()))
-    # In thousandths of a GiB, and never more than there is.
-    return {name: gb if share == 1 else int(gb * share * 1000) / 1000 for name, gb in usual.items()}
+    return min(DEFAULT_CACHE_GB[device_type], int(room_gb * 1000) / 1000)  # never more than there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Memory that engines get on each rank. All engines with a cache get the same in all, unless ``cache_gb`` is given.
+    """Memory that engines get on each rank, the same for all but "off", which goes without ``mamba_gb``.
 
     Attributes:
-        buffer_gb: GiB for KV blocks and the states of running requests, in megatron's own engines.
-        mamba_gb: GiB for checkpoints, in megatron's own engine with a cache.
-        cache_gb: GiB for all of these, in an engine with this package's cache. None: the sum of the two.
+        cache_gb: GiB for KV blocks, checkpoints and the states of running requests.
+        mamba_gb: How many of these megatron's own cache sets aside for checkpoints.
         host_gb: GiB of host memory for evicted KV and states.
         shared: URL of the tier behind the host memory; None: none.
         exact: The field of `HybridPrefixConfig`, of the engines with this package's cache.
     """
 
-    buffer_gb: float
+    cache_gb: float
     mamba_gb: float
-    cache_gb: float | None = None
     host_gb: float = 0.0
     shared: str | None = None
     exact: ExactName | None = None
@@ -77,28 +70,31 @@ class Budgets:
     def of(
         cls, args: argparse.Namespace, device_type: str, *, free_bytes: int, engines: int = 1, **wanted: float
     ) -> Budgets:
-        """The budgets of the options; else ``wanted``; else `default_budgets`, whose arguments these are.
+        """The budgets of the options; else ``wanted``; else `default_cache_gb`, whose arguments these are.
 
-        Without ``--buffer-gb`` (`SEVERAL_ENGINES`), ``--mamba-gb`` is a limit in ``--cache-gb`` and no budget.
+        Raises:
+            InputError: More is wanted for checkpoints than there is in all.
         """
-        names = ["cache_gb", "host_gb", *(("buffer_gb", "mamba_gb") if hasattr(args, "buffer_gb") else ())]
-        given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-        defaults = default_budgets(free_bytes, device_type, engines)
-        return cls(**(defaults | wanted | given), shared=args.shared, exact=args.exact)
+        names = ("cache_gb", "mamba_gb", "host_gb")
+        given = {name: value for name in names if (value := getattr(args, name)) is not None}
+        found = {"cache_gb": default_cache_gb(free_bytes, device_type, engines)} | wanted | given
+        check_cap(found.get("mamba_gb"), found["cache_gb"])
+        return cls(
+            **{"mamba_gb": found["cache_gb"] * MAMBA_SHARE[device_type]} | found, shared=args.shared, exact=args.exact
+        )
 
     @property
     def prefix(self) -> HybridPrefixConfig:
         """Settings of this package's cache."""
-        cache_gb = self.buffer_gb + self.mamba_gb if self.cache_gb is None else self.cache_gb
-        return HybridPrefixConfig(cache_gb=cache_gb, host_gb=self.host_gb, exact=self.exact, shared=self.shared)
+        return HybridPrefixConfig(cache_gb=self.cache_gb, host_gb=self.host_gb, exact=self.exact, shared=self.shared)
 
 
 UPSTREAM = "upstream"  # megatron's own engine
 # Engine name -> arguments of build_engine.
 ENGINES: dict[str, Callable[[Budgets], dict[str, Any]]] = {
-    "off": lambda budgets: {"buffer_size_gb": budgets.buffer_gb},
+    "off": lambda budgets: {"buffer_size_gb": budgets.cache_gb - budgets.mamba_gb},
     UPSTREAM: lambda budgets: {
-        "buffer_size_gb": budgets.buffer_gb,
+        "buffer_size_gb": budgets.cache_gb - budgets.mamba_gb,
         "enable_prefix_caching": True,
         "prefix_caching_mamba_gb": budgets.mamba_gb,
     },
@@ -125,31 +121,28 @@ def check_cap(mamba_gb: float | None, cache_gb: float | None) -> None:
         )
 
 
-def check_memory(fields: dict[str, Any], device: Any, where: str = "", *, all_ranks: bool = False) -> None:
-    """Checks that an engine's budget fits into the memory that is free now.
+def check_memory(budgets: Budgets, device: Any, where: str = "", ranks: int = 1) -> None:
+    """Checks that budgets fit into the memory that is free now.
 
     Args:
-        fields: Arguments of build_engine.
+        budgets: Of an engine.
         device: The platform's device.
         where: Before the message.
-        all_ranks: Whether no rank of this host has its budget yet, so that it is needed once for each of them.
+        ranks: Of this host, that do not have theirs yet: host memory is needed once for each of them.
 
     Raises:
-        InputError: It does not.
+        InputError: They do not.
     """
     from megatron_hybrid_prefix.platform.memory import free_bytes, host_free_bytes
 
-    budget = budget_of(fields)
-    on_host = {name: gb for name, gb in budget.items() if name == "host_gb" or device.type == "cpu"}
-    on_device = {name: gb for name, gb in budget.items() if name not in on_host}
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if all_ranks else 1
-    for kind, parts, free, copies in (
-        ("GPU", on_device, free_bytes(device), 1),
-        ("host", on_host, host_free_bytes(), ranks),
-    ):
+    cache, host = {"--cache-gb": budgets.cache_gb}, {"--host-gb": budgets.host_gb}
+    places = [("GPU", cache, free_bytes(device), 1), ("host", host, host_free_bytes(), ranks)]
+    if device.type == "cpu":
+        places = [("host", cache | host, host_free_bytes(), ranks)]
+    for kind, parts, free, copies in places:
         need_gb = copies * sum(parts.values())
         if need_gb * GIB > free:
-            names = " and ".join(f"--{name.replace('_', '-')} {gb:g}" for name, gb in parts.items())
+            names = " and ".join(f"{name} {gb:g}" for name, gb in parts.items() if gb)
             each = f" on each of {copies} ranks" if copies > 1 else ""
             raise InputError(
                 f"{where}{names}{each}: {need_gb:.6g} GiB of {kind} memory are needed, {free / GIB:.4g} GiB are free"
@@ -257,28 +250,15 @@ _ENGINE: dict[str, Option] = {
 OPTIONS: dict[str, Option] = {
     **_MODEL,
     "--load": _folder(
-        "load the weights from a Megatron distributed checkpoint, such as one of --save (default: random weights)"
+        "load the weights from a Megatron distributed checkpoint, such as one of convert (default: random weights)"
     ),
     **_TEXT,
     "--max-sequence-length": _count("longest prompt plus answer, in tokens (default: the model's)"),
     **_ENGINE,
     "--json": _path("write all results as JSON"),
-    "--plot": _path("draw the results, as PNG, SVG or PDF"),
+    "--plot": _path("draw the results, as PNG or SVG"),
 }
 MODEL_OPTIONS, TEXT_OPTIONS, ENGINE_OPTIONS = tuple(_MODEL), tuple(_TEXT), tuple(_ENGINE)
-# For verbs that run several engines side by side: the budget of megatron's own two.
-SEVERAL_ENGINES: dict[str, Option] = {
-    "--cache-gb": _gib(
-        "engine ours: memory for KV blocks, checkpoints and running states (default: the two below together)"
-    ),
-    "--buffer-gb": _gib(
-        "engines off, upstream: memory for KV blocks and running states (default: 0.25 on CPU, 20 on GPU, less where less "
-        "is free)"
-    ),
-    "--mamba-gb": _gib(
-        "engine upstream: memory for checkpoints (default: 0.05 on CPU, 8 on GPU, less where less is free)"
-    ),
-}
 
 
 def add_options(parser: Any, *names: str, title: str | None = None, **changed: Any) -> None:
@@ -305,13 +285,12 @@ def add_several_engines(parser: Any, option: str, default: str, **changed: Any) 
         changed: See `add_options`.
     """
     text = "off: megatron-core without prefix caching; upstream: with its own; ours: with this package's cache.\n"
-    text += "All engines with a cache have the same memory, unless --cache-gb is given."
+    text += "Those with a cache have the same memory, --cache-gb; off goes without --mamba-gb of it."
     group = parser.add_argument_group("engines", description=text)
     names = f"engines to run, comma-separated: {', '.join(ENGINES)} (default: {default})"
     group.add_argument(option, metavar="NAMES", help=names)
-    for name, own in SEVERAL_ENGINES.items():
-        group.add_argument(name, **own)
-    add_options(group, *(name for name in ENGINE_OPTIONS if name not in SEVERAL_ENGINES), **changed)
+    own = "what engine upstream sets aside of --cache-gb for checkpoints (default: 1/6 on CPU, 2/7 on GPU)"
+    add_options(group, *ENGINE_OPTIONS, mamba_gb={"help": own}, **changed)
     return group
 
 
@@ -321,11 +300,6 @@ def check_output(args: argparse.Namespace) -> None:
         check_writable(args.json)
     if getattr(args, "plot", None) is not None:
         check_can_plot("--plot", args.plot)
-
-
-def engine_names(text: str, option: str) -> list[str]:
-    """Engine names from a comma-separated list; see `split_names`."""
-    return split_names(text, ENGINES, "an engine", option)
 
 
 def check_engine_options(args: argparse.Namespace) -> HybridModelConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,13 @@ from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors,
 from megatron_hybrid_prefix.sampling import SamplingOptions, check_integer, check_tokens
 from megatron_hybrid_prefix.tokenizer import Tokenizer, common_tokens, other_ends, prompt_tokens
 
-# What says how the next token is chosen.
-HOW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Fields that a line of a JSONL file may set, and their types.
-SAMPLING_FIELDS: dict[str, tuple[type, ...]] = {
-    "num_tokens_to_generate": (int,),
-    "temperature": (int, float),
-    "top_k": (int,),
-    "top_p": (int, float),
-    "min_p": (int, float),
-    "repetition_penalty": (int, float),
-    "stop_words": (list,),
-    "termination_id": (int,),
-    "stop_token_ids": (list,),
-    "top_n_logprobs": (int,),
-    "cache_salt": (str,),
-    "cache_read": (bool,),
-    "cache_write": (bool,),
-    "cache_breakpoints": (list,),
+# What a line of JSON may say of its prompt, and the types; the rest is said for all prompts.
+LINE_FIELDS: dict[str, type] = {
+    "num_tokens_to_generate": int,
+    "cache_salt": str,
+    "cache_read": bool,
+    "cache_write": bool,
+    "cache_breakpoints": list,
 }
 
 
@@ -45,7 +34,6 @@ def add_prompt_options(parser: Any) -> None:
     add = parser.add_argument_group("input").add_argument
     add("prompt", nargs="*", metavar="PROMPT", help="a prompt, as text; - is standard input, also for the files below")
     for name, text in (
-        ("--text-file", "a text file with one prompt (repeatable)"),
         ("--jsonl", "prompts as JSON lines, see below (repeatable)"),
         ("--sessions", "recorded requests as JSON lines, see below; sent by timestamp (repeatable)"),
     ):
@@ -66,8 +54,7 @@ def parse_prompts(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpa
 
 def add_sampling_options(parser: Any) -> None:
     """Adds how answers are sampled, and where they end."""
-    group = parser.add_argument_group("sampling")
-    add = group.add_argument
+    add = parser.add_argument_group("sampling").add_argument
     text = "length of an answer (default: %(default)s)"
     add("--num-tokens-to-generate", type=positive_int, default=32, metavar="N", help=text)
     how = "(with none of --temperature, --top-k and --top-p: as --hf says, else greedy)"
@@ -79,61 +66,39 @@ def add_sampling_options(parser: Any) -> None:
     )
     add("--top-p", type=float, help="nucleus sampling, 0 to 1; 0 is off (default: 0)")
     add("--stop-word", action="append", default=[], metavar="TEXT", help="stop before this text (repeatable)")
-    end = group.add_mutually_exclusive_group()
-    text = "stop at this token id (default: the tokenizer's end of text)"
-    end.add_argument("--termination-id", type=int, metavar="ID", help=text)
-    end.add_argument("--ignore-eos", action="store_true", help="do not stop at an end token")
+    add("--ignore-eos", action="store_true", help="do not stop at an end token")
     text = "return log-probs of the generated tokens"
     add("--log-probs", action=argparse.BooleanOptionalAction, default=True, help=text)
-    text = "also return the N tokens of the highest probability per position, in --json (default: 0)"
-    add("--top-n-logprobs", type=int, default=0, metavar="N", help=text)
 
 
 # --- Prompts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One request of a conversation.
-
-    Attributes:
-        question: Tokens to append to the history. None: send the previous prompt again.
-        message_tokens: How many of these tokens are the message. The others begin the answer.
-        answer: Tokens to use in the history instead of the generated ones.
-    """
-
-    question: list[int] | None
-    message_tokens: int = 0
-    answer: list[int] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A shared prefix, whose parts end at ``prefix_ends``, and turns. ``separator`` follows each answer."""
+    """A shared prefix, whose parts end at ``prefix_ends``, and turns. ``separator`` follows each answer.
+
+    A turn is the tokens to append to the history, and how many of them are the message: the others begin the answer.
+    """
 
     prefix: list[int]
     prefix_ends: list[int]
-    turns: list[Turn]
+    turns: list[tuple[list[int], int]]
     separator: list[int]
     sampling: dict[str, Any]
 
     def play(self, answer_to: Callable[[Request], list[int]]) -> list[Request]:
         """Sends the turns one after another, each with the history so far. Returns all requests."""
         sent: list[Request] = []
-        history, prompt = self.prefix, self.prefix
-        history_ends, ends = self.prefix_ends, self.prefix_ends
-        for number, turn in enumerate(self.turns, 1):
-            again = turn.question is None
-            if not again:
-                prompt = [*history, *(turn.question or ())]
-                ends = [*history_ends, len(history) + turn.message_tokens]
-            label = f"turn {number}" + (" (again)" if again else "")
+        history, ends = self.prefix, self.prefix_ends
+        for number, (question, message_tokens) in enumerate(self.turns, 1):
+            prompt = [*history, *question]
+            ends = [*ends, len(history) + message_tokens]
             inner = sorted({end for end in ends if 0 < end < len(prompt)})
             hint = {"cache_breakpoints": inner} if inner else {}
-            sent.append(Request(label=label, tokens=prompt, sampling=self.sampling | hint))
-            answer = answer_to(sent[-1])
-            history = [*prompt, *(answer if turn.answer is None else turn.answer), *self.separator]
-            history_ends = [*ends, len(history)]
+            sent.append(Request(label=f"turn {number}", tokens=prompt, sampling=self.sampling | hint))
+            history = [*prompt, *answer_to(sent[-1]), *self.separator]
+            ends = [*ends, len(history)]
         return sent
 
 
@@ -145,23 +110,18 @@ class Reader:
         tokenizer: The tokenizer.
         vocab_size: Vocabulary size of the model.
         add_bos: Whether a text begins with ``bos`` even if the tokenizer does not begin it so.
-        sampling: Sampling parameters of requests that do not set their own.
-        how: What the command says of how to sample.
-        defaults: What the model says of it; see `how_to_sample`.
+        sampling: Sampling parameters; a line of JSON may have some of its own.
     """
 
     tokenizer: Tokenizer
     vocab_size: int
     add_bos: bool
     sampling: dict[str, Any]
-    how: dict[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def prompts(self, args: argparse.Namespace) -> list[Request]:
-        """Prompts from arguments, text files and JSON lines, in this order."""
+        """Prompts from arguments and JSON lines, in this order."""
         texts = [read_text(text) if isinstance(text, Path) else text for text in args.prompt]
         found = [self._request(f"prompt {n}", self._begin(text)) for n, text in enumerate(texts, 1)]
-        found += [self._request(path.name, self._begin(read_text(path))) for path in args.text_file]
         return found + [self._json_line(*line) for line in json_lines(args.jsonl, "prompts")]
 
     def sessions(self, paths: Sequence[Path]) -> list[Request]:
@@ -181,53 +141,24 @@ class Reader:
 
     def conversation(self, data: Any, where: str) -> Conversation:
         """The conversation in the parsed JSON of a file."""
-        known = {"messages"} if isinstance(data, dict) and "messages" in data else {"system", "context", "turns"}
-        if not isinstance(data, dict) or set(data) - known or not set(data) & {"messages", "turns"}:
-            raise InputError(f'{where}: expected an object with "system", "context" and "turns", or with "messages"')
-        intro, turns = self._messages(where, data["messages"]) if "messages" in data else self._turns(where, data)
-        if not turns:
+        if not isinstance(data, dict) or "turns" not in data or data.keys() - {"system", "context", "turns"}:
+            raise InputError(f'{where}: expected an object with "system", "context" and "turns"')
+        intro = [data[key] for key in ("system", "context") if key in data]
+        if not all(isinstance(text, str) for text in intro) or not isinstance(data["turns"], list):
+            raise InputError(f'{where}: "system" and "context" must be text, "turns" a list')
+        if not data["turns"]:
             raise InputError(f"{where}: no user turn")
+        turns: list[tuple[list[int], int]] = []
+        for number, turn in enumerate(data["turns"], 1):
+            if not isinstance(turn, str):
+                raise InputError(f"{where}: turn {number} must be text")
+            question, ends = self._with_ends([f"User: {turn}\n", "Assistant:"], self._tokens)
+            turns.append((question, ends[0]))
         first = self._begin("")[:1]
         first = first if first == [self.tokenizer.bos] else []  # a tokenizer may also end a text, but here it goes on
         prefix, ends = self._with_ends([f"{text}\n\n" for text in intro], lambda text: first + self._tokens(text))
         separator = self._tokens("\n")
         return Conversation(prefix=prefix, prefix_ends=ends, turns=turns, separator=separator, sampling=self.sampling)
-
-    def _turns(self, where: str, data: dict[str, Any]) -> tuple[list[str], list[Turn]]:
-        intro = [data[key] for key in ("system", "context") if key in data]
-        if not all(isinstance(text, str) for text in intro) or not isinstance(data["turns"], list):
-            raise InputError(f'{where}: "system" and "context" must be text, "turns" a list')
-        turns: list[Turn] = []
-        for number, turn in enumerate(data["turns"], 1):
-            if isinstance(turn, str):
-                turns.append(self._question(turn))
-            elif turn == {"regenerate": True} and turns:
-                turns.append(Turn(question=None))
-            else:
-                raise InputError(f'{where}: turn {number} must be text, or {{"regenerate": true}} after another turn')
-        return intro, turns
-
-    def _messages(self, file: str, messages: Any) -> tuple[list[str], list[Turn]]:
-        intro: list[str] = []
-        turns: list[Turn] = []
-        for number, message in enumerate(messages if isinstance(messages, list) else [messages], 1):
-            where = f"{file}: message {number}"
-            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-                raise InputError(f'{where} must be an object with "role" and "content"')
-            role, text = message.get("role"), message["content"]
-            if role == "user":
-                turns.append(self._question(text))
-            elif role == "system" and not turns:
-                intro.append(text)
-            elif role == "assistant" and turns and turns[-1].answer is None:
-                turns[-1] = replace(turns[-1], answer=self._tokens(f" {text}"))
-            else:
-                raise InputError(f"{where}: the role {role!r} is not allowed here")
-        return intro, turns
-
-    def _question(self, text: str) -> Turn:
-        question, ends = self._with_ends([f"User: {text}\n", "Assistant:"], self._tokens)
-        return Turn(question=question, message_tokens=ends[0])
 
     def _with_ends(self, parts: list[str], tokenize: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
         """Tokens of the joined parts; and for each part, the length in tokens of the prefix that ends with it."""
@@ -238,23 +169,13 @@ class Reader:
         if not isinstance(data, dict) or ("prompt" in data) == ("tokens" in data):
             raise InputError(f'{where}: expected an object with either "prompt" or "tokens"')
         for key, value in data.items():
-            if key in ("prompt", "tokens"):
-                continue
-            if key not in SAMPLING_FIELDS:
+            if key not in ("prompt", "tokens", *LINE_FIELDS):
                 raise InputError(f"{where}: unknown field {key!r}")
-            if not isinstance(value, SAMPLING_FIELDS[key]) or isinstance(value, bool) != (
-                SAMPLING_FIELDS[key] == (bool,)
-            ):
-                raise InputError(f"{where}: {key}={value!r} is not of type {SAMPLING_FIELDS[key][-1].__name__}")
-        given = {key: data[key] for key in data.keys() & SAMPLING_FIELDS.keys()}
-        how = {name: given.pop(name) for name in HOW if name in given}
-        sampling = self.sampling | given
-        if how:
-            sampling.pop("sampling_options", None)
-            sampling |= how_to_sample(self.how | how, self.defaults, self.vocab_size, f"{where}: ")
-        if "termination_id" in given and "stop_token_ids" not in given:
-            sampling.pop("stop_token_ids", None)
-        check_sampling(sampling, self.vocab_size, f"{where}: ")
+            if key in LINE_FIELDS and type(value) is not LINE_FIELDS[key]:
+                raise InputError(f"{where}: {key}={value!r} is not of type {LINE_FIELDS[key].__name__}")
+        sampling = self.sampling | {key: data[key] for key in data.keys() & LINE_FIELDS.keys()}
+        with as_input_errors(ValueError, prefix=f"{where}: "):
+            check_integer("num_tokens_to_generate", sampling["num_tokens_to_generate"], 1)
         if "prompt" in data:
             if not isinstance(data["prompt"], str):
                 raise InputError(f'{where}: "prompt" must be text')
@@ -287,44 +208,41 @@ class Reader:
         return list(self.tokenizer.tokenize(text))
 
 
-def how_to_sample(how: dict[str, Any], defaults: Mapping[str, Any], vocab_size: int, where: str = "") -> dict[str, Any]:
-    """Fields of megatron's ``SamplingParams``, and the attribute for what it does not have.
+def sampling_from(
+    args: argparse.Namespace, tokenizer: Tokenizer, vocab_size: int, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The command's sampling options as fields and attributes of megatron's ``SamplingParams``.
 
     Args:
-        how: What is asked for, by the names of `HOW`. A ``top_p`` of 0 is off, as in megatron.
-        defaults: What counts where nothing is asked for: a penalty by itself, the others if none of them is asked for.
+        args: Parsed options of `add_sampling_options`.
+        tokenizer: The tokenizer.
         vocab_size: Vocabulary size of the model.
-        where: Before the message.
+        defaults: What the model says of sampling: its penalty counts always, the rest if the command says nothing.
 
     Raises:
-        InputError: A value is out of range.
+        InputError: A value is out of range. Megatron would only assert on it in the middle of the run.
     """
-    penalty = {"repetition_penalty"}
-    values = {name: value for name, value in defaults.items() if name in penalty or not how.keys() - penalty} | how
-    if not values.keys() - penalty:
-        values["temperature"] = 0.0
-    if not values.get("top_p", 1):
-        values["top_p"] = 1.0
-    with as_input_errors(ValueError, prefix=where):
-        options = SamplingOptions(**values)
-        options.check_vocabulary(vocab_size)
-    return options.as_fields()
-
-
-def check_sampling(fields: dict[str, Any], vocab_size: int, where: str = "") -> None:
-    """Checks the other sampling parameters. Megatron would only assert on them in the middle of the run."""
-    ends, words = fields.get("stop_token_ids") or (), fields["stop_words"] or ()
-    with as_input_errors(ValueError, prefix=where):
-        check_integer("num_tokens_to_generate", fields["num_tokens_to_generate"], 1)
-        check_integer("termination_id", fields["termination_id"], -1, vocab_size - 1)
-        for token in ends:
-            check_integer("stop_token_ids", token)
+    eod, ends = (None, ()) if args.ignore_eos else (tokenizer.eod, other_ends(tokenizer))
+    fields = {
+        "num_tokens_to_generate": args.num_tokens_to_generate,
+        "stop_words": args.stop_word or None,
+        "termination_id": -1 if eod is None else eod,
+        "return_log_probs": args.log_probs,
+        "skip_prompt_log_probs": True,
+    } | ({"stop_token_ids": list(ends)} if ends else {})
+    if not all(args.stop_word):
+        raise InputError("--stop-word: the text is empty")
+    given = {name: value for name in ("temperature", "top_k", "top_p") if (value := getattr(args, name)) is not None}
+    how = {name: value for name, value in defaults.items() if name == "repetition_penalty" or not given} | given
+    if not how.keys() - {"repetition_penalty"}:
+        how["temperature"] = 0.0
+    if not how.get("top_p", 1):  # off, as in megatron
+        how["top_p"] = 1.0
+    with as_input_errors(ValueError):
         check_tokens("stop_token_ids", ends, vocab_size)
-        check_integer("top_n_logprobs", fields["top_n_logprobs"], 0, vocab_size)
-    if fields["top_n_logprobs"] and not fields["return_log_probs"]:
-        raise InputError(f"{where}top_n_logprobs={fields['top_n_logprobs']} needs log-probs")
-    if not all(isinstance(word, str) and word for word in words):
-        raise InputError(f"{where}stop_words={words} must be non-empty texts")
+        options = SamplingOptions(**how)
+        options.check_vocabulary(vocab_size)
+    return fields | options.as_fields()
 
 
 def for_megatron(sampling: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -344,25 +262,10 @@ def for_megatron(sampling: dict[str, Any], tokenizer: Tokenizer) -> dict[str, An
         if tokenizer.tokenize(text) != [token]:
             raise InputError(
                 f"engine upstream: megatron cannot end an answer at token {token}, whose text is not that token alone: give "
-                "--termination-id or --ignore-eos"
+                "--ignore-eos"
             )
     rest = {name: value for name, value in sampling.items() if name != "stop_token_ids"}
     return rest | {"stop_words": [*(sampling["stop_words"] or ()), *texts] or None}
-
-
-def sampling_from(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The command's sampling options, but how to sample, as fields and attributes of megatron's ``SamplingParams``."""
-    termination_id = tokenizer.eod if args.termination_id is None else args.termination_id
-    ends = other_ends(tokenizer) if args.termination_id is None and not args.ignore_eos else ()
-    fields = {
-        "num_tokens_to_generate": args.num_tokens_to_generate,
-        "stop_words": args.stop_word or None,
-        "termination_id": -1 if args.ignore_eos or termination_id is None else termination_id,
-        "return_log_probs": args.log_probs,
-        "skip_prompt_log_probs": True,
-        "top_n_logprobs": args.top_n_logprobs,
-    }
-    return fields | ({"stop_token_ids": list(ends)} if ends else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,22 +290,13 @@ def read_work(
     max_sequence_length: int,
     defaults: Mapping[str, Any],
 ) -> Work:
-    """Reads and checks all input. ``defaults``: how to sample, as of `how_to_sample`.
+    """Reads and checks all input. ``defaults``: as of `sampling_from`.
 
     Raises:
         InputError: Some of it is invalid.
     """
-    how = {name: getattr(args, name) for name in HOW if getattr(args, name, None) is not None}
-    sampling = sampling_from(args, tokenizer) | how_to_sample(how, defaults, vocab_size)
-    check_sampling(sampling, vocab_size)
-    reader = Reader(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        add_bos=args.add_bos,
-        sampling=sampling,
-        how=how,
-        defaults=defaults,
-    )
+    sampling = sampling_from(args, tokenizer, vocab_size, defaults)
+    reader = Reader(tokenizer=tokenizer, vocab_size=vocab_size, add_bos=args.add_bos, sampling=sampling)
     conversation = None
     if args.conversation is not None:
         conversation = reader.conversation(read_json(args.conversation), str(args.conversation))
@@ -410,18 +304,14 @@ def read_work(
     given = bool(prompts) + (conversation is not None) + bool(args.sessions)
     if given != 1:
         raise InputError(
-            "give prompts (as text, --text-file or --jsonl), or --conversation, or --sessions"
+            "give prompts (as text or --jsonl), or --conversation, or --sessions"
             + ", but only one of them" * (given > 1)
         )
     prompts = prompts or reader.sessions(args.sessions)
     if conversation is not None and args.concurrency == "batch":
         raise InputError("--concurrency batch: the turns of a conversation run one after another")
     usual = "sequential" if args.sessions or conversation is not None else "batch"
-    work = Work(
-        prompts=prompts,
-        conversation=conversation,
-        batched=(args.concurrency or usual) == "batch",
-    )
+    work = Work(prompts=prompts, conversation=conversation, batched=(args.concurrency or usual) == "batch")
     for request in work.longest():
         if len(request.tokens) >= max_sequence_length:
             raise InputError(

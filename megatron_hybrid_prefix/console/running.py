@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.console.engine_options import Budgets, check_memory
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, as_memory_errors
 from megatron_hybrid_prefix.errors import PlatformError
 
@@ -94,6 +95,17 @@ def free_for_engines(platform: Any) -> int:
 
     sharing = 1 if platform.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return -_most_of_ranks(platform, -(free_bytes(platform.device) // sharing))
+
+
+def budgets_of(args: argparse.Namespace, platform: Any) -> Budgets:
+    """The budgets of the options. A collective call, before any rank has its engine.
+
+    Raises:
+        InputError: They do not fit into what is free now.
+    """
+    budgets = Budgets.of(args, platform.device.type, free_bytes=free_for_engines(platform))
+    check_memory(budgets, platform.device, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return budgets
 
 
 # --- Engines ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_hybrid_prefix.console.plots import FORMATS
 from megatron_hybrid_prefix.errors import PluginError
 
 EXIT_INPUT = 2
@@ -43,7 +42,7 @@ _NO_MEMORY = (
     "DefaultCPUAllocator",
     "Storage size calculation overflowed",
 )
-MEMORY_ADVICE = "lower --cache-gb or --buffer-gb, --max-requests or --max-tokens, or run fewer engines"
+MEMORY_ADVICE = "lower --cache-gb, --max-requests or --max-tokens, or run fewer engines"
 
 
 class InputError(Exception):
@@ -104,6 +103,11 @@ class Interrupt:
         # After a Ctrl-C keep the handler: a second one must not raise during the interpreter's shutdown.
         if self._previous is not None and not self.requested:
             signal.signal(signal.SIGINT, self._previous)
+
+    def check(self) -> None:
+        """Raises `Stopped` after Ctrl-C."""
+        if self.requested:
+            raise Stopped
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
@@ -228,14 +232,11 @@ def check_folder(path: Path, option: str, *, empty: bool = False) -> None:
     Raises:
         InputError: It cannot; names ``option``. ``empty``: also if there is something in it.
     """
-    if path.is_dir():
-        if empty and any(path.iterdir()):
-            raise InputError(f"{option}: {path} is not empty")
-        _check_parent(path / "x")
-        return
-    if path.exists():
+    if path.exists() and not path.is_dir():
         raise InputError(f"{option}: cannot write {path}: it is no folder")
-    _check_parent(path)
+    if empty and path.is_dir() and any(path.iterdir()):
+        raise InputError(f"{option}: {path} is not empty")
+    _check_parent(path / "x" if path.is_dir() else path)
 
 
 def _check_parent(path: Path) -> None:
@@ -265,12 +266,10 @@ def check_can_plot(option: str, path: Path | None = None) -> None:
     """
     if find_spec("matplotlib") is None:
         raise InputError(f"{option} needs matplotlib: pip install 'megatron-hybrid-prefix[bench]'")
-    if path is None:
-        return
-    check_writable(path)
-    if path.suffix.lower() not in FORMATS:
-        *others, last = FORMATS
-        raise InputError(f"{option}: {path} must end with {', '.join(others)} or {last}")
+    if path is not None:
+        check_writable(path)
+        if path.suffix not in (".png", ".svg"):
+            raise InputError(f"{option}: {path} must end with .png or .svg")
 
 
 def read_text(path: Path) -> str:
@@ -352,9 +351,11 @@ def write_json(path: Path, data: Any) -> None:
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def wrote(console: Console, path: Path) -> None:
-    """Says that a file was written."""
-    console.print(f"wrote {path}", markup=False, soft_wrap=True)
+def save_json(console: Console, path: Path | None, data: Any) -> None:
+    """`write_json`, and says so; nothing without a path."""
+    if path is not None:
+        write_json(path, data)
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:
@@ -369,8 +370,8 @@ def excerpt(text: str, width: int) -> str:
 
 
 def output_console() -> Console:
-    """A console on stdout, as wide as the terminal; 140 columns for a file or pipe."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    """A console on stdout, as wide as the terminal; 140 columns for a file or pipe. Silent on ranks other than 0."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140, quiet=not is_main_rank())
 
 
 def table_of(title: str, *heads: str) -> Table:

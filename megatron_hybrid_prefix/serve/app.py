@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from anyio import to_thread
@@ -22,17 +22,16 @@ from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_hybrid_prefix._version import __version__
-from megatron_hybrid_prefix.serve import openapi
 from megatron_hybrid_prefix.serve.access_log import ServerApp
 from megatron_hybrid_prefix.serve.backend import Backend
 from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, ExplainBody, TokenizeBody, read_fields, read_json
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
-from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short
+from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short, stopping
 from megatron_hybrid_prefix.serve.event_stream import EventStream, unless_gone
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
@@ -45,7 +44,6 @@ logger = logging.getLogger(__name__)
 _CLIENT_GONE = 499
 # Read up to this multiple of the size limit before refusing: most clients read a response only after they sent all.
 _READ_ON = 8
-_LOADS_NOTHING = "default-src 'none'; style-src 'unsafe-inline'"
 _SNAPSHOT_S = 1.0  # wait for new figures this long, then show the last ones
 
 
@@ -160,8 +158,6 @@ class Api:
             get("/health", self._health),
             get("/health_generate", self._health_generate),
             get("/metrics", self._show_metrics),
-            get("/openapi.json", self._openapi),
-            get("/docs", self._docs),
             post("/admin/explain", self._explain),
             post("/admin/reset_cache", self._reset_cache),
         ]
@@ -210,22 +206,16 @@ class Api:
         Raises:
             ClientDisconnect: The client disconnected.
         """
-        found: list[Any] = []
         is_gone = threading.Event()
 
         def check() -> None:
             if is_gone.is_set():
                 raise ClientDisconnect
 
-        async def work() -> None:
-            found.append(await to_thread.run_sync(read, check, abandon_on_cancel=True))
-
         try:
-            if await unless_gone(request.receive, work()):
-                raise ClientDisconnect
+            return await unless_gone(request.receive, to_thread.run_sync(read, check, abandon_on_cancel=True))
         finally:
             is_gone.set()
-        return found[0]
 
     async def _answer(self, request: Request, generation: Generation) -> Response:
         tenant, sequences = generation.request.tenant, len(generation.choices)
@@ -237,25 +227,21 @@ class Api:
 
         streamed = generation.request.body.stream
         chunks = generation.chunks()
-        answers: list[dict[str, Any]] = []
-
-        async def work() -> None:
-            answers.append(await anext(chunks) if streamed else await generation.response())
-
-        gone = failed = True
+        gone, ends_here = False, True
         if tenant is not None:
             self._open_of_tenant[tenant] += sequences
         try:
             generation.__enter__()
-            gone = await unless_gone(request.receive, work())
-            failed = False
-        finally:
-            if gone or failed or not streamed:
-                generation.close()
-                on_end(generation, gone and not failed)
-        if gone:
+            answer = await unless_gone(request.receive, anext(chunks) if streamed else generation.response())
+            ends_here = not streamed
+        except ClientDisconnect:
+            gone = True
             return Response(status_code=_CLIENT_GONE)
-        return EventStream(generation, chunks, answers[0], on_end) if streamed else JSONResponse(answers[0])
+        finally:
+            if ends_here:
+                generation.close()
+                on_end(generation, gone)
+        return EventStream(generation, chunks, answer, on_end) if streamed else JSONResponse(answer)
 
     def _count(self, request: Request, generation: Generation, gone: bool) -> None:
         usage = generation.usage()
@@ -295,7 +281,7 @@ class Api:
 
     def _check_stopping(self) -> None:
         if self._stopping:
-            raise ApiError(503, "The server is shutting down.", type="server_error", code="server_stopping")
+            raise stopping()
 
     def _check_room(self, tenant: str | None, sequences: int) -> None:
         self._check_stopping()
@@ -311,7 +297,6 @@ class Api:
                 raise ApiError(
                     429,
                     f"{used} of at most {limit} answers{whose} are running or waiting. Try again later.",
-                    type="rate_limit_error",
                     code="rate_limit_exceeded",
                     headers={"retry-after": "1"},
                 )
@@ -319,7 +304,7 @@ class Api:
     def _check_engine(self) -> None:
         if self._engine.problem is not None:
             logger.error("refused: %s", self._engine.problem)
-            raise ApiError(503, "The engine has stopped.", type="server_error", code="engine_stopped")
+            raise ApiError(503, "The engine has stopped.", code="engine_stopped")
 
     # -- authentication ------------------------------------------------------------------------------------------------
 
@@ -389,16 +374,6 @@ class Api:
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    @cached_property
-    def _document(self) -> dict[str, Any]:
-        return openapi.document(self._served.model, needs_key=bool(self._limits.keys))
-
-    async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(self._document)
-
-    async def _docs(self, request: Request) -> Response:
-        return HTMLResponse(openapi.page(self._document), headers={"content-security-policy": _LOADS_NOTHING})
-
     async def _health(self, request: Request) -> Response:
         self._check_engine()
         self._check_step()
@@ -420,7 +395,7 @@ class Api:
     def _check_step(self) -> None:
         if "ok" not in self._replicas().values():
             message = f"The engine's current step takes longer than {self._limits.step_s:g} s."
-            raise ApiError(503, message, type="server_error", code="engine_stuck")
+            raise ApiError(503, message, code="engine_stuck")
 
     async def _health_generate(self, request: Request) -> Response:
         """Generates one token. Anybody may ask, so one such request runs at a time."""
@@ -433,7 +408,7 @@ class Api:
             await asyncio.shield(self._probing)
         except TimeoutError:
             message = f"No token within {self._limits.step_s:g} s."
-            raise ApiError(503, message, type="server_error", code="engine_stuck") from None
+            raise ApiError(503, message, code="engine_stuck") from None
         return JSONResponse({"status": "ok"})
 
     def _probed(self, probing: asyncio.Task[None]) -> None:
@@ -521,4 +496,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, "The server had an error.", type="server_error").body, 500)
+    return JSONResponse(ApiError(500, "The server had an error.").body, 500)

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_hybrid_prefix.serve.errors import ApiError, stopping
+from megatron_hybrid_prefix.serve.metrics import Sample
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
@@ -23,8 +26,7 @@ class Update:
         cached_tokens: Prompt tokens that were skipped.
         finished: Whether this is the last update.
         error: Why the task failed; set only in the last update. For the log: it may name what clients must not see.
-        is_shutdown: Whether the task failed because the server is told to stop.
-        is_lost: Whether the task failed because its replica ended.
+        reply: In place of it: what the client is told of a task that ended for a reason outside of it.
     """
 
     tokens: Sequence[int] = ()
@@ -35,12 +37,7 @@ class Update:
     cached_tokens: int = 0
     finished: bool = False
     error: str | None = None
-    is_shutdown: bool = False
-    is_lost: bool = False
-
-
-STOPPED = Update(finished=True, error="the server is told to stop", is_shutdown=True)
-"""The last update of each task that a stop of the server ends."""
+    reply: ApiError | None = None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -128,13 +125,13 @@ class Backend(ABC):
         """Aborts a task, finished or not. It gets no more updates."""
 
     def end_all(self) -> None:
-        """Ends all tasks because the server is told to stop: each gets a last update with ``is_shutdown``."""
+        """Ends all tasks because the server is told to stop: each gets a last update."""
         for task in list(self._open):
             self.abort(task)
-            task.deliver(STOPPED)
+            task.deliver(Update(finished=True, reply=stopping()))
 
     @abstractmethod
-    async def snapshots(self) -> dict[str, dict[str, Any]]:
+    async def snapshots(self) -> dict[str, list[Sample]]:
         """The `engine_snapshot` of each replica, by name.
 
         Raises:

@@ -25,7 +25,6 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from megatron_hybrid_prefix.sampling import GREEDY_TEMPERATURE
@@ -118,12 +117,6 @@ def _joined(parts: list[Any]) -> tuple[str, list[int]]:
     return "".join(text), marks
 
 
-def _not_empty(value: list[Message]) -> list[Message]:
-    if not value:
-        raise PydanticKnownError("list_type")
-    return value
-
-
 Text = Annotated[str, AfterValidator(_encodable)]
 Stop = Annotated[Text, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
@@ -146,19 +139,7 @@ Biases = Annotated[
         }
     ),
 ]
-# For the schema: what the models read, before parts become text and marks.
-_CACHE_CONTROL = {
-    "type": "object",
-    "properties": {"type": {"const": "ephemeral"}},
-    "required": ["type"],
-    "description": "other prompts will share this one up to here",
-}
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": _CACHE_CONTROL},
-    "required": ["type", "text"],
-}
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+# For the documents: what the models read before it becomes a list.
 _STOP = {"type": "string", "minLength": 1}
 _STOPS = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MOST_STOPS}]}
 _IDS = {"type": "array", "items": {"type": "integer"}}
@@ -175,33 +156,20 @@ class StreamOptions(Fields):
     include_obfuscation: bool = False
 
 
-def _as_sent(schema: dict[str, Any]) -> None:
-    """Makes the schema of a `Message` that of what clients send: marks are not fields, and answers may have no content."""
-    content = schema["properties"]["content"]
-    schema["properties"]["content"] = {
-        "anyOf": [*content["anyOf"], {"type": "null"}],
-        "description": 'may be null or missing if the role is "assistant"',
-    }
-    schema["properties"]["cache_control"] = {"anyOf": [_CACHE_CONTROL, {"type": "null"}], "default": None}
-    schema["required"] = ["role"]
-    schema["if"] = {"properties": {"role": {"const": "assistant"}}}
-    schema["else"] = {"properties": {"content": content}, "required": ["content"]}
-
-
 class Message(BaseModel):
     """One message of a chat. Role "developer" means "system". Text parts are joined.
 
     A part (or the message) with ``cache_control: {"type": "ephemeral"}`` is a cache breakpoint, as in Anthropic's API.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=_as_sent)
+    model_config = ConfigDict(strict=True, frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text, WithJsonSchema(_CONTENT)]
+    content: Text
     tool_calls: Annotated[list[dict[str, Any]], AfterValidator(_encodable_json)] = []
     tool_call_id: Text | None = None
     name: Text | None = None
-    marks: SkipJsonSchema[list[int]] = []
+    marks: list[int] = []
 
     @model_validator(mode="before")
     @classmethod
@@ -333,6 +301,11 @@ class Body(Fields, ABC):
         return False
 
     @property
+    def echoes_log_probs(self) -> bool:
+        """Whether the prompt's tokens are among those of the answer, with log-probs."""
+        return self.echoes and self.top_tokens is not None
+
+    @property
     @abstractmethod
     def top_tokens(self) -> int | None:
         """Number of likeliest tokens to return per position; None: no log-probs at all."""
@@ -401,7 +374,7 @@ class ChatBody(Body):
 
     neutral = OF_ALL | OF_CHATS
 
-    messages: Annotated[list[Message], FailFast(), AfterValidator(_not_empty)] = Field(
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] = Field(
         description="`role` (system, developer, user, assistant, tool), `content` (a string, or parts of type text, each "
         'with `cache_control: {"type": "ephemeral"}` where other prompts will share this one), `tool_calls`, '
         "`tool_call_id`, `name`"

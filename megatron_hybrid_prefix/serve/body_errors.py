@@ -21,7 +21,7 @@ _EXPECTED = {
     "logit_bias": "an object of numbers by token id",
     "stop_token_ids": "an array of integers",
     "content": "a string or an array of parts",
-    "messages": "a non-empty array of objects",
+    "messages": "an array of objects",
     "prompt": "a string, or an array of strings, of token ids or of arrays of token ids",
     "stop": "a string or an array of strings",
 }

@@ -45,10 +45,13 @@ class ChatForm:
         template: Jinja source. None: the plain format of ``hybrid-prefix generate --conversation``. Answers are
             inserted as they were generated, so that the next turn finds them in the cache.
         special: Special tokens that a template may use by name, such as ``bos_token``.
+        plain: False: a model without a template has no chats, as there is no conversation that it was trained on.
     """
 
-    def __init__(self, template: str | None = None, special: dict[str, str] | None = None) -> None:
-        self._template, self._special = template, special or {}
+    def __init__(
+        self, template: str | None = None, special: dict[str, str] | None = None, *, plain: bool = True
+    ) -> None:
+        self._template, self._special, self._plain = template, special or {}, plain
         if template is not None:
             from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -78,11 +81,15 @@ class ChatForm:
             variables: More variables for the template.
 
         Raises:
-            ValueError: The template refuses them, or a variable is reserved.
+            ValueError: The template refuses them, a variable is reserved, or there is no template.
         """
         variables = variables or {}
         if reserved := sorted(_RESERVED & variables.keys()):
             raise ValueError(f"'chat_template_kwargs' must not set {', '.join(reserved)}")
+        if self._template is None and not self._plain:
+            raise ValueError(
+                "the model has no chat template: use /v1/completions, or start the server with --chat-template"
+            )
         if self._template is None:
             return _plain(messages) + ("Assistant:" if begin_answer else "")
         from jinja2 import TemplateError
@@ -152,16 +159,6 @@ def _plain(messages: Messages) -> str:
     return "".join(texts)
 
 
-class NoChatForm(ChatForm):
-    """Of a model whose folder has no template: there is no conversation that it was trained on."""
-
-    def render(self, messages: Messages, *, begin_answer: bool = True, variables: dict[str, Any] | None = None) -> str:
-        """Raises ValueError."""
-        raise ValueError(
-            "the model has no chat template: use /v1/completions, or start the server with --chat-template"
-        )
-
-
 def load_chat_form(template: Path | None, tokenizer: Path | None, *, plain: bool = True) -> ChatForm:
     """Loads the template from a file, or from a Hugging Face tokenizer folder.
 
@@ -188,4 +185,4 @@ def load_chat_form(template: Path | None, tokenizer: Path | None, *, plain: bool
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
         source = next((item["template"] for item in source if item.get("name") == "default"), None)
-    return ChatForm(source, special) if source is not None or plain else NoChatForm(special=special)
+    return ChatForm(source, special, plain=plain)

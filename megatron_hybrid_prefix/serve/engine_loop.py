@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, explained, new_output, refusal
-from megatron_hybrid_prefix.serve.metrics import engine_snapshot
+from megatron_hybrid_prefix.serve.metrics import Sample, engine_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class EngineLoop(Backend):
             self._close(task)
             self._send(lambda: self._take_out(task))
 
-    async def snapshots(self) -> dict[str, dict[str, Any]]:
+    async def snapshots(self) -> dict[str, list[Sample]]:
         return {"0": await self.call(lambda: engine_snapshot(self.engine))}
 
     async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -7,14 +7,13 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """An error response."""
+    """An error response. Its type follows from the status."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
@@ -23,12 +22,18 @@ class ApiError(Exception):
         self.status, self.headers = status, headers
         # They may quote the request: text with half of a surrogate pair cannot be sent.
         message, param = encodable(message), None if param is None else encodable(param)
+        type = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
 def bad(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
     """Status 400: the request is invalid."""
     return ApiError(400, message, param=param, code=code)
+
+
+def stopping() -> ApiError:
+    """Status 503: the server is told to stop."""
+    return ApiError(503, "The server is shutting down.", code="server_stopping")
 
 
 def wrong_type(param: str, wanted: str, value: Any) -> ApiError:

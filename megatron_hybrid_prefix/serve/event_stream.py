@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -39,7 +40,9 @@ class EventStream(StreamingResponse):
         """Sends the stream."""
         gone = False
         try:
-            gone = await unless_gone(receive, self.stream_response(send))
+            await unless_gone(receive, self.stream_response(send))
+        except ClientDisconnect:
+            gone = True
         finally:
             self._generation.close()
             self._on_end(self._generation, gone)
@@ -59,23 +62,26 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-async def unless_gone(receive: Receive, work: Awaitable[Any]) -> bool:
-    """Waits for ``work``, or until the client disconnects. Returns whether it did. Raises what ``work`` raises."""
+async def unless_gone[T](receive: Receive, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is cancelled if the client disconnects.
+
+    Raises:
+        ClientDisconnect: It did. Also what ``work`` raises.
+    """
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnected())]
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0] not in done:
-            return True
-        tasks[0].result()
-        return False
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     except OSError:  # starlette and uvicorn raise it when the client disconnects during a send
-        return True
+        raise ClientDisconnect from None
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)

@@ -49,13 +49,7 @@ class Fields(BaseModel):
         neutral: Fields that are refused unless they change nothing, by name.
     """
 
-    @staticmethod
-    def _as_sent(schema: dict[str, Any], model: type[Fields]) -> None:
-        for name, rule in model.neutral.items():
-            schema["properties"].setdefault(name, {"default": None})["description"] = f"refused unless {rule.text}"
-        schema["additionalProperties"] = False
-
-    model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=_as_sent)
+    model_config = ConfigDict(strict=True, frozen=True)
     neutral: ClassVar[Mapping[str, Unless]] = {}
 
     @model_validator(mode="before")

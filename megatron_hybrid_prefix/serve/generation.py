@@ -35,18 +35,18 @@ class Choice:
         index: int,
         prompt: Prompt,
         task: GenerationTask,
-        text: TextStream,
         most_tokens: int,
         request: GenerationRequest,
         tokenizer: Tokenizer,
     ) -> None:
-        self.index, self.prompt, self.task, self.text = index, prompt, task, text
+        self.index, self.prompt, self.task = index, prompt, task
+        self.text = TextStream(tokenizer, task.stop)
         self._most_tokens, self._stop_tokens, self._tokenizer = most_tokens, request.stop_tokens, tokenizer
         self._ends = request.stop_tokens | {task.sampling["termination_id"]}
         self._request = request
         self.prompt_logprobs: list[dict[str, dict[str, Any]] | None] = [None]
         self.prompt_notes: list[TokenNote] = []
-        if request.echoes_log_probs and len(prompt.tokens) == 1:  # the engine has no log-probs for it
+        if request.body.echoes_log_probs and len(prompt.tokens) == 1:  # the engine has no log-probs for it
             self.prompt_notes = prompt_notes(tokenizer, prompt.tokens, [], [])
         self.last_s: float | None = None  # when its last token arrived
         self.tokens = self.cached_tokens = 0
@@ -56,17 +56,14 @@ class Choice:
         """Adds an update. Returns its text and tokens. Sets ``finish_reason`` when the answer ends.
 
         Raises:
-            ApiError: The engine failed.
+            ApiError: It failed.
         """
         if update.error is not None:
-            if update.is_shutdown:
-                raise ApiError(503, "The server is shutting down.", type="server_error", code="server_stopping")
             logger.error("an answer failed: %s", update.error)
-            if update.is_lost:
-                message = "The replica that computed this answer has ended. Try again."
-                raise ApiError(503, message, type="server_error", code="replica_lost")
             message = "The engine failed on this request. The server's log says why."
-            raise ApiError(500, message, type="server_error", code="engine_failed")
+            raise ApiError(500, message, code="engine_failed")
+        if update.reply is not None:
+            raise update.reply
         self.cached_tokens = update.cached_tokens
         if update.prompt_log_probs:
             self._take_prompt(update)
@@ -87,19 +84,16 @@ class Choice:
         return text, self.text.notes(last=self.finish_reason is not None)
 
     def _take_prompt(self, update: Update) -> None:
-        request, tokens = self._request, self.prompt.tokens
-        if request.echoes_log_probs:
-            tops = (
-                [_by_id(top, request.body.top_tokens) for top in update.prompt_top_log_probs]
-                if request.body.top_tokens
-                else []
-            )
-            self.prompt_notes = prompt_notes(self._tokenizer, tokens, update.prompt_log_probs, tops)
-        if request.body.prompt_logprobs is not None:
-            count = request.body.prompt_logprobs
-            tops = [_by_id(top, count) for top in update.prompt_top_log_probs] if count else []
+        body, tokens, log_probs = self._request.body, self.prompt.tokens, update.prompt_log_probs
+
+        def tops(count: int | None) -> list[dict[int, float]]:
+            return [_by_id(top, count) for top in update.prompt_top_log_probs] if count else []
+
+        if body.echoes_log_probs:
+            self.prompt_notes = prompt_notes(self._tokenizer, tokens, log_probs, tops(body.top_tokens))
+        if body.prompt_logprobs is not None:
             self.prompt_logprobs = vllm_prompt_logprobs(
-                lambda token: self._tokenizer.detokenize([token]), tokens, update.prompt_log_probs, tops
+                lambda token: self._tokenizer.detokenize([token]), tokens, log_probs, tops(body.prompt_logprobs)
             )
 
 
@@ -149,15 +143,7 @@ class Generation:
             deliver=lambda update: self._updates.put_nowait((choice, update)),
             stop=self.request.stop,
         )
-        choice = Choice(
-            len(self.choices),
-            prompt,
-            task,
-            TextStream(served.tokenizer, self.request.stop),
-            most_tokens,
-            self.request,
-            served.tokenizer,
-        )
+        choice = Choice(len(self.choices), prompt, task, most_tokens, self.request, served.tokenizer)
         self.choices.append(choice)
 
     def __enter__(self) -> Generation:

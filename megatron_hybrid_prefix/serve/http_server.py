@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import socket
 import time
 from types import FrameType
@@ -143,8 +142,3 @@ def bound_socket(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def ignore_sigterm() -> None:
-    """Ignores SIGTERM, which uvicorn raises again after it has stopped."""
-    signal.signal(signal.SIGTERM, lambda *_: None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -20,6 +20,10 @@ _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1,
 _BETWEEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 _END_TO_END_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _DEPTH_TOKENS = tuple(2**power for power in range(6, 21))
+
+Sample = tuple[str, str, float, dict[str, str]]
+"""A figure of ``/metrics``, which JSON keeps: "counter" or "gauge", name, value, labels."""
+_KINDS: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 # Fields that share one metric with a label: prefix of their names -> metric, label, help text.
 _LABELLED = {
@@ -42,6 +46,7 @@ def _documented(kind: type, prefix: str = "") -> dict[str, str]:
 _HELP = {
     **_documented(PrefixStats),
     **_documented(TierStats, "tier_"),
+    **{metric: text for metric, _, text in _LABELLED.values()},
     "open_sequences": "Answers that run or wait",
     "engine_failures": "Steps that raised; their requests got an error",
     "step_seconds": "Seconds since the engine began its current step; 0 between steps",
@@ -77,7 +82,7 @@ class ServerMetrics:
         self._replicas = replicas
         self.registry = CollectorRegistry()
         self.gauges: dict[str, float] = {}
-        self.snapshots: dict[str, dict[str, Any]] = {}
+        self.snapshots: dict[str, list[Sample]] = {}
         self.http = self._made(Counter, "http_requests", "HTTP requests answered", ["path", "status"])
         self.cancelled = self._made(Counter, "cancelled_requests", "Requests whose client disconnected")
         self.generated = self._made(
@@ -113,127 +118,84 @@ class ServerMetrics:
         for _ in range(tokens):
             self._between.observe(seconds)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """Gauges and snapshots as metrics, for the registry."""
-        families = Families()
-        for name, value in self.gauges.items():
-            families.add(GaugeMetricFamily, name, value)
+        samples: list[Sample] = [("gauge", name, value, {}) for name, value in self.gauges.items()]
         for replica, snapshot in self.snapshots.items():
-            labels = {"replica": replica} if self._replicas > 1 else {}
-            for name, value in snapshot["gauges"].items():
-                families.add(GaugeMetricFamily, name, value, labels)
-            add_prefix_metrics(families, snapshot["prefix_stats"], labels)
-            if memory := snapshot["memory"]:  # empty: the replica was lost before its first snapshot
-                add_memory_metrics(families, memory, labels)
-        yield from families
+            where = {"replica": replica} if self._replicas > 1 else {}
+            samples += [(kind, name, value, labels | where) for kind, name, value, labels in snapshot]
+        return families_of(samples)
 
 
-class Families:
-    """Metric families by name, with their samples."""
-
-    def __init__(self) -> None:
-        self._by_name: dict[str, Any] = {}
-
-    def add(
-        self, kind: type[Metric], name: str, value: float, labels: dict[str, str] | None = None, text: str | None = None
-    ) -> None:
-        """Adds a sample. All samples of one name have the same label names."""
-        labels = labels or {}
-        if name not in self._by_name:
-            family: Any = kind
-            self._by_name[name] = family(
-                f"{PREFIX}_{name}", text or _HELP.get(name) or name.replace("_", " "), labels=list(labels)
-            )
-        self._by_name[name].add_metric(list(labels.values()), value)
-
-    def __iter__(self) -> Iterator[Metric]:
-        return iter(self._by_name.values())
+def families_of(samples: Iterable[Sample]) -> Iterable[Metric]:
+    """Samples by name. All of one name have the same label names."""
+    found: dict[str, Any] = {}
+    for kind, name, value, labels in samples:
+        if name not in found:
+            text = _HELP.get(name) or name.replace("_", " ")
+            found[name] = _KINDS[kind](f"{PREFIX}_{name}", text, labels=list(labels))
+        found[name].add_metric(list(labels.values()), value)
+    return found.values()
 
 
-def add_prefix_metrics(families: Families, stats: dict[str, Any], labels: dict[str, str] | None = None) -> None:
-    """Adds the metrics of ``prefix_stats().as_dict()``.
-
-    Args:
-        families: Receives the metrics.
-        stats: Numbers, and dicts of numbers by reason or tier.
-        labels: Labels of every sample.
-    """
-    labels = labels or {}
+def prefix_samples(stats: dict[str, Any]) -> Iterator[Sample]:
+    """Samples of ``prefix_stats().as_dict()``: numbers, and dicts of numbers by reason or tier."""
     for name, value in stats.items():
         start = next((start for start in _LABELLED if name.startswith(start)), None)
         if start is not None and not name.endswith(_LEVELS):
-            metric, label, text = _LABELLED[start]
+            metric, label, _ = _LABELLED[start]
             values = value if isinstance(value, dict) else {name.removeprefix(start): value}
-            for key, count in values.items():
-                families.add(CounterMetricFamily, metric, count, {label: str(key)} | labels, text)
+            yield from (("counter", metric, count, {label: str(key)}) for key, count in values.items())
         elif name == "tiers":
             for tier, figures in value.items():
                 for figure, count in figures.items():
                     if isinstance(count, dict):
                         for reason, times in count.items():
-                            of_reason = {"tier": tier, "reason": str(reason)} | labels
-                            families.add(CounterMetricFamily, f"tier_{figure}", times, of_reason)
-                        continue
-                    kind = GaugeMetricFamily if figure in _TIER_LEVELS else CounterMetricFamily
-                    families.add(kind, f"tier_{figure}", count, {"tier": tier} | labels)
+                            yield "counter", f"tier_{figure}", times, {"tier": tier, "reason": str(reason)}
+                    else:
+                        kind = "gauge" if figure in _TIER_LEVELS else "counter"
+                        yield kind, f"tier_{figure}", count, {"tier": tier}
         elif isinstance(value, dict):
-            for key, count in value.items():
-                families.add(CounterMetricFamily, name, count, {"kind": str(key)} | labels)
+            yield from (("counter", name, count, {"kind": str(key)}) for key, count in value.items())
         elif isinstance(value, bool) or not isinstance(value, int | float) or name in _SUMS:
             continue
         elif name.endswith(_LEVELS) or name.startswith("bytes_"):
-            families.add(GaugeMetricFamily, name.removesuffix("_total"), value, labels)
+            yield "gauge", name.removesuffix("_total"), value, {}
         else:
-            families.add(CounterMetricFamily, name, value, labels)
+            yield "counter", name, value, {}
 
 
-def add_memory_metrics(families: Families, memory: dict[str, Any], labels: dict[str, str]) -> None:
-    """Adds the metrics of `memory_snapshot`. Arguments as in `add_prefix_metrics`."""
-    for owner, count_bytes in memory["bytes"].items():
-        families.add(GaugeMetricFamily, "memory_bytes", count_bytes, {"owner": owner} | labels)
-    families.add(GaugeMetricFamily, "memory_page_bytes", memory["page_bytes"], labels)
-    for owner, pages in memory["pages_changed"].items():
-        families.add(CounterMetricFamily, "memory_pages_changed", pages, {"to": owner} | labels)
-    families.add(CounterMetricFamily, "memory_blocks_moved", memory["blocks_moved"], labels)
-
-
-def memory_snapshot(context: Any) -> dict[str, Any]:
+def memory_samples(context: Any) -> Iterator[Sample]:
     """Who uses the memory that KV and states share, in bytes of this rank. O(blocks)."""
     use, layout = context.prefix_cache.memory_use(), context.layout
-    checkpoints = context.prefix_cache.stats().slots_used
     owners = {
-        name: count * layout.block_bytes
-        for name, count in (
-            ("kv_running", use.held_blocks),
-            ("kv_cached", use.cached_blocks),
-            ("free", use.free_blocks),
-        )
+        "kv_running": use.held_blocks * layout.block_bytes,
+        "kv_cached": use.cached_blocks * layout.block_bytes,
+        "free": use.free_blocks * layout.block_bytes,
+        "states_running": use.live_slots * layout.state_bytes,
+        "checkpoints": context.prefix_cache.stats().slots_used * layout.state_bytes,
     }
-    owners |= {"states_running": use.live_slots * layout.state_bytes, "checkpoints": checkpoints * layout.state_bytes}
     owners["unused"] = use.total_blocks * layout.block_bytes - sum(owners.values())  # free slots and padding of pages
-    return {
-        "bytes": owners,
-        "page_bytes": layout.page_bytes,
-        "pages_changed": {"states": use.pages_to_states, "kv": use.pages_to_kv},
-        "blocks_moved": use.moved_blocks,
-    }
+    yield from (("gauge", "memory_bytes", count_bytes, {"owner": owner}) for owner, count_bytes in owners.items())
+    yield "gauge", "memory_page_bytes", layout.page_bytes, {}
+    yield "counter", "memory_pages_changed", use.pages_to_states, {"to": "states"}
+    yield "counter", "memory_pages_changed", use.pages_to_kv, {"to": "kv"}
+    yield "counter", "memory_blocks_moved", use.moved_blocks, {}
 
 
-def engine_snapshot(engine: Any) -> dict[str, Any]:
+def engine_snapshot(engine: Any) -> list[Sample]:
     """Statistics and gauges of an engine, for `ServerMetrics`. Call it in the engine's thread."""
     from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts  # imports megatron
 
     context = engine.context
     stats = context.prefix_stats().as_dict()
     allocator = context.kv_block_allocator
-    return {
-        "prefix_stats": stats,
-        "memory": memory_snapshot(context),
-        "gauges": {
-            "running_requests": int(context.total_request_count),
-            "waiting_requests": len(engine.waiting_request_ids),
-            "kv_blocks": block_counts(allocator).total - 1,  # without megatron's dummy block
-            "kv_blocks_available": available_blocks(allocator),
-            "bytes_used": stats["slots_used"] * context.layout.state_bytes,
-        },
+    gauges = {
+        "running_requests": int(context.total_request_count),
+        "waiting_requests": len(engine.waiting_request_ids),
+        "kv_blocks": block_counts(allocator).total - 1,  # without megatron's dummy block
+        "kv_blocks_available": available_blocks(allocator),
+        "bytes_used": stats["slots_used"] * context.layout.state_bytes,
     }
+    own: list[Sample] = [("gauge", name, value, {}) for name, value in gauges.items()]
+    return [*own, *prefix_samples(stats), *memory_samples(context)]

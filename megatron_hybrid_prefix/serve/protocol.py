@@ -65,11 +65,6 @@ class GenerationRequest:
         """Whether it is a chat, and no completion."""
         return isinstance(self.body, ChatBody)
 
-    @property
-    def echoes_log_probs(self) -> bool:
-        """Whether the prompt's tokens are among those of the answer, with log-probs."""
-        return self.body.echoes and self.body.top_tokens is not None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
@@ -146,9 +141,8 @@ def read_request(
         read = [partial(_prompt, item, body, served) for item in body.prompt]
     if len(read) * body.n > MOST_SEQUENCES:
         raise bad(f"{len(read)} prompts with n={body.n}: a request may have at most {MOST_SEQUENCES} answers.", "n")
-    echoes_log_probs = body.echoes and body.top_tokens is not None
-    if (echoes_log_probs or body.prompt_logprobs is not None) and not served.gives_prompt_log_probs:
-        name, param = ("'echo' with 'logprobs'", "logprobs") if echoes_log_probs else ("'prompt_logprobs'",) * 2
+    if (body.echoes_log_probs or body.prompt_logprobs is not None) and not served.gives_prompt_log_probs:
+        name, param = ("'echo' with 'logprobs'", "logprobs") if body.echoes_log_probs else ("'prompt_logprobs'",) * 2
         raise bad(
             f"{name} needs log-probs of the prompt, for which this server was not started (--prompt-log-probs).",
             param.strip("'"),

@@ -126,22 +126,6 @@ def listening_store(host: str) -> torch.distributed.TCPStore:
     )
 
 
-def read_report(data: bytes) -> dict[str, Any]:
-    """A rank's report from the store.
-
-    Raises:
-        ValueError: It is malformed.
-    """
-    try:
-        report = json.loads(data)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    match report:
-        case {"number": int(), "error": str() | None, "step_s": float() | int()}:
-            return dict(report)
-    raise ValueError("a field is missing or has another type")
-
-
 class Board:
     """Reports of all ranks, in a store on rank 0. Creating it is a collective call.
 
@@ -156,7 +140,6 @@ class Board:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._malformed: set[int] = set()  # ranks with a malformed report, which has been logged
         self.rank = torch.distributed.get_rank()
         self.replica = torch.distributed.get_rank(engine.pg_collection.dp)
         self.processes = Processes()
@@ -190,17 +173,9 @@ class Board:
         return self._store.check([f"lost {self.replica}"]), self._store.check(["ending"])
 
     def reports(self) -> dict[int, dict[str, Any]]:
-        """Latest reports by rank. Ranks without one, or with a malformed one, are missing. Only for rank 0."""
-        found = {}
-        for rank in range(len(self.replica_of_rank)):
-            if self._store.check([f"report {rank}"]):
-                try:
-                    found[rank] = read_report(self._store.get(f"report {rank}"))
-                except ValueError as error:
-                    if rank not in self._malformed:
-                        logger.error("a report of rank %d is malformed: %s", rank, error)
-                    self._malformed.add(rank)
-        return found
+        """Latest reports by rank. Ranks without one are missing. Only for rank 0."""
+        names = {rank: f"report {rank}" for rank in range(len(self.replica_of_rank))}
+        return {rank: json.loads(self._store.get(name)) for rank, name in names.items() if self._store.check([name])}
 
     def will_end(self) -> None:
         """Tells all ranks that rank 0 is about to end. Only for rank 0."""
@@ -223,7 +198,8 @@ class RankEngine:
         port: Port of the coordinator. Only rank 0 needs it.
 
     Attributes:
-        error: Why the engine's thread ended early.
+        thread: The engine's thread.
+        error: Why it ended early.
     """
 
     def __init__(self, engine: Any, board: Board, port: int = 0) -> None:
@@ -234,19 +210,10 @@ class RankEngine:
         self._first_rank_goes_on, self._answered_s = True, time.monotonic()
         self._connected, self._ended = threading.Event(), threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
         self._reports = threading.Thread(target=self._report, name="reports", daemon=True)
         self._reports.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine's thread is running."""
-        return self._thread.is_alive()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Waits for the engine's thread to end."""
-        self._thread.join(timeout_s)
 
     def last_report(self) -> None:
         """Returns once rank 0 knows that the engine's thread has ended, or soon after."""
@@ -364,7 +331,7 @@ def serve_with_others(engine: Any, drain_s: float) -> NoReturn:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    while rank.is_alive:
-        rank.join(REPORT_S)
+    while rank.thread.is_alive():
+        rank.thread.join(REPORT_S)
     rank.last_report()
     leave(0 if rank.error is None else 1)

@@ -21,6 +21,8 @@ from megatron_hybrid_prefix.mcore.ranks.client import ReplicaClient
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
 from megatron_hybrid_prefix.mcore.ranks.messages import TELL_EXPLAIN, TELL_SNAPSHOT, Routing
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, new_output, refusal
+from megatron_hybrid_prefix.serve.errors import ApiError
+from megatron_hybrid_prefix.serve.metrics import Sample
 from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, REPORT_S, Board, RankEngine, call_later
 from megatron_hybrid_prefix.upstream.names import SamplingParams
 
@@ -65,9 +67,9 @@ class ReplicaLoop(Backend):
         self._lost: dict[int, str] = {}  # why, by replica
         self._reports: dict[int, dict[str, Any]] = {}  # by rank
         self._reported_s: dict[int, float] = {}  # when the last new one was seen
-        # Number and answer of the latest question of each kind, by replica.
-        self._answers: dict[str, dict[int, tuple[int, dict[str, Any]]]] = {TELL_SNAPSHOT: {}, TELL_EXPLAIN: {}}
-        self._answer_came, self._asked, self._explaining = asyncio.Event(), 0, asyncio.Lock()
+        self._answers: dict[int, dict[int, Any]] = {}  # by open question and replica
+        self._answer_came, self._asked = asyncio.Event(), 0
+        self._snapshots: dict[int, list[Sample]] = {}  # the last ones, by replica
         self._stopping = False
         self.ended_well = False
         self._client: ReplicaClient | None = None
@@ -129,13 +131,17 @@ class ReplicaLoop(Backend):
     def lost(self, replica: int, request_ids: list[int]) -> None:
         if not self._stopping:
             self._lose(replica, "the coordinator cannot reach it")
-        error = f"replica {replica} is lost"
+        message = "The replica that computed this answer has ended. Try again."
         for request_id in request_ids:
-            self._deliver(request_id, Update(finished=True, error=error, is_lost=True))
+            self._deliver(request_id, Update(finished=True, reply=ApiError(503, message, code="replica_lost")))
 
     def answered(self, replica: int, what: str, number: int, answer: str) -> None:
-        self._answers[what][replica] = (number, json.loads(answer))
-        self._answer_came.set()
+        found = json.loads(answer)
+        if what == TELL_SNAPSHOT:
+            self._snapshots[replica] = found
+        if number in self._answers:
+            self._answers[number][replica] = found
+            self._answer_came.set()
 
     def _deliver(self, request_id: int, update: Update) -> None:
         task = self._live.get(request_id)
@@ -163,43 +169,35 @@ class ReplicaLoop(Backend):
     def lost_replicas(self) -> frozenset[str]:
         return frozenset(map(str, self._lost))
 
-    async def snapshots(self) -> dict[str, dict[str, Any]]:
+    async def snapshots(self) -> dict[str, list[Sample]]:
         """See `Backend`. Replicas in a long step keep their last snapshot. Counters of lost replicas stay."""
         await self._ask(TELL_SNAPSHOT, _SNAPSHOT_S)
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, list[Sample]] = {}
         for replica in range(self._board.replicas):
-            none: dict[str, Any] = {"prefix_stats": {}, "gauges": {}, "memory": {}}
-            _, snapshot = self._answers[TELL_SNAPSHOT].get(replica, (0, none))
             is_lost = replica in self._lost
-            if is_lost:
-                memory = snapshot["memory"]
-                snapshot = snapshot | {"gauges": {}, "memory": memory and memory | {"bytes": {}}}
-            found[str(replica)] = snapshot | {"gauges": snapshot["gauges"] | {"replica_up": float(not is_lost)}}
+            samples = self._snapshots.get(replica, [])
+            kept = [sample for sample in samples if sample[0] == "counter" or not is_lost]
+            found[str(replica)] = [*kept, ("gauge", "replica_up", float(not is_lost), {})]
         return found
 
     async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """See `Backend`. Replicas are asked for one explanation at a time."""
-        async with self._explaining:
-            asked = await self._ask(TELL_EXPLAIN, _EXPLAIN_S, prompt, sampling)
-            late = (0, {"error": f"no answer within {_EXPLAIN_S:g} s: it is in a long step, or lost"})
-            answers = [self._answers[TELL_EXPLAIN].get(replica, late) for replica in range(self._board.replicas)]
-        return {str(replica): (answer if answer[0] == asked else late)[1] for replica, answer in enumerate(answers)}
+        answers = await self._ask(TELL_EXPLAIN, _EXPLAIN_S, prompt, sampling)
+        late = {"error": f"no answer within {_EXPLAIN_S:g} s: it is in a long step, or lost"}
+        return {str(replica): answers.get(replica, late) for replica in range(self._board.replicas)}
 
-    async def _ask(self, what: str, wait_s: float, prompt: Sequence[int] = (), sampling: Any = None) -> int:
-        """Asks all replicas, and waits for those that are not lost. Returns the number of the question."""
-        self._asked = asked = self._asked + 1
+    async def _ask(self, what: str, wait_s: float, prompt: Sequence[int] = (), sampling: Any = None) -> dict[int, Any]:
+        """Asks all replicas, and waits for those that are not lost. Returns their answers."""
+        self._asked = number = self._asked + 1
+        answers = self._answers[number] = {}
         if self._client is not None and self._broken is None:
-            self._client.ask(asked, what, list(prompt), sampling or {})
+            self._client.ask(number, what, list(prompt), sampling or {})
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    while not self._have_answers(what, asked):
+                    while set(range(self._board.replicas)) - set(self._lost) - answers.keys():
                         self._answer_came.clear()
                         await self._answer_came.wait()
-        return asked
-
-    def _have_answers(self, what: str, number: int) -> bool:
-        live, answers = set(range(self._board.replicas)) - set(self._lost), self._answers[what]
-        return all(replica in answers and answers[replica][0] >= number for replica in live)
+        del self._answers[number]
+        return answers
 
     async def _watch(self) -> None:
         while self._broken is None:
@@ -284,8 +282,8 @@ class ReplicaLoop(Backend):
                     self._client.pause_engines()
                     await self._rank.wait_until_paused()
                     self._client.stop_engines()
-                    await asyncio.to_thread(self._rank.join, END_S)
-                    self.ended_well = not self._rank.is_alive and self._rank.error is None
+                    await asyncio.to_thread(self._rank.thread.join, END_S)
+                    self.ended_well = not self._rank.thread.is_alive() and self._rank.error is None
                 self._client.shutdown_coordinator()
         except TimeoutError:
             logger.error("the replicas did not stop within %g s", END_S)

@@ -159,9 +159,12 @@ BAD_OPTIONS = {
     "longer than a step": (["no_reuse", "--max-tokens", "64"], "512 tokens are more than --max-tokens 64"),
     "graphs on CPU": (["no_reuse", "--cuda-graphs", "2"], "needs a CUDA device"),
     "too little for upstream": (["no_reuse", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
-    "too little for all": (["no_reuse", "--buffer-gb", "0.0001"], "engine off: buffer_size_gb=0.0001 is too small"),
+    "too little for all": (
+        ["no_reuse", "--cache-gb", "0.0001"],
+        "is too small: the recurrent states of max_requests=16 need",
+    ),
     "too few KV blocks": (
-        ["shared_prefix", "--buffer-gb", "0.0017", "--max-requests", "4", "--own-tokens", "600"],
+        ["shared_prefix", "--engine", "off", "--cache-gb", "0.002", "--max-requests", "4", "--own-tokens", "600"],
         "engine off: 1624 prompt tokens and 4 to generate need 7 KV blocks of 256 tokens, there are 5",
     ),
 }
@@ -322,12 +325,10 @@ def test_no_reuse(measure: Any) -> None:
 
 
 def assert_same_memory(data: dict[str, Any]) -> None:
-    """Checks that all engines with a cache have the same memory in all."""
+    """Checks that all engines with a cache have the same memory on the device."""
     budgets = {name: engine["budget"] for name, engine in data["engines"].items()}
-    (total,) = {budget.get("cache_gb") for budget in budgets.values()} - {None}
-    for name, budget in budgets.items():
-        if "mamba_gb" in budget:
-            assert budget["buffer_gb"] + budget["mamba_gb"] == pytest.approx(total), name
+    if "upstream" in budgets:
+        assert sum(budgets["upstream"].values()) == pytest.approx(budgets["ours"]["cache_gb"])
     assert budgets["ours"].keys() & {"cache_gb", "buffer_gb", "mamba_gb"} == {"cache_gb"}
 
 
@@ -335,8 +336,9 @@ def test_engines_share_the_memory_that_is_free(measure: Any, monkeypatch: pytest
     """With the usual budgets they would not fit together."""
     monkeypatch.setattr(runner, "free_for_engines", lambda platform: int(0.06 * 2**30))
     data = measure("no_reuse", "--repeats", 1)
-    budget = {"buffer_gb": 0.014, "mamba_gb": 0.002}
-    assert data["engines"]["upstream"]["budget"] == budget == {**data["engines"]["off"]["budget"], "mamba_gb": 0.002}
+    assert data["engines"]["ours"]["budget"] == {"cache_gb": 0.016} or data["engines"]["ours"]["budget"] == {
+        "cache_gb": 0.017
+    }
     assert_same_memory(data)
 
 
@@ -358,9 +360,7 @@ def test_a_lack_of_memory_is_one_line(
     argv = ["no_reuse", *map(str, SMALL["no_reuse"]), "--json", str(tmp_path / "result.json")]
     assert bench.main(argv) == 2
     said = capsys.readouterr().err
-    assert said.startswith(
-        f"error: engine {engine}: not enough memory; lower --cache-gb or --buffer-gb, --max-requests "
-    )
+    assert said.startswith(f"error: engine {engine}: not enough memory; lower --cache-gb, --max-requests ")
     assert said.count("\n") == 1 and "or run fewer engines" in said and list(tmp_path.iterdir()) == []
 
 
@@ -473,12 +473,12 @@ def test_options_reach_every_engine(measure: Any) -> None:
         "--max-requests",
         "4",
     ]
-    argv += ["--buffer-gb", "0.125", "--state-dtype", "bfloat16"]
+    argv += ["--cache-gb", "0.175", "--mamba-gb", "0.05", "--state-dtype", "bfloat16"]
     fields = {"enable_chunked_prefill": True, "async_sched_mode": "async", "block_size_tokens": 128}
     data = measure("no_reuse", "--repeats", 1, "--engine", "off,upstream,ours", *argv)
     for engine, found in data["engines"].items():
         assert found["fields"].items() >= fields.items()
-        assert engine == "ours" or found["fields"]["buffer_size_gb"] == 0.125
+        assert engine == "ours" or found["fields"]["buffer_size_gb"] == pytest.approx(0.125)
         assert samples(data, "generated_tokens", engine) == [15]
     assert_same_memory(data)
     assert data["engines"]["upstream"]["state_slots"] == pytest.approx(3276, rel=0.01)  # of 16 KiB; in float32 24

@@ -16,8 +16,8 @@ from megatron_hybrid_prefix.console.demo_report import Part
 from megatron_hybrid_prefix.tokenizer import common_tokens
 
 BLOCK = 128
-SHORT = ("--device", "cpu", "--block-size-tokens", str(BLOCK), "--rounds", "1")
-PARTS = ["first_question", "next_turn", "same_prompt", "other_user", "herd", "chunks"]
+SHORT = ("--device", "cpu", "--rounds", "1")
+FIRST, NEXT, SAME, OTHER, HERD, CHUNKS = PARTS = [name for name, _ in demo_session.PARTS]
 
 
 @pytest.fixture
@@ -43,19 +43,17 @@ def test_it_shows_what_is_wrong_and_what_is_not_reused(short, tmp_path, capsys):
     parts = {part["part"]: engines_of(part) for part in data["parts"]}
     for off, _, ours in parts.values():
         assert off["reused_tokens"] == 0 and ours["exact"] and ours["max_log_prob_difference"] < 1e-4
-    assert [part for part in PARTS if not parts[part][1]["exact"]] == ["same_prompt", "chunks"]
-    for part in ("next_turn", "other_user", "herd"):
+    assert [part for part in PARTS if not parts[part][1]["exact"]] == [SAME, CHUNKS]
+    for part in (NEXT, OTHER, HERD):
         assert parts[part][2]["reused_tokens"] > parts[part][1]["reused_tokens"]
-    assert parts["next_turn"][2]["reused_tokens"] - parts["next_turn"][1]["reused_tokens"] >= BLOCK
-    off, upstream, ours = parts["same_prompt"]
+    assert parts[NEXT][2]["reused_tokens"] - parts[NEXT][1]["reused_tokens"] >= BLOCK
+    off, upstream, ours = parts[SAME]
     assert off["prompt_tokens"] % BLOCK == demo_session.TAIL_TOKENS
     assert ours["reused_tokens"] == upstream["reused_tokens"] == off["prompt_tokens"] - demo_session.TAIL_TOKENS
     assert plot.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert said.count("WRONGLY") == 2 and "Exact in 6 of 6 parts: this cache." in said
     assert "In 4 of 6: megatron-core's." in said and max(map(len, said.splitlines()[:-1])) <= 100
-    assert list(data["prefix_stats"]) == ["off", "upstream", "ours"] and data["prefix_stats"]["ours"]
-    assert [len(data["answers"]["herd"][engine][0]) for engine in data["prefix_stats"]] == [3] * 3
 
 
 def test_a_wrong_state_is_called_wrong(short, tmp_path, capsys, monkeypatch):
@@ -75,9 +73,9 @@ def test_a_wrong_state_is_called_wrong(short, tmp_path, capsys, monkeypatch):
     path = tmp_path / "wrong.json"
     assert demo.main([*SHORT, "--json", str(path)]) == demo.EXIT_WRONG
     parts = {part["part"]: part for part in json.loads(path.read_text())["parts"]}
-    assert not parts["next_turn"]["engines"]["ours"]["exact"]
-    assert parts["next_turn"]["verdict"].startswith("THIS CACHE IS WRONG: ")
-    assert parts["first_question"]["engines"]["ours"]["exact"]
+    assert not parts[NEXT]["engines"]["ours"]["exact"]
+    assert parts[NEXT]["verdict"].startswith("THIS CACHE IS WRONG: ")
+    assert parts[FIRST]["engines"]["ours"]["exact"]
     assert "THIS CACHE IS WRONG" in capsys.readouterr().out
 
 
@@ -94,9 +92,12 @@ def result(generated=(1, 2, 3), log_probs=(-1.0, -2.0, -3.0), *, reused=0, first
     )
 
 
-def judged(upstream, ours, **more):
-    part = Part(key="k", title="t", short="s", rounds={"off": [[result()]], "upstream": [[upstream]], "ours": [[ours]]})
-    return demo_report.outcomes(part)
+def judged(upstream, ours):
+    return part_of({"off": [[result()]], "upstream": [[upstream]], "ours": [[ours]]})
+
+
+def part_of(rounds, name="s"):
+    return Part(name=name, title="t", engines=demo_report.outcomes(rounds))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def judged(upstream, ours, **more):
     ],
 )  # fmt: skip
 def test_a_verdict_follows_from_the_answers(upstream, ours, said):
-    assert said in demo_report.verdict(judged(upstream, ours))
+    assert said in judged(upstream, ours).verdict
 
 
 def rounds_of(*seconds: float) -> list[list[SimpleNamespace]]:
@@ -129,13 +130,13 @@ def test_one_slow_round_changes_no_first_token_and_is_shown():
         "upstream": rounds_of(0.1, 0.11, 0.12),
         "ours": rounds_of(0.094, 1.058, 0.096),
     }
-    part = Part(key="k", title="t", short="s", rounds=rounds)
-    found = demo_report.outcomes(part)
+    part = part_of(rounds)
+    found = part.engines
     assert found["ours"].first_token_ms == pytest.approx(96)
     assert found["ours"].time(spread=True) == "96 ms (94 to 1,058)" and found["ours"].time() == "96 ms"
     assert found["upstream"].time(spread=True) == "110 ms"  # they differ little
     console = Console(record=True, width=100, file=io.StringIO())
-    demo_report.print_demo(console, [part], [found])
+    demo_report.print_demo(console, [part])
     assert "96 ms (94 to 1,058)" in console.export_text()
 
 
@@ -149,8 +150,7 @@ def test_the_rounds_are_three_and_share_nothing():
 def test_all_rounds_are_compared():
     rounds = rounds_of(0.3, 0.1, 0.2)
     wrong = [*rounds[:2], [result((1, 2, 9))]]
-    part = Part(key="k", title="t", short="s", rounds={"off": rounds, "upstream": rounds, "ours": wrong})
-    assert not demo_report.outcomes(part)["ours"].exact
+    assert not demo_report.outcomes({"off": rounds, "upstream": rounds, "ours": wrong})["ours"].exact
 
 
 def test_the_summary_counts():
@@ -167,12 +167,12 @@ def test_the_summary_counts():
 
 def test_a_wrong_answer_is_written_on_its_bar(tmp_path):
     rounds = {"off": [[result()]], "upstream": [[result((5,))]], "ours": [[result(first_s=0.012)]]}
-    parts = [Part(key="a", title="t", short="the same prompt", rounds=rounds)]
-    found = [demo_report.outcomes(part) for part in parts]
-    demo_report.save_demo_plot(tmp_path / "demo.svg", demo_report.as_json(parts, found), "tiny on a CPU")
+    parts = [demo_report.as_json(part_of(rounds, name)) for name in ("not drawn", "the same prompt")]
+    demo_report.save_demo_plot(tmp_path / "demo.svg", parts, "tiny on a CPU")
     drawn = (tmp_path / "demo.svg").read_text()
     for text in ("100 ms  WRONG ANSWER", "12 ms", "the same prompt", "megatron-core's cache", "tiny on a CPU"):
         assert f"<!-- {text} -->" in drawn
+    assert "not drawn" not in drawn
 
 
 # -- input -------------------------------------------------------------------------------------------------------------
@@ -181,10 +181,10 @@ def test_a_wrong_answer_is_written_on_its_bar(tmp_path):
 def test_bad_input_is_one_line(tmp_path, capsys):
     for argv, said in (
         (["--preset", "none"], ""),
-        (["--block-size-tokens", "64"], "--block-size-tokens 64 must be a multiple of 128, the SSM chunk of tiny"),
-        (["--block-size-tokens", "16384"], "2000 tokens of text are too few for blocks of 16384"),
         (["--context", "x"], "unrecognized arguments: --context x"),
         (["--json", str(tmp_path / "absent" / "x.json")], "cannot write "),
+        (["--plot", "a.jpg"], "--plot: a.jpg must end with .png or .svg"),
+        (["--plot", "."], "cannot write .: it is a folder"),
     ):
         assert demo.main([*argv, "--device", "cpu"]) == 2
         error = capsys.readouterr().err

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from megatron_hybrid_prefix.cli import bench, convert, demo, generate, serve
+from megatron_hybrid_prefix.cli import bench, convert, generate, serve
 from megatron_hybrid_prefix.console import hf
 from megatron_hybrid_prefix.console.hf import default_sampling, tokenizer_of
 from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder
@@ -62,7 +62,6 @@ def test_generate_takes_tokenizer_end_tokens_and_sampling_of_the_folder(folder, 
         (["--temperature", 0], {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "sampling_options": None}),
         (["--temperature", 0.7], {"temperature": 0.7, "top_k": 0, "top_p": 0.0, "sampling_options": None}),
         (["--ignore-eos"], {"termination_id": -1, "stop_token_ids": None}),
-        (["--termination-id", 5], {"termination_id": 5, "stop_token_ids": None}),
         (["--tokenizer", "bytes"], {"termination_id": 257, "stop_token_ids": None}),
     ],
     ids=str,
@@ -173,7 +172,7 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, name):
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [bench, demo, serve, convert])
+@pytest.mark.parametrize("command", [bench, serve, convert])
 def test_the_other_commands_take_a_folder_and_refuse_a_hub_name(command, tmp_path, capsys):
     argv = {bench: ["no_reuse"], convert: ["--out", str(tmp_path / "new")]}
     assert command.main([*argv.get(command, []), "--hf", "nvidia/Nemo-8B"]) == 2

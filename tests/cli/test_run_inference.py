@@ -15,8 +15,9 @@ import pytest
 
 from megatron_hybrid_prefix.cli import generate
 from megatron_hybrid_prefix.console.answers import least_tokens
-from megatron_hybrid_prefix.console.engine_options import ENGINES, KEPT_FREE, Budgets, budget_of, default_budgets
+from megatron_hybrid_prefix.console.engine_options import ENGINES, KEPT_FREE, Budgets, budget_of, default_cache_gb
 from megatron_hybrid_prefix.console.prompts import Reader, parse_prompts
+from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.tokenizer import common_tokens
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import wait_until
@@ -58,11 +59,10 @@ def engine_imported(platform: Any) -> None:
 # tests/engine/test_refusals.py.
 BAD_OPTIONS = {
     "temperature": (["x", "--temperature", "-0.5"], "temperature=-0.5 must be a number in 0..1e+06"),
-    "no input": ([], "give prompts (as text, --text-file or --jsonl), or --conversation"),
+    "no input": ([], "give prompts (as text or --jsonl), or --conversation"),
     "two kinds of input": (["x", "--conversation", "ok.json"], "but only one of them"),
-    "missing text file": (["--text-file", "absent.txt"], "cannot read absent.txt: No such file"),
-    "binary text file": (["--text-file", "binary.txt"], "binary.txt: not UTF-8 text (byte 1)"),
-    "missing JSON lines": (["--jsonl", "absent.jsonl"], "cannot read absent.jsonl"),
+    "missing JSON lines": (["--jsonl", "absent.jsonl"], "cannot read absent.jsonl: No such file"),
+    "binary JSON lines": (["--jsonl", "binary.txt"], "binary.txt: not UTF-8 text (byte 1)"),
     "prompts and sessions": (["x", "--sessions", "ok.jsonl"], "or --conversation, or --sessions, but only one of them"),
     "missing sessions": (["--sessions", "absent.jsonl"], "cannot read absent.jsonl"),
     "empty sessions": (["--sessions", "empty.jsonl"], "empty.jsonl: no requests in it"),
@@ -81,25 +81,26 @@ BAD_OPTIONS = {
     "unknown exactness": (["x", "--exact", "tokens"], "argument --exact: invalid choice: 'tokens'"),
     "tp does not divide": (["x", "--tp", "3"], "tp=3 does not divide mamba_num_groups=4"),
     "no such folder": (["x", "--json", "absent/r.json"], "cannot write absent/r.json: there is no folder absent"),
-    "a folder": (["x", "--plot", "."], "it is a folder"),
-    "a plot of another kind": (["x", "--plot", "a.jpg"], "--plot: a.jpg must end with .png, .svg or .pdf"),
+    "a folder": (["x", "--json", "."], "it is a folder"),
     "a pipe": (["x", "--json", "pipe"], "cannot write pipe: it is no regular file"),
     "standard output": (["x", "--json", "-"], "cannot write to -: standard output has the report"),
     "far too long a name": (["x", "--json", "a" * 300], "File name too long"),
-    "a file for a checkpoint": (["x", "--save", "ok.json"], "--save: cannot write ok.json: it is no folder"),
     "no prompts": (["--jsonl", "empty.jsonl"], "empty.jsonl: no prompts in it"),
     "more memory than there is": (
         ["x", "--compare", "off,ours", "--cache-gb", "1e9"],
-        "engine ours: --cache-gb 1e+09: 1e+09 GiB of host memory are needed, ",
+        "--cache-gb 1e+09: 1e+09 GiB of host memory are needed, ",
     ),
     "too little host memory": (["x", "--compare", "ours", "--host-gb", "1e9"], "--cache-gb 0.3 and --host-gb 1e+09: "),
+    "more memory for states than there is": (
+        ["x", "--compare", "upstream", "--mamba-gb", "1e9"],
+        "--mamba-gb 1e+09: the most for checkpoints in --cache-gb 0.3, so it cannot be larger",
+    ),
     "more tokens than there is memory": (
         ["x", "--max-tokens", "960000000"],
-        "engine off: not enough memory; lower --cache-gb or --buffer-gb, --max-requests or --max-tokens, or run fewer",
+        "engine off: not enough memory; lower --cache-gb, --max-requests or --max-tokens, or run fewer",
     ),
     "too large a number": (["x", "--max-requests", "9" * 30], "is too large: it must have at most 9 digits"),
     "no such checkpoint": (["x", "--load", "absent"], "--load: there is no folder absent"),
-    "a full folder for a checkpoint": (["x", "--save", "."], "--save: . is not empty"),
     "no such tokenizer": (["x", "--tokenizer", "absent"], "no tokenizer at absent"),
     "top-p with top-k of megatron": (
         ["x", "--top-p", "0.5", "--top-k", "3", "--compare", "off,upstream"],
@@ -115,7 +116,7 @@ BAD_LINES = {
     '{"tokens": [1.5]}': 'bad.jsonl:3: "tokens" must be a list of token ids',
     '{"tokens": []}': "bad.jsonl:3: the prompt is empty",
     '{"prompt": "x", "temprature": 1}': "bad.jsonl:3: unknown field 'temprature'",
-    '{"prompt": "x", "top_k": true}': "bad.jsonl:3: top_k=True is not of type int",
+    '{"prompt": "x", "num_tokens_to_generate": true}': "bad.jsonl:3: num_tokens_to_generate=True is not of type int",
     '{"prompt": "x", "num_tokens_to_generate": 0}': "bad.jsonl:3: num_tokens_to_generate=0 must be at least 1",
     '{"prompt": "abc", "cache_breakpoints": 3}': "bad.jsonl:3: cache_breakpoints=3 is not of type list",
     '{"prompt": "abc", "cache_breakpoints": [1, 4]}': "bad.jsonl:3: cache_breakpoints: 4 is not between 1 and the prompt's 3 tokens",
@@ -134,10 +135,8 @@ BAD_CONVERSATIONS = {
     '{"turns": [\n"x",]}': "bad.json:2: not JSON",
     '{"system": "x"}': 'expected an object with "system"',
     '{"turns": []}': "no user turn",
-    '{"turns": [{"regenerate": true}]}': "turn 1 must be text",
+    '{"turns": ["x", 3]}': "turn 2 must be text",
     '{"turns": ["x"], "context": 3}': "must be text",
-    '{"messages": [{"role": "user"}]}': "message 1 must be an object",
-    '{"messages": [{"role": "assistant", "content": "x"}]}': "message 1: the role 'assistant' is not allowed here",
 }
 
 
@@ -186,50 +185,52 @@ def test_bad_sessions(line: str, folder: Path, capsys: pytest.CaptureFixture[str
     ("argv", "ours", "upstream"),
     [
         ([], {"cache_gb": 0.3}, {"buffer_gb": 0.25, "mamba_gb": 0.05}),
-        (["--mamba-gb", "1"], {"cache_gb": 1.25}, {"buffer_gb": 0.25, "mamba_gb": 1}),
-        (["--mamba-gb", "1", "--buffer-gb", "3"], {"cache_gb": 4}, {"buffer_gb": 3, "mamba_gb": 1}),
-        (["--cache-gb", "2", "--buffer-gb", "3"], {"cache_gb": 2}, {"buffer_gb": 3, "mamba_gb": 0.05}),
+        (["--mamba-gb", "0.1"], {"cache_gb": 0.3}, {"buffer_gb": 0.2, "mamba_gb": 0.1}),
+        (["--mamba-gb", "1", "--cache-gb", "4"], {"cache_gb": 4}, {"buffer_gb": 3, "mamba_gb": 1}),
+        (["--cache-gb", "3"], {"cache_gb": 3}, {"buffer_gb": 2.5, "mamba_gb": 0.5}),
         (["--host-gb", "1"], {"cache_gb": 0.3, "host_gb": 1}, {"buffer_gb": 0.25, "mamba_gb": 0.05}),
     ],
 )
-def test_engines_with_a_cache_have_the_same_memory_unless_told_otherwise(
+def test_engines_with_a_cache_have_the_same_memory(
     argv: list[str], ours: dict[str, float], upstream: dict[str, float]
 ) -> None:
     args = generate.make_parser().parse_intermixed_args(["x", *argv])
     budgets = Budgets.of(args, "cpu", free_bytes=2**40)
     found = {name: budget_of(arguments(budgets)) for name, arguments in ENGINES.items()}
-    assert found["ours"] == pytest.approx(ours) and found["upstream"] == upstream
-    assert found["off"] == {"buffer_gb": upstream["buffer_gb"]}
+    assert found["ours"] == pytest.approx(ours) and found["upstream"] == pytest.approx(upstream)
+    assert found["off"] == {"buffer_gb": found["upstream"]["buffer_gb"]}
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "device", "engines", "buffer_gb", "mamba_gb"),
+    ("free_gib", "device", "engines", "cache_gb"),
     [
-        (140, "cuda", 1, 20, 8),  # an H200: the usual ones
-        (140, "cuda", 3, 20, 8),
-        (70, "cuda", 1, 20, 8),
-        (70, "cuda", 3, 14.166, 5.666),  # three engines on an H100 with the weights of hybrid-4b
-        (20, "cuda", 1, 12.142, 4.857),
-        (0, "cuda", 3, 0, 0),
-        (-1, "cuda", 3, 0, 0),
-        (8, "cpu", 3, 0.25, 0.05),
-        (0.6, "cpu", 3, 0.141, 0.028),
+        (140, "cuda", 1, 28),  # an H200: the usual ones
+        (140, "cuda", 3, 28),
+        (70, "cuda", 1, 28),
+        (70, "cuda", 3, 19.833),  # three engines on an H100 with the weights of hybrid-4b
+        (20, "cuda", 1, 17),
+        (0, "cuda", 3, 0),
+        (-1, "cuda", 3, 0),
+        (8, "cpu", 3, 0.3),
+        (0.6, "cpu", 3, 0.169),
     ],
 )
-def test_default_budgets_fit_what_is_free(
-    free_gib: float, device: str, engines: int, buffer_gb: float, mamba_gb: float
-) -> None:
-    found = default_budgets(int(free_gib * 2**30), device, engines)
-    assert found == {"buffer_gb": buffer_gb, "mamba_gb": mamba_gb}
-    assert engines * sum(found.values()) <= max(0, free_gib * (1 - KEPT_FREE))
+def test_the_default_budget_fits_what_is_free(free_gib: float, device: str, engines: int, cache_gb: float) -> None:
+    found = default_cache_gb(int(free_gib * 2**30), device, engines)
+    assert found == cache_gb
+    assert engines * found <= max(0, free_gib * (1 - KEPT_FREE))
 
 
 def test_given_budgets_stay_as_given_where_little_is_free() -> None:
     args = generate.make_parser().parse_intermixed_args(["x", "--cache-gb", "40", "--mamba-gb", "3"])
     budgets = Budgets.of(args, "cuda", free_bytes=28 * 2**30, engines=2)
-    assert (budgets.cache_gb, budgets.mamba_gb, budgets.buffer_gb) == (40, 3, 8.5)
-    wanted = Budgets.of(args, "cuda", free_bytes=28 * 2**30, engines=2, buffer_gb=1.5, mamba_gb=9)
-    assert (wanted.buffer_gb, wanted.mamba_gb) == (1.5, 3)  # of a scenario
+    assert (budgets.cache_gb, budgets.mamba_gb) == (40, 3)
+    args = generate.make_parser().parse_intermixed_args(["x", "--mamba-gb", "3"])
+    wanted = Budgets.of(args, "cuda", free_bytes=28 * 2**30, engines=2, cache_gb=10.5, mamba_gb=9)
+    assert (wanted.cache_gb, wanted.mamba_gb) == (10.5, 3)  # of a scenario
+    args = generate.make_parser().parse_intermixed_args(["x", "--cache-gb", "2"])
+    with pytest.raises(InputError, match="--mamba-gb 9: the most for checkpoints in --cache-gb 2"):
+        Budgets.of(args, "cuda", free_bytes=28 * 2**30, cache_gb=10.5, mamba_gb=9)
 
 
 @pytest.mark.parametrize("text", BAD_CONVERSATIONS)
@@ -241,11 +242,11 @@ def test_bad_conversations(text: str, folder: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["x", "--buffer-gb", "0.0001"], "engine off: buffer_size_gb=0.0001 is too small"),
+        (["x", "--cache-gb", "0.0001"], "is too small: the recurrent states of max_requests=16 need"),
         (["x", "--compare", "upstream", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
         (["x", "--compare", "ours", "--cache-gb", "0.0001"], "engine ours: cache_gb=0.0001 is too small"),
         (
-            ["x" * 2000, "--buffer-gb", "0.0017", "--max-requests", "4"],
+            ["x" * 2000, "--cache-gb", "0.002", "--max-requests", "4"],
             "need 8 KV blocks of 256 tokens, there are 5: raise buffer_size_gb or lower max_requests",
         ),
         (
@@ -266,30 +267,28 @@ def test_what_only_the_engine_knows(
 
 
 def test_prompts_of_every_kind_in_one_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "text.txt").write_text(CONTEXT)
     lines = write(
         folder / "lines.jsonl",
-        {"prompt": "héllo", "num_tokens_to_generate": 3, "top_n_logprobs": 2},
+        {"prompt": "héllo", "num_tokens_to_generate": 3},
         "",
         {"tokens": list(range(300)), "num_tokens_to_generate": 1},
     )
-    data = run_json(folder, "hi", "--text-file", "text.txt", "--jsonl", lines, "--num-tokens-to-generate", 5)
+    data = run_json(folder, "hi", CONTEXT, "--jsonl", lines, "--num-tokens-to-generate", 5)
     requests = requests_of(data)
-    assert [r["label"] for r in requests] == ["prompt 1", "text.txt", "lines.jsonl:1", "lines.jsonl:3"]
+    assert [r["label"] for r in requests] == ["prompt 1", "prompt 2", "lines.jsonl:1", "lines.jsonl:3"]
     assert [r["prompt_tokens"] for r in requests] == [2, len(CONTEXT), 6, 300]
     assert [len(r["generated"]) for r in requests] == [5, 5, 3, 1]
     assert all(len(r["log_probs"]) == len(r["generated"]) and max(r["log_probs"]) < 0 for r in requests)
-    assert [len(top) for top in requests[2]["top_n_log_probs"]] == [2, 2, 2]
     assert requests[3]["tokens_per_second"] is None
     total = data["engines"]["off"]["totals"]
     assert total["computed_tokens"] == total["prompt_tokens"] == 308 + len(CONTEXT)
     assert (total["generated_tokens"], total["failed_requests"]) == (14, 0)
     output = capsys.readouterr().out
     assert output.count("platform: CPU") == 1
-    assert "text.txt" in output and "wrote" in output
+    assert "prompt 2" in output and "wrote" in output
 
     # One at a time they say the same, and an own budget of tokens changes nothing either.
-    alone = run_json(folder, "hi", "--num-tokens-to-generate", 5, "--concurrency", "sequential", "--buffer-gb", 0.01)
+    alone = run_json(folder, "hi", "--num-tokens-to-generate", 5, "--concurrency", "sequential", "--cache-gb", 0.01)
     assert requests_of(alone)[0]["generated"] == requests[0]["generated"]
     assert requests_of(alone)[0]["log_probs"] == pytest.approx(requests[0]["log_probs"], abs=LOG_PROB_NOISE)
 
@@ -301,10 +300,9 @@ def test_prompts_of_standard_input_and_after_two_dashes(folder: Path, monkeypatc
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         return [request["prompt_tokens"] for request in requests_of(run_json(folder, *common, *argv))]
 
-    given = ["x", "--seed", "1", "-", "--", "-hello", "-", "--plot"]
-    assert parse_prompts(generate.make_parser(), given).prompt == ["x", Path("-"), "-hello", "-", "--plot"]
+    given = ["x", "--seed", "1", "-", "--", "-hello", "-", "--json"]
+    assert parse_prompts(generate.make_parser(), given).prompt == ["x", Path("-"), "-hello", "-", "--json"]
     assert lengths("three", "x", "-", "--seed", 1) == [1, 5]
-    assert lengths("three", "--text-file", "-") == [5]
     assert lengths('{"prompt": "ab"}\n{"prompt": "c"}', "--jsonl", "-") == [2, 1]
     assert lengths('{"timestamp": 1, "input": "ab"}', "--sessions", "-") == [2]
     assert lengths('{"turns": ["x"]}', "--conversation", "-") == [len("User: x\nAssistant:")]
@@ -330,8 +328,6 @@ def test_sampling_options(folder: Path) -> None:
     assert requests_of(run_json(folder, *common, *both))[0]["generated"] != greedy["generated"]
     for options in (("--temperature", 0), ("--temperature", 0, "--top-k", 5, "--top-p", 0.5), ("--top-k", 1)):
         assert requests_of(run_json(folder, *common, *options))[0]["generated"] == greedy["generated"]
-    ends = requests_of(run_json(folder, *common, "--termination-id", greedy["generated"][2]))[0]
-    assert ends["generated"] == greedy["generated"][: greedy["generated"].index(greedy["generated"][2]) + 1]
     stopped = requests_of(run_json(folder, "hi", "--num-tokens-to-generate", 40, "--stop-word", "\\", "--ignore-eos"))[
         0
     ]
@@ -339,12 +335,16 @@ def test_sampling_options(folder: Path) -> None:
     assert ord("\\") not in stopped["generated"]
 
 
-def test_saved_weights_are_loaded(folder: Path) -> None:
+def test_saved_weights_are_loaded(folder: Path, platform: Any) -> None:
+    from megatron_hybrid_prefix import models
+
+    models.save_checkpoint(models.build_hybrid_model("tiny", seed=3, platform=platform), folder / "weights")
     options = ("hi", "--num-tokens-to-generate", 4)
-    saved = requests_of(run_json(folder, *options, "--seed", 3, "--save", "weights"))[0]
-    loaded = requests_of(run_json(folder, *options, "--load", "weights"))[0]
-    other = requests_of(run_json(folder, *options))[0]
-    assert saved["log_probs"] == loaded["log_probs"] != other["log_probs"]
+    same, loaded, other = (
+        requests_of(run_json(folder, *options, *more))[0]["log_probs"]
+        for more in (("--seed", 3), ("--load", "weights"), ())
+    )
+    assert same == loaded != other
 
 
 def test_options_of_the_engine(folder: Path) -> None:
@@ -370,21 +370,16 @@ def test_exact_to_the_bit(folder: Path) -> None:
 
 
 def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    session = {
-        "system": "Answer.",
-        "context": CONTEXT,
-        "turns": ["What is kept?", "Where is it?", {"regenerate": True}],
-    }
+    session = {"system": "Answer.", "context": CONTEXT, "turns": ["What is kept?", "Where is it?"]}
     write(folder / "session.json", session)
-    options = ("--compare", "off,upstream", "--num-tokens-to-generate", 8, "--ignore-eos", "--plot", "plot.png")
+    options = ("--compare", "off,upstream", "--num-tokens-to-generate", 8, "--ignore-eos")
     data = run_json(folder, "--conversation", "session.json", *options)
     off, upstream = requests_of(data), requests_of(data, "upstream")
-    assert [r["label"] for r in off] == ["turn 1", "turn 2", "turn 3 (again)"]
+    assert [r["label"] for r in off] == ["turn 1", "turn 2"]
     lengths = [r["prompt_tokens"] for r in off]
     assert lengths == [r["prompt_tokens"] for r in upstream]
-    # Turn 2 continues turn 1 and its answer of 8 tokens; turn 3 is turn 2 again.
+    # Turn 2 continues turn 1 and its answer of 8 tokens.
     assert lengths[1] - lengths[0] == 8 + len("\nUser: Where is it?\nAssistant:")
-    assert lengths[2] == lengths[1]
     assert all(r["reused_tokens"] == 0 for r in off)
     assert upstream[0]["reused_tokens"] == 0
     assert all(r["reused_tokens"] >= 1024 and r["reused_tokens"] % 256 == 0 for r in upstream[1:])
@@ -393,7 +388,6 @@ def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureF
     for entry in comparison["requests"]:
         assert entry["tokens_equal"] and entry["first_difference"] is None and entry["compared_log_probs"] == 8
         assert entry["max_log_prob_difference"] < LOG_PROB_NOISE
-    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "upstream against off" in capsys.readouterr().out
     assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == []
 
@@ -415,7 +409,7 @@ def test_a_difference_is_shown_and_is_no_error(folder: Path, capsys: pytest.Capt
 
 
 def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
-    session = {"system": "Answer.", "context": CONTEXT, "turns": ["One?", {"regenerate": True}, "Zwölf?"]}
+    session = {"system": "Answer.", "context": CONTEXT, "turns": ["One?", "Zwölf?"]}
     write(folder / "session.json", session)
     options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off,ours")
     data = run_json(folder, "--conversation", "session.json", *options)
@@ -427,25 +421,8 @@ def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
     for engine in ("off", "ours"):
         requests = requests_of(data, engine)
         found = [request["sampling"]["cache_breakpoints"] for request in requests]
-        assert found == [[system, context, one]] * 2 + [[system, context, one, answer, twelve]]
-        assert [request["prompt_tokens"] for request in requests[1:]] == [one + 10, twelve + 10]
-
-
-def test_messages_force_answers_into_the_history_and_name_their_ends(folder: Path) -> None:
-    messages = [
-        {"role": "user", "content": "One?"},
-        {"role": "assistant", "content": "Two."},
-        {"role": "user", "content": "Three?"},
-    ]
-    write(folder / "messages.json", {"messages": messages})
-    requests = requests_of(run_json(folder, "--conversation", "messages.json", "--num-tokens-to-generate", 1))
-    ends = [
-        len("User: One?\n"),
-        len("User: One?\nAssistant: Two.\n"),
-        len("User: One?\nAssistant: Two.\nUser: Three?\n"),
-    ]
-    assert [request["sampling"]["cache_breakpoints"] for request in requests] == [ends[:1], ends]
-    assert [request["prompt_tokens"] for request in requests] == [end + len("Assistant:") for end in ends[::2]]
+        assert found == [[system, context, one], [system, context, one, answer, twelve]]
+        assert [request["prompt_tokens"] for request in requests] == [one + 10, twelve + 10]
 
 
 def test_an_end_inside_a_token_is_named_before_it() -> None:
@@ -505,8 +482,8 @@ def test_sessions_in_the_order_of_time(folder: Path, capsys: pytest.CaptureFixtu
     argv = ["--sessions", one, "--sessions", two, "--num-tokens-to-generate", 2]
     data = run_json(folder, *argv, "--compare", "off,upstream,ours")
     assert data["engine_fields"]["budgets"] == {
-        "off": {"buffer_gb": 0.25},
-        "upstream": {"buffer_gb": 0.25, "mamba_gb": 0.05},
+        "off": {"buffer_gb": pytest.approx(0.25)},
+        "upstream": {"buffer_gb": pytest.approx(0.25), "mamba_gb": pytest.approx(0.05)},
         "ours": {"cache_gb": 0.3},
     }
     for engine in ("off", "upstream", "ours"):
@@ -638,7 +615,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 @pytest.mark.multi
 def test_two_ranks_say_what_is_wrong_once(tmp_path: Path) -> None:
-    argv = ("generate", "--text-file", tmp_path / "absent", "--tp", 2)
+    argv = ("generate", "--jsonl", tmp_path / "absent", "--tp", 2)
     ranks = run_prepared(COMMAND, *argv, environments=environments_of(2))
     assert all(rank.returncode for rank in ranks)
     assert "".join(rank.stderr for rank in ranks).count("error: cannot read") == 1

@@ -164,9 +164,9 @@ def test_bytes_used_with_one_budget_are_those_of_pages(model):
     layout = served.context.layout
     assert layout.total_blocks % layout.page_blocks
     served.send(tokens(1, 20, seed=1), count=1)
-    snapshot = engine_snapshot(served.engine)
-    used = snapshot["memory"]["bytes"]
-    assert snapshot["gauges"]["bytes_used"] == used["checkpoints"] + used["states_running"] > 0
+    found = {(name, *labels.values()): value for _, name, value, labels in engine_snapshot(served.engine)}
+    checkpoints, running = (found["memory_bytes", owner] for owner in ("checkpoints", "states_running"))
+    assert found["bytes_used",] == checkpoints + running > 0
 
 
 def test_the_policy_is_logged_once_at_the_start(model, caplog):

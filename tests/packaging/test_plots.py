@@ -36,32 +36,16 @@ def lightness(colour: str) -> float:
 
 
 def test_only_one_module_knows_colours_of_plots():
-    own = (PACKAGE / "console" / "plots.py", PACKAGE / "serve" / "openapi.py")  # the second is a page of text
-    others = [path for path in [*PACKAGE.rglob("*.py"), *(ROOT / "scripts").glob("*.py")] if path not in own]
+    own = PACKAGE / "console" / "plots.py"
+    others = [path for path in [*PACKAGE.rglob("*.py"), *(ROOT / "scripts").glob("*.py")] if path != own]
     found = [path.name for path in others if re.search(r"import matplotlib|tab:|#[0-9A-Fa-f]{6}\b", path.read_text())]
     assert found == []
 
 
-def test_engines_differ_in_all_that_a_reader_can_see():
+def test_colours_can_be_told_apart_in_a_grey_print():
     for one, other in combinations(plots.ENGINE_STYLES.values(), 2):
-        assert abs(lightness(one.colour) - lightness(other.colour)) > 0.1  # told apart in a grey print, too
-        assert one.marker != other.marker and abs(one.width - other.width) >= 1
-    assert plots.styles_of(["mine", "lru"], ours="mine")["mine"].label == "this cache"
-    assert (
-        len({style.colour for style in plots.styles_of(["off", "upstream 0.19", "cache", "a", "b", "c"]).values()}) == 6
-    )
-
-
-def test_the_narrowest_of_lines_that_coincide_is_on_top(tmp_path):
-    styles = plots.styles_of(["ours", "off", "upstream"])
-    with plots.page(tmp_path / "p.png", title="t", subtitle="s", heights=(2,), legend=styles, lines=True) as (axis,):
-        plots.draw_lines(axis, [1, 2, 3], {name: [1, None, 2] for name in styles}, styles)
-        assert [line.get_color() for line in axis.get_lines()] == [
-            plots.ENGINE_STYLES[name].colour for name in ("off", "upstream", "ours")
-        ]
-        widths = [line.get_linewidth() for line in axis.get_lines()]
-        assert widths == sorted(widths, reverse=True) and axis.get_lines()[-1].get_linestyle() == "--"
-    assert (tmp_path / "p.png").stat().st_size > 1000
+        assert abs(lightness(one.colour) - lightness(other.colour)) > 0.1
+    assert len({*plots.OTHER_COLOURS, *(style.colour for style in plots.ENGINE_STYLES.values())}) == 5
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def schema_cases(path: str) -> Iterator[tuple[str, dict[str, Any], str | None]]:
     """Bodies in which one field has a wrong type, or is just out of its range. Yields names, bodies, and the field to name."""
     model, good = GOOD[path]
     schema = model.model_json_schema()
-    for name, field in schema["properties"].items():
+    for name, field in ({key: {} for key in model.neutral} | schema["properties"]).items():
         options = _options(field)
         types = {option["type"] for option in options if "type" in option}
         refused = REFUSED.get(name, ()) or refused_by_rule(model, name)

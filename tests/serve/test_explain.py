@@ -147,7 +147,7 @@ def test_without_a_token_nothing_is_sent(say, monkeypatch):
     assert code == 2 and "--admin-token" in err
 
 
-@pytest.mark.parametrize(("text", "problem"), [("[1]", "has no JSON object"), ("{", "is not JSON")])
+@pytest.mark.parametrize(("text", "problem"), [("[1]", "has no JSON object"), ("{", "not JSON")])
 def test_a_bad_file_is_named(say, tmp_path, text, problem):
     file = tmp_path / "request.json"
     file.write_text(text)

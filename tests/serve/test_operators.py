@@ -26,11 +26,10 @@ from megatron_hybrid_prefix.cli import serve
 from megatron_hybrid_prefix.console.engine_options import Budgets
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.serve import access_log, openapi
-from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, Message, TokenizeBody
-from megatron_hybrid_prefix.serve.metrics import Families, add_memory_metrics, add_prefix_metrics
+from megatron_hybrid_prefix.serve import access_log
+from megatron_hybrid_prefix.serve.metrics import families_of, memory_samples, prefix_samples
 from tests.harness.limits import HANG_S, wait_until
-from tests.serve.test_serve import ADMIN, BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
+from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
 
@@ -59,11 +58,10 @@ def test_the_depth_of_a_hit_is_that_of_its_state(server, salt):
 
 def labels_by_name(server: Server) -> dict[str, set[str]]:
     """Names of all samples of ``/metrics``, with their labels. A reason is there when it first happened: so all are."""
-    families, registry = Families(), CollectorRegistry()
-    add_prefix_metrics(families, PrefixStats(fallbacks={"stale_match": 1}).as_dict())
-    memory = {"bytes": {"free": 1}, "page_bytes": 1, "pages_changed": {"kv": 1}, "blocks_moved": 1}  # with one budget
-    add_memory_metrics(families, memory, {})
-    registry.register(type("Source", (), {"collect": lambda self: families})())
+    registry = CollectorRegistry()
+    samples = [*prefix_samples(PrefixStats(fallbacks={"stale_match": 1}).as_dict())]
+    samples += memory_samples(server.engine.context)
+    registry.register(type("Source", (), {"collect": lambda self: families_of(samples)})())
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANG_S) as answer:
         pages = [answer.read().decode(), generate_latest(registry).decode()]
     return {
@@ -151,75 +149,6 @@ def test_a_query_without_its_metric_is_found(server):
         ("sum(vector(1))", "", "no metric"),
     ):
         assert any(problem in found for found in problems_of(query, legend, known)), query
-
-
-# --- The description of the API --------------------------------------------------------------------------------------
-
-
-def test_the_openapi_document_is_that_of_the_routes(server):
-    """tests/clients also validates it with a package for that."""
-    found = server.send("/openapi.json")[1]
-    described = {(method.upper(), path) for path, operations in found["paths"].items() for method in operations}
-    routes = {
-        (method, route.path.replace("{name:path}", "{name}"))
-        for route in server.app.routes
-        for method in route.methods - {"HEAD"}
-    }
-    assert described == routes
-    bodies = {"CompletionBody": CompletionBody, "ChatBody": ChatBody, "TokenizeBody": TokenizeBody}
-    schemas = found["components"]["schemas"]
-    for name, model in bodies.items():
-        assert schemas[name]["properties"].keys() == model.model_fields.keys() | model.neutral.keys()
-        assert schemas[name]["additionalProperties"] is False
-    references = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(found)))
-    assert references <= schemas.keys()
-    for path, operations in found["paths"].items():  # each example is a good request
-        for operation in operations.values():
-            if "requestBody" in operation:
-                token = ADMIN if "admin" in path else None
-                example = operation["requestBody"]["content"]["application/json"]["example"]
-                status, answer = server.send(path, example, token)
-                assert status == 200, answer
-    assert "marks" not in schemas["Message"]["properties"], "not a field of requests"
-
-
-def test_keys_are_in_the_document():
-    for needs_key in (True, False):
-        paths = openapi.document("tiny", needs_key=needs_key)["paths"]
-        assert ("security" in paths["/v1/completions"]["post"]) == needs_key
-        assert "security" in paths["/admin/reset_cache"]["post"] and "security" not in paths["/health"]["get"]
-
-
-def test_messages_and_replies_are_described_as_they_are():
-    found = openapi.document("tiny", needs_key=False)
-    replies = {path: set(item["responses"]) for path, items in found["paths"].items() for item in items.values()}
-    assert replies["/health_generate"] == {"200", "500", "503"} and replies["/health"] == {"200", "503"}
-    assert replies["/admin/reset_cache"] == {"200", "401", "404", "503"}
-    message = found["components"]["schemas"]["Message"]
-    mark, user, assistant = {"type": "ephemeral", "ttl": "5m"}, {"role": "user"}, {"role": "assistant"}
-    assert "type" in message["properties"]["cache_control"]["anyOf"][0]["properties"]
-    assert Message.model_validate(user | {"content": "x", "cache_control": mark}).marks == [1]
-    assert message["required"] == ["role"] and {"type": "null"} in message["properties"]["content"]["anyOf"]
-    for good in (assistant, assistant | {"content": None}):
-        Message.model_validate(good)
-    assert message["if"]["properties"] == {"role": {"const": "assistant"}}
-    assert message["else"]["required"] == ["content"]
-    assert {"type": "null"} not in message["else"]["properties"]["content"]["anyOf"]
-    for bad in (user, user | {"content": None}):
-        with pytest.raises(ValueError, match="content"):
-            Message.model_validate(bad)
-
-
-def test_the_page_needs_no_network(server):
-    with urllib.request.urlopen(f"{server.url}/docs", timeout=HANG_S) as answer:
-        text = answer.read().decode()
-        assert answer.headers["content-type"].startswith("text/html")
-        assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert not re.search(r"<(script|link|img|iframe|object)\b", text) and "url(" not in text and "http:" not in text
-    assert re.findall(r'\b(?:href|src|action)="?([^">]*)', text) == ["openapi.json"]
-    for field in (*CompletionBody.model_fields, *ChatBody.model_fields, "include_usage", "tool_call_id"):
-        assert f">{field}<" in text, field
-    assert '"cache_control": {"type": "ephemeral"}' not in text and "&quot;ephemeral&quot;" in text  # escaped
 
 
 # --- Log lines -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from megatron_hybrid_prefix.serve.app import make_app  # noqa: E402
 from megatron_hybrid_prefix.serve.chat_template import ChatForm  # noqa: E402
 from megatron_hybrid_prefix.serve.detokenizer import TextStream  # noqa: E402
 from megatron_hybrid_prefix.serve.http_server import HttpServer  # noqa: E402
-from megatron_hybrid_prefix.serve.metrics import Families, add_prefix_metrics  # noqa: E402
+from megatron_hybrid_prefix.serve.metrics import families_of, prefix_samples  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from tests.harness.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes  # noqa: E402
 from tests.harness.limits import HANG_S, wait_until  # noqa: E402
@@ -392,8 +392,7 @@ def test_new_statistics_become_metrics_by_themselves():
         "note": "text",
         "tiers": {"shared": {"bytes_used": 9, "faults": {"gone": 4, "write_ENOSPC": 6}}},
     }
-    families = Families()
-    add_prefix_metrics(families, stats)
+    families = families_of(prefix_samples(stats))
     samples = {
         (sample.name, tuple(sample.labels.values())): sample.value for family in families for sample in family.samples
     }

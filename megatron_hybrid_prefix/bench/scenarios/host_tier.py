@@ -46,9 +46,10 @@ class FromHost(Scenario):
         blocks = self.on_device * self._request_blocks + 1  # and megatron's dummy block
         live_bytes = max_requests * state_bytes
         prompt_bytes = self._request_blocks * block_bytes + 20 * state_bytes
+        kept_bytes = (self.on_device * self.states + 0.5) * state_bytes
         return {
-            "buffer_gb": (live_bytes + (blocks + 0.5) * block_bytes) / 2**30,
-            "mamba_gb": (self.on_device * self.states + 0.5) * state_bytes / 2**30,
+            "cache_gb": (live_bytes + (blocks + 0.5) * block_bytes + kept_bytes) / 2**30,
+            "mamba_gb": kept_bytes / 2**30,
             "host_gb": 1.2 * self.prompts * prompt_bytes / 2**30,
         }
 

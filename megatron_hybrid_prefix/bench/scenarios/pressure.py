@@ -70,9 +70,10 @@ class Pressure(Scenario):
         """See Scenario. Adds half a block and half a state, so that rounding loses none."""
         blocks = self.kv_blocks(self.block_tokens, max_requests) + 1  # and megatron's dummy block
         live_bytes = max_requests * state_bytes
+        kept_bytes = (self.state_slots + 0.5) * state_bytes
         return {
-            "buffer_gb": (live_bytes + (blocks + 0.5) * block_bytes) / 2**30,
-            "mamba_gb": (self.state_slots + 0.5) * state_bytes / 2**30,
+            "cache_gb": (live_bytes + (blocks + 0.5) * block_bytes + kept_bytes) / 2**30,
+            "mamba_gb": kept_bytes / 2**30,
         }
 
     def describe(self) -> str:
