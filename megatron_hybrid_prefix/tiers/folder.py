@@ -36,7 +36,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.tiers.header import VERSION
-from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need, part_of
+from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need
 from megatron_hybrid_prefix.tiers.locks import Lock
 from megatron_hybrid_prefix.tiers.space import Space
 from megatron_hybrid_prefix.tiers.units import EntryKind
@@ -141,12 +141,8 @@ class SharedFolder:
 
     def path(self, name: FileName) -> Path:
         """Where the entry of the namespace in use is, or would be."""
-        return Path(self.place(name.key, str(name)))
-
-    def place(self, key: bytes, text: str) -> str:
-        """The same as text, of a name as text: for calls that are made often."""
         assert self._name is not None
-        return f"{self._root}/{self._name}/{part_of(key)}/{text}"
+        return self._root / self._name / name.part / str(name)
 
     @property
     def bytes_used(self) -> int:
@@ -354,14 +350,13 @@ class SharedFolder:
         return self._delete_unneeded() or self._delete_unused_space() or self._delete_state()
 
     def _delete_unneeded(self) -> int:
-        text, more = None, True
-        while more and text is None:
+        name, more = None, True
+        while more and name is None:
             with self.lock:
                 if self.space is None:
                     return 0
                 more = self.space.grow_up(AT_ONCE)
-                text = self.space.next_unneeded()
-        name = None if text is None else FileName.of(text)
+                name = self.space.next_unneeded()
         return 0 if name is None else self.delete(name)
 
     def _delete_state(self) -> int:
@@ -371,8 +366,7 @@ class SharedFolder:
                 node = None if self.space is None else self.space.next_state()
                 if node is None or self.space is None:
                     return 0
-                name = FileName.of(node.names[EntryKind.STATE])
-                assert name is not None
+                name = node.names[EntryKind.STATE]
                 place = self.path(name)
             try:
                 used_ns = os.stat(place).st_mtime_ns

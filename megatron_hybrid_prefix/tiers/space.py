@@ -21,7 +21,7 @@ class KeptFile:
 
     Attributes:
         key, parent, depth_blocks: As in the prefix tree.
-        names: Files by kind.
+        names: Its files, by kind.
         children: Number of child nodes.
         since: When this process learned of the block (monotonic).
         used_ns: Time of the state's last use, as its file says.
@@ -33,7 +33,7 @@ class KeptFile:
 
     def __init__(self, name: FileName, parent: KeptFile | None) -> None:
         self.key, self.parent, self.depth_blocks = name.key, parent, name.depth_blocks
-        self.names: dict[EntryKind, str] = {}
+        self.names: dict[EntryKind, FileName] = {}
         self.children = self.used_ns = 0
         self.since = time.monotonic()
 
@@ -50,33 +50,32 @@ class Space(TierIndex[KeptFile]):
     def __init__(self, eviction: EvictionPolicy[KeptFile]) -> None:
         super().__init__(eviction)
         self._nodes: dict[bytes, KeptFile] = {}
-        # Files whose parent is not here, by name, with the time of last use, and when they were seen (monotonic).
-        self._orphans: dict[str, tuple[FileName, int, float]] = {}
-        self._orphans_of: dict[bytes, set[str]] = {}  # their names, by the parent's key
+        # Files whose parent is not here, with the time of last use, and when they were seen (monotonic).
+        self._orphans: dict[FileName, tuple[int, float]] = {}
+        self._orphans_of: dict[bytes, set[FileName]] = {}  # by the parent's key
         # Nodes that may still get a state below, in the order in which they were seen. (KV is written before its state.)
         self._young: dict[KeptFile, None] = {}
         self.counts: Counter[EntryKind] = Counter()
 
-    def get(self, kind: EntryKind, key: bytes) -> str | None:
-        """Name of the entry's file; None if it is not here. Needs no lock: each step is one of the interpreter's."""
+    def get(self, kind: EntryKind, key: bytes) -> FileName | None:
+        """The entry's file; None if it is not here. Needs no lock: each step is one of the interpreter's."""
         node = self._nodes.get(key)
         return None if node is None else node.names.get(kind)
 
     def add(self, name: FileName, used_ns: int) -> None:
         """A file appeared."""
-        text = str(name)
-        if text in self._orphans or self.get(name.kind, name.key) is not None:
+        if name in self._orphans or self.get(name.kind, name.key) is not None:
             return
         if self._place(name, used_ns):
             self._adopt(name.key)
         else:
-            self._orphans[text] = name, used_ns, time.monotonic()
-            self._orphans_of.setdefault(name.parent, set()).add(text)
+            self._orphans[name] = used_ns, time.monotonic()
+            self._orphans_of.setdefault(name.parent, set()).add(name)
 
     def remove(self, name: FileName) -> None:
         """A file is gone, or about to be deleted."""
-        if str(name) in self._orphans:
-            self._pop_orphan(str(name))
+        if name in self._orphans:
+            self._pop_orphan(name)
             return
         node = self._nodes.get(name.key)
         if node is None or name.kind not in node.names:
@@ -117,12 +116,12 @@ class Space(TierIndex[KeptFile]):
             self._note(node)
         return bool(nodes)
 
-    def next_unneeded(self) -> str | None:
+    def next_unneeded(self) -> FileName | None:
         """The file to delete next, of KV that no state needs, and of orphans. Young ones are left out. None: there is none."""
         late = time.monotonic() - _GRACE_S
-        for text, (*_, since) in islice(self._orphans.items(), 1):
+        for name, (_, since) in islice(self._orphans.items(), 1):
             if since < late:
-                return text
+                return name
         node = self.next_kv()
         return None if node is None else node.names[EntryKind.KV]
 
@@ -139,7 +138,7 @@ class Space(TierIndex[KeptFile]):
             if parent is not None:
                 parent.children += 1
                 self.drop_kv(parent)
-        node.names[name.kind] = str(name)
+        node.names[name.kind] = name
         self.counts[name.kind] += 1
         if name.kind == EntryKind.STATE:
             node.used_ns = used_ns
@@ -152,16 +151,16 @@ class Space(TierIndex[KeptFile]):
         """Give the orphans below this block their places."""
         parents = [key]
         while parents:
-            for text in sorted(self._orphans_of.get(parents.pop(), ())):
-                name, used_ns, _ = self._orphans[text]
+            for name in sorted(self._orphans_of.get(parents.pop(), ())):
+                used_ns, _ = self._orphans[name]
                 if self._place(name, used_ns):
-                    self._pop_orphan(text)
+                    self._pop_orphan(name)
                     parents.append(name.key)
 
-    def _pop_orphan(self, text: str) -> None:
-        name, *_ = self._orphans.pop(text)
+    def _pop_orphan(self, name: FileName) -> None:
+        del self._orphans[name]
         siblings = self._orphans_of[name.parent]
-        siblings.discard(text)
+        siblings.discard(name)
         if not siblings:
             del self._orphans_of[name.parent]
 
