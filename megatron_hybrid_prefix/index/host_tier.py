@@ -126,7 +126,7 @@ class HostTier:
             self.entries.drop_kv(node)  # the only copy soon
         payload = self.routing_of(node.block_id)
         if payload is not None:
-            self.entries.keep_payload(node.host_block, payload)
+            self.entries[node.host_block].payload = payload
         return True
 
     def store_state(self, node: Node) -> bool:
@@ -195,9 +195,9 @@ class HostTier:
         if not self._make_room(kind):
             return None
         entry = self._store(device_id, tag)
-        self.entries.make_private(entry)
+        self.entries.private.add(entry)
         if kind == EntryKind.KV:
-            self.entries.keep_payload(entry, self.routing_of(device_id))
+            self.entries[entry].payload = self.routing_of(device_id)
         return entry
 
     # -- from the tier below ------------------------------------------------------------------------------------------
@@ -267,18 +267,10 @@ class HostTier:
 
     def load(self, entry: int, device_id: int, load: Load) -> Any:
         """Queues the copy of a pinned entry into a block or slot. Returns the entry's payload."""
-        self.transfers.append(
-            BlockTransfer(
-                source=HOST,
-                target=DEVICE,
-                device_id=device_id,
-                pages=self.entries.pages(entry),
-                tag=self.entries.tag(entry),
-                load=load,
-            )
-        )
+        stored = self.entries[entry]
+        self.transfers.append(BlockTransfer(HOST, DEVICE, stored.pages, stored.tag, device_id, load))
         self._figures.loads += 1
-        return self.entries.payload(entry)
+        return stored.payload
 
     def use_state(self, node: Node) -> None:
         """Marks the node's state as used, after a request resumed from it on any tier."""
@@ -312,7 +304,7 @@ class HostTier:
         """Drops an entry whose load failed. Does nothing if it is gone."""
         if entry not in self.entries:
             return
-        tag = self.entries.tag(entry)
+        tag = self.entries[entry].tag
         node = self._tree.get(tag.key)
         if node is None:
             return
@@ -336,7 +328,7 @@ class HostTier:
             raise CacheCorruptionError("the states on the host and those that are counted differ")
         for nodes, kind in ((kv, EntryKind.KV), (states, EntryKind.STATE)):
             for entry, node in nodes.items():
-                tag = self.entries.tag(entry)
+                tag = self.entries[entry].tag
                 if (tag.kind, tag.key, tag.depth_tokens) != (kind, node.key, node.depth_blocks * self._block_tokens):
                     raise CacheCorruptionError(f"{node}: its entry on the host has the tag {tag}")
 
@@ -359,7 +351,7 @@ class HostTier:
 
     def _store(self, device_id: int, tag: Tag) -> int:
         entry = self.entries.add(tag)
-        self.transfers.append(BlockTransfer(DEVICE, HOST, self.entries.pages(entry), tag, device_id))
+        self.transfers.append(BlockTransfer(DEVICE, HOST, self.entries[entry].pages, tag, device_id))
         self._figures.stores += 1
         return entry
 
@@ -369,7 +361,7 @@ class HostTier:
             return None
         tag = self._tag(kind, node)
         entry = self.entries.add(tag)
-        self.transfers.append(BlockTransfer(source=SHARED, target=HOST, pages=self.entries.pages(entry), tag=tag))
+        self.transfers.append(BlockTransfer(SHARED, HOST, self.entries[entry].pages, tag))
         self._fetching.add(entry)
         self._stats.tiers[SHARED].loads += 1
         return entry
@@ -408,13 +400,10 @@ class HostTier:
 
         A KV block with a payload is not offered, because the payload cannot go with it.
         """
-        if self.behind is None or self.entries.payload(entry) is not None:
+        stored = self.entries[entry]
+        if self.behind is None or stored.payload is not None or self.behind.contains(stored.tag.kind, stored.tag.key):
             return
-        tag = self.entries.tag(entry)
-        if self.behind.contains(tag.kind, tag.key):
-            return
-        pages = self.entries.pages(entry)
-        self.transfers.append(BlockTransfer(source=HOST, target=SHARED, pages=pages, tag=tag))
+        self.transfers.append(BlockTransfer(HOST, SHARED, stored.pages, stored.tag))
         self._stats.tiers[SHARED].stores += 1
 
     # -- what is evicted -----------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class Loads:
         block_ids += self._store.take_blocks(len(entries) - 1)
         load.coming = host.coming(entries)
         load.state = LoadState.FETCHING if load.coming else LoadState.ASKED
-        load.slot, load.pages = slot, sum(len(host.entries.pages(entry)) for entry in entries)
+        load.slot, load.pages = slot, sum(len(host.entries[entry].pages) for entry in entries)
         for entry, block_id in zip(entries[:-1], block_ids[len(shared) :], strict=True):
             load.payloads[block_id] = host.load(entry, block_id, load)
         host.load(entries[-1], slot, load)
@@ -277,7 +277,7 @@ class Loads:
             return
         load.state = LoadState.FAILED
         self._stats.count_fallback(load.state)
-        fetched = [host.entries.tag(entry) for entry in load.coming if entry in host.entries]
+        fetched = [host.entries[entry].tag for entry in load.coming if entry in host.entries]
         self.end(live)
         self._stats.tiers[HOST].failed += len(load.pinned)
         for entry in load.pinned:

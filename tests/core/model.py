@@ -836,7 +836,7 @@ class ModelEngine:
         self.cache.invalidate()
         assert self.cache.memory_use().free_blocks == self.kv_blocks and self.cache.stats().slots_used == 0
         if self.cache._store.host is not None:
-            assert self.cache._store.host.entries.free_pages == self.cache._store.host.entries.total_pages
+            assert len(self.cache._store.host.entries.free) == self.cache._store.host.entries.total_pages
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
@@ -931,7 +931,7 @@ class ModelEngine:
         for node in self.cache.nodes() if tier is not None else ():
             content = self.expected.get(node.key)
             for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:
-                assert self.host[tier.entries.pages(entry)] in (content, GARBAGE), node
+                assert self.host[tier.entries[entry].pages] in (content, GARBAGE), node
                 assert content is not None and len(content[1]) == node.depth_blocks * self.block_tokens, node
                 parent = None if node.parent is None else self.expected.get(node.parent.key)
                 assert parent is None or parent == (content[0], content[1][: -self.block_tokens]), node
