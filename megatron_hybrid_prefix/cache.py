@@ -34,7 +34,6 @@ from collections.abc import Collection, Iterator, Sequence
 
 from megatron_hybrid_prefix.index.blocks_by_id import BlocksById
 from megatron_hybrid_prefix.index.explain import Explainer, Explanation, Question
-from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.integrity import check_integrity
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.loads import Loads
@@ -43,14 +42,10 @@ from megatron_hybrid_prefix.index.planner import StepPlanner
 from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest, RequestBook, StepPlan, share_beyond
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.store import MemoryUse, PrefixStore
-from megatron_hybrid_prefix.index.tree import Node, PrefixTree
-from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
+from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, with_verification
-from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
-from megatron_hybrid_prefix.pool.pages import Pages
-from megatron_hybrid_prefix.pool.slots import PageSlots, SlotPool
-from megatron_hybrid_prefix.tiers.base import DepthTier
-from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockTransfer, Copy, LoadState
+from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy, LoadState
 
 
 class HybridPrefixCache:
@@ -75,50 +70,12 @@ class HybridPrefixCache:
         self.settings = settings
         self._keys = KeyMaker(settings.block_tokens, settings.secret, settings.adapter_secret)
         self._stats = PrefixStats()
-        tree, host = PrefixTree(settings.epoch, settings.beside), None
-        tiers: list[DepthTier] = []
-        eviction = make_eviction_policy(settings.eviction_policy)
-        if settings.host_pages:
-            host = HostTier(
-                tree,
-                pages=settings.host_pages,
-                kv_pages=settings.host_kv_pages,
-                state_pages=settings.host_state_pages,
-                block_tokens=settings.block_tokens,
-                eviction=make_policy_below(
-                    eviction,
-                    settings.eviction_policy,
-                    state_blocks=settings.host_state_pages / settings.host_kv_pages,
-                ),
-                behind=settings.behind,
-                stats=self._stats,
-            )
-            tiers.append(host)
-            if settings.behind is not None:
-                self._stats.tiers[SHARED] = TierStats()
-                tiers.append(settings.behind)
-        pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
-        slots: SlotPool
-        if settings.page_blocks:
-            slots = PageSlots(pages, settings.first_state_slot, settings.state_slots)
-        else:
-            slots = SlotPool(settings.state_slots or 0, settings.first_state_slot)
-        self._store = PrefixStore(tree, pages, slots, settings.live_states, eviction, host, self._stats)
-        self._store.on_move = settings.on_move
-        if host is not None and settings.routing_of is not None:
-            host.routing_of = settings.routing_of
+        self._store = store = PrefixStore(settings, self._stats)
         self._requests = RequestBook()
-        self._matcher = Matcher(tree, tiers, block_tokens=settings.block_tokens, ghosts=self._store.ghosts)
-        self._planner = StepPlanner(
-            self._store,
-            self._stats,
-            block_tokens=settings.block_tokens,
-            min_computed_tokens=settings.min_computed_tokens,
-            interval_tokens=settings.retention_interval_tokens,
-            rule=settings.boundary_rule,
-        )
-        self.loads = Loads(self._store, self._requests, self._matcher, self._stats, block_tokens=settings.block_tokens)
-        self.blocks = BlocksById(self._store, self._requests, self.loads)
+        self._matcher = Matcher(store.tree, store.tiers, store.ghosts, block_tokens=settings.block_tokens)
+        self._planner = StepPlanner(store)
+        self.loads = Loads(store, self._requests, self._matcher)
+        self.blocks = BlocksById(store, self._requests, self.loads)
         self.live = self._requests.live
 
     @property
@@ -179,10 +136,7 @@ class HybridPrefixCache:
 
     def explain(self, asked: Question) -> Explanation:
         """What this request would reuse now, and why not more. Changes nothing, and asks no other rank or process."""
-        limit_tokens = asked.chain.tokens - self.settings.min_computed_tokens
-        return Explainer(
-            self._store, self._planner, asked, block_tokens=self.block_tokens, limit_tokens=limit_tokens
-        ).explain()
+        return Explainer(self._store, self._planner, asked).explain()
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
@@ -569,13 +523,7 @@ class HybridPrefixCache:
         Raises:
             CacheCorruptionError: An invariant does not hold.
         """
-        check_integrity(
-            self._store,
-            self._requests,
-            unattached=self.blocks.unattached,
-            writing=self._planner.writing,
-            block_tokens=self.block_tokens,
-        )
+        check_integrity(self._store, self._requests, unattached=self.blocks.unattached, writing=self._planner.writing)
 
     # -- internal ------------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.host_entries import HostEntries
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree, is_guess
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Load, Tag
 
 
@@ -31,43 +31,27 @@ class HostTier:
 
     Args:
         tree: The prefix tree.
-        pages: Pages of the arena, ids 0 .. pages - 1.
-        kv_pages: Pages per KV block.
-        state_pages: Pages per state.
-        block_tokens: Tokens per block.
+        settings: Those of the cache.
         eviction: Ranks the states on the host.
         stats: Counts the moves.
-        behind: The tier below the host. It is offered the entries that are stored here.
 
     Attributes:
         entries: All entries, and what goes first.
+        behind: The tier below the host, or None. It is offered the entries that are stored here.
         transfers: Queued copies, to be carried out in this order.
-        routing_of: Returns the routing of a KV block on the device, which is stored with the block; None if it has
-            none.
     """
 
     def __init__(
-        self,
-        tree: PrefixTree,
-        *,
-        pages: int,
-        kv_pages: int,
-        state_pages: int,
-        block_tokens: int,
-        eviction: EvictionPolicy[Node],
-        stats: PrefixStats,
-        behind: TierBehind | None = None,
+        self, tree: PrefixTree, settings: CacheSettings, eviction: EvictionPolicy[Node], stats: PrefixStats
     ) -> None:
-        self._tree = tree
-        self.entries = HostEntries(pages, {EntryKind.KV: kv_pages, EntryKind.STATE: state_pages}, eviction)
-        self._block_tokens = block_tokens
-        self._stats = stats
-        self._figures = stats.tiers[HOST]
-        self.behind = behind
+        self._tree, self._stats, self._figures = tree, stats, stats.tiers[HOST]
+        pages_of = {EntryKind.KV: settings.host_kv_pages, EntryKind.STATE: settings.host_state_pages}
+        self.entries = HostEntries(settings.host_pages, pages_of, eviction)
+        self._block_tokens, self._routing_of = settings.block_tokens, settings.routing_of
+        self.behind = settings.behind
         # Entries that are being read from the tier below. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()
         self.transfers: list[Copy] = []
-        self.routing_of: Callable[[int], Any] = lambda block_id: None
         self.reset()
 
     def reset(self) -> None:
@@ -124,7 +108,7 @@ class HostTier:
             self._put_kv(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
         elif node in self.entries.users and not forced:
             self.entries.drop_kv(node)  # the only copy soon
-        payload = self.routing_of(node.block_id)
+        payload = self._routing_of(node.block_id)
         if payload is not None:
             self.entries[node.host_block].payload = payload
         return True
@@ -197,7 +181,7 @@ class HostTier:
         entry = self._store(device_id, tag)
         self.entries.private.add(entry)
         if kind == EntryKind.KV:
-            self.entries[entry].payload = self.routing_of(device_id)
+            self.entries[entry].payload = self._routing_of(device_id)
         return entry
 
     # -- from the tier below ------------------------------------------------------------------------------------------

@@ -15,12 +15,7 @@ from megatron_hybrid_prefix.tiers.units import LoadState
 
 
 def check_integrity(
-    store: PrefixStore,
-    book: RequestBook,
-    *,
-    unattached: Collection[int],
-    writing: Collection[bytes],
-    block_tokens: int,
+    store: PrefixStore, book: RequestBook, *, unattached: Collection[int], writing: Collection[bytes]
 ) -> None:
     """Checks all invariants.
 
@@ -29,13 +24,12 @@ def check_integrity(
         book: All requests.
         unattached: Allocated blocks that no request is attached to.
         writing: Keys whose state a forward in flight writes.
-        block_tokens: Tokens per block.
 
     Raises:
         CacheCorruptionError: An invariant does not hold. The message says which.
     """
     tree, blocks, slots, host = store.tree, store.blocks, store.slots, store.host
-    requests = book.everyone()
+    requests, block_tokens = book.everyone(), store.settings.block_tokens
     blocks.check()
     slots.check()
     store.check()

@@ -11,7 +11,6 @@ from megatron_hybrid_prefix.index.matcher import Match, Matcher
 from megatron_hybrid_prefix.index.requests import LiveRequest, RequestBook
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
-from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, Load, LoadState, Tag
 
@@ -23,16 +22,12 @@ class Loads:
         store: The cached blocks and states, and the host tier. Without a host tier nothing is ever loaded.
         requests: All requests, their loads and what is swapped out.
         matcher: Repeats matches that are out of date.
-        stats: Counters.
-        block_tokens: Tokens per KV block.
     """
 
-    def __init__(
-        self, store: PrefixStore, requests: RequestBook, matcher: Matcher, stats: PrefixStats, *, block_tokens: int
-    ) -> None:
-        self._store, self._requests, self._matcher, self._stats = store, requests, matcher, stats
+    def __init__(self, store: PrefixStore, requests: RequestBook, matcher: Matcher) -> None:
+        self._store, self._requests, self._matcher, self._stats = store, requests, matcher, store.stats
         self._host, self._blocks, self._slots = store.host, store.blocks, store.slots
-        self._block_tokens = block_tokens
+        self._block_tokens = store.settings.block_tokens
         self._next_id = 0
 
     def _swapped_out(self, request_id: int) -> Load | None:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hybrid_prefix.index.planner import BoundaryRule
 from megatron_hybrid_prefix.index.tree import KeyedValues
-from megatron_hybrid_prefix.policy.boundaries import prompt_boundaries
+from megatron_hybrid_prefix.policy.boundaries import BoundaryRule, prompt_boundaries
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY
 from megatron_hybrid_prefix.tiers.base import TierBehind
 
@@ -45,7 +44,6 @@ class CacheSettings:
         on_move: Called at once when a cached block moves: (from block, to block). For what the engine keeps by block id on the
             host; the copy of the KV itself comes with `take_copies`.
         routing_of: Returns the routing of a KV block, which moves with the block (`Admission.payloads`); None if it has none.
-            Without it no block has one.
 
     Raises:
         ValueError: A number is out of range.
@@ -71,7 +69,7 @@ class CacheSettings:
     boundary_rule: BoundaryRule = prompt_boundaries
     beside: KeyedValues | None = None
     on_move: Callable[[int, int], None] = lambda source, target: None
-    routing_of: Callable[[int], Any] | None = None
+    routing_of: Callable[[int], Any] = lambda block_id: None
 
     def __post_init__(self) -> None:
         if self.min_computed_tokens < 1:

@@ -9,20 +9,23 @@ A guess only gets free bytes, or those of another guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.requests import LiveRequest
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree, is_guess
-from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy, SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots, SlotPool, SlotState
-from megatron_hybrid_prefix.tiers.units import BlockMove, Copy, PageClear
+from megatron_hybrid_prefix.tiers.base import DepthTier
+from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, Copy, PageClear
 
 
 class CheckpointTable:
@@ -30,16 +33,15 @@ class CheckpointTable:
 
     Args:
         store: The store that it is part of.
-        stats: Counts evictions and published states.
 
     Attributes:
         slots: The slots.
         protected: Slots that `protect` pinned.
     """
 
-    def __init__(self, store: PrefixStore, stats: PrefixStats) -> None:
+    def __init__(self, store: PrefixStore) -> None:
         self._store, self.slots, self._index = store, store.slots, store.blocks
-        self._tree, self._host, self._stats = store.tree, store.host, stats
+        self._tree, self._host, self._stats = store.tree, store.host, store.stats
         self.protected: list[int] = []
 
     def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
@@ -224,18 +226,17 @@ class PrefixStore:
     """Prefix tree, KV blocks, checkpoints and host tier, changed together.
 
     Args:
-        tree: An empty tree.
-        pages: The memory.
-        slots: The slots of states: in those pages, or without memory.
-        live_states: Whether running requests get slots from them.
-        eviction: Ranks the states.
-        host: Host tier for evicted KV and states; None: evicted entries are lost.
-        stats: Counts evictions and published states.
+        settings: Sizes and rules.
+        stats: Counts what happens here.
 
     Attributes:
+        settings, stats: See Args.
+        tree: The prefix tree.
+        host: Host tier for evicted KV and states; None: evicted entries are lost.
+        tiers: The tiers below the device, nearest first.
         pages: The memory.
         blocks: Its KV blocks, and what goes first.
-        slots: Its slots.
+        slots: The slots of states: in those pages, or without memory.
         checkpoints: Which state is in which slot.
         slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
         copies: Queued copies, to be carried out in this order.
@@ -243,29 +244,38 @@ class PrefixStore:
         on_move: Called at once when a cached block moves: (from block, to block).
     """
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        pages: Pages,
-        slots: SlotPool,
-        live_states: bool,
-        eviction: EvictionPolicy[Node],
-        host: HostTier | None,
-        stats: PrefixStats,
-    ) -> None:
-        self.tree, self.pages, self.slots, self.host = tree, pages, slots, host
-        self.slots_per_request = int(live_states and pages.page_blocks > 0)
+    def __init__(self, settings: CacheSettings, stats: PrefixStats) -> None:
+        self.settings, self.stats = settings, stats
+        self.tree = PrefixTree(settings.epoch, settings.beside)
+        eviction = make_eviction_policy(settings.eviction_policy)
+        self.host = host = self._make_host(eviction) if settings.host_pages else None
+        self.tiers: list[DepthTier] = [tier for tier in (host, settings.behind) if tier is not None]
+        self.pages = pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
+        slots: SlotPool
+        if settings.page_blocks:
+            slots = PageSlots(pages, settings.first_state_slot, settings.state_slots)
+        else:
+            slots = SlotPool(settings.state_slots or 0, settings.first_state_slot)
+        self.slots = slots
+        self.slots_per_request = int(settings.live_states and pages.page_blocks > 0)
         self.ghosts = Ghosts(pages.total_blocks if isinstance(eviction, SharesMemory) else 0)
         if isinstance(eviction, SharesMemory):
             # Two budgets: a slot is worth as many blocks as there are for each slot.
             of_budgets = pages.total_blocks / max(1, slots.most_cached)
             eviction.share_memory(state_blocks=pages.page_blocks / pages.page_states or of_budgets)
         self.blocks = KVBlocks(pages, slots, eviction)
-        self.checkpoints = CheckpointTable(self, stats)
-        self._stats = stats
+        self.checkpoints = CheckpointTable(self)
         self.copies: list[Copy] = [] if host is None else host.transfers
-        self.on_move: Callable[[int, int], None] = lambda source, target: None
+        self.on_move = settings.on_move
         self._moved_blocks = self._blocked_slots = 0
+
+    def _make_host(self, eviction: EvictionPolicy[Node]) -> HostTier:
+        settings = self.settings
+        state_blocks = settings.host_state_pages / settings.host_kv_pages
+        below = make_policy_below(eviction, settings.eviction_policy, state_blocks=state_blocks)
+        if settings.behind is not None:
+            self.stats.tiers[SHARED] = TierStats()
+        return HostTier(self.tree, settings, below, self.stats)
 
     def has_room(
         self, blocks: int, path: Sequence[Node] = (), *, slots: int = 0, source_slot: int | None = None
@@ -452,7 +462,7 @@ class PrefixStore:
         self.ghosts.add(node.key)
         self.blocks.unbind(node)
         self.tree.prune(node)
-        self._stats.kv_evictions += 1
+        self.stats.kv_evictions += 1
 
     def memory_use(self) -> MemoryUse:
         """Who uses the memory now."""
