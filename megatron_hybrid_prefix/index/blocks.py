@@ -249,14 +249,14 @@ class KVBlocks(TierIndex[Node]):
 
     def _let_go(self, node: Node) -> None:
         """No request holds the node's block any more."""
-        self._pages.let_go(node.block_id)
+        self._pages.hold(node.block_id, -1)
         self._cached_blocks += 1
         if node not in self.users:
             self.note_kv(node)
 
     def _hold(self, node: Node) -> None:
         """A request holds the node's cached block."""
-        self._pages.hold(node.block_id)
+        self._pages.hold(node.block_id, 1)
         self._cached_blocks -= 1
         if node in self.unneeded:
             del self.unneeded[node]

@@ -23,7 +23,7 @@ from megatron_hybrid_prefix.policy.base import EvictionPolicy, SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
 from megatron_hybrid_prefix.pool.pages import Pages
-from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots, SlotPool, SlotState
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
 from megatron_hybrid_prefix.tiers.base import DepthTier
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, Copy, PageClear
 
@@ -65,7 +65,7 @@ class CheckpointTable:
         """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
         if self.slots.is_full:
             return self._slot_of(self._index.next_state())
-        return self.slots.reserve() if self._store.make_place() else None
+        return self._store.reserve_slot()
 
     def take_probationary_slot(self, path: Sequence[Node]) -> int | None:
         """Reserves a slot for a probationary state: a free slot, or the slot of another probationary state.
@@ -77,9 +77,8 @@ class CheckpointTable:
         Returns:
             The slot; None if there is none.
         """
-        if not self.slots.is_full and self._store.make_free_place():
-            return self.slots.reserve()
-        return self._slot_of(self._guess_elsewhere(path))
+        slot = None if self.slots.is_full else self._store.reserve_free_slot()
+        return self._slot_of(self._guess_elsewhere(path)) if slot is None else slot
 
     def protect(self, slot: int) -> None:
         """The state in the published ``slot`` is copied there later, after the queued copies. Until then it stays there."""
@@ -236,7 +235,7 @@ class PrefixStore:
         tiers: The tiers below the device, nearest first.
         pages: The memory.
         blocks: Its KV blocks, and what goes first.
-        slots: The slots of states: in those pages, or without memory.
+        slots: The slots of states, in those pages. With two budgets they are in pages of their own.
         checkpoints: Which state is in which slot.
         slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
         copies: Queued copies, to be carried out in this order.
@@ -251,12 +250,9 @@ class PrefixStore:
         self.host = host = self._make_host(eviction) if settings.host_pages else None
         self.tiers: list[DepthTier] = [tier for tier in (host, settings.behind) if tier is not None]
         self.pages = pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
-        slots: SlotPool
-        if settings.page_blocks:
-            slots = PageSlots(pages, settings.first_state_slot, settings.state_slots)
-        else:
-            slots = SlotPool(settings.state_slots or 0, settings.first_state_slot)
-        self.slots = slots
+        # With two budgets each slot is a page, without KV.
+        of_states = pages if settings.page_blocks else Pages(max(0, settings.state_slots or 0), 1)
+        self.slots = slots = SlotPool(of_states, settings.first_state_slot, settings.state_slots)
         self.slots_per_request = int(settings.live_states and pages.page_blocks > 0)
         self.ghosts = Ghosts(pages.total_blocks if isinstance(eviction, SharesMemory) else 0)
         if isinstance(eviction, SharesMemory):
@@ -322,10 +318,9 @@ class PrefixStore:
         """Takes a slot for a running request; None if the engine has slots of its own for them."""
         if not self.slots_per_request:
             return None
-        slot = self.slots.reserve() if self.make_place() else None
+        slot = self.reserve_slot()
         if slot is None:
             raise CacheCorruptionError("no slot for a request that was promised one")
-        assert isinstance(self.slots, PageSlots)
         self.slots.make_live(slot)
         return slot
 
@@ -356,7 +351,6 @@ class PrefixStore:
         self.unpin_source(live)
         self.blocks.release(live.block_ids, live.path)
         if live.live_slot is not None:
-            assert isinstance(self.slots, PageSlots)
             self.slots.end_live(live.live_slot)
             live.live_slot = None
 
@@ -393,31 +387,31 @@ class PrefixStore:
             self.host.reset()
         self.tree.clear()
         self.blocks.reset()
+        self.slots.pages.reset()
         self.checkpoints.reset()
         self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear)]
         self.ghosts.clear()
 
     # -- who gets the next bytes ---------------------------------------------------------------------------------------
 
-    def make_place(self) -> bool:
-        """Makes a slot free, by moves or by eviction. False: none can be made."""
+    def reserve_slot(self) -> int | None:
+        """Reserves a slot, if need be after moves and evictions. None: none can be made free."""
         pages = self.pages
-        while not self.make_free_place():
+        while (slot := self.reserve_free_slot()) is None:
             # No KV page can be emptied: only a state's own page helps.
             blocked = pages.unheld_pages == 0
             self._blocked_slots += blocked and pages.free_blocks >= pages.page_blocks
             if not self._evict_next(for_slot=True, states_only=blocked):
-                return False
-        return True
+                return None
+        return slot
 
-    def make_free_place(self) -> bool:
-        """Makes a slot free for a guess: by moves only, without eviction."""
-        if self.slots.free_slots:
-            return True
-        if not self.pages.can_be_emptied():
-            return False
-        self._compact()
-        return True
+    def reserve_free_slot(self) -> int | None:
+        """Reserves a slot for a guess: if need be after moves, but without eviction. None: there is none."""
+        slot = self.slots.reserve()
+        if slot is None and self.pages.can_be_emptied():
+            self._compact()
+            slot = self.slots.reserve()
+        return slot
 
     def _compact(self) -> None:
         _, moves = self.pages.empty()
