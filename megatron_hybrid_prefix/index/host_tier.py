@@ -124,15 +124,15 @@ class HostTier:
         Returns:
             False if all that is stored is worth more.
         """
+        guess = is_guess(node)
         if node.host_slot != NO_SLOT:
-            if not self.entries.states[node] and not is_guess(node):
+            if not self.entries.states[node] and not guess:
                 self._use_state(node)
             return True
         # First, so that its value is compared with the others', and its KV is not evicted for it.
-        self.entries.add_state(node, guess=is_guess(node))
+        self.entries.add_state(node, guess=guess)
         if node.used:
             self.entries.use_state(node)
-        guess = is_guess(node)
         incoming = node if self.behind is None else None  # the way to the tier below is through the host
         if not self._make_room(EntryKind.STATE, lambda: self._evict_state(incoming, guesses_only=guess)):
             self.entries.drop_state(node)
@@ -207,11 +207,11 @@ class HostTier:
         pinned += [end.host_slot] if end.host_slot != NO_SLOT else []
         self.entries.pin(pinned)
         fetched: list[int] = []
-        missing = [(node, self._fetch_kv) for node in kv if node.host_block == NO_BLOCK]
-        missing += [(end, self._fetch_state)] if end.host_slot == NO_SLOT else []
+        missing = [(EntryKind.KV, node) for node in kv if node.host_block == NO_BLOCK]
+        missing += [(EntryKind.STATE, end)] if end.host_slot == NO_SLOT else []
         end.children += 1  # what is evicted for room may be the last below the path, which must stay in the tree
-        for node, fetch in missing:
-            entry = fetch(node)
+        for kind, node in missing:
+            entry = self._fetch(kind, node)
             if entry is None:
                 break
             self.entries.pin([entry])
@@ -231,20 +231,23 @@ class HostTier:
         """These entries have arrived, on all ranks."""
         self._fetching.difference_update(entries)
 
-    def _fetch_kv(self, node: Node) -> int | None:
-        entry = self._fetch(EntryKind.KV, node)
-        if entry is not None:
+    def _fetch(self, kind: EntryKind, node: Node) -> int | None:
+        """Allocates an entry, and queues its read from the tier below. None: there is no room."""
+        if not self._make_room(kind):
+            return None
+        tag = self._tag(kind, node)
+        entry = self.entries.add(tag)
+        self.transfers.append(BlockTransfer(SHARED, HOST, self.entries[entry].pages, tag))
+        self._fetching.add(entry)
+        self._stats.tiers[SHARED].loads += 1
+        if kind == EntryKind.KV:
             self._put_kv(node, entry)
-        return entry
-
-    def _fetch_state(self, node: Node) -> int | None:
-        entry = self._fetch(EntryKind.STATE, node)
-        if entry is not None:
-            if node.reason is None:
-                # The tier below does not store the reason. Two prompts share this state now.
-                node.reason = CheckpointReason.JUNCTION
-            self.entries.add_state(node, guess=is_guess(node))
-            self._put_state(node, entry)
+            return entry
+        if node.reason is None:
+            # The tier below does not store the reason. Two prompts share this state now.
+            node.reason = CheckpointReason.JUNCTION
+        self.entries.add_state(node, guess=is_guess(node))
+        self._put_state(node, entry)
         return entry
 
     # -- back to the device --------------------------------------------------------------------------------------------
@@ -339,25 +342,12 @@ class HostTier:
         self._figures.stores += 1
         return entry
 
-    def _fetch(self, kind: EntryKind, node: Node) -> int | None:
-        assert self.behind is not None
-        if not self._make_room(kind):
-            return None
-        tag = self._tag(kind, node)
-        entry = self.entries.add(tag)
-        self.transfers.append(BlockTransfer(SHARED, HOST, self.entries[entry].pages, tag))
-        self._fetching.add(entry)
-        self._stats.tiers[SHARED].loads += 1
-        return entry
-
     def _write_down(self, node: Node) -> None:
         """Offers a state that was just stored, after the KV before it, to the tier below.
 
         The host's entries depend on nothing that differs between ranks. So KV is stored here even if the tier below has it.
         """
-        if self.behind is None:
-            return
-        if node.private or is_guess(node) or node.depth_blocks < self.behind.least_blocks:
+        if self.behind is None or node.private or is_guess(node) or node.depth_blocks < self.behind.least_blocks:
             return
         path: list[Node] = []
         above: Node | None = node

@@ -95,19 +95,13 @@ class Loads:
             return None
         keys = match.chain.keys[: match.loadable_blocks]
         shared = self._store.tree.path(keys)
-        if not self._has_blocks(len(keys) - len(shared) + reserved_blocks, shared):
+        if not self._store.has_room(len(keys) - len(shared) + reserved_blocks, shared, slots=1):
             return None
         entries = self._host.gather(keys, len(shared))
         if entries is None:
             return None
-        loaded = self._begin(
-            self._new_load(request_id, depth_tokens=len(keys) * self._block_tokens, pinned=entries),
-            match,
-            entries,
-            shared=shared,
-            write=write,
-            reserved_blocks=reserved_blocks,
-        )
+        load = self._new_load(request_id, depth_tokens=len(keys) * self._block_tokens, pinned=entries)
+        loaded = self._begin(load, match, entries, shared, write=write)
         if loaded is None:
             self._host.entries.unpin(entries)
         return loaded
@@ -124,41 +118,28 @@ class Loads:
             self.drop_swapped_out(left.request_id)
             return None
         shared = self._store.tree.path(keys)
-        loaded = self._begin(
-            self._left_again(left),
-            match,
-            [*left.pinned[len(shared) :], *left.private],
-            shared=shared,
-            write=write,
-            reserved_blocks=reserved_blocks,
-        )
+        entries = [*left.pinned[len(shared) :], *left.private]
+        if not self._store.has_room(len(entries) - 1 + reserved_blocks, shared, slots=1):
+            return None
+        loaded = self._begin(self._left_again(left), match, entries, shared, write=write)
         if loaded is not None:
             self._requests.loads.remove(left)
         return loaded
 
     def _begin(
-        self,
-        load: Load,
-        match: Match,
-        entries: Sequence[int],
-        *,
-        shared: Sequence[Node],
-        write: bool,
-        reserved_blocks: int,
+        self, load: Load, match: Match, entries: Sequence[int], shared: Sequence[Node], *, write: bool
     ) -> Match | None:
-        """Begins a load whose entries are pinned.
+        """Begins a load whose entries are pinned, if there is a slot. There is room for its blocks.
 
         Args:
             load: The load.
             match: The match of its request.
             entries: Host entries to copy: KV after the ``shared`` blocks, then the state.
             shared: Nodes of blocks on the device.
-            write, reserved_blocks: See `begin_load_back`.
+            write: See `begin_load_back`.
         """
         host = self._host
         assert host is not None
-        if not self._has_blocks(len(entries) - 1 + reserved_blocks, shared):
-            return None
         # Share before allocating: eviction must not take what this request needs.
         block_ids = self._blocks.share(shared)
         slot = self._store.checkpoints.take_slot()
@@ -217,9 +198,6 @@ class Loads:
             pinned=left.pinned,
             private=left.private,
         )
-
-    def _has_blocks(self, count: int, shared: Sequence[Node]) -> bool:
-        return self._store.has_room(count, shared, slots=1)
 
     # -- end a load ----------------------------------------------------------------------------------------------------
 
