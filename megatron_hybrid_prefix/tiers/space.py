@@ -1,15 +1,16 @@
-"""`Space`: which entries of a namespace are in a shared folder, as a prefix tree, and which of them go first."""
+"""`Space`: the files of a namespace in a shared folder, as a prefix tree, and which of them go first."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex
-from megatron_hybrid_prefix.tiers.listing import FileName
+from megatron_hybrid_prefix.tiers.listing import FileName, Listing
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
 # KV that no state needs may be waiting for the state that is being written.
@@ -45,10 +46,16 @@ class Space(TierIndex[KeptFile]):
 
     Args:
         eviction: Ranks the states.
+        folder: Folder of the namespace.
+
+    Attributes:
+        listing: Its files.
+        counts: Entries by kind.
     """
 
-    def __init__(self, eviction: EvictionPolicy[KeptFile]) -> None:
+    def __init__(self, eviction: EvictionPolicy[KeptFile], folder: Path) -> None:
         super().__init__(eviction)
+        self.listing = Listing(folder)
         self._nodes: dict[bytes, KeptFile] = {}
         # Files whose parent is not here, with the time of last use, and when they were seen (monotonic).
         self._orphans: dict[FileName, tuple[int, float]] = {}
@@ -62,9 +69,9 @@ class Space(TierIndex[KeptFile]):
         node = self._nodes.get(key)
         return None if node is None else node.names.get(kind)
 
-    def add(self, name: FileName, used_ns: int) -> None:
-        """A file appeared."""
-        if name in self._orphans or self.get(name.kind, name.key) is not None:
+    def add(self, name: FileName, size: int, used_ns: int) -> None:
+        """There is a file of ``size`` bytes, used last at this time."""
+        if not self.listing.add(name.part, str(name), size) or self.get(name.kind, name.key) is not None:
             return
         if self._place(name, used_ns):
             self._adopt(name.key)
@@ -72,14 +79,15 @@ class Space(TierIndex[KeptFile]):
             self._orphans[name] = used_ns, time.monotonic()
             self._orphans_of.setdefault(name.parent, set()).add(name)
 
-    def remove(self, name: FileName) -> None:
-        """A file is gone, or about to be deleted."""
+    def remove(self, name: FileName) -> int:
+        """A file is gone, or about to be deleted. Returns its bytes; 0 if it was not known."""
+        size = self.listing.remove(name.part, str(name)) or 0
         if name in self._orphans:
             self._pop_orphan(name)
-            return
+            return size
         node = self._nodes.get(name.key)
-        if node is None or name.kind not in node.names:
-            return
+        if node is None or node.names.get(name.kind) != name:
+            return size
         del node.names[name.kind]
         self.counts[name.kind] -= 1
         if name.kind == EntryKind.STATE:
@@ -91,6 +99,7 @@ class Space(TierIndex[KeptFile]):
         else:
             self.drop_kv(node)
         self._prune(node)
+        return size
 
     def use(self, node: KeptFile, used_ns: int) -> None:
         """A request resumed from the state."""
