@@ -259,7 +259,7 @@ def test_a_fault_costs_time_only(model, fault, mode, chunk, caplog, monkeypatch)
     elif fault == "tag":
         node = served.cache.node(served.cache.chain(prompt).keys[-1])
         page = served.cache._store.host.entries[node.host_slot].pages[0]
-        arena.contents.tags[page] = Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
+        arena.pages.tags[page] = Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
         monkeypatch.setattr(arena.loads, "_load", fails)
     running = served.add(random_tokens(30, seed=7), 30)
