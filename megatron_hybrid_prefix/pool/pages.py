@@ -169,9 +169,9 @@ class Buckets:
             heappush(self._heaps[free], page)
             self._filled |= 1 << free
 
-    def fullest(self, is_listed: Callable[[int, int], bool], *, least_free: int = 1) -> int | None:
-        """The page with the fewest free blocks, at least ``least_free``; of equal pages the first."""
-        left = self._filled >> least_free << least_free
+    def fullest(self, is_listed: Callable[[int, int], bool]) -> int | None:
+        """The page with the fewest free blocks, at least one; of equal pages the first."""
+        left = self._filled >> 1 << 1
         while left:
             free = (left & -left).bit_length() - 1
             page = self._top(free, is_listed)
