@@ -103,7 +103,8 @@ class SharedFolder:
         """Look at what other processes have written and deleted, and delete what dead ones left half-written."""
         with self._looking:
             self._clean()
-            own = "" if self.space is None else self.space.listing.folder.name
+            space = self.space
+            own = "" if space is None else space.listing.folder.name
             with suppress(FileNotFoundError):
                 for name in sorted(set(os.listdir(self._root)) - {"writing", own}):
                     self._others.setdefault(name, Listing(self._root / name))
@@ -240,8 +241,9 @@ class SharedFolder:
                     with suppress(FileNotFoundError, BlockingIOError):
                         self._writing_lock = Lock(self._writing / "lock", shared=False)
                         break
-            if self.space is not None:
-                place = self.space.listing.folder
+            space = self.space
+            if space is not None:
+                place = space.listing.folder
                 if self._space_lock is not None and not (place / "lock").exists():
                     self._space_lock.release()
                     self._space_lock = None
