@@ -77,7 +77,7 @@ class StepPlanner:
             if node is not None and node.slot == NO_SLOT:
                 self._store.checkpoints.publish(node, checkpoint.slot, checkpoint.reason)
             else:
-                self._store.checkpoints.abandon(checkpoint.slot)
+                self._store.slots.abandon(checkpoint.slot)
         del live.plans[plan.plan_id]
         if not live.plans:
             live.planned_tokens = live.computed_tokens

@@ -108,10 +108,6 @@ class CheckpointTable:
             self._host.store_state(node)
             self._host.state_also_on_device(node)
 
-    def abandon(self, slot: int) -> None:
-        """Frees the reserved ``slot``: it was not written, or is no longer needed."""
-        self.slots.abandon(slot)
-
     def restore(self, node: Node, slot: int) -> None:
         """The node's state was loaded into the reserved ``slot``, and a request resumed from it."""
         assert node.reason is not None, node

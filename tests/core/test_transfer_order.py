@@ -267,8 +267,9 @@ class Published:
 def moves_of(world: Launches, cache: Any) -> HostMoves:
     moves = HostMoves.__new__(HostMoves)
     memory = SimpleNamespace(layout=None, row=lambda slot: slot)
-    vars(moves).update(arena=world.arena, sends_later=True, _context=SimpleNamespace(shared_memory=memory))
-    moves.serve(cache)
+    vars(moves).update(
+        arena=world.arena, sends_later=True, _context=SimpleNamespace(shared_memory=memory, prefix_cache=cache)
+    )
     return moves
 
 
