@@ -31,7 +31,7 @@ class Match:
         version: Version of the tree at the time of the match.
         resume_at: Positions where the request may resume; None: anywhere.
         lost_tokens_elsewhere: Tokens that could be skipped without ``resume_at``, but are computed: their state is elsewhere.
-        seen_blocks: Number of leading blocks that an earlier prompt had, even if their KV was evicted since (``ghosts.py``). 0:
+        seen_blocks: Number of leading blocks that an earlier prompt had, even if their KV was evicted since (`Ghosts`). 0:
             nothing was evicted.
         loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.
         load: The request's load; None: none has begun.
