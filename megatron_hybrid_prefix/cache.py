@@ -202,60 +202,68 @@ class HybridPrefixCache:
         Raises:
             ValueError: The request is live already.
         """
-        waiting = self._requests.live.get(request_id)
-        if waiting is not None:
-            if not waiting.is_loading:
-                raise ValueError(f"request {request_id} is live already")
-            if match.load is not None:
-                return self._admit_loaded(waiting, length_tokens, write, breakpoints, counted_tokens)
-            self.release(request_id)
-        self.loads.drop_swapped_out(request_id)
-        store = self._store
-        expected, match = match, self._matcher.fresh(match)
+        live, store = self._requests.live.get(request_id), self._store
+        if live is not None and not live.is_loading:
+            raise ValueError(f"request {request_id} is live already")
+        if live is not None and match.load is not live.load:
+            self.release(request_id)  # it does without its load
+            live = None
+        expected = match
+        if live is None:
+            self.loads.drop_swapped_out(request_id)
+            match = self._matcher.fresh(match)
         beyond = self._shared_beyond(match, length_tokens)
         if beyond is None:
             return None
-        chain, path = match.chain, [*match.path, *beyond]
         if match.resume_tokens < expected.resume_tokens:
             self._stats.count_fallback("stale_match")
         # Share and pin before allocating: allocation may evict, and must not evict what this request shares.
-        block_ids = store.blocks.share(path)
-        if match.source_slot is not None:
-            store.slots.pin(match.source_slot)
-            store.checkpoints.use(match.path[-1])
-        live_slot = store.take_live_slot()
-        block_ids += store.take_blocks(max(0, self._blocks_for(match, length_tokens) - len(path)))
-        write = write and chain.epoch == self.epoch
-        boundaries = self._planner.boundaries(match, breakpoints) if write else ()
-        if boundaries and verify_at_tokens:
-            boundaries = with_verification(boundaries, verify_at_tokens)
-        live = self._requests.live[request_id] = LiveRequest(
-            request_id=request_id,
-            chain=chain.copy(),
-            prompt_tokens=chain.tokens,
-            write=write,
-            block_ids=block_ids,
-            path=path,
-            boundaries=boundaries,
-            computed_tokens=match.resume_tokens,
-            planned_tokens=match.resume_tokens,
-            stored_tokens=len(path) * self.block_tokens,
-            read=match.read,
-            pinned_slot=match.source_slot,
-            live_slot=live_slot,
-            uncounted=match,
-            counted_tokens=counted_tokens,
-        )
+        if live is None:
+            live = self._requests.live[request_id] = LiveRequest(
+                request_id=request_id,
+                chain=match.chain.copy(),
+                prompt_tokens=match.chain.tokens,
+                write=match.chain.epoch == self.epoch,
+                block_ids=store.blocks.share(match.path),
+                path=list(match.path),
+                boundaries=(),
+                computed_tokens=match.resume_tokens,
+                planned_tokens=match.resume_tokens,
+                stored_tokens=match.resume_tokens,
+                read=match.read,
+                pinned_slot=match.source_slot,
+                uncounted=match,
+            )
+            if match.source_slot is not None:
+                store.slots.pin(match.source_slot)
+                store.checkpoints.use(match.path[-1])
+        live.block_ids += store.blocks.share(beyond)
+        share_beyond(live, beyond, self.block_tokens)
+        shared_blocks = len(live.block_ids)
+        live.live_slot = store.take_live_slot()
+        live.block_ids += store.take_blocks(max(0, self._blocks_for(match, length_tokens) - shared_blocks))
+        live.write, live.counted_tokens = live.write and write, counted_tokens
+        if live.write:
+            boundaries = self._planner.boundaries(match, breakpoints)
+            if boundaries and verify_at_tokens:
+                boundaries = with_verification(boundaries, verify_at_tokens)
+            if live.boundaries:  # requested by others since its load began
+                wanted = dict(boundaries) | dict(live.boundaries)
+                boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
+            live.boundaries = boundaries
+        if live.load is not None:
+            live.load.admitted = True
         return Admission(
             request_id=request_id,
-            block_ids=tuple(block_ids),
-            shared_blocks=len(path),
+            block_ids=tuple(live.block_ids),
+            shared_blocks=shared_blocks,
             stored_tokens=live.stored_tokens,
             resume_tokens=match.resume_tokens,
             source_slot=match.source_slot,
             lost_tokens_no_state=match.lost_tokens_no_state,
             boundaries=live.boundaries,
-            live_slot=live_slot,
+            payloads={} if live.load is None else live.load.payloads,
+            live_slot=live.live_slot,
         )
 
     def take_copies(self, *, published: bool = False) -> list[Copy]:
@@ -539,43 +547,6 @@ class HybridPrefixCache:
         if live.decoded:
             self._store.checkpoints.end_decoded(*live.decoded[-1])
         self._store.let_go(live)
-
-    def _admit_loaded(
-        self,
-        live: LiveRequest,
-        length_tokens: int | None,
-        write: bool,
-        breakpoints: Sequence[int],
-        counted_tokens: int,
-    ) -> Admission | None:
-        load, match = live.load, live.uncounted
-        assert load is not None and match is not None
-        beyond = self._shared_beyond(match, length_tokens)
-        if beyond is None:
-            return None
-        live.block_ids += self._store.blocks.share(beyond)
-        share_beyond(live, beyond, self.block_tokens)
-        held = len(live.block_ids)
-        live.live_slot = self._store.take_live_slot()
-        live.block_ids += self._store.take_blocks(max(0, self._blocks_for(match, length_tokens) - held))
-        live.write = live.write and write
-        if live.write:
-            wanted = dict(self._planner.boundaries(match, breakpoints))
-            wanted |= dict(live.boundaries)  # requested by others since the load began
-            live.boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
-        load.admitted, live.counted_tokens = True, counted_tokens
-        return Admission(
-            request_id=live.request_id,
-            block_ids=tuple(live.block_ids),
-            shared_blocks=held,
-            stored_tokens=live.stored_tokens,
-            resume_tokens=match.resume_tokens,
-            source_slot=load.slot,
-            lost_tokens_no_state=match.lost_tokens_no_state,
-            boundaries=live.boundaries,
-            payloads=load.payloads,
-            live_slot=live.live_slot,
-        )
 
     def _count(self, live: LiveRequest, plan: StepPlan) -> None:
         """Counts what a forward computed; the first one also counts the prompt, and what it reused."""

@@ -97,7 +97,8 @@ def test_a_load_that_fetches_also_needs_what_was_just_stored(pools, monkeypatch)
     load.deadline_s, ended = time.monotonic() + HANG_S, []
     cache = SimpleNamespace(loads=SimpleNamespace(end_fetch=lambda *end: ended.append(end)))
     host_moves = moves.HostMoves.__new__(moves.HostMoves)
-    vars(host_moves).update(arena=pools.arena, _cache=cache, _groups=None, _page_bytes=pools.page_bytes)
+    context = SimpleNamespace(prefix_cache=cache)
+    vars(host_moves).update(arena=pools.arena, _context=context, _groups=None, _page_bytes=pools.page_bytes)
     assert host_moves.fetch(load, wait=True) is LoadState.COPYING and ended == [(load, LoadState.COPYING)]
     assert pools.is_right(load) and [pools.value(index) for index in (3, 4)] == [1.0, 2.0]
 
