@@ -47,7 +47,8 @@ class HostTier:
         self._tree, self._stats, self._figures = tree, stats, stats.tiers[HOST]
         pages_of = {EntryKind.KV: settings.host_kv_pages, EntryKind.STATE: settings.host_state_pages}
         self.entries = HostEntries(settings.host_pages, pages_of, eviction)
-        self._block_tokens, self._routing_of = settings.block_tokens, settings.routing_of
+        self._block_tokens = settings.block_tokens
+        self._routing_of = settings.routing_of or (lambda block_id: None)
         self.behind = settings.behind
         # Entries that are being read from the tier below. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()

@@ -44,6 +44,7 @@ class CacheSettings:
         on_move: Called at once when a cached block moves: (from block, to block). For what the engine keeps by block id on the
             host; the copy of the KV itself comes with `take_copies`.
         routing_of: Returns the routing of a KV block, which moves with the block (`Admission.payloads`); None if it has none.
+            Without it no block has one.
 
     Raises:
         ValueError: A number is out of range.
@@ -69,7 +70,7 @@ class CacheSettings:
     boundary_rule: BoundaryRule = prompt_boundaries
     beside: KeyedValues | None = None
     on_move: Callable[[int, int], None] = lambda source, target: None
-    routing_of: Callable[[int], Any] = lambda block_id: None
+    routing_of: Callable[[int], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.min_computed_tokens < 1:

@@ -151,7 +151,7 @@ class HybridPrefixContext(SlotContext):
                 retention_interval_tokens=prefix.retention_interval_tokens,
                 beside=self._scores,
                 on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
-                routing_of=lambda block_id: self.kv_block_allocator.block_routing.get(block_id),
+                routing_of=self._routing_of if self.moe_enable_routing_replay else None,
                 **self.moves.cache_settings(),
             )
         )
@@ -166,6 +166,9 @@ class HybridPrefixContext(SlotContext):
         if host is not None:
             self.loads = RequestLoads(self, cache, host, self._requests)
         reports.report_start(self)
+
+    def _routing_of(self, block_id: int) -> Any:
+        return self.kv_block_allocator.block_routing.get(block_id)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
