@@ -34,7 +34,6 @@ from collections.abc import Collection, Iterator, Sequence
 
 from megatron_hybrid_prefix.index.blocks_by_id import BlocksById
 from megatron_hybrid_prefix.index.explain import Explainer, Explanation, Question
-from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.integrity import check_integrity
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.loads import Loads
@@ -43,14 +42,10 @@ from megatron_hybrid_prefix.index.planner import StepPlanner
 from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest, RequestBook, StepPlan, share_beyond
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.store import MemoryUse, PrefixStore
-from megatron_hybrid_prefix.index.tree import Node, PrefixTree
-from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
+from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, with_verification
-from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
-from megatron_hybrid_prefix.pool.pages import Pages
-from megatron_hybrid_prefix.pool.slots import PageSlots, SlotPool
-from megatron_hybrid_prefix.tiers.base import DepthTier
-from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockTransfer, Copy, LoadState
+from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy, LoadState
 
 
 class HybridPrefixCache:
@@ -75,50 +70,12 @@ class HybridPrefixCache:
         self.settings = settings
         self._keys = KeyMaker(settings.block_tokens, settings.secret, settings.adapter_secret)
         self._stats = PrefixStats()
-        tree, host = PrefixTree(settings.epoch, settings.beside), None
-        tiers: list[DepthTier] = []
-        eviction = make_eviction_policy(settings.eviction_policy)
-        if settings.host_pages:
-            host = HostTier(
-                tree,
-                pages=settings.host_pages,
-                kv_pages=settings.host_kv_pages,
-                state_pages=settings.host_state_pages,
-                block_tokens=settings.block_tokens,
-                eviction=make_policy_below(
-                    eviction,
-                    settings.eviction_policy,
-                    state_blocks=settings.host_state_pages / settings.host_kv_pages,
-                ),
-                behind=settings.behind,
-                stats=self._stats,
-            )
-            tiers.append(host)
-            if settings.behind is not None:
-                self._stats.tiers[SHARED] = TierStats()
-                tiers.append(settings.behind)
-        pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
-        slots: SlotPool
-        if settings.page_blocks:
-            slots = PageSlots(pages, settings.first_state_slot, settings.state_slots)
-        else:
-            slots = SlotPool(settings.state_slots or 0, settings.first_state_slot)
-        self._store = PrefixStore(tree, pages, slots, settings.live_states, eviction, host, self._stats)
-        self._store.on_move = settings.on_move
-        if host is not None and settings.routing_of is not None:
-            host.routing_of = settings.routing_of
+        self._store = store = PrefixStore(settings, self._stats)
         self._requests = RequestBook()
-        self._matcher = Matcher(tree, tiers, block_tokens=settings.block_tokens, ghosts=self._store.ghosts)
-        self._planner = StepPlanner(
-            self._store,
-            self._stats,
-            block_tokens=settings.block_tokens,
-            min_computed_tokens=settings.min_computed_tokens,
-            interval_tokens=settings.retention_interval_tokens,
-            rule=settings.boundary_rule,
-        )
-        self.loads = Loads(self._store, self._requests, self._matcher, self._stats, block_tokens=settings.block_tokens)
-        self.blocks = BlocksById(self._store, self._requests, self.loads)
+        self._matcher = Matcher(store.tree, store.tiers, store.ghosts, block_tokens=settings.block_tokens)
+        self._planner = StepPlanner(store)
+        self.loads = Loads(store, self._requests, self._matcher)
+        self.blocks = BlocksById(store, self._requests, self.loads)
         self.live = self._requests.live
 
     @property
@@ -179,10 +136,7 @@ class HybridPrefixCache:
 
     def explain(self, asked: Question) -> Explanation:
         """What this request would reuse now, and why not more. Changes nothing, and asks no other rank or process."""
-        limit_tokens = asked.chain.tokens - self.settings.min_computed_tokens
-        return Explainer(
-            self._store, self._planner, asked, block_tokens=self.block_tokens, limit_tokens=limit_tokens
-        ).explain()
+        return Explainer(self._store, self._planner, asked).explain()
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
@@ -248,60 +202,68 @@ class HybridPrefixCache:
         Raises:
             ValueError: The request is live already.
         """
-        waiting = self._requests.live.get(request_id)
-        if waiting is not None:
-            if not waiting.is_loading:
-                raise ValueError(f"request {request_id} is live already")
-            if match.load is not None:
-                return self._admit_loaded(waiting, length_tokens, write, breakpoints, counted_tokens)
-            self.release(request_id)
-        self.loads.drop_swapped_out(request_id)
-        store = self._store
-        expected, match = match, self._matcher.fresh(match)
+        live, store = self._requests.live.get(request_id), self._store
+        if live is not None and not live.is_loading:
+            raise ValueError(f"request {request_id} is live already")
+        if live is not None and match.load is not live.load:
+            self.release(request_id)  # it does without its load
+            live = None
+        expected = match
+        if live is None:
+            self.loads.drop_swapped_out(request_id)
+            match = self._matcher.fresh(match)
         beyond = self._shared_beyond(match, length_tokens)
         if beyond is None:
             return None
-        chain, path = match.chain, [*match.path, *beyond]
         if match.resume_tokens < expected.resume_tokens:
             self._stats.count_fallback("stale_match")
         # Share and pin before allocating: allocation may evict, and must not evict what this request shares.
-        block_ids = store.blocks.share(path)
-        if match.source_slot is not None:
-            store.slots.pin(match.source_slot)
-            store.checkpoints.use(match.path[-1])
-        live_slot = store.take_live_slot()
-        block_ids += store.take_blocks(max(0, self._blocks_for(match, length_tokens) - len(path)))
-        write = write and chain.epoch == self.epoch
-        boundaries = self._planner.boundaries(match, breakpoints) if write else ()
-        if boundaries and verify_at_tokens:
-            boundaries = with_verification(boundaries, verify_at_tokens)
-        live = self._requests.live[request_id] = LiveRequest(
-            request_id=request_id,
-            chain=chain.copy(),
-            prompt_tokens=chain.tokens,
-            write=write,
-            block_ids=block_ids,
-            path=path,
-            boundaries=boundaries,
-            computed_tokens=match.resume_tokens,
-            planned_tokens=match.resume_tokens,
-            stored_tokens=len(path) * self.block_tokens,
-            read=match.read,
-            pinned_slot=match.source_slot,
-            live_slot=live_slot,
-            uncounted=match,
-            counted_tokens=counted_tokens,
-        )
+        if live is None:
+            live = self._requests.live[request_id] = LiveRequest(
+                request_id=request_id,
+                chain=match.chain.copy(),
+                prompt_tokens=match.chain.tokens,
+                write=match.chain.epoch == self.epoch,
+                block_ids=store.blocks.share(match.path),
+                path=list(match.path),
+                boundaries=(),
+                computed_tokens=match.resume_tokens,
+                planned_tokens=match.resume_tokens,
+                stored_tokens=match.resume_tokens,
+                read=match.read,
+                pinned_slot=match.source_slot,
+                uncounted=match,
+            )
+            if match.source_slot is not None:
+                store.slots.pin(match.source_slot)
+                store.checkpoints.use(match.path[-1])
+        live.block_ids += store.blocks.share(beyond)
+        share_beyond(live, beyond, self.block_tokens)
+        shared_blocks = len(live.block_ids)
+        live.live_slot = store.take_live_slot()
+        live.block_ids += store.take_blocks(max(0, self._blocks_for(match, length_tokens) - shared_blocks))
+        live.write, live.counted_tokens = live.write and write, counted_tokens
+        if live.write:
+            boundaries = self._planner.boundaries(match, breakpoints)
+            if boundaries and verify_at_tokens:
+                boundaries = with_verification(boundaries, verify_at_tokens)
+            if live.boundaries:  # requested by others since its load began
+                wanted = dict(boundaries) | dict(live.boundaries)
+                boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
+            live.boundaries = boundaries
+        if live.load is not None:
+            live.load.admitted = True
         return Admission(
             request_id=request_id,
-            block_ids=tuple(block_ids),
-            shared_blocks=len(path),
+            block_ids=tuple(live.block_ids),
+            shared_blocks=shared_blocks,
             stored_tokens=live.stored_tokens,
             resume_tokens=match.resume_tokens,
             source_slot=match.source_slot,
             lost_tokens_no_state=match.lost_tokens_no_state,
             boundaries=live.boundaries,
-            live_slot=live_slot,
+            payloads={} if live.load is None else live.load.payloads,
+            live_slot=live.live_slot,
         )
 
     def take_copies(self, *, published: bool = False) -> list[Copy]:
@@ -569,13 +531,7 @@ class HybridPrefixCache:
         Raises:
             CacheCorruptionError: An invariant does not hold.
         """
-        check_integrity(
-            self._store,
-            self._requests,
-            unattached=self.blocks.unattached,
-            writing=self._planner.writing,
-            block_tokens=self.block_tokens,
-        )
+        check_integrity(self._store, self._requests, unattached=self.blocks.unattached, writing=self._planner.writing)
 
     # -- internal ------------------------------------------------------------------------------------------------------
 
@@ -591,43 +547,6 @@ class HybridPrefixCache:
         if live.decoded:
             self._store.checkpoints.end_decoded(*live.decoded[-1])
         self._store.let_go(live)
-
-    def _admit_loaded(
-        self,
-        live: LiveRequest,
-        length_tokens: int | None,
-        write: bool,
-        breakpoints: Sequence[int],
-        counted_tokens: int,
-    ) -> Admission | None:
-        load, match = live.load, live.uncounted
-        assert load is not None and match is not None
-        beyond = self._shared_beyond(match, length_tokens)
-        if beyond is None:
-            return None
-        live.block_ids += self._store.blocks.share(beyond)
-        share_beyond(live, beyond, self.block_tokens)
-        held = len(live.block_ids)
-        live.live_slot = self._store.take_live_slot()
-        live.block_ids += self._store.take_blocks(max(0, self._blocks_for(match, length_tokens) - held))
-        live.write = live.write and write
-        if live.write:
-            wanted = dict(self._planner.boundaries(match, breakpoints))
-            wanted |= dict(live.boundaries)  # requested by others since the load began
-            live.boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
-        load.admitted, live.counted_tokens = True, counted_tokens
-        return Admission(
-            request_id=live.request_id,
-            block_ids=tuple(live.block_ids),
-            shared_blocks=held,
-            stored_tokens=live.stored_tokens,
-            resume_tokens=match.resume_tokens,
-            source_slot=load.slot,
-            lost_tokens_no_state=match.lost_tokens_no_state,
-            boundaries=live.boundaries,
-            payloads=load.payloads,
-            live_slot=live.live_slot,
-        )
 
     def _count(self, live: LiveRequest, plan: StepPlan) -> None:
         """Counts what a forward computed; the first one also counts the prompt, and what it reused."""

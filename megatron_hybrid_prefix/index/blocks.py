@@ -31,6 +31,10 @@ class KVBlocks(TierIndex[Node]):
         pages: The pages.
         slots: The slots in the same pages.
         eviction: Ranks the states.
+
+    Attributes:
+        cached_blocks: Keyed blocks with ref count 0. All of them can be evicted.
+        keyed_blocks: Blocks that belong to a node of the tree, held or not.
     """
 
     def __init__(self, pages: Pages, slots: SlotPool, eviction: EvictionPolicy[Node]) -> None:
@@ -46,23 +50,7 @@ class KVBlocks(TierIndex[Node]):
         self._ref_counts = array("i", bytes(4 * self.total_blocks))
         self._node: list[Node | None] = [None] * self.total_blocks
         self._duplicates: dict[Node, list[int]] = {}
-        self._cached_blocks = 0
-        self._keyed_blocks = 0
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that are neither held nor cached, nor in a page of states."""
-        return self._pages.free_blocks
-
-    @property
-    def cached_blocks(self) -> int:
-        """Keyed blocks with ref count 0. All of them can be evicted."""
-        return self._cached_blocks
-
-    @property
-    def keyed_blocks(self) -> int:
-        """Blocks that belong to a node of the tree, held or not."""
-        return self._keyed_blocks
+        self.cached_blocks = self.keyed_blocks = 0
 
     @property
     def available_blocks(self) -> int:
@@ -132,7 +120,7 @@ class KVBlocks(TierIndex[Node]):
         if self._node[node.block_id] is not None or not self._ref_counts[node.block_id]:
             raise CacheCorruptionError(f"block {node.block_id} gets a key, but has one, or no request holds it")
         self._node[node.block_id] = node
-        self._keyed_blocks += 1
+        self.keyed_blocks += 1
 
     def merge(self, node: Node, block_id: int) -> None:
         """A request filled ``block_id`` with the node's tokens: it becomes a duplicate, or the node's new block."""
@@ -146,12 +134,12 @@ class KVBlocks(TierIndex[Node]):
         """Takes the node off the device. Requests keep its block and its duplicates; an unused block becomes free."""
         block_id = node.block_id
         self._node[block_id] = None
-        self._keyed_blocks -= 1
+        self.keyed_blocks -= 1
         if self._ref_counts[block_id]:
             self._duplicates.pop(node, None)
         else:
             self._pages.evict(block_id)
-            self._cached_blocks -= 1
+            self.cached_blocks -= 1
         if node in self.unneeded:
             del self.unneeded[node]
         node.block_id = NO_BLOCK
@@ -193,8 +181,8 @@ class KVBlocks(TierIndex[Node]):
                 raise CacheCorruptionError(f"block {block_id} with ref_count {ref_count} has {places} owners")
             if node is not None and node.block_id != block_id:
                 raise CacheCorruptionError(f"block {block_id} and {node} disagree")
-        if cached != self._cached_blocks:
-            raise CacheCorruptionError(f"{cached} cached blocks, counted {self._cached_blocks}")
+        if cached != self.cached_blocks:
+            raise CacheCorruptionError(f"{cached} cached blocks, counted {self.cached_blocks}")
         self._check_order(list(self.unneeded))
         self._check_duplicates()
 
@@ -249,14 +237,14 @@ class KVBlocks(TierIndex[Node]):
 
     def _let_go(self, node: Node) -> None:
         """No request holds the node's block any more."""
-        self._pages.let_go(node.block_id)
-        self._cached_blocks += 1
+        self._pages.hold(node.block_id, -1)
+        self.cached_blocks += 1
         if node not in self.users:
             self.note_kv(node)
 
     def _hold(self, node: Node) -> None:
         """A request holds the node's cached block."""
-        self._pages.hold(node.block_id)
-        self._cached_blocks -= 1
+        self._pages.hold(node.block_id, 1)
+        self.cached_blocks -= 1
         if node in self.unneeded:
             del self.unneeded[node]

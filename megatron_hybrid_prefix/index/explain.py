@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.matcher import kv_depth, match_prefix
+from megatron_hybrid_prefix.index.matcher import Matcher, kv_depth
 from megatron_hybrid_prefix.index.planner import StepPlanner
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.policy.base import RemembersEvicted
@@ -108,31 +108,20 @@ class Explainer:
         store: What is cached.
         planner: Knows what a request would keep.
         asked: The request.
-        block_tokens: Tokens per block.
-        limit_tokens: See `Explanation`.
     """
 
-    def __init__(
-        self, store: PrefixStore, planner: StepPlanner, asked: Question, *, block_tokens: int, limit_tokens: int
-    ) -> None:
-        self._store, self._planner, self._asked, self._step = store, planner, asked, block_tokens
-        self._keys, self._limit_tokens = asked.chain.keys, limit_tokens
+    def __init__(self, store: PrefixStore, planner: StepPlanner, asked: Question) -> None:
+        self._store, self._planner, self._asked = store, planner, asked
+        self._step, self._keys = store.settings.block_tokens, asked.chain.keys
+        self._limit_tokens = asked.chain.tokens - store.settings.min_computed_tokens
         behind = None if store.host is None else store.host.behind
         below: dict[str, DepthTier] = {} if store.host is None else {HOST: store.host}
         if behind is not None:
             below[SHARED] = _Behind(behind)
         self._least_blocks = 0 if behind is None else behind.least_blocks
         tiers = tuple(below.values())
-        self._match = match_prefix(
-            store.tree,
-            asked.chain,
-            tiers=tiers,
-            block_tokens=block_tokens,
-            limit_tokens=limit_tokens,
-            read=asked.chain.epoch == store.tree.epoch,
-            resume_at=asked.resume_at,
-            ghosts=store.ghosts,
-        )
+        matcher = Matcher(store.tree, tiers, store.ghosts, block_tokens=self._step)
+        self._match = matcher.match(asked.chain, self._limit_tokens, True, asked.resume_at)
         on_device = len(store.tree.path(self._keys))
         self._kv = {DEVICE: on_device}  # depth by tier
         for number, tier in enumerate(below, 1):

@@ -17,12 +17,12 @@ from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.host_entries import HostEntries
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree, is_guess
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Load, Tag
 
 
@@ -31,43 +31,28 @@ class HostTier:
 
     Args:
         tree: The prefix tree.
-        pages: Pages of the arena, ids 0 .. pages - 1.
-        kv_pages: Pages per KV block.
-        state_pages: Pages per state.
-        block_tokens: Tokens per block.
+        settings: Those of the cache.
         eviction: Ranks the states on the host.
         stats: Counts the moves.
-        behind: The tier below the host. It is offered the entries that are stored here.
 
     Attributes:
         entries: All entries, and what goes first.
+        behind: The tier below the host, or None. It is offered the entries that are stored here.
         transfers: Queued copies, to be carried out in this order.
-        routing_of: Returns the routing of a KV block on the device, which is stored with the block; None if it has
-            none.
     """
 
     def __init__(
-        self,
-        tree: PrefixTree,
-        *,
-        pages: int,
-        kv_pages: int,
-        state_pages: int,
-        block_tokens: int,
-        eviction: EvictionPolicy[Node],
-        stats: PrefixStats,
-        behind: TierBehind | None = None,
+        self, tree: PrefixTree, settings: CacheSettings, eviction: EvictionPolicy[Node], stats: PrefixStats
     ) -> None:
-        self._tree = tree
-        self.entries = HostEntries(pages, {EntryKind.KV: kv_pages, EntryKind.STATE: state_pages}, eviction)
-        self._block_tokens = block_tokens
-        self._stats = stats
-        self._figures = stats.tiers[HOST]
-        self.behind = behind
+        self._tree, self._stats, self._figures = tree, stats, stats.tiers[HOST]
+        pages_of = {EntryKind.KV: settings.host_kv_pages, EntryKind.STATE: settings.host_state_pages}
+        self.entries = HostEntries(settings.host_pages, pages_of, eviction)
+        self._block_tokens = settings.block_tokens
+        self._routing_of = settings.routing_of or (lambda block_id: None)
+        self.behind = settings.behind
         # Entries that are being read from the tier below. All ranks agree on which arrived, see `settle`.
         self._fetching: set[int] = set()
         self.transfers: list[Copy] = []
-        self.routing_of: Callable[[int], Any] = lambda block_id: None
         self.reset()
 
     def reset(self) -> None:
@@ -124,9 +109,9 @@ class HostTier:
             self._put_kv(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
         elif node in self.entries.users and not forced:
             self.entries.drop_kv(node)  # the only copy soon
-        payload = self.routing_of(node.block_id)
+        payload = self._routing_of(node.block_id)
         if payload is not None:
-            self.entries.keep_payload(node.host_block, payload)
+            self.entries[node.host_block].payload = payload
         return True
 
     def store_state(self, node: Node) -> bool:
@@ -140,15 +125,15 @@ class HostTier:
         Returns:
             False if all that is stored is worth more.
         """
+        guess = is_guess(node)
         if node.host_slot != NO_SLOT:
-            if not self.entries.states[node] and not is_guess(node):
+            if not self.entries.states[node] and not guess:
                 self._use_state(node)
             return True
         # First, so that its value is compared with the others', and its KV is not evicted for it.
-        self.entries.add_state(node, guess=is_guess(node))
+        self.entries.add_state(node, guess=guess)
         if node.used:
             self.entries.use_state(node)
-        guess = is_guess(node)
         incoming = node if self.behind is None else None  # the way to the tier below is through the host
         if not self._make_room(EntryKind.STATE, lambda: self._evict_state(incoming, guesses_only=guess)):
             self.entries.drop_state(node)
@@ -195,9 +180,9 @@ class HostTier:
         if not self._make_room(kind):
             return None
         entry = self._store(device_id, tag)
-        self.entries.make_private(entry)
+        self.entries.private.add(entry)
         if kind == EntryKind.KV:
-            self.entries.keep_payload(entry, self.routing_of(device_id))
+            self.entries[entry].payload = self._routing_of(device_id)
         return entry
 
     # -- from the tier below ------------------------------------------------------------------------------------------
@@ -223,11 +208,11 @@ class HostTier:
         pinned += [end.host_slot] if end.host_slot != NO_SLOT else []
         self.entries.pin(pinned)
         fetched: list[int] = []
-        missing = [(node, self._fetch_kv) for node in kv if node.host_block == NO_BLOCK]
-        missing += [(end, self._fetch_state)] if end.host_slot == NO_SLOT else []
+        missing = [(EntryKind.KV, node) for node in kv if node.host_block == NO_BLOCK]
+        missing += [(EntryKind.STATE, end)] if end.host_slot == NO_SLOT else []
         end.children += 1  # what is evicted for room may be the last below the path, which must stay in the tree
-        for node, fetch in missing:
-            entry = fetch(node)
+        for kind, node in missing:
+            entry = self._fetch(kind, node)
             if entry is None:
                 break
             self.entries.pin([entry])
@@ -247,38 +232,33 @@ class HostTier:
         """These entries have arrived, on all ranks."""
         self._fetching.difference_update(entries)
 
-    def _fetch_kv(self, node: Node) -> int | None:
-        entry = self._fetch(EntryKind.KV, node)
-        if entry is not None:
+    def _fetch(self, kind: EntryKind, node: Node) -> int | None:
+        """Allocates an entry, and queues its read from the tier below. None: there is no room."""
+        if not self._make_room(kind):
+            return None
+        tag = self._tag(kind, node)
+        entry = self.entries.add(tag)
+        self.transfers.append(BlockTransfer(SHARED, HOST, self.entries[entry].pages, tag))
+        self._fetching.add(entry)
+        self._stats.tiers[SHARED].loads += 1
+        if kind == EntryKind.KV:
             self._put_kv(node, entry)
-        return entry
-
-    def _fetch_state(self, node: Node) -> int | None:
-        entry = self._fetch(EntryKind.STATE, node)
-        if entry is not None:
-            if node.reason is None:
-                # The tier below does not store the reason. Two prompts share this state now.
-                node.reason = CheckpointReason.JUNCTION
-            self.entries.add_state(node, guess=is_guess(node))
-            self._put_state(node, entry)
+            return entry
+        if node.reason is None:
+            # The tier below does not store the reason. Two prompts share this state now.
+            node.reason = CheckpointReason.JUNCTION
+        self.entries.add_state(node, guess=is_guess(node))
+        self._put_state(node, entry)
         return entry
 
     # -- back to the device --------------------------------------------------------------------------------------------
 
     def load(self, entry: int, device_id: int, load: Load) -> Any:
         """Queues the copy of a pinned entry into a block or slot. Returns the entry's payload."""
-        self.transfers.append(
-            BlockTransfer(
-                source=HOST,
-                target=DEVICE,
-                device_id=device_id,
-                pages=self.entries.pages(entry),
-                tag=self.entries.tag(entry),
-                load=load,
-            )
-        )
+        stored = self.entries[entry]
+        self.transfers.append(BlockTransfer(HOST, DEVICE, stored.pages, stored.tag, device_id, load))
         self._figures.loads += 1
-        return self.entries.payload(entry)
+        return stored.payload
 
     def use_state(self, node: Node) -> None:
         """Marks the node's state as used, after a request resumed from it on any tier."""
@@ -312,7 +292,7 @@ class HostTier:
         """Drops an entry whose load failed. Does nothing if it is gone."""
         if entry not in self.entries:
             return
-        tag = self.entries.tag(entry)
+        tag = self.entries[entry].tag
         node = self._tree.get(tag.key)
         if node is None:
             return
@@ -336,7 +316,7 @@ class HostTier:
             raise CacheCorruptionError("the states on the host and those that are counted differ")
         for nodes, kind in ((kv, EntryKind.KV), (states, EntryKind.STATE)):
             for entry, node in nodes.items():
-                tag = self.entries.tag(entry)
+                tag = self.entries[entry].tag
                 if (tag.kind, tag.key, tag.depth_tokens) != (kind, node.key, node.depth_blocks * self._block_tokens):
                     raise CacheCorruptionError(f"{node}: its entry on the host has the tag {tag}")
 
@@ -359,19 +339,8 @@ class HostTier:
 
     def _store(self, device_id: int, tag: Tag) -> int:
         entry = self.entries.add(tag)
-        self.transfers.append(BlockTransfer(DEVICE, HOST, self.entries.pages(entry), tag, device_id))
+        self.transfers.append(BlockTransfer(DEVICE, HOST, self.entries[entry].pages, tag, device_id))
         self._figures.stores += 1
-        return entry
-
-    def _fetch(self, kind: EntryKind, node: Node) -> int | None:
-        assert self.behind is not None
-        if not self._make_room(kind):
-            return None
-        tag = self._tag(kind, node)
-        entry = self.entries.add(tag)
-        self.transfers.append(BlockTransfer(source=SHARED, target=HOST, pages=self.entries.pages(entry), tag=tag))
-        self._fetching.add(entry)
-        self._stats.tiers[SHARED].loads += 1
         return entry
 
     def _write_down(self, node: Node) -> None:
@@ -379,9 +348,7 @@ class HostTier:
 
         The host's entries depend on nothing that differs between ranks. So KV is stored here even if the tier below has it.
         """
-        if self.behind is None:
-            return
-        if node.private or is_guess(node) or node.depth_blocks < self.behind.least_blocks:
+        if self.behind is None or node.private or is_guess(node) or node.depth_blocks < self.behind.least_blocks:
             return
         path: list[Node] = []
         above: Node | None = node
@@ -408,13 +375,10 @@ class HostTier:
 
         A KV block with a payload is not offered, because the payload cannot go with it.
         """
-        if self.behind is None or self.entries.payload(entry) is not None:
+        stored = self.entries[entry]
+        if self.behind is None or stored.payload is not None or self.behind.contains(stored.tag.kind, stored.tag.key):
             return
-        tag = self.entries.tag(entry)
-        if self.behind.contains(tag.kind, tag.key):
-            return
-        pages = self.entries.pages(entry)
-        self.transfers.append(BlockTransfer(source=HOST, target=SHARED, pages=pages, tag=tag))
+        self.transfers.append(BlockTransfer(HOST, SHARED, stored.pages, stored.tag))
         self._stats.tiers[SHARED].stores += 1
 
     # -- what is evicted -----------------------------------------------------------------------------------------------

@@ -15,12 +15,7 @@ from megatron_hybrid_prefix.tiers.units import LoadState
 
 
 def check_integrity(
-    store: PrefixStore,
-    book: RequestBook,
-    *,
-    unattached: Collection[int],
-    writing: Collection[bytes],
-    block_tokens: int,
+    store: PrefixStore, book: RequestBook, *, unattached: Collection[int], writing: Collection[bytes]
 ) -> None:
     """Checks all invariants.
 
@@ -29,13 +24,12 @@ def check_integrity(
         book: All requests.
         unattached: Allocated blocks that no request is attached to.
         writing: Keys whose state a forward in flight writes.
-        block_tokens: Tokens per block.
 
     Raises:
         CacheCorruptionError: An invariant does not hold. The message says which.
     """
     tree, blocks, slots, host = store.tree, store.blocks, store.slots, store.host
-    requests = book.everyone()
+    requests, block_tokens = book.everyone(), store.settings.block_tokens
     blocks.check()
     slots.check()
     store.check()
@@ -63,7 +57,7 @@ def check_integrity(
         _expect(pins == host.entries.pins(), "the pins on the host differ from those of loads and preempted requests")
         private = [entry for load in book.loads for entry in load.private]
         _expect(
-            sorted(private) == host.entries.private(),
+            sorted(private) == sorted(host.entries.private),
             "the private entries on the host differ from those of preempted requests",
         )
 

@@ -11,7 +11,6 @@ from megatron_hybrid_prefix.index.matcher import Match, Matcher
 from megatron_hybrid_prefix.index.requests import LiveRequest, RequestBook
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
-from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, Load, LoadState, Tag
 
@@ -23,16 +22,12 @@ class Loads:
         store: The cached blocks and states, and the host tier. Without a host tier nothing is ever loaded.
         requests: All requests, their loads and what is swapped out.
         matcher: Repeats matches that are out of date.
-        stats: Counters.
-        block_tokens: Tokens per KV block.
     """
 
-    def __init__(
-        self, store: PrefixStore, requests: RequestBook, matcher: Matcher, stats: PrefixStats, *, block_tokens: int
-    ) -> None:
-        self._store, self._requests, self._matcher, self._stats = store, requests, matcher, stats
+    def __init__(self, store: PrefixStore, requests: RequestBook, matcher: Matcher) -> None:
+        self._store, self._requests, self._matcher, self._stats = store, requests, matcher, store.stats
         self._host, self._blocks, self._slots = store.host, store.blocks, store.slots
-        self._block_tokens = block_tokens
+        self._block_tokens = store.settings.block_tokens
         self._next_id = 0
 
     def _swapped_out(self, request_id: int) -> Load | None:
@@ -100,19 +95,13 @@ class Loads:
             return None
         keys = match.chain.keys[: match.loadable_blocks]
         shared = self._store.tree.path(keys)
-        if not self._has_blocks(len(keys) - len(shared) + reserved_blocks, shared):
+        if not self._store.has_room(len(keys) - len(shared) + reserved_blocks, shared, slots=1):
             return None
         entries = self._host.gather(keys, len(shared))
         if entries is None:
             return None
-        loaded = self._begin(
-            self._new_load(request_id, depth_tokens=len(keys) * self._block_tokens, pinned=entries),
-            match,
-            entries,
-            shared=shared,
-            write=write,
-            reserved_blocks=reserved_blocks,
-        )
+        load = self._new_load(request_id, depth_tokens=len(keys) * self._block_tokens, pinned=entries)
+        loaded = self._begin(load, match, entries, shared, write=write)
         if loaded is None:
             self._host.entries.unpin(entries)
         return loaded
@@ -129,41 +118,28 @@ class Loads:
             self.drop_swapped_out(left.request_id)
             return None
         shared = self._store.tree.path(keys)
-        loaded = self._begin(
-            self._left_again(left),
-            match,
-            [*left.pinned[len(shared) :], *left.private],
-            shared=shared,
-            write=write,
-            reserved_blocks=reserved_blocks,
-        )
+        entries = [*left.pinned[len(shared) :], *left.private]
+        if not self._store.has_room(len(entries) - 1 + reserved_blocks, shared, slots=1):
+            return None
+        loaded = self._begin(self._left_again(left), match, entries, shared, write=write)
         if loaded is not None:
             self._requests.loads.remove(left)
         return loaded
 
     def _begin(
-        self,
-        load: Load,
-        match: Match,
-        entries: Sequence[int],
-        *,
-        shared: Sequence[Node],
-        write: bool,
-        reserved_blocks: int,
+        self, load: Load, match: Match, entries: Sequence[int], shared: Sequence[Node], *, write: bool
     ) -> Match | None:
-        """Begins a load whose entries are pinned.
+        """Begins a load whose entries are pinned, if there is a slot. There is room for its blocks.
 
         Args:
             load: The load.
             match: The match of its request.
             entries: Host entries to copy: KV after the ``shared`` blocks, then the state.
             shared: Nodes of blocks on the device.
-            write, reserved_blocks: See `begin_load_back`.
+            write: See `begin_load_back`.
         """
         host = self._host
         assert host is not None
-        if not self._has_blocks(len(entries) - 1 + reserved_blocks, shared):
-            return None
         # Share before allocating: eviction must not take what this request needs.
         block_ids = self._blocks.share(shared)
         slot = self._store.checkpoints.take_slot()
@@ -173,7 +149,7 @@ class Loads:
         block_ids += self._store.take_blocks(len(entries) - 1)
         load.coming = host.coming(entries)
         load.state = LoadState.FETCHING if load.coming else LoadState.ASKED
-        load.slot, load.pages = slot, sum(len(host.entries.pages(entry)) for entry in entries)
+        load.slot, load.pages = slot, sum(len(host.entries[entry].pages) for entry in entries)
         for entry, block_id in zip(entries[:-1], block_ids[len(shared) :], strict=True):
             load.payloads[block_id] = host.load(entry, block_id, load)
         host.load(entries[-1], slot, load)
@@ -222,9 +198,6 @@ class Loads:
             pinned=left.pinned,
             private=left.private,
         )
-
-    def _has_blocks(self, count: int, shared: Sequence[Node]) -> bool:
-        return self._store.has_room(count, shared, slots=1)
 
     # -- end a load ----------------------------------------------------------------------------------------------------
 
@@ -277,7 +250,7 @@ class Loads:
             return
         load.state = LoadState.FAILED
         self._stats.count_fallback(load.state)
-        fetched = [host.entries.tag(entry) for entry in load.coming if entry in host.entries]
+        fetched = [host.entries[entry].tag for entry in load.coming if entry in host.entries]
         self.end(live)
         self._stats.tiers[HOST].failed += len(load.pinned)
         for entry in load.pinned:

@@ -31,7 +31,7 @@ class Match:
         version: Version of the tree at the time of the match.
         resume_at: Positions where the request may resume; None: anywhere.
         lost_tokens_elsewhere: Tokens that could be skipped without ``resume_at``, but are computed: their state is elsewhere.
-        seen_blocks: Number of leading blocks that an earlier prompt had, even if their KV was evicted since (``ghosts.py``). 0:
+        seen_blocks: Number of leading blocks that an earlier prompt had, even if their KV was evicted since (`Ghosts`). 0:
             nothing was evicted.
         loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.
         load: The request's load; None: none has begun.
@@ -61,67 +61,82 @@ class Match:
         return tuple(node.block_id for node in self.path) if self.load is None else self.loaded_blocks
 
 
-def match_prefix(
-    tree: PrefixTree,
-    chain: KeyChain,
-    *,
-    tiers: Sequence[DepthTier] = (),
-    block_tokens: int,
-    limit_tokens: int,
-    read: bool,
-    resume_at: Collection[int] | None = None,
-    ghosts: Container[bytes] = frozenset(),
-) -> Match:
-    """Matches ``chain`` against the tree and the tiers below. O(blocks matched).
+class Matcher:
+    """Matches prompts, and repeats matches that are out of date.
 
     Args:
         tree: The blocks and states on the device.
-        chain: The prompt's keys.
         tiers: Tiers below the device, nearest first.
-        block_tokens: Tokens per block.
-        limit_tokens: The request must resume here or earlier, so that it computes at least one token.
-        read: False: match nothing.
-        resume_at: See `Match`.
         ghosts: Keys of evicted blocks that are remembered.
+        block_tokens: Tokens per block.
     """
-    path = tree.path(chain.keys) if read else []
-    cached_blocks = kv_depth(tiers, chain.keys, len(path)) if read else 0
-    usable_blocks = min(cached_blocks, max(0, limit_tokens) // block_tokens)
-    device_blocks = min(len(path), usable_blocks)
-    # The request resumes from the deepest state within the limit.
-    resume_blocks = device_blocks
-    while resume_blocks and path[resume_blocks - 1].slot == NO_SLOT:
-        resume_blocks -= 1
-    state_blocks, depths = resume_blocks, None
-    if resume_at is not None:
-        depths = {position // block_tokens for position in resume_at}
-        while resume_blocks and (path[resume_blocks - 1].slot == NO_SLOT or resume_blocks not in depths):
+
+    def __init__(
+        self, tree: PrefixTree, tiers: Sequence[DepthTier], ghosts: Container[bytes], *, block_tokens: int
+    ) -> None:
+        self._tree, self._tiers, self._ghosts, self._block_tokens = tree, tiers, ghosts, block_tokens
+
+    def match(self, chain: KeyChain, limit_tokens: int, read: bool, resume_at: Collection[int] | None = None) -> Match:
+        """Matches ``chain`` against the tree and the tiers below. O(blocks matched).
+
+        Args:
+            chain: The prompt's keys. A chain of another weights epoch matches nothing.
+            limit_tokens: The request must resume here or earlier, so that it computes at least one token.
+            read: False: match nothing.
+            resume_at: See `Match`.
+        """
+        tree, tiers, ghosts, block_tokens = self._tree, self._tiers, self._ghosts, self._block_tokens
+        read = read and chain.epoch == tree.epoch
+        path = tree.path(chain.keys) if read else []
+        cached_blocks = kv_depth(tiers, chain.keys, len(path)) if read else 0
+        usable_blocks = min(cached_blocks, max(0, limit_tokens) // block_tokens)
+        device_blocks = min(len(path), usable_blocks)
+        # The request resumes from the deepest state within the limit.
+        resume_blocks = device_blocks
+        while resume_blocks and path[resume_blocks - 1].slot == NO_SLOT:
             resume_blocks -= 1
-    loadable_blocks = resume_blocks
-    for tier in tiers:
-        loadable_blocks = _state_depth(tier, chain.keys, loadable_blocks, usable_blocks, depths)
-    seen_blocks = 0
-    if ghosts and read:
-        seen_blocks = next(
-            (depth for depth in range(cached_blocks, len(chain.keys)) if chain.keys[depth] not in ghosts),
-            len(chain.keys),
+        state_blocks, depths = resume_blocks, None
+        if resume_at is not None:
+            depths = {position // block_tokens for position in resume_at}
+            while resume_blocks and (path[resume_blocks - 1].slot == NO_SLOT or resume_blocks not in depths):
+                resume_blocks -= 1
+        loadable_blocks = resume_blocks
+        for tier in tiers:
+            loadable_blocks = _state_depth(tier, chain.keys, loadable_blocks, usable_blocks, depths)
+        seen_blocks = 0
+        if ghosts and read:
+            seen_blocks = next(
+                (depth for depth in range(cached_blocks, len(chain.keys)) if chain.keys[depth] not in ghosts),
+                len(chain.keys),
+            )
+        return Match(
+            chain=chain,
+            prompt_tokens=chain.tokens,
+            limit_tokens=limit_tokens,
+            read=read,
+            kv_depth_blocks=cached_blocks,
+            path=tuple(path[:resume_blocks]),
+            resume_tokens=resume_blocks * block_tokens,
+            source_slot=path[resume_blocks - 1].slot if resume_blocks else None,
+            lost_tokens_no_state=(device_blocks - state_blocks) * block_tokens,
+            version=tree.version,
+            resume_at=resume_at,
+            lost_tokens_elsewhere=(state_blocks - resume_blocks) * block_tokens,
+            seen_blocks=seen_blocks,
+            loadable_blocks=loadable_blocks if loadable_blocks > resume_blocks else 0,
         )
-    return Match(
-        chain=chain,
-        prompt_tokens=chain.tokens,
-        limit_tokens=limit_tokens,
-        read=read,
-        kv_depth_blocks=cached_blocks,
-        path=tuple(path[:resume_blocks]),
-        resume_tokens=resume_blocks * block_tokens,
-        source_slot=path[resume_blocks - 1].slot if resume_blocks else None,
-        lost_tokens_no_state=(device_blocks - state_blocks) * block_tokens,
-        version=tree.version,
-        resume_at=resume_at,
-        lost_tokens_elsewhere=(state_blocks - resume_blocks) * block_tokens,
-        seen_blocks=seen_blocks,
-        loadable_blocks=loadable_blocks if loadable_blocks > resume_blocks else 0,
-    )
+
+    def is_current(self, match: Match) -> bool:
+        """Whether matching again would give the same result."""
+        if match.load is not None:
+            return match.load.is_running
+        return match.version == self._tree.version and match.prompt_tokens == match.chain.tokens
+
+    def fresh(self, match: Match) -> Match:
+        """The match itself, or a new one with the same limit if it is out of date."""
+        if self.is_current(match):
+            return match
+        return self.match(match.chain, match.limit_tokens, match.read, match.resume_at)
 
 
 def kv_depth(tiers: Sequence[DepthTier], keys: Sequence[bytes], depth: int) -> int:
@@ -144,52 +159,3 @@ def _state_depth(tier: DepthTier, keys: Sequence[bytes], after: int, limit: int,
             return depth
         limit = depth - 1
     return after
-
-
-class Matcher:
-    """Matches prompts, and repeats matches that are out of date.
-
-    Args:
-        tree: The blocks and states on the device.
-        tiers: Tiers below the device, nearest first.
-        block_tokens: Tokens per block.
-        ghosts: Keys of evicted blocks that are remembered.
-    """
-
-    def __init__(
-        self,
-        tree: PrefixTree,
-        tiers: Sequence[DepthTier],
-        *,
-        block_tokens: int,
-        ghosts: Container[bytes] = frozenset(),
-    ) -> None:
-        self._tree, self._tiers, self._block_tokens = tree, tiers, block_tokens
-        self._ghosts = ghosts
-
-    def match(self, chain: KeyChain, limit_tokens: int, read: bool, resume_at: Collection[int] | None = None) -> Match:
-        """See `match_prefix`. A chain of another weights epoch matches nothing."""
-        tree = self._tree
-        read = read and chain.epoch == tree.epoch
-        return match_prefix(
-            tree,
-            chain,
-            tiers=self._tiers,
-            block_tokens=self._block_tokens,
-            limit_tokens=limit_tokens,
-            read=read,
-            resume_at=resume_at,
-            ghosts=self._ghosts,
-        )
-
-    def is_current(self, match: Match) -> bool:
-        """Whether matching again would give the same result."""
-        if match.load is not None:
-            return match.load.is_running
-        return match.version == self._tree.version and match.prompt_tokens == match.chain.tokens
-
-    def fresh(self, match: Match) -> Match:
-        """The match itself, or a new one with the same limit if it is out of date."""
-        if self.is_current(match):
-            return match
-        return self.match(match.chain, match.limit_tokens, match.read, match.resume_at)

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import LiveRequest, PlannedCheckpoint, StepPlan
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.policy.boundaries import (
-    Boundary,
-    CheckpointReason,
-    boundaries_in_span,
-)
+from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, boundaries_in_span
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
 # Decode states kept per running request. The next turn of a chat mostly resumes from the latest one, or from the one
@@ -21,53 +15,19 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT
 _DECODED_STATES = 2
 
 
-class BoundaryRule(Protocol):
-    """A function that chooses the boundaries of a prompt that get a checkpoint, such as `prompt_boundaries`."""
-
-    def __call__(
-        self,
-        *,
-        prompt_tokens: int,
-        block_tokens: int,
-        resume_tokens: int,
-        kv_depth_blocks: int,
-        min_computed_tokens: int,
-        breakpoints: Sequence[int],
-        interval_tokens: int | None,
-    ) -> tuple[Boundary, ...]:
-        """See `prompt_boundaries`."""
-
-
 class StepPlanner:
     """Reserves slots for the states that a forward writes, and settles plans.
 
     Args:
         store: The cached blocks and states.
-        stats: Counts skipped checkpoints.
-        block_tokens: Tokens per KV block.
-        min_computed_tokens: Last tokens of a prompt that are always computed.
-        interval_tokens: Distance of interval checkpoints. 0: none. None: the rule chooses them.
-        rule: Chooses the boundaries that get a checkpoint.
 
     Attributes:
         writing: Keys whose state a forward in flight writes.
     """
 
-    def __init__(
-        self,
-        store: PrefixStore,
-        stats: PrefixStats,
-        *,
-        block_tokens: int,
-        min_computed_tokens: int,
-        interval_tokens: int | None,
-        rule: BoundaryRule,
-    ) -> None:
-        self._store, self._stats = store, stats
-        self._block_tokens = block_tokens
-        self._min_computed_tokens = min_computed_tokens
-        self._interval_tokens = interval_tokens
-        self._rule = rule
+    def __init__(self, store: PrefixStore) -> None:
+        self._store, self._stats = store, store.stats
+        self._block_tokens = store.settings.block_tokens
         self.writing: set[bytes] = set()
         self._next_plan_id = 0
 
@@ -75,14 +35,15 @@ class StepPlanner:
         """Boundaries of the prompt that get a checkpoint, ascending. Empty if there are no slots."""
         if not self._store.slots.most_cached:
             return ()
-        return self._rule(
+        settings = self._store.settings
+        return settings.boundary_rule(
             prompt_tokens=match.chain.tokens,
             block_tokens=self._block_tokens,
             resume_tokens=match.resume_tokens,
             kv_depth_blocks=max(match.kv_depth_blocks, match.seen_blocks),
-            min_computed_tokens=self._min_computed_tokens,
+            min_computed_tokens=settings.min_computed_tokens,
             breakpoints=breakpoints,
-            interval_tokens=self._interval_tokens,
+            interval_tokens=settings.retention_interval_tokens,
         )
 
     def plan(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> StepPlan:
@@ -116,7 +77,7 @@ class StepPlanner:
             if node is not None and node.slot == NO_SLOT:
                 self._store.checkpoints.publish(node, checkpoint.slot, checkpoint.reason)
             else:
-                self._store.checkpoints.abandon(checkpoint.slot)
+                self._store.slots.abandon(checkpoint.slot)
         del live.plans[plan.plan_id]
         if not live.plans:
             live.planned_tokens = live.computed_tokens

@@ -33,14 +33,17 @@ class Kept:
     of the same step. Who matches it meanwhile reads it at the end of a later step.
 
     Attributes:
+        key: Key of the block.
+        position_tokens: End of the block.
+        is_logits: Whether it is the next logits at that position; False: the scores of the block.
         top_n: Most likely tokens per position; 0 for a next logits.
         size_bytes: Size of the value; 0 until it is filled.
     """
 
-    __slots__ = ("_value", "size_bytes", "top_n")
+    __slots__ = ("_value", "is_logits", "key", "position_tokens", "size_bytes", "top_n")
 
-    def __init__(self, top_n: int = 0) -> None:
-        self.top_n = top_n
+    def __init__(self, key: bytes, position_tokens: int, *, is_logits: bool = False, top_n: int = 0) -> None:
+        self.key, self.position_tokens, self.is_logits, self.top_n = key, position_tokens, is_logits, top_n
         self.size_bytes = 0
         self._value: Any = None
 
@@ -65,23 +68,7 @@ class Kept:
         self._value, self.size_bytes = value, size_bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Promise:
-    """A value that a step has computed, and fills when it is on the host.
-
-    Attributes:
-        position_tokens: End of the block.
-        is_logits: Whether it is the next logits at that position; False: the scores of the block.
-        key: The block's key.
-        kept: The scores to fill.
-    """
-
-    position_tokens: int
-    is_logits: bool
-    key: bytes
-    kept: Kept
-
-
+@dataclass(slots=True)
 class BlockScores:
     """The log-probs of one block.
 
@@ -90,11 +77,8 @@ class BlockScores:
         next_logits: Next logits of the boundary at its end, or None.
     """
 
-    __slots__ = ("block", "next_logits")
-
-    def __init__(self) -> None:
-        self.block: Kept | None = None
-        self.next_logits: Kept | None = None
+    block: Kept | None = None
+    next_logits: Kept | None = None
 
 
 class ScoreTable:
@@ -188,10 +172,10 @@ class ScoreTable:
         *,
         top_n: int,
         captured: Collection[int],
-    ) -> list[Promise]:
+    ) -> list[Kept]:
         """A forward succeeded and was published: promises its scores, and the next logits at ``captured``.
 
-        Not what is kept already, with as many most likely tokens. Pass each promise to `fill` or to `withdraw` before the next
+        Not what is kept already, with as many most likely tokens. Pass each of them to `fill` or to `withdraw` before the next
         forward is published.
 
         Args:
@@ -201,7 +185,7 @@ class ScoreTable:
             top_n: Most likely tokens per position.
             captured: Positions of `wanted_logits` whose logits the caller has.
         """
-        promises: list[Promise] = []
+        promises: list[Kept] = []
         for depth in self._depths(chain, plan) if self.budget_bytes else ():
             key, position = chain.keys[depth - 1], depth * self._block_tokens
             if node_of(key) is None:
@@ -209,15 +193,15 @@ class ScoreTable:
             kept = self._kept.setdefault(key, BlockScores())
             if kept.block is None or kept.block.top_n < top_n:
                 self._subtract(kept.block)
-                kept.block = Kept(top_n)
-                promises.append(Promise(position, False, key, kept.block))
+                kept.block = Kept(key, position, top_n=top_n)
+                promises.append(kept.block)
             if position in captured and kept.next_logits is None:
-                kept.next_logits = Kept()
-                promises.append(Promise(position, True, key, kept.next_logits))
+                kept.next_logits = Kept(key, position, is_logits=True)
+                promises.append(kept.next_logits)
         self.version += bool(promises)
         return promises
 
-    def fill(self, chain: KeyChain, values: Sequence[tuple[Promise, Any, int]]) -> None:
+    def fill(self, chain: KeyChain, values: Sequence[tuple[Kept, Any, int]]) -> None:
         """Fills promises of one request. Values whose promise is still kept count towards the budget.
 
         Args:
@@ -225,7 +209,7 @@ class ScoreTable:
             values: Each with its value and the size of that in bytes.
         """
         for promise, value, size_bytes in values:
-            promise.kept.fill(value, size_bytes)
+            promise.fill(value, size_bytes)
             if self._has(promise):
                 self.used_bytes += size_bytes
         deepest = max((promise.position_tokens for promise, _, _ in values), default=0)
@@ -240,10 +224,10 @@ class ScoreTable:
             if key in self._kept:
                 self._kept.move_to_end(key)
 
-    def withdraw(self, promises: Iterable[Promise]) -> None:
+    def withdraw(self, promises: Iterable[Kept]) -> None:
         """Drops promises that will not be filled."""
         for promise in promises:
-            if self._has(promise) and not promise.kept.is_filled:
+            if self._has(promise) and not promise.is_filled:
                 self.drop(promise.key)
 
     def drop(self, key: bytes) -> None:
@@ -293,9 +277,9 @@ class ScoreTable:
         last = min(plan.end_tokens // self._block_tokens, len(chain.keys))
         return range(plan.start_tokens // self._block_tokens + 1, last + 1)
 
-    def _has(self, promise: Promise) -> bool:
+    def _has(self, promise: Kept) -> bool:
         kept = self._kept.get(promise.key)
-        return kept is not None and (kept.block is promise.kept or kept.next_logits is promise.kept)
+        return kept is not None and (kept.block is promise or kept.next_logits is promise)
 
     def _subtract(self, item: Kept | None) -> None:
         if item is not None:

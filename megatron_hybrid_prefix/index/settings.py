@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hybrid_prefix.index.planner import BoundaryRule
 from megatron_hybrid_prefix.index.tree import KeyedValues
-from megatron_hybrid_prefix.policy.boundaries import prompt_boundaries
+from megatron_hybrid_prefix.policy.boundaries import BoundaryRule, prompt_boundaries
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY
 from megatron_hybrid_prefix.tiers.base import TierBehind
 

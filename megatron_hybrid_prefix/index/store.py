@@ -9,20 +9,23 @@ A guess only gets free bytes, or those of another guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.requests import LiveRequest
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree, is_guess
-from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy, SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
 from megatron_hybrid_prefix.pool.pages import Pages
-from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots, SlotPool, SlotState
-from megatron_hybrid_prefix.tiers.units import BlockMove, Copy, PageClear
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
+from megatron_hybrid_prefix.tiers.base import DepthTier
+from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, Copy, PageClear
 
 
 class CheckpointTable:
@@ -30,16 +33,15 @@ class CheckpointTable:
 
     Args:
         store: The store that it is part of.
-        stats: Counts evictions and published states.
 
     Attributes:
         slots: The slots.
         protected: Slots that `protect` pinned.
     """
 
-    def __init__(self, store: PrefixStore, stats: PrefixStats) -> None:
+    def __init__(self, store: PrefixStore) -> None:
         self._store, self.slots, self._index = store, store.slots, store.blocks
-        self._tree, self._host, self._stats = store.tree, store.host, stats
+        self._tree, self._host, self._stats = store.tree, store.host, store.stats
         self.protected: list[int] = []
 
     def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
@@ -63,7 +65,7 @@ class CheckpointTable:
         """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
         if self.slots.is_full:
             return self._slot_of(self._index.next_state())
-        return self.slots.reserve() if self._store.make_place() else None
+        return self._store.reserve_slot()
 
     def take_probationary_slot(self, path: Sequence[Node]) -> int | None:
         """Reserves a slot for a probationary state: a free slot, or the slot of another probationary state.
@@ -75,9 +77,8 @@ class CheckpointTable:
         Returns:
             The slot; None if there is none.
         """
-        if not self.slots.is_full and self._store.make_free_place():
-            return self.slots.reserve()
-        return self._slot_of(self._guess_elsewhere(path))
+        slot = None if self.slots.is_full else self._store.reserve_free_slot()
+        return self._slot_of(self._guess_elsewhere(path)) if slot is None else slot
 
     def protect(self, slot: int) -> None:
         """The state in the published ``slot`` is copied there later, after the queued copies. Until then it stays there."""
@@ -106,10 +107,6 @@ class CheckpointTable:
         if self._host is not None and self._host.stores_published(reason):
             self._host.store_state(node)
             self._host.state_also_on_device(node)
-
-    def abandon(self, slot: int) -> None:
-        """Frees the reserved ``slot``: it was not written, or is no longer needed."""
-        self.slots.abandon(slot)
 
     def restore(self, node: Node, slot: int) -> None:
         """The node's state was loaded into the reserved ``slot``, and a request resumed from it."""
@@ -224,18 +221,17 @@ class PrefixStore:
     """Prefix tree, KV blocks, checkpoints and host tier, changed together.
 
     Args:
-        tree: An empty tree.
-        pages: The memory.
-        slots: The slots of states: in those pages, or without memory.
-        live_states: Whether running requests get slots from them.
-        eviction: Ranks the states.
-        host: Host tier for evicted KV and states; None: evicted entries are lost.
-        stats: Counts evictions and published states.
+        settings: Sizes and rules.
+        stats: Counts what happens here.
 
     Attributes:
+        settings, stats: See Args.
+        tree: The prefix tree.
+        host: Host tier for evicted KV and states; None: evicted entries are lost.
+        tiers: The tiers below the device, nearest first.
         pages: The memory.
         blocks: Its KV blocks, and what goes first.
-        slots: Its slots.
+        slots: The slots of states, in those pages. With two budgets they are in pages of their own.
         checkpoints: Which state is in which slot.
         slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
         copies: Queued copies, to be carried out in this order.
@@ -243,29 +239,35 @@ class PrefixStore:
         on_move: Called at once when a cached block moves: (from block, to block).
     """
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        pages: Pages,
-        slots: SlotPool,
-        live_states: bool,
-        eviction: EvictionPolicy[Node],
-        host: HostTier | None,
-        stats: PrefixStats,
-    ) -> None:
-        self.tree, self.pages, self.slots, self.host = tree, pages, slots, host
-        self.slots_per_request = int(live_states and pages.page_blocks > 0)
+    def __init__(self, settings: CacheSettings, stats: PrefixStats) -> None:
+        self.settings, self.stats = settings, stats
+        self.tree = PrefixTree(settings.epoch, settings.beside)
+        eviction = make_eviction_policy(settings.eviction_policy)
+        self.host = host = self._make_host(eviction) if settings.host_pages else None
+        self.tiers: list[DepthTier] = [tier for tier in (host, settings.behind) if tier is not None]
+        self.pages = pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
+        # With two budgets each slot is a page, without KV.
+        of_states = pages if settings.page_blocks else Pages(max(0, settings.state_slots or 0), 1)
+        self.slots = slots = SlotPool(of_states, settings.first_state_slot, settings.state_slots)
+        self.slots_per_request = int(settings.live_states and pages.page_blocks > 0)
         self.ghosts = Ghosts(pages.total_blocks if isinstance(eviction, SharesMemory) else 0)
         if isinstance(eviction, SharesMemory):
             # Two budgets: a slot is worth as many blocks as there are for each slot.
             of_budgets = pages.total_blocks / max(1, slots.most_cached)
             eviction.share_memory(state_blocks=pages.page_blocks / pages.page_states or of_budgets)
         self.blocks = KVBlocks(pages, slots, eviction)
-        self.checkpoints = CheckpointTable(self, stats)
-        self._stats = stats
+        self.checkpoints = CheckpointTable(self)
         self.copies: list[Copy] = [] if host is None else host.transfers
-        self.on_move: Callable[[int, int], None] = lambda source, target: None
+        self.on_move = settings.on_move
         self._moved_blocks = self._blocked_slots = 0
+
+    def _make_host(self, eviction: EvictionPolicy[Node]) -> HostTier:
+        settings = self.settings
+        state_blocks = settings.host_state_pages / settings.host_kv_pages
+        below = make_policy_below(eviction, settings.eviction_policy, state_blocks=state_blocks)
+        if settings.behind is not None:
+            self.stats.tiers[SHARED] = TierStats()
+        return HostTier(self.tree, settings, below, self.stats)
 
     def has_room(
         self, blocks: int, path: Sequence[Node] = (), *, slots: int = 0, source_slot: int | None = None
@@ -312,10 +314,9 @@ class PrefixStore:
         """Takes a slot for a running request; None if the engine has slots of its own for them."""
         if not self.slots_per_request:
             return None
-        slot = self.slots.reserve() if self.make_place() else None
+        slot = self.reserve_slot()
         if slot is None:
             raise CacheCorruptionError("no slot for a request that was promised one")
-        assert isinstance(self.slots, PageSlots)
         self.slots.make_live(slot)
         return slot
 
@@ -346,7 +347,6 @@ class PrefixStore:
         self.unpin_source(live)
         self.blocks.release(live.block_ids, live.path)
         if live.live_slot is not None:
-            assert isinstance(self.slots, PageSlots)
             self.slots.end_live(live.live_slot)
             live.live_slot = None
 
@@ -383,31 +383,31 @@ class PrefixStore:
             self.host.reset()
         self.tree.clear()
         self.blocks.reset()
+        self.slots.pages.reset()
         self.checkpoints.reset()
         self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear)]
         self.ghosts.clear()
 
     # -- who gets the next bytes ---------------------------------------------------------------------------------------
 
-    def make_place(self) -> bool:
-        """Makes a slot free, by moves or by eviction. False: none can be made."""
+    def reserve_slot(self) -> int | None:
+        """Reserves a slot, if need be after moves and evictions. None: none can be made free."""
         pages = self.pages
-        while not self.make_free_place():
+        while (slot := self.reserve_free_slot()) is None:
             # No KV page can be emptied: only a state's own page helps.
             blocked = pages.unheld_pages == 0
             self._blocked_slots += blocked and pages.free_blocks >= pages.page_blocks
             if not self._evict_next(for_slot=True, states_only=blocked):
-                return False
-        return True
+                return None
+        return slot
 
-    def make_free_place(self) -> bool:
-        """Makes a slot free for a guess: by moves only, without eviction."""
-        if self.slots.free_slots:
-            return True
-        if not self.pages.can_be_emptied():
-            return False
-        self._compact()
-        return True
+    def reserve_free_slot(self) -> int | None:
+        """Reserves a slot for a guess: if need be after moves, but without eviction. None: there is none."""
+        slot = self.slots.reserve()
+        if slot is None and self.pages.can_be_emptied():
+            self._compact()
+            slot = self.slots.reserve()
+        return slot
 
     def _compact(self) -> None:
         _, moves = self.pages.empty()
@@ -452,7 +452,7 @@ class PrefixStore:
         self.ghosts.add(node.key)
         self.blocks.unbind(node)
         self.tree.prune(node)
-        self._stats.kv_evictions += 1
+        self.stats.kv_evictions += 1
 
     def memory_use(self) -> MemoryUse:
         """Who uses the memory now."""

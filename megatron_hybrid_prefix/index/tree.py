@@ -215,10 +215,10 @@ class Ghosts:
 
     def add(self, key: bytes) -> None:
         """The block with this key was evicted."""
-        if key in self._keys:
-            self._keys.move_to_end(key)
+        if not self._most:
             return
         self._keys[key] = None
+        self._keys.move_to_end(key)
         if len(self._keys) > self._most:
             self._keys.popitem(last=False)
 

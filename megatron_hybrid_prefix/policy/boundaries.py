@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import starmap
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MOST_INTERVALS = 16  # evenly spaced interval checkpoints per prompt, if their distance is not set
 
@@ -43,6 +43,23 @@ class Boundary(NamedTuple):
 
     position_tokens: int
     reason: CheckpointReason
+
+
+class BoundaryRule(Protocol):
+    """A function that chooses the boundaries of a prompt that get a checkpoint, such as `prompt_boundaries`."""
+
+    def __call__(
+        self,
+        *,
+        prompt_tokens: int,
+        block_tokens: int,
+        resume_tokens: int,
+        kv_depth_blocks: int,
+        min_computed_tokens: int,
+        breakpoints: Sequence[int],
+        interval_tokens: int | None,
+    ) -> tuple[Boundary, ...]:
+        """See `prompt_boundaries`."""
 
 
 def default_interval_tokens(prompt_tokens: int, block_tokens: int) -> int:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, Self
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.policy.base import EvictionPolicy, KeptState
@@ -183,19 +182,7 @@ class TierIndex[N: KeptState](ABC):
             above = above.parent
 
 
-class TreeNode(Protocol):
-    """A node of the prefix tree, one block after its parent."""
-
-    @property
-    def depth_blocks(self) -> int:
-        """Blocks up to and including this one."""
-
-    @property
-    def parent(self) -> Self | None:
-        """The node of the previous block."""
-
-
-class Place[T: TreeNode]:
+class Place[T: KeptState]:
     """A node of the trie: a kept state, or a fork.
 
     Attributes:
@@ -223,7 +210,7 @@ class Place[T: TreeNode]:
         other.above, other.via = self, via
 
 
-class Ancestry[T: TreeNode]:
+class Ancestry[T: KeptState]:
     """The trie of the kept states."""
 
     def __init__(self) -> None:
@@ -337,7 +324,7 @@ class Ancestry[T: TreeNode]:
             self._tidy(above)  # recurses at most once: a fork has two places below
 
 
-def _part[T: TreeNode](mine: T, its: T) -> tuple[T, T | None, T]:
+def _part[T: KeptState](mine: T, its: T) -> tuple[T, T | None, T]:
     """The fork of the paths to two nodes, and the next node on each path; None for ``mine`` if ``mine`` is the fork.
 
     ``its`` is neither ``mine`` nor above it. Both paths start with the same node.

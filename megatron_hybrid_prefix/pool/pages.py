@@ -169,9 +169,9 @@ class Buckets:
             heappush(self._heaps[free], page)
             self._filled |= 1 << free
 
-    def fullest(self, is_listed: Callable[[int, int], bool], *, least_free: int = 1) -> int | None:
-        """The page with the fewest free blocks, at least ``least_free``; of equal pages the first."""
-        left = self._filled >> least_free << least_free
+    def fullest(self, is_listed: Callable[[int, int], bool]) -> int | None:
+        """The page with the fewest free blocks, at least one; of equal pages the first."""
+        left = self._filled >> 1 << 1
         while left:
             free = (left & -left).bit_length() - 1
             page = self._top(free, is_listed)
@@ -206,7 +206,7 @@ class Buckets:
 
 
 class Pages:
-    """The pages of one memory. ``index/blocks.py`` and `PageSlots` tell it which blocks and slots are in use.
+    """The pages of one memory. ``index/blocks.py`` and `SlotPool` tell it which blocks and slots are in use.
 
     A block is free, cached (no request holds it) or held.
 
@@ -282,25 +282,28 @@ class Pages:
             block_ids += free[: -taken - 1 : -1]
             del free[-taken:]
             self.free_blocks -= taken
-            self._hold(page, taken)
+            self.hold(block_ids[-1], taken)
             self._give_to_kv(page)
             self._changed.add(page)
         return block_ids
 
-    def hold(self, block_id: int) -> None:
-        """A request shares the cached block."""
-        self._hold(block_id // self._size, 1)
-
-    def let_go(self, block_id: int) -> None:
-        """The last request that held the block let it go. It stays cached."""
-        self._hold(block_id // self._size, -1)
+    def hold(self, block_id: int, count: int) -> None:
+        """Requests hold ``count`` more blocks of this block's page; below 0: fewer. Those stay cached."""
+        page = block_id // self._size
+        before = self._held[page]
+        self._held[page] = before + count
+        self.held_blocks += count
+        if page < self._whole and (before == 0) != (before + count == 0):
+            self.unheld_pages += 1 if before else -1
+            if before:
+                self._changed.add(page)
 
     def free(self, block_id: int) -> None:
         """Frees a held block."""
         page = block_id // self._size
         self._free_ids[page].append(block_id)
         self.free_blocks += 1
-        self._hold(page, -1)
+        self.hold(block_id, -1)
         self._changed.add(page)
 
     def evict(self, block_id: int) -> None:
@@ -353,7 +356,7 @@ class Pages:
 
     def give_to_state(self, page: int) -> None:
         """Gives an empty page to its slot."""
-        if len(self._free_ids[page]) != self._size or self._is_state[page] or not self.is_whole(page):
+        if page >= self._whole or self._is_state[page] or len(self._free_ids[page]) != self._size:
             raise CacheCorruptionError(f"page {page} is given to a state, but is not empty")
         self._is_state[page] = 1
         self.pages_to_states += self._last_owner[page] == _KV
@@ -408,15 +411,6 @@ class Pages:
             self.pages_to_kv += 1
             self.with_old_state.append(page)
         self._last_owner[page] = _KV
-
-    def _hold(self, page: int, count: int) -> None:
-        before = self._held[page]
-        self._held[page] = before + count
-        self.held_blocks += count
-        if page < self._whole and (before == 0) != (before + count == 0):
-            self.unheld_pages += 1 if before else -1
-            if before:
-                self._changed.add(page)
 
     def _listed(self, buckets: Buckets) -> Buckets:
         """The buckets, with all pages that changed since the last look. Many blocks of a page change between two looks."""

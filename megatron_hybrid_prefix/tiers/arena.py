@@ -21,7 +21,7 @@ import torch
 
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, Tensors
-from megatron_hybrid_prefix.tiers.host_pages import HostPages, PageContents
+from megatron_hybrid_prefix.tiers.host_pages import HostPages
 from megatron_hybrid_prefix.tiers.loads import LoadCopies
 from megatron_hybrid_prefix.tiers.stores import StoreCopies
 from megatron_hybrid_prefix.tiers.tier_moves import TierMoves
@@ -41,8 +41,7 @@ class HostArena:
         behind: The tier below the host, or None.
 
     Attributes:
-        pages: The memory.
-        contents: The entries that it holds.
+        pages: The memory, and the entries there.
         copies: How entries are copied.
         stores: Transfers from the device.
         loads: Transfers to the device.
@@ -63,10 +62,9 @@ class HostArena:
         behind: TierBehind | None = None,
     ) -> None:
         device = torch.device(device)
-        self.pages = HostPages(pages, page_bytes, device)
-        self.contents = PageContents(pages, device, for_threads=behind is not None)
+        self.pages = HostPages(pages, page_bytes, device, for_threads=behind is not None)
         self.copies = EntryCopies(tensors, self.pages, pages_of=pages_of, device=device)
-        self.stores = StoreCopies(self.copies, self.contents)
+        self.stores = StoreCopies(self.copies)
         self.loads = LoadCopies(self.stores)
         self.behind: TierMoves | None = None
         if behind is not None:

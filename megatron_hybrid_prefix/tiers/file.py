@@ -202,7 +202,7 @@ class FileTier(Tier):
                 with self.folder.lock:
                     space = self._space(namespace)
                     file = None if space is None else space.get(tag.kind, tag.key)
-                    path = None if file is None else self.folder.place(tag.key, file)
+                    path = None if file is None else self.folder.path(file)
                 if path is None:
                     self.count("gone")
                     return None
@@ -261,7 +261,7 @@ class FileTier(Tier):
             self.count("delete_" + _reason(error), error)
 
 
-def read_file(path: str, buffers: Sequence[memoryview]) -> bool:
+def read_file(path: Path, buffers: Sequence[memoryview]) -> bool:
     """Read a file into buffers, one after the other. Returns whether it has exactly their length.
 
     Few calls, because a thread waits for the interpreter's lock after each.

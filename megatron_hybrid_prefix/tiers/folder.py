@@ -36,7 +36,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.tiers.header import VERSION
-from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need, part_of
+from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need
 from megatron_hybrid_prefix.tiers.locks import Lock
 from megatron_hybrid_prefix.tiers.space import Space
 from megatron_hybrid_prefix.tiers.units import EntryKind
@@ -73,8 +73,6 @@ class SharedFolder:
         self.lock = threading.RLock()
         self._looking = threading.Lock()  # held while the folder is read
         self.space: Space | None = None
-        self._name: str | None = None
-        self._listing: Listing | None = None
         self._others: dict[str, Listing] = {}
         self._others_bytes = 0
         self._space_lock: Lock | None = None
@@ -90,8 +88,7 @@ class SharedFolder:
         """Use the entries of this namespace from now on."""
         self.leave_space()
         with self.lock:
-            self._name, self._listing = name, Listing(self._root / name)
-            self.space = Space(self._make_ranking())
+            self.space = Space(self._make_ranking(), self._root / name)
         self._make_folders()
         self.refresh()
 
@@ -100,34 +97,36 @@ class SharedFolder:
         with self.lock:
             if self._space_lock is not None:
                 self._space_lock.release()
-            self._space_lock = self._name = self._listing = self.space = None
+            self._space_lock = self.space = None
 
     def refresh(self) -> None:
         """Look at what other processes have written and deleted, and delete what dead ones left half-written."""
         with self._looking:
             self._clean()
+            space = self.space
+            own = "" if space is None else space.listing.folder.name
             with suppress(FileNotFoundError):
-                for name in sorted(set(os.listdir(self._root)) - {"writing", self._name}):
+                for name in sorted(set(os.listdir(self._root)) - {"writing", own}):
                     self._others.setdefault(name, Listing(self._root / name))
             for name, other in list(self._others.items()):
                 with suppress(PermissionError):  # another user's
                     other.look(self.lock)
-                if name == self._name or not other.folder.exists():
+                if name == own or not other.folder.exists():
                     del self._others[name]
             self._look()
 
     def _look(self) -> None:
         """Look at the namespace in use."""
-        listing, space = self._listing, self.space
+        space = self.space
         with self.lock:
             self._others_bytes = sum(other.bytes for other in self._others.values())
-        if listing is None or space is None:
+        if space is None:
             return
         found: list[tuple[FileName, os.stat_result]] = []
-        for part, gone, new in listing.read(self.lock):
+        for part, gone, new in space.listing.read(self.lock):
             with self.lock:
                 for name in map(FileName.of, gone):
-                    if name is not None and listing.remove(part, str(name)) is not None:
+                    if name is not None:
                         space.remove(name)
             names = ((FileName.of(text), stat) for text, stat in new.items())
             found += [(name, stat) for name, stat in names if name is not None and name.part == part]
@@ -135,34 +134,26 @@ class SharedFolder:
         while batch := list(islice(new_names, AT_ONCE)):
             with self.lock:
                 for name, stat in batch:
-                    if listing.add(name.part, str(name), stat.st_size):
-                        space.add(name, stat.st_mtime_ns)
+                    space.add(name, stat.st_size, stat.st_mtime_ns)
             time.sleep(0)  # else others that wait for the lock do not get it
 
     def path(self, name: FileName) -> Path:
         """Where the entry of the namespace in use is, or would be."""
-        return Path(self.place(name.key, str(name)))
-
-    def place(self, key: bytes, text: str) -> str:
-        """The same as text, of a name as text: for calls that are made often."""
-        assert self._name is not None
-        return f"{self._root}/{self._name}/{part_of(key)}/{text}"
+        assert self.space is not None
+        return self.space.listing.folder / name.part / str(name)
 
     @property
     def bytes_used(self) -> int:
         """Bytes of all namespaces, as of the last look."""
         with self.lock:
-            return self._others_bytes + (0 if self._listing is None else self._listing.bytes)
+            return self._others_bytes + (0 if self.space is None else self.space.listing.bytes)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def forget(self, name: FileName) -> int:
         """The file is gone, or is not to be read again. Returns its bytes; 0 if it was not known."""
         with self.lock:
-            if self.space is None or self._listing is None:
-                return 0
-            self.space.remove(name)
-            return self._listing.remove(name.part, str(name)) or 0
+            return 0 if self.space is None else self.space.remove(name)
 
     def delete(self, name: FileName) -> int:
         """Delete the file. Returns its bytes; above 0, even if others were faster.
@@ -171,7 +162,7 @@ class SharedFolder:
             OSError: It cannot be deleted.
         """
         with self.lock:
-            if self._name is None:
+            if self.space is None:
                 return 0
             place = self.path(name)
         place.unlink(missing_ok=True)
@@ -225,8 +216,8 @@ class SharedFolder:
                 place = self.path(name)
             self._write_with_room(place, pieces, size)
             with self.lock:
-                if self._listing is not None and self.space is space and self._listing.add(name.part, str(name), size):
-                    space.add(name, time.time_ns())
+                if self.space is space:
+                    space.add(name, size, time.time_ns())
         finally:
             with self.lock:
                 self._reserved_bytes -= size
@@ -250,9 +241,9 @@ class SharedFolder:
                     with suppress(FileNotFoundError, BlockingIOError):
                         self._writing_lock = Lock(self._writing / "lock", shared=False)
                         break
-            name = self._name
-            if name is not None:
-                place = self._root / name
+            space = self.space
+            if space is not None:
+                place = space.listing.folder
                 if self._space_lock is not None and not (place / "lock").exists():
                     self._space_lock.release()
                     self._space_lock = None
@@ -354,14 +345,13 @@ class SharedFolder:
         return self._delete_unneeded() or self._delete_unused_space() or self._delete_state()
 
     def _delete_unneeded(self) -> int:
-        text, more = None, True
-        while more and text is None:
+        name, more = None, True
+        while more and name is None:
             with self.lock:
                 if self.space is None:
                     return 0
                 more = self.space.grow_up(AT_ONCE)
-                text = self.space.next_unneeded()
-        name = None if text is None else FileName.of(text)
+                name = self.space.next_unneeded()
         return 0 if name is None else self.delete(name)
 
     def _delete_state(self) -> int:
@@ -371,8 +361,7 @@ class SharedFolder:
                 node = None if self.space is None else self.space.next_state()
                 if node is None or self.space is None:
                     return 0
-                name = FileName.of(node.names[EntryKind.STATE])
-                assert name is not None
+                name = node.names[EntryKind.STATE]
                 place = self.path(name)
             try:
                 used_ns = os.stat(place).st_mtime_ns

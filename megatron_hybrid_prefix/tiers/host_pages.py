@@ -1,4 +1,4 @@
-"""`HostPages`: host memory in pages, pinned if there is a GPU. `PageContents`: the tags and checksums of the entries there."""
+"""`HostPages`: host memory in pages, pinned if there is a GPU, and the tags and checksums of the entries there."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from megatron_hybrid_prefix.tiers.units import BlockTransfer, Tag
 
 
 class HostPages:
-    """Memory in pages of one size.
+    """Memory in pages of one size, and what is known of the entries there.
 
     Args:
         count: Number of pages.
         page_bytes: Bytes per page.
         device: Device that copies to and from the pages.
+        for_threads: Whether threads read checksums.
 
     Attributes:
         memory: (bytes of all pages,) uint8.
         rows: The same, (pages, bytes).
         page_bytes: Bytes per page.
+        tags: Tags of the entries that were copied there, by first page. Entries that were lost or overwritten have none.
+        sums: (pages,) int64 on the device: checksums of what was copied there, without the tag, by first page.
+        sums_seen: (pages,) int64 on the host: `sums` as of the last store from the device; only kept for threads.
 
     Raises:
         RuntimeError, MemoryError: The host lacks the memory, or the driver refuses to pin it.
     """
 
-    def __init__(self, count: int, page_bytes: int, device: torch.device) -> None:
+    def __init__(self, count: int, page_bytes: int, device: torch.device, *, for_threads: bool) -> None:
         self.page_bytes = page_bytes
         size, on_gpu = count * page_bytes, device.type == "cuda"
         self.memory = allocate(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
@@ -40,6 +44,11 @@ class HostPages:
             self._unpin = weakref.finalize(self, unpin, self.memory, device)
             self._unpin.atexit = False
         self._view = memoryview(self.memory.numpy())
+        self.tags: dict[int, Tag] = {}
+        self.sums = torch.zeros(max(1, count), dtype=torch.int64, device=device)
+        self.sums_seen = self.sums
+        if for_threads and on_gpu:
+            self.sums_seen = torch.zeros(max(1, count), dtype=torch.int64).pin_memory()
 
     def close(self) -> None:
         """Free the memory; garbage collection does so, too."""
@@ -66,27 +75,7 @@ class HostPages:
             start += length
         return views
 
-
-class PageContents:
-    """Which entries are in the pages. All is by an entry's first page.
-
-    Args:
-        pages: Number of pages.
-        device: Device of the checksums.
-        for_threads: Whether threads read checksums.
-
-    Attributes:
-        tags: Tags of the entries that were copied there. Entries that were lost or overwritten have none.
-        sums: (pages,) int64 on the device: checksums of what was copied there, without the tag.
-        sums_seen: (pages,) int64 on the host: `sums` as of the last store from the device; only kept for threads.
-    """
-
-    def __init__(self, pages: int, device: torch.device, *, for_threads: bool) -> None:
-        self.tags: dict[int, Tag] = {}
-        self.sums = torch.zeros(max(1, pages), dtype=torch.int64, device=device)
-        self.sums_seen = self.sums
-        if for_threads and device.type == "cuda":
-            self.sums_seen = torch.zeros(max(1, pages), dtype=torch.int64).pin_memory()
+    # -- entries, by their first page ----------------------------------------------------------------------------------
 
     def holds(self, unit: BlockTransfer) -> bool:
         """Whether the entry of this transfer is in its pages."""

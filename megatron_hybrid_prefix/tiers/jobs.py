@@ -138,10 +138,15 @@ class TierThreads:
         self.stats = shared.stats
         self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
         self._stores: list[JobGroup] = []
-        work: list[tuple[str, Callable[[], None]]] = [("tier-read", partial(_read_all, shared))] * tier.threads
-        work += [("tier-write", partial(_write_all, shared, largest_bytes))] * _WRITERS
-        self._threads = [threading.Thread(target=serve, name=name, daemon=True) for name, serve in work]
-        self.close = weakref.finalize(self, _end_of_work, shared, len(work))
+        reads = [("tier-read", shared.reads, partial(_read, tier))] * tier.threads
+        # Memory for the copies is made once: new memory costs as much time as the copy.
+        memories = [memoryview(bytearray(largest_bytes)) for _ in range(_WRITERS)]
+        writes = [("tier-write", shared.stores, partial(_write, shared, memory)) for memory in memories]
+        self._threads = [
+            threading.Thread(target=_serve, args=(shared, jobs, work), name=name, daemon=True)
+            for name, jobs, work in (*reads, *writes)
+        ]
+        self.close = weakref.finalize(self, _end_of_work, shared, len(self._threads))
         self.close.atexit = False  # see `_at_exit`
         _LIVING.add(self)
         for thread in self._threads:
@@ -231,58 +236,44 @@ def marks(*queues: tuple[Callable[[Mark], None], Mark]) -> list[Callable[[], Non
     return [partial(wait, mark) for wait, mark in queues if mark is not None and not mark.query()]
 
 
-def _read_all(shared: _Shared) -> None:
-    """A thread that reads."""
-    while (job := shared.reads.get()) is not None and not shared.ended:
-        _run(shared, job, partial(_read, shared.tier, job))
+def _serve(shared: _Shared, jobs: SimpleQueue[Job | None], work: Callable[[Job], bool]) -> None:
+    """A thread that does jobs, each once its pages may be used. ``work`` returns whether the entry has moved or need not move."""
+    while (job := jobs.get()) is not None and not shared.ended:
+        start, done = time.perf_counter(), False
+        try:
+            for wait in job.after:
+                wait()
+            done = work(job)
+        except Exception as error:  # a tier's code may raise anything
+            logger.error("the tier behind the host: a move of %s failed: %r", job.tag.kind.name, error)
+        finally:
+            with shared.lock:
+                shared.stats.seconds += time.perf_counter() - start
+                shared.stats.full += job.sum_of is not None and not done
+            job.end()
         del job
 
 
-def _write_all(shared: _Shared, largest_bytes: int) -> None:
-    """A thread that writes. Its memory is made once: new memory costs as much time as the copy."""
-    memory = memoryview(bytearray(largest_bytes))
-    while (job := shared.stores.get()) is not None and not shared.ended:
-        is_over = _run(shared, job, partial(_write, shared, job, memory[: job.entry_bytes]))
-        with shared.lock:
-            shared.stats.full += not is_over
-        del job
-
-
-def _run(shared: _Shared, job: Job, work: Callable[[], None]) -> bool:
-    """Waits until the pages may be used, and works. At the end the job is over, whatever happened. Returns whether nothing raised."""
-    start = time.perf_counter()
-    try:
-        for wait in job.after:
-            wait()
-        work()
-        return True
-    except Exception as error:  # a tier's code may raise anything
-        logger.error("the tier behind the host: a move of %s failed: %r", job.tag.kind.name, error)
-        return False
-    finally:
-        with shared.lock:
-            shared.stats.seconds += time.perf_counter() - start
-        job.end()
-
-
-def _read(tier: Tier, job: Job) -> None:
+def _read(tier: Tier, job: Job) -> bool:
     if job.begin():
         job.checksum = tier.get(job.namespace, job.tag, job.views)
+    return True
 
 
-def _write(shared: _Shared, job: Job, row: memoryview) -> None:
+def _write(shared: _Shared, memory: memoryview, job: Job) -> bool:
     if not shared.tier.wants(job.namespace, job.tag):
-        return
-    kept = False
-    if not job.cancelled:
-        at = 0
-        for view in job.views:
-            copy_bytes(view, row[at : at + len(view)])
-            at += len(view)
-        assert job.sum_of is not None
-        checksum = job.sum_of()
-        if not job.cancelled:  # from here on the copy is used
-            kept = shared.tier.put(job.namespace, Entry(job.tag, row, checksum))
+        return True
+    if job.cancelled:
+        return False
+    row, at = memory[: job.entry_bytes], 0
+    for view in job.views:
+        copy_bytes(view, row[at : at + len(view)])
+        at += len(view)
+    assert job.sum_of is not None
+    checksum = job.sum_of()
+    # From here on the copy is used.
+    if job.cancelled or not shared.tier.put(job.namespace, Entry(job.tag, row, checksum)):
+        return False
     with shared.lock:
-        shared.stats.bytes_stored += job.entry_bytes * kept
-        shared.stats.full += not kept
+        shared.stats.bytes_stored += job.entry_bytes
+    return True

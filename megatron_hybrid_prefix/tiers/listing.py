@@ -19,11 +19,6 @@ _KIND_OF = {name: kind for kind, name in _KINDS.items()}
 _TICK_S = 1.0  # a change may leave a folder's time of change as it is within this time
 
 
-def part_of(key: bytes) -> str:
-    """The folder that a key's files are in."""
-    return _PARTS[key[0] % PARTS]
-
-
 class FileName(NamedTuple):
     """The fields of a file's name. The depth is in blocks; the parent's key is empty for the first block."""
 
@@ -38,7 +33,7 @@ class FileName(NamedTuple):
     @property
     def part(self) -> str:
         """The folder it is in."""
-        return part_of(self.key)
+        return _PARTS[self.key[0] % PARTS]
 
     @classmethod
     def of(cls, text: str) -> FileName | None:

@@ -50,7 +50,7 @@ class LoadCopies:
     """
 
     def __init__(self, stores: StoreCopies) -> None:
-        self._stores, self._copies, self._contents = stores, stores.copies, stores.contents
+        self._stores, self._copies, self._pages = stores, stores.copies, stores.copies.pages
         device = self._copies.device
         self.queue = queue_for(device, ahead=BUFFERS)
         self._staging = self._copies.staging(STAGING_BYTES)
@@ -85,7 +85,7 @@ class LoadCopies:
                 self._bring(*prepared.rounds[:BUFFERS])
             rounds = prepared.rounds
             self._bad_rows.index_fill_(0, prepared.new_loads, 0)  # the other loads have begun with other entries
-            expected = self._contents.sums.index_select(0, prepared.first_pages)
+            expected = self._pages.sums.index_select(0, prepared.first_pages)
             try:
                 for number, round_ in enumerate(rounds):
                     self.queue.use(round_[0].half)
@@ -178,11 +178,11 @@ class LoadCopies:
     def _load(self, batch: Batch) -> None:
         """Copies entries to their places."""
         self._copies.to_places(batch)
-        self._copies.zero_wrong(batch, self._contents.sums)
-        missing = [unit for unit in batch.units if not self._contents.holds(unit)]
+        self._copies.zero_wrong(batch, self._pages.sums)
+        missing = [unit for unit in batch.units if not self._pages.holds(unit)]
         for unit in missing:
             page = unit.pages[0]
-            logger.error("host entry in page %d is %s, expected %s", page, self._contents.tags.get(page), unit.tag)
+            logger.error("host entry in page %d is %s, expected %s", page, self._pages.tags.get(page), unit.tag)
         _note_wrong(missing)
         if missing:
             self._copies.zero(missing)
@@ -190,7 +190,7 @@ class LoadCopies:
 
     def _fail(self, batch: Batch) -> None:
         """The batch could not be copied."""
-        self._contents.drop(batch.units)
+        self._pages.drop(batch.units)
         _note_wrong(batch.units)
         succeeds(lambda failed: self._copies.zero(failed.units), batch)
 

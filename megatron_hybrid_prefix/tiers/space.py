@@ -1,15 +1,16 @@
-"""`Space`: which entries of a namespace are in a shared folder, as a prefix tree, and which of them go first."""
+"""`Space`: the files of a namespace in a shared folder, as a prefix tree, and which of them go first."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex
-from megatron_hybrid_prefix.tiers.listing import FileName
+from megatron_hybrid_prefix.tiers.listing import FileName, Listing
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
 # KV that no state needs may be waiting for the state that is being written.
@@ -21,7 +22,7 @@ class KeptFile:
 
     Attributes:
         key, parent, depth_blocks: As in the prefix tree.
-        names: Files by kind.
+        names: Its files, by kind.
         children: Number of child nodes.
         since: When this process learned of the block (monotonic).
         used_ns: Time of the state's last use, as its file says.
@@ -33,7 +34,7 @@ class KeptFile:
 
     def __init__(self, name: FileName, parent: KeptFile | None) -> None:
         self.key, self.parent, self.depth_blocks = name.key, parent, name.depth_blocks
-        self.names: dict[EntryKind, str] = {}
+        self.names: dict[EntryKind, FileName] = {}
         self.children = self.used_ns = 0
         self.since = time.monotonic()
 
@@ -45,42 +46,48 @@ class Space(TierIndex[KeptFile]):
 
     Args:
         eviction: Ranks the states.
+        folder: Folder of the namespace.
+
+    Attributes:
+        listing: Its files.
+        counts: Entries by kind.
     """
 
-    def __init__(self, eviction: EvictionPolicy[KeptFile]) -> None:
+    def __init__(self, eviction: EvictionPolicy[KeptFile], folder: Path) -> None:
         super().__init__(eviction)
+        self.listing = Listing(folder)
         self._nodes: dict[bytes, KeptFile] = {}
-        # Files whose parent is not here, by name, with the time of last use, and when they were seen (monotonic).
-        self._orphans: dict[str, tuple[FileName, int, float]] = {}
-        self._orphans_of: dict[bytes, set[str]] = {}  # their names, by the parent's key
+        # Files whose parent is not here, with the time of last use, and when they were seen (monotonic).
+        self._orphans: dict[FileName, tuple[int, float]] = {}
+        self._orphans_of: dict[bytes, set[FileName]] = {}  # by the parent's key
         # Nodes that may still get a state below, in the order in which they were seen. (KV is written before its state.)
         self._young: dict[KeptFile, None] = {}
         self.counts: Counter[EntryKind] = Counter()
 
-    def get(self, kind: EntryKind, key: bytes) -> str | None:
-        """Name of the entry's file; None if it is not here. Needs no lock: each step is one of the interpreter's."""
+    def get(self, kind: EntryKind, key: bytes) -> FileName | None:
+        """The entry's file; None if it is not here. Needs no lock: each step is one of the interpreter's."""
         node = self._nodes.get(key)
         return None if node is None else node.names.get(kind)
 
-    def add(self, name: FileName, used_ns: int) -> None:
-        """A file appeared."""
-        text = str(name)
-        if text in self._orphans or self.get(name.kind, name.key) is not None:
+    def add(self, name: FileName, size: int, used_ns: int) -> None:
+        """There is a file of ``size`` bytes, used last at this time."""
+        if not self.listing.add(name.part, str(name), size) or self.get(name.kind, name.key) is not None:
             return
         if self._place(name, used_ns):
             self._adopt(name.key)
         else:
-            self._orphans[text] = name, used_ns, time.monotonic()
-            self._orphans_of.setdefault(name.parent, set()).add(text)
+            self._orphans[name] = used_ns, time.monotonic()
+            self._orphans_of.setdefault(name.parent, set()).add(name)
 
-    def remove(self, name: FileName) -> None:
-        """A file is gone, or about to be deleted."""
-        if str(name) in self._orphans:
-            self._pop_orphan(str(name))
-            return
+    def remove(self, name: FileName) -> int:
+        """A file is gone, or about to be deleted. Returns its bytes; 0 if it was not known."""
+        size = self.listing.remove(name.part, str(name)) or 0
+        if name in self._orphans:
+            self._pop_orphan(name)
+            return size
         node = self._nodes.get(name.key)
-        if node is None or name.kind not in node.names:
-            return
+        if node is None or node.names.get(name.kind) != name:
+            return size
         del node.names[name.kind]
         self.counts[name.kind] -= 1
         if name.kind == EntryKind.STATE:
@@ -92,6 +99,7 @@ class Space(TierIndex[KeptFile]):
         else:
             self.drop_kv(node)
         self._prune(node)
+        return size
 
     def use(self, node: KeptFile, used_ns: int) -> None:
         """A request resumed from the state."""
@@ -117,12 +125,12 @@ class Space(TierIndex[KeptFile]):
             self._note(node)
         return bool(nodes)
 
-    def next_unneeded(self) -> str | None:
+    def next_unneeded(self) -> FileName | None:
         """The file to delete next, of KV that no state needs, and of orphans. Young ones are left out. None: there is none."""
         late = time.monotonic() - _GRACE_S
-        for text, (*_, since) in islice(self._orphans.items(), 1):
+        for name, (_, since) in islice(self._orphans.items(), 1):
             if since < late:
-                return text
+                return name
         node = self.next_kv()
         return None if node is None else node.names[EntryKind.KV]
 
@@ -139,7 +147,7 @@ class Space(TierIndex[KeptFile]):
             if parent is not None:
                 parent.children += 1
                 self.drop_kv(parent)
-        node.names[name.kind] = str(name)
+        node.names[name.kind] = name
         self.counts[name.kind] += 1
         if name.kind == EntryKind.STATE:
             node.used_ns = used_ns
@@ -152,16 +160,16 @@ class Space(TierIndex[KeptFile]):
         """Give the orphans below this block their places."""
         parents = [key]
         while parents:
-            for text in sorted(self._orphans_of.get(parents.pop(), ())):
-                name, used_ns, _ = self._orphans[text]
+            for name in sorted(self._orphans_of.get(parents.pop(), ())):
+                used_ns, _ = self._orphans[name]
                 if self._place(name, used_ns):
-                    self._pop_orphan(text)
+                    self._pop_orphan(name)
                     parents.append(name.key)
 
-    def _pop_orphan(self, text: str) -> None:
-        name, *_ = self._orphans.pop(text)
+    def _pop_orphan(self, name: FileName) -> None:
+        del self._orphans[name]
         siblings = self._orphans_of[name.parent]
-        siblings.discard(text)
+        siblings.discard(name)
         if not siblings:
             del self._orphans_of[name.parent]
 

@@ -18,7 +18,6 @@ from operator import attrgetter
 import torch
 
 from megatron_hybrid_prefix.tiers.entry_copies import Batch, EntryCopies, succeeds, without_shared_pages
-from megatron_hybrid_prefix.tiers.host_pages import PageContents
 from megatron_hybrid_prefix.tiers.queue import Mark, queue_for
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
 
@@ -30,14 +29,13 @@ class StoreCopies:
 
     Attributes:
         copies: How entries are copied.
-        contents: The entries in the pages.
         queue: Where the copies run.
         bytes: Bytes stored.
         stored: End of the copies to the host that are launched.
     """
 
-    def __init__(self, copies: EntryCopies, contents: PageContents) -> None:
-        self.copies, self.contents = copies, contents
+    def __init__(self, copies: EntryCopies) -> None:
+        self.copies, self._pages = copies, copies.pages
         self.queue = queue_for(copies.device)
         self._staging = copies.staging(STAGING_BYTES)
         self._gathered: Mark = None  # end of the last gather; None once the model waits for it
@@ -95,7 +93,7 @@ class StoreCopies:
     def _run_different(self, units: Sequence[BlockTransfer], *, send: bool, beside: bool) -> None:
         """Launches stores to different pages; arguments as of `run`."""
         units = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
-        self.contents.drop(units)  # until they are copied
+        self._pages.drop(units)  # until they are copied
         self._waiting_pages.update(page for unit in units for page in unit.pages)
         batches = list(self.copies.batches(units, self._staging))
         with self.queue.beside():  # the queue may be busy for long
@@ -128,8 +126,8 @@ class StoreCopies:
         for half in list(self._waiting):
             self._send_half(half)
         while self._summed:
-            self.contents.put_sums(*self._summed.pop(0))
-        self.contents.show_sums()
+            self._pages.put_sums(*self._summed.pop(0))
+        self._pages.show_sums()
         self._waiting_pages.clear()
 
     def _send_half(self, half: int) -> None:
@@ -146,7 +144,7 @@ class StoreCopies:
         while self._waiting[half]:
             batch = self._waiting[half].pop(0)
             if succeeds(self.copies.to_pages, batch):  # on the host, once the queue gets here
-                self.contents.put_tags(batch.units)
+                self._pages.put_tags(batch.units)
                 self.bytes += self.copies.entry_bytes[batch.kind] * len(batch.units)
 
     def wait(self) -> None:

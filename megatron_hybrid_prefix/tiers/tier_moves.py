@@ -40,7 +40,7 @@ class TierMoves:
 
     def __init__(self, behind: TierBehind, stores: StoreCopies, loads: LoadCopies) -> None:
         self._behind, self._stores, self._loads = behind, stores, loads
-        self._copies, self._contents = stores.copies, stores.contents
+        self._copies, self._pages = stores.copies, stores.copies.pages
         self.threads = TierThreads(behind.tier, max(self._copies.entry_bytes.values()))
         self._refused = self._bytes_loaded = 0
         self._seconds_waited = 0.0
@@ -65,7 +65,7 @@ class TierMoves:
             return list(units)
         refused = [unit for unit in units if not busy.isdisjoint(unit.pages)]
         logger.warning("%d entries have no place: a load that was given up is still being read there", len(refused))
-        self._contents.drop(refused)
+        self._pages.drop(refused)
         return [unit for unit in units if busy.isdisjoint(unit.pages)]
 
     # -- to and from the tier ------------------------------------------------------------------------------------------
@@ -77,12 +77,12 @@ class TierMoves:
         for unit in units:
             first = unit.pages[0]
             job = self._job(unit, after)
-            if not job.namespace or not self._contents.holds(unit):
+            if not job.namespace or not self._pages.holds(unit):
                 self._refused += 1
             elif not self.threads.is_moving(unit.tag, first):  # else it was offered twice
                 read = self.threads.read_of(unit.tag, first)
                 given = None if read is None else read.checksum
-                seen = partial(self._contents.seen_checksum, first, unit.tag)
+                seen = partial(self._pages.seen_checksum, first, unit.tag)
                 job.sum_of = seen if given is None else partial(int, given)
                 jobs.append(job)
         self.threads.store(jobs)
@@ -94,7 +94,7 @@ class TierMoves:
 
     def _read(self, units: Sequence[BlockTransfer], free: set[tuple[int, ...]]) -> None:
         after = marks((self._stores.queue.finish, self._stores.stored), (self._loads.queue.finish, self._loads.last))
-        self._contents.drop(units)  # until `fetched`
+        self._pages.drop(units)  # until `fetched`
         group: list[Job] = []
         group_bytes = 0
         # States first: they are the longest.
@@ -115,7 +115,7 @@ class TierMoves:
             tag=unit.tag,
             entry_bytes=size,
             pages=unit.pages,
-            views=self._copies.pages.views(unit.pages, size),
+            views=self._pages.views(unit.pages, size),
             after=after,
         )
 
@@ -142,7 +142,7 @@ class TierMoves:
         arrived: list[BlockTransfer] = []
         groups: dict[JobGroup, list[BlockTransfer]] = {}
         for unit in load.left:
-            job = None if self._contents.holds(unit) else load.jobs.get(unit.pages[0])
+            job = None if self._pages.holds(unit) else load.jobs.get(unit.pages[0])
             if job is None or job.group.is_over:
                 arrived.append(unit)
             else:
@@ -164,7 +164,7 @@ class TierMoves:
 
     def _launch(self, load: Load, units: list[BlockTransfer], prepared: PreparedLoads | None = None) -> bool:
         """Launches transfers whose entries nothing reads any more, and takes them out of ``left``. Returns whether all have arrived."""
-        coming = [(unit, load.jobs.get(unit.pages[0])) for unit in units if not self._contents.holds(unit)]
+        coming = [(unit, load.jobs.get(unit.pages[0])) for unit in units if not self._pages.holds(unit)]
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
         arrived = [(unit, job.checksum) for unit, job in coming if job is not None and not job.cancelled]
         here = [(unit, checksum) for unit, checksum in arrived if checksum is not None]
@@ -172,10 +172,10 @@ class TierMoves:
             first_pages, expected = self._copies.ids(
                 [unit.pages[0] for unit, _ in here], [checksum ^ unit.tag.digest for unit, checksum in here]
             )
-            self._contents.put_sums(first_pages, expected)
-            self._contents.put_tags(unit for unit, _ in here)
+            self._pages.put_sums(first_pages, expected)
+            self._pages.put_tags(unit for unit, _ in here)
             self._bytes_loaded += sum(self._copies.entry_bytes[unit.tag.kind] for unit, _ in here)
-        if not all(self._contents.holds(unit) for unit in units):
+        if not all(self._pages.holds(unit) for unit in units):
             return False
         self._loads.run(units, prepared)
         launched = set(map(id, units))

@@ -393,7 +393,7 @@ class ModelEngine:
             state = kept.get(contents[position])
             if reason != CheckpointReason.INTERVAL and state and (state.probationary or state.decoded):
                 self.use(state.slot, "confirmed")
-        free, planned, skipped = self.cache._store.slots.free_slots, [], 0
+        free, planned, skipped = len(self.cache._store.slots.slots_in(SlotState.FREE)), [], 0
         for reason, position in sorted(wanted):
             present = [self.slots[kept.slot] for kept in self.order]
             if contents[position] in written or contents[position] in present:
@@ -624,10 +624,17 @@ class ModelEngine:
     def free_places(self) -> int:
         """States that fit without any eviction; 0 or more than 0 is exact."""
         slots, cap = self.cache._store.slots, self.cache.settings.state_slots
-        free = self.cache._store.slots.free_slots
-        if self.pages and not free:
-            pages = self.cache._store.pages
-            free = self.page_states * (pages.unheld_pages > 0 and pages.free_blocks >= self.page_blocks)
+        free = len(slots.slots_in(SlotState.FREE))
+        if self.pages:
+            pages, size = self.cache._store.pages, self.page_blocks
+            free_ids = set(pages.free_ids())
+            taken = [
+                pages.is_state(page) or free_ids >= {*range(page * size, page * size + size)}
+                for page in range(self.pages)
+            ]
+            free = sum(taken[self.page_of(slot)] for slot in slots.slots_in(SlotState.FREE))
+            if not free:
+                free = self.page_states * (pages.unheld_pages > 0 and pages.free_blocks >= size)
         return free if cap is None else min(free, max(0, cap - slots.cached_slots))
 
     def check_displaced(self, before: dict[int, Node], asked: int) -> None:
@@ -836,7 +843,7 @@ class ModelEngine:
         self.cache.invalidate()
         assert self.cache.memory_use().free_blocks == self.kv_blocks and self.cache.stats().slots_used == 0
         if self.cache._store.host is not None:
-            assert self.cache._store.host.entries.free_pages == self.cache._store.host.entries.total_pages
+            assert len(self.cache._store.host.entries.free) == self.cache._store.host.entries.total_pages
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
@@ -931,7 +938,7 @@ class ModelEngine:
         for node in self.cache.nodes() if tier is not None else ():
             content = self.expected.get(node.key)
             for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:
-                assert self.host[tier.entries.pages(entry)] in (content, GARBAGE), node
+                assert self.host[tier.entries[entry].pages] in (content, GARBAGE), node
                 assert content is not None and len(content[1]) == node.depth_blocks * self.block_tokens, node
                 parent = None if node.parent is None else self.expected.get(node.parent.key)
                 assert parent is None or parent == (content[0], content[1][: -self.block_tokens]), node

@@ -97,7 +97,8 @@ def test_a_load_that_fetches_also_needs_what_was_just_stored(pools, monkeypatch)
     load.deadline_s, ended = time.monotonic() + HANG_S, []
     cache = SimpleNamespace(loads=SimpleNamespace(end_fetch=lambda *end: ended.append(end)))
     host_moves = moves.HostMoves.__new__(moves.HostMoves)
-    vars(host_moves).update(arena=pools.arena, _cache=cache, _groups=None, _page_bytes=pools.page_bytes)
+    context = SimpleNamespace(prefix_cache=cache)
+    vars(host_moves).update(arena=pools.arena, _context=context, _groups=None, _page_bytes=pools.page_bytes)
     assert host_moves.fetch(load, wait=True) is LoadState.COPYING and ended == [(load, LoadState.COPYING)]
     assert pools.is_right(load) and [pools.value(index) for index in (3, 4)] == [1.0, 2.0]
 
@@ -177,8 +178,8 @@ def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(pools, tier, mon
     pools.give_to_tier(0, 0)
     stored = dict(tier.entries)
     assert pools.arrives(pools.bring(3, 1))
-    sums = torch.zeros_like(pools.arena.contents.sums)
-    monkeypatch.setattr(pools.arena.contents, "sums_seen", sums)  # as of before it arrived
+    sums = torch.zeros_like(pools.arena.pages.sums)
+    monkeypatch.setattr(pools.arena.pages, "sums_seen", sums)  # as of before it arrived
     tier.entries.clear()
     pools.arena.carry_out([pools.behind_unit(KV, 1, b"k", take=True)])
     assert pools.arena.behind.threads.drain(HANG_S) and tier.entries == stored
@@ -237,13 +238,13 @@ def test_a_thread_waits_for_the_transfers_that_use_its_pages(pools, tier, way, m
 
 def test_what_is_overwritten_while_a_thread_copies_it_is_not_written(pools, tier, monkeypatch):
     """The thread looks again after it has copied the bytes and the checksum."""
-    arena, seen_checksum = pools.arena, pools.arena.contents.seen_checksum
+    arena, seen_checksum = pools.arena, pools.arena.pages.seen_checksum
 
     def overwritten(page: int, tag: Tag) -> int:
         assert not arena.behind.threads.overwrite([page])
         return seen_checksum(page, tag)
 
-    monkeypatch.setattr(arena.contents, "seen_checksum", overwritten)
+    monkeypatch.setattr(arena.pages, "seen_checksum", overwritten)
     pools.give_to_tier(0, 0)
     assert tier.entries == {} and arena.behind.stats.full == 1 and arena.behind.stats.bytes_stored == 0
 

@@ -70,8 +70,8 @@ def test_blocks_have_their_bytes(device, fill, page_blocks, block_bytes, pages):
     slots = SlotLayout((StateLayout(kind="any", layers=1, components=(component,)),))
     block = BlockShape(before=(), after=(block_bytes,), dtype=torch.uint8)
     memory = SharedMemory(slots, layout=layout, block=block, own_slots=0, device=torch.device(device))
-    cache, moves = full_cache(layout, cached), Moves(SimpleNamespace(shared_memory=memory))
-    moves.serve(cache)
+    cache = full_cache(layout, cached)
+    moves = Moves(SimpleNamespace(shared_memory=memory, prefix_cache=cache))
     origin: dict[int, int] = {}
     cache._store.on_move = lambda source, target: origin.update({target: origin.pop(source, source)})
     labels = memory.kv_rows[0, :, :8].view(torch.int64)[:, 0]

@@ -74,10 +74,10 @@ def check(folder: Path, *tiers: FileTier) -> None:
         tier.folder.refresh()
         assert tier.folder.space is not None
         assert tier.folder.bytes_used == sum(found.values())
-        listed, nodes = tier.folder._listing.files(), tier.folder.space._nodes.values()
+        listed, nodes = tier.folder.space.listing.files(), tier.folder.space._nodes.values()
         assert listed.items() <= found.items()
         indexed = [*tier.folder.space._orphans, *(name for node in nodes for name in node.names.values())]
-        assert sorted(indexed) == sorted(listed)
+        assert sorted(map(str, indexed)) == sorted(listed)
 
 
 @pytest.fixture
@@ -208,11 +208,11 @@ def test_no_state_is_known_while_a_read_hangs(tmp_path, monkeypatch):
     """So other prompts do not wait for the folder."""
     tier, tags = tier_on(tmp_path, wait_s=1e-9), prompt_tags(1, 2)[1:]
     put(tier, *prompt_tags(1, 2))
-    gates = {str(tier.folder.path(tier._file_name(each))): threading.Event() for each in tags}
-    begun: list[str] = []
+    gates = {tier.folder.path(tier._file_name(each)): threading.Event() for each in tags}
+    begun: list[Path] = []
     found: list[bool] = []
 
-    def slow(path: str, buffers: list[memoryview]) -> bool:
+    def slow(path: Path, buffers: list[memoryview]) -> bool:
         begun.append(path)
         assert gates[path].wait(HANG_S)
         return read_file(path, buffers)
@@ -333,7 +333,7 @@ def test_every_bit_of_a_header_counts(tmp_path):
         spoilt = bytearray(content)
         spoilt[bit // 8] ^= 1 << bit % 8
         path.write_bytes(spoilt)
-        tier.folder.space.add(tier._file_name(of), 0)
+        tier.folder.space.add(tier._file_name(of), 1, 0)
         assert get(tier, of)[0] is None
     assert tier.counts == {"not_valid": 8 * HEADER_BYTES}
 
@@ -520,13 +520,13 @@ def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
     """Many prompts whose first block is gone do not slow down the others."""
     placed, place = [], spaces.Space._place
     monkeypatch.setattr(spaces.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
-    space = spaces.Space(make_eviction_policy("recompute_cost"))
+    space = spaces.Space(make_eviction_policy("recompute_cost"), Path("space"))
     for prompt in range(100):
-        space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 0)
+        space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 1, 0)
     for prompt in range(100, 200):
-        space.add(FileName(KV, 1, key(prompt, 1), b""), 0)
+        space.add(FileName(KV, 1, key(prompt, 1), b""), 1, 0)
     assert len(placed) == 200
-    space.add(FileName(KV, 1, key(0, 1), b""), 0)
+    space.add(FileName(KV, 1, key(0, 1), b""), 1, 0)
     assert len(placed) == 202 and space.get(KV, key(0, 2)) is not None
 
 
@@ -562,35 +562,35 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
     noted = []
     note = spaces.Space._note
     monkeypatch.setattr(spaces.Space, "_note", lambda *args, **kwargs: noted.append(1) or note(*args, **kwargs))
-    space, dice = spaces.Space(make_eviction_policy("lru")), random.Random(seed)
+    space, dice = spaces.Space(make_eviction_policy("lru"), Path("space")), random.Random(seed)
 
     def name(kind: EntryKind, prompt: int, depth: int) -> FileName:
         keys = [b"", *(bytes([at, prompt // 3 ** (4 - at)]) * 8 for at in range(1, 5))]  # three blocks after each block
         return FileName(kind, depth, keys[depth], keys[depth - 1])
 
-    def unneeded() -> set[str]:
+    def unneeded() -> set[FileName]:
         return {node.names[KV] for node in space._nodes.values() if KV in node.names and node not in space.users}
 
     for step in range(200):
         prompt, depth = dice.randrange(3**4), dice.randint(1, 4)
         for at in range(1, depth + 1):
-            space.add(name(KV, prompt, at), 0)
+            space.add(name(KV, prompt, at), 1, 0)
         if dice.random() < 0.3:
-            space.add(name(STATE, prompt, depth), 0)
+            space.add(name(STATE, prompt, depth), 1, 0)
         if step % 3 == 0:
             node = dice.choice([node for node in space._nodes.values() if node.names])
-            space.remove(FileName.of(dice.choice(list(node.names.values()))))
+            space.remove(dice.choice(list(node.names.values())))
         while space.grow_up(3):
             pass
         space.check_needs(space._nodes.values())
     assert len(noted) < 200 * 2 * (4 + 2 * 4)
     expected, found = unneeded(), []
     assert expected
-    while text := space.next_unneeded():
-        found.append(FileName.of(text))
+    while file := space.next_unneeded():
+        found.append(file)
         assert found[-1].key not in {node.parent.key for node in space._nodes.values() if node.parent}, "deepest first"
         space.remove(found[-1])
-    assert len(set(found)) == len(found) and expected <= set(map(str, found)) and not unneeded()
+    assert len(set(found)) == len(found) and expected <= set(found) and not unneeded()
 
 
 def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.index.tree import is_guess
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
-from megatron_hybrid_prefix.pool.slots import NO_SLOT, PageSlots, SlotPool
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, BlockTransfer, EntryKind, PageClear
 from tests.core import test_stateful
 from tests.core.model import tier_behind
@@ -135,11 +135,11 @@ def test_pages_against_the_obvious_count(size):
         elif what == 1 and held:
             held.discard(block := rng.choice(sorted(held)))
             cached.add(block)
-            pages.let_go(block)
+            pages.hold(block, -1)
         elif what == 2 and cached:
             cached.discard(block := rng.choice(sorted(cached)))
             held.add(block)
-            pages.hold(block)
+            pages.hold(block, 1)
         elif what == 3 and held:
             held.discard(block := rng.choice(sorted(held)))
             pages.free(block)
@@ -310,7 +310,7 @@ MUTANTS = {
             (Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size),
         ),
         ("a decoded state without protection", (CheckpointTable, "protect", lambda self, slot: None)),
-        ("a live slot that is evicted", (PageSlots, "make_live", PageSlots.abandon)),
+        ("a live slot that is evicted", (SlotPool, "make_live", SlotPool.abandon)),
         (
             "useful KV is evicted",
             (TierIndex, "_need", lambda self, node: None),
@@ -325,7 +325,7 @@ MUTANTS = {
             "a guess at the cap takes any slot",
             (CheckpointTable, "_guess_elsewhere", lambda self, path: self._index.next_state()),
         ),
-        ("a page goes though a slot is in use", (PageSlots, "is_loose", lambda self, slot: not self.pins(slot))),
+        ("a page goes though a slot is in use", (SlotPool, "is_loose", lambda self, slot: not self.pins(slot))),
         ("only whole pages go", (PrefixStore, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))),
     )
 }

@@ -1,4 +1,4 @@
-"""Slot accounting, in pages and without memory."""
+"""Slot accounting."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ import pytest
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.pool.pages import Pages
-from megatron_hybrid_prefix.pool.slots import PageSlots, SlotPool, SlotState
+from megatron_hybrid_prefix.pool.slots import SlotPool, SlotState
 
 FIXED = (SlotState.RESERVED, SlotState.LIVE, SlotState.RETIRED)
 
 
-def in_pages(slots: int, first_slot: int = 0, *, states: int = 1) -> PageSlots:
-    return PageSlots(Pages(2 * slots // states, 2, states), first_slot)
+def make(slots: int, first_slot: int = 0, *, states: int = 1) -> SlotPool:
+    return SlotPool(Pages(2 * slots // states, 2, states), first_slot)
 
 
-@pytest.fixture(params=[SlotPool, in_pages])
-def make(request):
-    return request.param
-
-
-def test_no_slots_is_legal(make):
+def test_no_slots_is_legal():
     pool = make(0, first_slot=4)
     assert pool.reserve() is None and pool.used_slots == 0
     pool.check()
@@ -32,14 +27,14 @@ def test_no_slots_is_legal(make):
 
 
 @pytest.mark.parametrize("verb", ["publish", "abandon", "retire", "pin", "unpin"])
-def test_a_wrong_move_is_corruption(verb, make):
+def test_a_wrong_move_is_corruption(verb):
     pool = make(2, first_slot=1)
     for slot in (0, 1, 3):  # one of the engine's, a free one, none at all
         with pytest.raises(CacheCorruptionError):
             getattr(pool, verb)(slot)
 
 
-def test_published_twice_abandoned_twice(make):
+def test_published_twice_abandoned_twice():
     pool = make(2)
     first, second = pool.reserve(), pool.reserve()
     pool.publish(first)
@@ -53,30 +48,27 @@ def test_published_twice_abandoned_twice(make):
         pool.retire(first)
 
 
-def test_check_finds_what_is_wrong():
-    both = [
+@pytest.mark.parametrize("states", [1, 2])
+def test_check_finds_what_is_wrong(states):
+    breaks = [
         lambda pool: pool._state.__setitem__(1, SlotState.RESERVED),
         lambda pool: pool._pins.__setitem__(1, 1),
         lambda pool: pool._state.__setitem__(0, SlotState.RETIRED),
-    ]
-    alone = [lambda pool: pool._free.append(0), lambda pool: pool._free.pop()]
-    paged = [
         lambda pool: pool._places[0].append(0),
         lambda pool: pool._places.clear(),
         lambda pool: pool._stuck.__setitem__(0, 1),
-        lambda pool: setattr(pool, "_used", 2),
+        lambda pool: setattr(pool, "used_slots", 2),
         lambda pool: setattr(pool, "live_slots", 1),
         lambda pool: setattr(pool, "stuck_pages", 1),
-        lambda pool: pool._pages.take_from_state(0),
+        lambda pool: pool.pages.take_from_state(0),
     ]
-    for make, breaks in ((SlotPool, both + alone), (lambda slots: in_pages(slots, states=2), both + paged)):
-        for break_it in breaks:
-            pool = make(2)
-            pool.publish(pool.reserve())
+    for break_it in breaks:
+        pool = make(2, states=states)
+        pool.publish(pool.reserve())
+        pool.check()
+        break_it(pool)
+        with pytest.raises(CacheCorruptionError):
             pool.check()
-            break_it(pool)
-            with pytest.raises(CacheCorruptionError):
-                pool.check()
 
 
 @pytest.mark.parametrize("cap", [None, 0, 5])
@@ -84,7 +76,7 @@ def test_check_finds_what_is_wrong():
 def test_slots_of_pages_against_the_obvious_count(states, cap):
     dice, size, count = random.Random(states), 3, 6
     pages = Pages(size * count + 2, size, states)
-    pool = PageSlots(pages, 7, cap)
+    pool = SlotPool(pages, 7, cap)
     blocks: list[int] = []
     for _ in range(3000):
         of = {state: pool.slots_in(state) for state in SlotState}
@@ -95,7 +87,6 @@ def test_slots_of_pages_against_the_obvious_count(states, cap):
         assert (pool.stuck_pages, pool.live_slots, pool.used_slots) == (len(stuck), len(of[SlotState.LIVE]), len(used))
         assert pool.is_full == (len(used) - len(of[SlotState.LIVE]) >= (states * count if cap is None else cap))
         empty = [p for p in range(count) if p not in held and not {b for b in blocks if b // size == p}]
-        assert bool(pool.free_slots) == bool(empty or len(used) < states * len(held))
         for slot in of[SlotState.PUBLISHED]:
             page = (slot - 7) // states
             assert pool.is_loose(slot) == (page not in stuck)

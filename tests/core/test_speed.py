@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-import megatron_hybrid_prefix.index.matcher as matcher_module
 from megatron_hybrid_prefix.bench import control_plane
 from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.matcher import Matcher
 from tests.core.test_cache import engine, run
 from tests.harness.steps import steps
 
@@ -58,7 +58,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[i
 def test_a_match_is_made_once_for_an_admission(monkeypatch):
     model = engine(block_tokens=256)
     run(model, list(range(3 * 256)))
-    cache, made = model.cache, counted(monkeypatch, matcher_module, "match_prefix")
+    cache, made = model.cache, counted(monkeypatch, Matcher, "match")
     match = cache.match(cache.chain(list(range(3 * 256 + 9))))
     assert cache.can_admit(match) and cache.can_admit(match, length_tokens=3 * 256 + 1)
     cache.admit(77, match)

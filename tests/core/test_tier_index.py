@@ -143,8 +143,8 @@ def queued_once(self: TierIndex[Node], node: Node, *, first: bool = False) -> No
 
 
 def all_let_go(self: KVBlocks, node: Node) -> None:
-    self._pages.let_go(node.block_id)
-    self._cached_blocks += 1
+    self._pages.hold(node.block_id, -1)
+    self.cached_blocks += 1
     self.note_kv(node)
 
 

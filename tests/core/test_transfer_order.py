@@ -93,14 +93,14 @@ class Launches:
             return upload(batches, *more)
 
         monkeypatch.setattr(self.arena.copies, "upload", launch_upload)
-        put_sums = self.arena.contents.put_sums
+        put_sums = self.arena.pages.put_sums
 
         def launch_put_sums(first_pages: torch.Tensor, sums: torch.Tensor) -> None:
             self.launch(*(f"put_sums {page}" for page in first_pages.tolist()))
             put_sums(first_pages, sums)
 
-        monkeypatch.setattr(self.arena.contents, "put_sums", launch_put_sums)
-        monkeypatch.setattr(self.arena.contents, "show_sums", lambda: self.launch("show_sums"))
+        monkeypatch.setattr(self.arena.pages, "put_sums", launch_put_sums)
+        monkeypatch.setattr(self.arena.pages, "show_sums", lambda: self.launch("show_sums"))
 
     def launch(self, *names: str) -> None:
         """One launch, which does several things at a time."""
@@ -185,8 +185,8 @@ def test_checksums_are_noted_after_they_are_computed_and_before_they_are_compare
 def test_stores_to_the_same_pages_run_one_after_the_other(idle: Launches) -> None:
     """Also their checksums are noted in this order: no order is defined within one launch."""
     noted: list[list[int]] = []
-    put_sums = idle.arena.contents.put_sums
-    idle.arena.contents.put_sums = lambda pages, sums: (noted.append(pages.tolist()), put_sums(pages, sums))  # type: ignore[assignment]
+    put_sums = idle.arena.pages.put_sums
+    idle.arena.pages.put_sums = lambda pages, sums: (noted.append(pages.tolist()), put_sums(pages, sums))  # type: ignore[assignment]
     for device_id in range(3):
         idle.pools.write(KV, device_id, 1.0 + device_id)
     idle.arena.carry_out([idle.pools.unit(KV, n, 5) for n in range(3)])
@@ -207,7 +207,7 @@ def test_what_an_error_kept_from_the_host_is_not_there(idle: Launches) -> None:
         units = [idle.pools.unit(KV, n, n) for n in range(2)]
         with pytest.raises(RuntimeError, match="out of memory"):
             idle.arena.carry_out(units)
-    assert not any(idle.arena.contents.holds(unit) for unit in units), "no checksum was computed"
+    assert not any(idle.arena.pages.holds(unit) for unit in units), "no checksum was computed"
     load = idle.load(5, 0)
     assert idle.arena.loads.is_wrong(load)
 
@@ -267,8 +267,9 @@ class Published:
 def moves_of(world: Launches, cache: Any) -> HostMoves:
     moves = HostMoves.__new__(HostMoves)
     memory = SimpleNamespace(layout=None, row=lambda slot: slot)
-    vars(moves).update(arena=world.arena, sends_later=True, _context=SimpleNamespace(shared_memory=memory))
-    moves.serve(cache)
+    vars(moves).update(
+        arena=world.arena, sends_later=True, _context=SimpleNamespace(shared_memory=memory, prefix_cache=cache)
+    )
     return moves
 
 

@@ -148,7 +148,7 @@ class Traffic:
         nodes = sorted(self.engine.context.prefix_cache.nodes(), key=lambda node: (node.depth_blocks, node.host_slot))
         entries = [entry for node in nodes for entry in (node.host_block, node.host_slot) if entry >= 0]
         if moves is not None and entries:
-            page = tier.entries.pages(self.tier.choice(entries))[0]
+            page = tier.entries[self.tier.choice(entries)].pages[0]
             moves.arena.pages.memory[page * moves.arena.pages.page_bytes + self.tier.randrange(400)] ^= 16
 
     def run(self) -> None:

@@ -193,7 +193,7 @@ def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
     arena, tier = served.context.host_moves.arena, served.cache._store.host
     node = served.cache.node(served.cache.chain(prompt).keys[-1])
     entry = node.host_block if what == EntryKind.KV else node.host_slot
-    arena.pages.memory[tier.entries.pages(entry)[0] * arena.pages.page_bytes + 17] ^= 4
+    arena.pages.memory[tier.entries[entry].pages[0] * arena.pages.page_bytes + 17] ^= 4
 
 
 FAULTS = [
@@ -224,8 +224,8 @@ def test_a_fault_costs_time_only(model, fault, mode, chunk, caplog, monkeypatch)
         spoil(served, prompt, EntryKind.STATE)
     elif fault == "tag":
         node = served.cache.node(served.cache.chain(prompt).keys[-1])
-        page = served.cache._store.host.entries.pages(node.host_slot)[0]
-        arena.contents.tags[page] = Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
+        page = served.cache._store.host.entries[node.host_slot].pages[0]
+        arena.pages.tags[page] = Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
         monkeypatch.setattr(arena.loads, "_load", fails)
     running = served.add(random_tokens(30, seed=7), 30)
@@ -264,7 +264,7 @@ def test_nobody_samples_from_a_wrong_load(model, fault, monkeypatch):
         monkeypatch.setattr(arena.loads, "_load", raising(RuntimeError("the copy engine is on fire")))
     else:
         node = served.cache.node(served.cache.chain(prompt).keys[-1])
-        for page in served.cache._store.host.entries.pages(node.host_block if fault == "kv" else node.host_slot):
+        for page in served.cache._store.host.entries[node.host_block if fault == "kv" else node.host_slot].pages:
             arena.pages.rows[page].fill_(255)  # NaN in any floating type
     hit = served.add(prompt, 4, params={"top_k": 0, "top_p": 0.9, "temperature": 1.0})
     served.run()
@@ -356,10 +356,10 @@ def test_swapped_out_data_is_private_to_its_request(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
     while not served.context.prefix_stats().tiers["host"].preempted:
         served.step()
-    assert served.cache._store.host.entries.private()
+    assert served.cache._store.host.entries.private
     preempted = next(i for i in ids if served.cache.loads._swapped_out(i) is not None)
     assert served.engine.abort_request(preempted)
-    assert served.cache._store.host.entries.private() == []
+    assert not served.cache._store.host.entries.private
     served.run()
     served.check(*[i for i in ids if i != preempted])
     served.check_drained()
@@ -371,8 +371,8 @@ def test_a_preempted_request_that_cannot_go_on_starts_over(model):
         served.step()
     arena, tier = served.context.host_moves.arena, served.cache._store.host
     arena.stores.send()
-    for entry in tier.entries.private():
-        arena.pages.memory[tier.entries.pages(entry)[0] * arena.pages.page_bytes] ^= 1
+    for entry in tier.entries.private:
+        arena.pages.memory[tier.entries[entry].pages[0] * arena.pages.page_bytes] ^= 1
     served.run()
     assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1}
     served.finish()

@@ -163,7 +163,6 @@ class HybridPrefixContext(SlotContext):
             self._decodes = DecodedStates(self, cache, keep=prefix.caches_answers)
         self.scored = ScoredPrompts(self, cache, self._scores)
         self._admissions = Admissions(self, cache, self._requests)
-        self.moves.serve(cache)
         if host is not None:
             self.loads = RequestLoads(self, cache, host, self._requests)
         reports.report_start(self)

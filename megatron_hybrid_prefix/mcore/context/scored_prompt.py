@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.scores import Kept, Promise
+from megatron_hybrid_prefix.index.scores import Kept
 
 # Log-probs and ids of the most likely tokens at a position, the most likely first.
 TopTokens = tuple[list[float], list[int]]
@@ -82,7 +82,7 @@ class ScoredPrompt:
         self.chain, self.top_n, self._keeps_log_probs = chain, top_n, keeps_log_probs
         self._tokens, self._resume, self._kept, self.lost_tokens = tokens, resume_tokens, kept, lost_tokens
         self.next_logits: dict[int, torch.Tensor] = {}
-        self.promises: list[Promise] = []
+        self.promises: list[Kept] = []
         self._scores = Scores.empty()  # of tokens from `_resume` on
         self._lost = False  # whether a step's log-probs are missing in them
         if not self._resume:  # nothing says how likely the first token is

@@ -17,7 +17,7 @@ import torch
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import StepPlan
-from megatron_hybrid_prefix.index.scores import Promise, ScoreTable
+from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -121,7 +121,7 @@ class ScoredPrompts:
             scored.lose_step()
         complete = log_probs is not None and scored.add(log_probs, tops or ())
         captured = scored.next_logits
-        filled: list[tuple[Promise, Any, int]] = []
+        filled: list[tuple[Kept, Any, int]] = []
         for promise in scored.promises:
             if promise.is_logits:
                 # Those are pinned, and one tensor for the whole step.

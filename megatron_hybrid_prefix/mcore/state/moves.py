@@ -59,17 +59,16 @@ class Moves:
     """Copies of a cache without a host tier.
 
     Args:
-        context: Its ``shared_memory`` is None while megatron has freed it.
+        context: Its ``shared_memory`` is None while megatron has freed it. Its ``prefix_cache`` is made after this object.
     """
-
-    _cache: HybridPrefixCache
 
     def __init__(self, context: Any) -> None:
         self._context = context
 
-    def serve(self, cache: HybridPrefixCache) -> None:
-        """Use this cache."""
-        self._cache = cache
+    @property
+    def _cache(self) -> HybridPrefixCache:
+        cache: HybridPrefixCache = self._context.prefix_cache
+        return cache
 
     def cache_settings(self) -> dict[str, Any]:
         """Arguments for `CacheSettings`: those of a host tier."""

@@ -236,7 +236,7 @@ def host(session):
         arena.finish()  # on a GPU, what is changed could still be on its way
         keys = context.prefix_cache.chain(prompts[0]).keys
         entry = next(node.host_block for node in context.prefix_cache.nodes() if node.key == keys[-1])
-        arena.pages.memory[tier.entries.pages(entry)[0] * arena.pages.page_bytes + 5] ^= 1
+        arena.pages.memory[tier.entries[entry].pages[0] * arena.pages.page_bytes + 5] ^= 1
     session.send(*prompts[:2], new_tokens=8)
 
 

@@ -108,7 +108,7 @@ def accounted(folder):
     (space,) = {path.name for path in (folder / "v1").iterdir()} - {"writing"}
     opened = folders.SharedFolder(folder, budget_bytes=10**9, make_ranking=lambda: make_eviction_policy("lru"))
     opened.use_space(space)
-    return {"bytes": opened.bytes_used, "named": opened._listing.files(), "found": files(folder)}
+    return {"bytes": opened.bytes_used, "named": opened.space.listing.files(), "found": files(folder)}
 
 
 def main(out, folder, kills):
