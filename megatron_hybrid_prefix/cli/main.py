@@ -23,7 +23,7 @@ class Verb(NamedTuple):
     Attributes:
         summary: One line for ``--help``.
         module: Module in ``cli`` with ``main(argv) -> exit code``.
-        extra: Extra of the package that installs everything the module imports.
+        extra: Extra of the package that installs everything the module imports; empty: the package alone does.
     """
 
     summary: str
@@ -38,6 +38,7 @@ VERBS = {
     "bench": Verb("benchmark caching off, megatron-core's own cache and this cache side by side", "bench"),
     "replay": Verb("replay recorded requests without a model: how much is reused at which budget", "replay"),
     "plan": Verb("plan memory: what a budget holds, and which budget to raise first", "plan"),
+    "env": Verb("switch the cache on in scripts that stay as they are: variables for a shell", "env", extra=""),
     "convert": Verb("convert a Hugging Face folder to a Megatron distributed checkpoint", "convert", extra="hf"),
     "demo": Verb("where megatron-core's own cache is wrong or reuses less, in a minute on a CPU", "demo", extra="demo"),
 }
@@ -64,6 +65,7 @@ def usage() -> str:
         '  hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B',
         "  hybrid-prefix plan nemotron-h-8b --cache-gb 40",
         "  hybrid-prefix replay --help",
+        '  eval "$(hybrid-prefix env --cache-gb 40)"',
     ]
     return "\n".join(lines)
 
@@ -85,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = import_module(f"{PACKAGE}.cli.{verb.module}")
     except ModuleNotFoundError as error:
         missing = (error.name or PACKAGE).partition(".")[0]
-        if missing == PACKAGE:
+        if missing == PACKAGE or not verb.extra:
             raise
         return _refuse(f"hybrid-prefix {name} needs {missing}: pip install 'megatron-hybrid-prefix[{verb.extra}]'")
     called_by = sys.argv[0]
