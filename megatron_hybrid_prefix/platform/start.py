@@ -267,7 +267,7 @@ def _replace_what_is_missing(use_cuda: bool) -> Machine:
     if not delta_net.has_fla():
         rebindings += patches.NO_FLA
     if not use_cuda:
-        rebindings += patches.HOST_MEGATRON + patches.HOST_ATTENTION
+        rebindings += patches.HOST_MEGATRON + patches.HOST_ATTENTION + patches.HOST_TRAINING
         attention, mamba = "gather (PyTorch)", "PyTorch"
     else:
         mamba = (
