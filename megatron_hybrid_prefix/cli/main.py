@@ -6,6 +6,7 @@ an engine needs no torch.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_hybrid_prefix._version import __version__
 
+INSTALL_VARIABLE = "HYBRID_PREFIX_INSTALL"  # `environment` has it, and imports more
 PACKAGE = "megatron_hybrid_prefix"
 EXIT_INPUT = 2
 
@@ -72,6 +74,7 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a verb. Returns its exit code; 2 if the verb is unknown or cannot be imported."""
+    os.environ.pop(INSTALL_VARIABLE, None)  # verbs build their own engines, megatron's for comparison
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("-h", "--help"):
         print(usage())

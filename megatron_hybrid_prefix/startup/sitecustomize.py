@@ -19,15 +19,15 @@ if TYPE_CHECKING:  # not from typing, which takes milliseconds
 
 
 class _MegatronFinder:
-    """Finds ``megatron.core`` where others do. Its import includes the dynamic context, and megatron.training imports it."""
+    """Finds ``megatron.core`` where Python does. Its import includes the dynamic context, and megatron.training imports it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name != "megatron.core" or not _is_on():
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in later)), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
@@ -69,5 +69,5 @@ def _run_next() -> None:
 
 
 if _is_on():
-    sys.meta_path.insert(0, _MegatronFinder())  # type: ignore[arg-type]  # its base class takes 10 ms to import
+    sys.meta_path.insert(0, _MegatronFinder())
 _run_next()
