@@ -8,6 +8,7 @@ import torch
 from tests.models.test_platform import run_prepared_code
 
 CODE = """
+import sys
 from types import SimpleNamespace
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megatron_hybrid_prefix import build_engine, install
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.mcore.entrypoints import install as installation
 from megatron_hybrid_prefix.platform import *
+from megatron_hybrid_prefix.platform import start
 
 def refused(call):
     try:
@@ -48,6 +50,20 @@ assert (platform.backend, platform.dp) == ("gloo", 1)
 undo_platform()
 assert active_rebindings() == () and patched_machine() is None and torch.cuda.current_device is before
 assert patch_platform() == machine and len(active_rebindings()) == len(listed)
+undo_platform()
+
+class Calls:  # as the import of megatron.core does with HYBRID_PREFIX_INSTALL
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron.core":
+            sys.meta_path.remove(self)
+            patch_platform()
+
+asked, use_cuda = [], start._use_cuda
+start._use_cuda = lambda device: asked.append(device) or use_cuda(device)
+sys.meta_path.insert(0, Calls())
+del sys.modules["megatron.core"]
+patch_platform("cpu")
+assert asked == ["cpu", "cpu"] and len(active_rebindings()) == len(listed)
 """
 
 
