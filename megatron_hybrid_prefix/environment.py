@@ -1,9 +1,9 @@
 """The cache switched on by the environment: variables, and folders for ``PYTHONPATH`` (``hybrid-prefix env`` prints them).
 
-    HYBRID_PREFIX_INSTALL   1: each process that imports megatron installs the cache, as by `install`; what is wrong is an error there.
-                            optional: then megatron's own classes go on. 0 or empty: nothing
-    HYBRID_PREFIX_CONFIG    settings for every context: JSON such as {"cache_gb": 50}, or the path of such a file. Unset: as of
-                            ``install()``, which gives a cache to contexts with enable_prefix_caching
+    HYBRID_PREFIX_INSTALL   1: each process that imports megatron installs the cache, as `install` does; if it cannot, that import
+                            fails. optional: if it cannot, megatron's own classes go on. 0 or empty: nothing happens
+    HYBRID_PREFIX_CONFIG    settings for every context: JSON such as {"cache_gb": 50}, or the path of such a file. Unset: contexts with
+                            enable_prefix_caching get a cache, as of ``install()``
 
 ``startup/sitecustomize.py`` waits for the import; `mcore.entrypoints.startup` does the rest.
 """

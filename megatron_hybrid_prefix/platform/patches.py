@@ -1,6 +1,6 @@
 """Every name that a platform replaces, and why. No other module of the package replaces names for a platform.
 
-Each group but the last applies only if the part is missing:
+Each group but the last two applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `HOST_IMPORT`             likewise, only while megatron is imported. What it decorated then stays as it is.
   * `HOST_TRAINING`           likewise, once megatron.training is imported.

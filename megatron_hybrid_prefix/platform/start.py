@@ -29,7 +29,7 @@ from megatron_hybrid_prefix.upstream.version import check_version
 logger = logging.getLogger(__name__)
 
 _applied = Applied()
-_asked: str | None = None  # the device of the running `patch_platform`
+_asked: str | None = None  # the device that a running `patch_platform` was asked for
 _machine: Machine | None = None
 _platform: Platform | None = None
 
@@ -153,8 +153,8 @@ def ensure_platform(
 def patch_platform(device: str | None = None) -> Machine:
     """Replace what this machine lacks, and start nothing: for scripts that make their own process groups, before or after.
 
-    `undo_platform` restores the names. A second call does nothing, and `ensure_platform` goes on from there. `initialize_megatron`
-    of megatron.training is compared as after `ensure_platform`.
+    `undo_platform` restores the names. A second call does nothing, and `ensure_platform` goes on from there. ``initialize_megatron`` of
+    megatron.training makes groups of the sizes of its flags, or raises a PlatformError if others run.
 
     Args:
         device: "cuda" or "cpu"; by default CUDA if there is a device.
@@ -186,7 +186,7 @@ def patch_platform(device: str | None = None) -> Machine:
 
 @contextmanager
 def importing_megatron(use_cuda: bool) -> Iterator[None]:
-    """Replaces names and silences warnings that matter only while megatron is imported."""
+    """A context in which megatron is imported: replaces names that matter only then, and silences its warnings."""
     while_importing = Applied()
     try:
         if not use_cuda:

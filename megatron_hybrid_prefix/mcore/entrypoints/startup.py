@@ -16,7 +16,7 @@ import torch
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, INSTALL_VARIABLE, ON, OPTIONAL, config_of
-from megatron_hybrid_prefix.errors import PlatformError, PluginError
+from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.mcore.entrypoints.install import install
 from megatron_hybrid_prefix.platform import importing_megatron, patch_platform, undo_platform
 from megatron_hybrid_prefix.upstream.version import check_version
@@ -31,7 +31,8 @@ def import_megatron(run: Callable[[], None]) -> None:
         run: Runs the module. It imports neither layers nor engines, so that none of them is half imported afterwards.
 
     Raises:
-        PlatformError: The variables are wrong, or megatron-core is unsupported. With ``optional`` that is the line.
+        PlatformError: The variables are wrong, or the cache does not go with this megatron-core. With ``optional`` that is the line,
+            and megatron's own classes go on.
     """
     mode = os.environ.get(INSTALL_VARIABLE, "")
     with importing_megatron(use_cuda=torch.cuda.is_available()):
@@ -42,13 +43,11 @@ def import_megatron(run: Callable[[], None]) -> None:
         machine = patch_platform()
         config = config_of(os.environ)  # loads plugins, which may import layers
         install(config)
-    except (ValueError, PlatformError, PluginError) as error:
+    except (ValueError, PlatformError, ImportError) as error:  # ImportError: of a plugin or a dependency
         undo_platform()
         problem = f"{INSTALL_VARIABLE}={mode}: {error}"
         if mode != OPTIONAL:
-            raise PlatformError(
-                problem
-            ) from None  # PluginError is an ImportError, which scripts take for "no megatron"
+            raise PlatformError(problem) from None  # no ImportError: many scripts take that for "no megatron"
         _say(f"no prefix cache, {problem}")
     else:
         _say(f"prefix cache {__version__} in {check_version()}, {_settings(config)}; {machine.describe_kernels()}")
@@ -57,9 +56,10 @@ def import_megatron(run: Callable[[], None]) -> None:
 def _settings(config: HybridPrefixConfig | None) -> str:
     if config is None:
         return f"for contexts with enable_prefix_caching (for all: set {CONFIG_VARIABLE})"
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    given = [f"{field.name}={values[field.name]!r}" for field in fields(config) if values[field.name] != field.default]
-    memory = [] if config.cache_gb is not None else ["memory: buffer_size_gb"]
+    given = [
+        f"{each.name}={value!r}" for each in fields(config) if (value := getattr(config, each.name)) != each.default
+    ]
+    memory = ["memory: buffer_size_gb"] if config.cache_gb is None else []
     return f"for all contexts: {', '.join(given + memory)}"
 
 
