@@ -97,10 +97,8 @@ def megatron_at_work(platform: Any) -> Iterator[None]:
 
 @contextmanager
 def host_for_cuda() -> Iterator[None]:
-    """A context in which megatron.training runs without a GPU (for megatron.core see ``platform/patches.py``)."""
+    """A context in which ``device="cuda"`` means the CPU, as megatron.training writes it (for names see ``platform/patches.py``)."""
     from torch.overrides import TorchFunctionMode
-
-    from megatron_hybrid_prefix.upstream.rebinding import Applied, Rebinding, apply
 
     class HostForCuda(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,20 +107,8 @@ def host_for_cuda() -> Iterator[None]:
                 kwargs = kwargs | {"device": "cpu"}
             return func(*args, **kwargs)
 
-    architecture = Rebinding(
-        owner="megatron.training.arguments",
-        name="get_device_arch_version",
-        make=lambda original: lambda: sys.maxsize,
-        why="asked with tp > 1, to want an environment variable on old GPUs",
-        same_signature=True,
-    )
-    applied = Applied()
-    apply([architecture], applied)
-    try:
-        with HostForCuda():
-            yield
-    finally:
-        applied.undo()
+    with HostForCuda():
+        yield
 
 
 def parse(argv: list[str], platform: Any) -> argparse.Namespace:

@@ -6,6 +6,7 @@ an engine needs no torch.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_hybrid_prefix._version import __version__
 
+INSTALL_VARIABLE = "HYBRID_PREFIX_INSTALL"  # `environment` has it, and imports more
 PACKAGE = "megatron_hybrid_prefix"
 EXIT_INPUT = 2
 
@@ -23,7 +25,7 @@ class Verb(NamedTuple):
     Attributes:
         summary: One line for ``--help``.
         module: Module in ``cli`` with ``main(argv) -> exit code``.
-        extra: Extra of the package that installs everything the module imports.
+        extra: Extra of the package that installs everything the module imports; empty: the package alone does.
     """
 
     summary: str
@@ -38,6 +40,7 @@ VERBS = {
     "bench": Verb("benchmark caching off, megatron-core's own cache and this cache side by side", "bench"),
     "replay": Verb("replay recorded requests without a model: how much is reused at which budget", "replay"),
     "plan": Verb("plan memory: what a budget holds, and which budget to raise first", "plan"),
+    "env": Verb("switch the cache on in scripts that stay as they are: variables for a shell", "env", extra=""),
     "convert": Verb("convert a Hugging Face folder to a Megatron distributed checkpoint", "convert", extra="hf"),
     "demo": Verb("where megatron-core's own cache is wrong or reuses less, in a minute on a CPU", "demo", extra="demo"),
 }
@@ -64,12 +67,14 @@ def usage() -> str:
         '  hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B',
         "  hybrid-prefix plan nemotron-h-8b --cache-gb 40",
         "  hybrid-prefix replay --help",
+        '  eval "$(hybrid-prefix env --cache-gb 40)"',
     ]
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a verb. Returns its exit code; 2 if the verb is unknown or cannot be imported."""
+    os.environ.pop(INSTALL_VARIABLE, None)  # verbs build their own engines, megatron's for comparison
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("-h", "--help"):
         print(usage())
@@ -85,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = import_module(f"{PACKAGE}.cli.{verb.module}")
     except ModuleNotFoundError as error:
         missing = (error.name or PACKAGE).partition(".")[0]
-        if missing == PACKAGE:
+        if missing == PACKAGE or not verb.extra:
             raise
         return _refuse(f"hybrid-prefix {name} needs {missing}: pip install 'megatron-hybrid-prefix[{verb.extra}]'")
     called_by = sys.argv[0]

@@ -3,6 +3,7 @@
 Each group but the last two applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `HOST_IMPORT`             likewise, only while megatron is imported. What it decorated then stays as it is.
+  * `HOST_TRAINING`           likewise, once megatron.training is imported.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
   * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains, and predicts drafts,
                               with PyTorch.
@@ -16,6 +17,8 @@ Placeholders replace compiled modules that mamba-ssm and causal-conv1d import an
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -23,7 +26,7 @@ from typing import Any
 from megatron_hybrid_prefix.platform import cpu as host
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.upstream import modules
-from megatron_hybrid_prefix.upstream.rebinding import Placeholder, Rebinding
+from megatron_hybrid_prefix.upstream.rebinding import Applied, Placeholder, Rebinding, apply
 
 # On a GPU only: the CPU uses nothing of these packages.
 COMPILED_EXTENSIONS = (
@@ -335,6 +338,41 @@ NO_TRANSFORMER_ENGINE = (
         "te_general_gemm",
         _replace_by(None),
         "routers multiply with Transformer Engine where it is installed, also on a CPU; with PyTorch where it is None",
+    ),
+)
+
+
+def _with_a_device(original: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counted = Applied()
+        apply([_cuda("device_count", lambda: 1, "for the time of a call")], counted)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            counted.undo()
+
+    return call
+
+
+HOST_TRAINING = (
+    *(
+        Rebinding(
+            "megatron.training.initialize",
+            name,
+            _with_a_device,
+            "makes process groups, and seeds their generators, only where it counts a GPU",
+            on_import=True,
+        )
+        for name in ("_initialize_distributed", "_set_random_seed")
+    ),
+    Rebinding(
+        "megatron.training.arguments",
+        "get_device_arch_version",
+        _replace_by(lambda: sys.maxsize),
+        "asked with tp > 1, to want an environment variable on old GPUs",
+        same_signature=True,
+        on_import=True,
     ),
 )
 

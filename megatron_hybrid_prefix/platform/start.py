@@ -1,4 +1,7 @@
-"""`ensure_platform`: replace missing parts, start ``torch.distributed`` and megatron's parallel state."""
+"""`ensure_platform`: replace missing parts, start ``torch.distributed`` and megatron's parallel state.
+
+`patch_platform` is the first part alone.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
@@ -25,19 +29,48 @@ from megatron_hybrid_prefix.upstream.version import check_version
 logger = logging.getLogger(__name__)
 
 _applied = Applied()
+_asked: str | None = None  # the device that a running `patch_platform` was asked for
+_machine: Machine | None = None
 _platform: Platform | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Platform:
-    """The chosen platform, and the ranks of this process.
+class Machine:
+    """What the dynamic engine runs with on this machine.
 
     Attributes:
-        device: ``cuda:N`` or ``cpu``.
-        backend: The ``torch.distributed`` backend.
+        device: ``cuda`` or ``cpu``.
         attention: Kernel family of the dynamic path's attention.
         mamba: Source of the Mamba kernels.
         layers: "Transformer Engine" or "local" (megatron-core's own linear layers and norms).
+    """
+
+    device: torch.device
+    attention: str
+    mamba: str
+    layers: str
+
+    @property
+    def has_transformer_engine(self) -> bool:
+        """Whether models are built with Transformer Engine's layers."""
+        return self.layers == "Transformer Engine"
+
+    def check_cuda_graphs(self, cuda_graph_impl: str) -> None:
+        """Raise ValueError, in one line, if this machine cannot capture the engine's CUDA graphs."""
+        if cuda_graph_impl != "none" and self.device.type != "cuda":
+            raise ValueError(f"cuda_graph_impl={cuda_graph_impl!r} needs a CUDA device")
+
+    def describe_kernels(self) -> str:
+        """A part of a line."""
+        return f"attention: {self.attention}, mamba: {self.mamba}, layers: {self.layers}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform(Machine):
+    """The machine, and the ranks of this process. ``device`` is ``cuda:N`` or ``cpu``.
+
+    Attributes:
+        backend: The ``torch.distributed`` backend.
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
         ep: Expert-parallel size.
@@ -46,11 +79,7 @@ class Platform:
         world_size: Number of processes.
     """
 
-    device: torch.device
     backend: str
-    attention: str
-    mamba: str
-    layers: str
     tp: int
     pp: int
     ep: int
@@ -58,22 +87,12 @@ class Platform:
     rank: int
     world_size: int
 
-    @property
-    def has_transformer_engine(self) -> bool:
-        """Whether models are built with Transformer Engine's layers."""
-        return self.layers == "Transformer Engine"
-
-    def check_cuda_graphs(self, cuda_graph_impl: str) -> None:
-        """Raise ValueError, in one line, if this platform cannot capture the engine's CUDA graphs."""
-        if cuda_graph_impl != "none" and self.device.type != "cuda":
-            raise ValueError(f"cuda_graph_impl={cuda_graph_impl!r} needs a CUDA device")
-
     def describe(self) -> str:
         """One line for the start of a run."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return (
-            f"platform: {name} ({self.device}), {self.backend}, attention: {self.attention}, mamba: {self.mamba}, "
-            f"layers: {self.layers}, tp={self.tp} pp={self.pp} ep={self.ep} dp={self.dp}"
+            f"platform: {name} ({self.device}), {self.backend}, {self.describe_kernels()}, "
+            f"tp={self.tp} pp={self.pp} ep={self.ep} dp={self.dp}"
         )
 
 
@@ -112,19 +131,15 @@ def ensure_platform(
                 f"cannot change to tp={tp} pp={pp} ep={ep} in one process"
             )
         return _platform
-    use_cuda = _use_cuda(device)
-    attention, mamba, layers = replace_what_is_missing(use_cuda)
-    torch_device = _start_distributed(use_cuda, timeout_s)
+    machine = patch_platform(device)
+    torch_device = _start_distributed(machine.device.type == "cuda", timeout_s)
     world_size = dist.get_world_size()
     if world_size % (tp * pp * ep):  # experts are sharded over the tensor-parallel ranks, too
         raise ValueError(f"tp={tp} x pp={pp} x ep={ep} does not divide the {world_size} process(es) that were started")
     _start_parallel_state(tp, pp, ep, seed, timeout_s)
     _platform = Platform(
-        device=torch_device,
+        **asdict(machine) | {"device": torch_device},
         backend=dist.get_backend(),
-        attention=attention,
-        mamba=mamba,
-        layers=layers,
         tp=tp,
         pp=pp,
         ep=ep,
@@ -133,6 +148,57 @@ def ensure_platform(
         world_size=world_size,
     )
     return _platform
+
+
+def patch_platform(device: str | None = None) -> Machine:
+    """Replace what this machine lacks, and start nothing: for scripts that make their own process groups, before or after.
+
+    `undo_platform` restores the names. A second call does nothing, and `ensure_platform` goes on from there. ``initialize_megatron`` of
+    megatron.training makes groups of the sizes of its flags, or raises a PlatformError if others run.
+
+    Args:
+        device: "cuda" or "cpu"; by default CUDA if there is a device.
+
+    Returns:
+        What megatron's dynamic engine runs with.
+
+    Raises:
+        ValueError: There is no such device.
+        PlatformError: megatron-core is missing or unsupported, or the names were replaced for another device.
+        UpstreamDriftError: A name to replace does not exist, or its signature differs.
+    """
+    global _asked, _machine
+    check_version()
+    if _machine is None:
+        before, _asked = _asked, device or _asked
+        try:
+            use_cuda = _use_cuda(_asked)
+            with importing_megatron(use_cuda):
+                import megatron.core  # noqa: F401  first: with HYBRID_PREFIX_INSTALL it calls this function
+            if _machine is None:
+                _machine = _replace_what_is_missing(use_cuda)
+        finally:
+            _asked = before
+    if device is not None and device.startswith("cuda") != (_machine.device.type == "cuda"):
+        raise PlatformError(f"already runs on {_machine.device}; cannot change to device={device!r} in one process")
+    return _machine
+
+
+@contextmanager
+def importing_megatron(use_cuda: bool) -> Iterator[None]:
+    """A context in which megatron is imported: replaces names that matter only then, and silences its warnings."""
+    while_importing = Applied()
+    try:
+        if not use_cuda:
+            apply(patches.HOST_IMPORT, while_importing)
+        with warnings.catch_warnings():
+            # Silences a dozen warnings that Transformer Engine, Apex, absl or a GPU are missing. `Machine.describe_kernels`
+            # reports what is used instead.
+            warnings.simplefilter("ignore", UserWarning)
+            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+            yield
+    finally:
+        while_importing.undo()
 
 
 def active_rebindings() -> tuple[Rebinding | Placeholder, ...]:
@@ -154,9 +220,9 @@ def replace_names(rebindings: Iterable[Rebinding]) -> None:
 
 def undo_platform() -> None:
     """Restore every replaced name. The process group keeps running (`shut_down` ends it)."""
-    global _platform
+    global _machine, _platform
     _applied.undo()
-    _platform = None
+    _machine = _platform = None
 
 
 def join_ranks(*, device: str | None = None, timeout_s: float = 600.0) -> None:
@@ -177,27 +243,18 @@ def shut_down() -> None:
     undo_platform()
 
 
-def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
-    """Apply the replacements that this machine needs; returns names of (attention, mamba kernels, layers)."""
-    while_importing = Applied()
+def _replace_what_is_missing(use_cuda: bool) -> Machine:
+    """Apply the replacements that this machine needs."""
     if not use_cuda:
         apply(patches.HOST_TORCH, _applied)
     imported_before = MAMBA_MIXER in sys.modules
     try:
-        if not use_cuda:
-            apply(patches.HOST_IMPORT, while_importing)
-        with warnings.catch_warnings():
-            # Silences a dozen warnings that Transformer Engine, Apex, absl or a GPU are missing. `Platform.describe` reports
-            # what is used instead.
-            warnings.simplefilter("ignore", UserWarning)
-            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        with importing_megatron(use_cuda):
             compiled = not use_cuda or _stand_in_for_extensions()
             from megatron_hybrid_prefix.upstream import delta_net, packages
     except BaseException:
         _applied.undo()
         raise
-    finally:
-        while_importing.undo()
     has_mamba_ssm = use_cuda and packages.has_mamba_ssm()
     has_parts = has_mamba_ssm and packages.has_mamba_parts()
     rebindings: tuple[Rebinding, ...] = patches.TRAINING
@@ -210,7 +267,7 @@ def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
     if not delta_net.has_fla():
         rebindings += patches.NO_FLA
     if not use_cuda:
-        rebindings += patches.HOST_MEGATRON + patches.HOST_ATTENTION
+        rebindings += patches.HOST_MEGATRON + patches.HOST_ATTENTION + patches.HOST_TRAINING
         attention, mamba = "gather (PyTorch)", "PyTorch"
     else:
         mamba = (
@@ -229,7 +286,12 @@ def replace_what_is_missing(use_cuda: bool) -> tuple[str, str, str]:
     if not has_te:
         rebindings += patches.NO_TRANSFORMER_ENGINE
     apply(rebindings, _applied)
-    return attention, mamba, "Transformer Engine" if has_te else "local"
+    return Machine(
+        device=torch.device("cuda" if use_cuda else "cpu"),
+        attention=attention,
+        mamba=mamba,
+        layers="Transformer Engine" if has_te else "local",
+    )
 
 
 def _stand_in_for_extensions() -> bool:
@@ -298,3 +360,8 @@ def _start_parallel_state(tp: int, pp: int, ep: int, seed: int, timeout_s: float
 def running_platform() -> Platform | None:
     """The platform that `ensure_platform` started in this process, or None."""
     return _platform
+
+
+def patched_machine() -> Machine | None:
+    """What `patch_platform`, or `ensure_platform`, found in this process, or None."""
+    return _machine

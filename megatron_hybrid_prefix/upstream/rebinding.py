@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from megatron_hybrid_prefix.errors import UpstreamDriftError
@@ -141,7 +141,10 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == self._module else None
+        if fullname != self._module:
+            return None
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in later)), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 

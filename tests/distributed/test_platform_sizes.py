@@ -25,7 +25,7 @@ DIFFER: list[tuple[dict[str, int], list[str], str]] = [
     ),
     ({}, [CP, "2"], f"cp=2 dp=1, but this process runs with cp=1 dp=2; {OWN_GROUPS}"),
 ]
-SAME: list[tuple[dict[str, int], list[str]]] = [({"tp": 2}, [TP, "2"]), ({}, [])]
+SAME: list[tuple[dict[str, int] | None, list[str]]] = [({"tp": 2}, [TP, "2"]), ({}, []), (None, [TP, "2"])]
 
 
 def test_sizes_of_flags_and_of_the_platform(tmp_path):
@@ -34,7 +34,8 @@ def test_sizes_of_flags_and_of_the_platform(tmp_path):
     for found in run_ranks("platform_sizes.py", tmp_path / "found.json", json.dumps(cases)):
         for (sizes, flags, error), said in zip(DIFFER, found, strict=False):
             assert said == f"flags of megatron.training: {error}", (sizes, flags)
-        sharded, whole = found[len(DIFFER) :]
+        sharded, whole, patched = found[len(DIFFER) :]
         assert (sharded["gloo"], sharded["dp"]) == ([1, 1, 1], 1)
         assert (whole["gloo"], whole["dp"]) == ([2, 2, 2], 2)
         assert sharded["parameters"] < whole["parameters"]
+        assert patched == sharded, "megatron made the groups"

@@ -7,11 +7,11 @@ Megatron's flags switch the cache on and set its budget. Every other field of `H
 from __future__ import annotations
 
 import argparse
-import types
-from dataclasses import MISSING, Field, fields
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import Field, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from megatron_hybrid_prefix.config import REMOVED, HybridPrefixConfig, add_removed_flags
+from megatron_hybrid_prefix.config_options import NONE, add_option, value_of
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.tokenizer import Tokenizer
@@ -23,7 +23,6 @@ BUDGET = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 SWITCH_DEST = "inference_dynamic_batching_enable_prefix_caching"
 BUDGET_DEST = "inference_dynamic_batching_prefix_caching_mamba_gb"
 PREFIX = "hybrid_prefix_"
-_NONE = "auto"  # stands for None on the command line
 
 
 def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -41,7 +40,7 @@ def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.Argument
     known = parser._option_string_actions
     if flag_of(own_fields()[0].name) in known:
         return parser
-    group = parser.add_argument_group("hybrid prefix cache", f"switched on with {SWITCH}; {_NONE!r} stands for None")
+    group = parser.add_argument_group("hybrid prefix cache", f"switched on with {SWITCH}; {NONE!r} stands for None")
     if SWITCH not in known:
         group.add_argument(
             SWITCH,
@@ -54,17 +53,9 @@ def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.Argument
         group.add_argument(
             BUDGET, dest=BUDGET_DEST, type=float, default=None, help="most GiB of cached states of recurrent layers"
         )
-    types_ = get_type_hints(HybridPrefixConfig)
+    kinds = get_type_hints(HybridPrefixConfig)
     for field in own_fields():
-        group.add_argument(
-            flag_of(field.name),
-            dest=PREFIX + field.name,
-            default=None,  # not given
-            help=f"{field.metadata.get('help', field.name).rstrip('.')} (default: {_shown(field.default)})".replace(
-                "%", "%%"
-            ),
-            **_argument(field, types_[field.name]),
-        )
+        add_option(group, field, kinds[field.name], flag_of(field.name), PREFIX + field.name)
     for name, instead in REMOVED.items():
         add_removed_flags(parser, dict.fromkeys((flag_of(name), f"--no{flag_of(name)[1:]}"), instead))
     return parser
@@ -89,7 +80,7 @@ def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConf
             raise ValueError(f"{settings[0]} has no effect without {SWITCH}")
         return None
     _check_upstream(args, given)
-    given = {name: None if value == _NONE else value for name, value in given.items()}
+    given = {name: value_of(value) for name, value in given.items()}
     try:
         return HybridPrefixConfig(mamba_gb=budget, **given)
     except ValueError as error:
@@ -155,39 +146,6 @@ def _check_upstream(args: argparse.Namespace, given: dict[str, Any]) -> None:
     dtype = str(getattr(args, "mamba_inference_ssm_states_dtype", None)).removeprefix("torch.")
     dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(dtype, dtype)
     wanted = given.get("state_dtype")
-    if wanted not in (None, _NONE) and dtype not in ("None", "bfloat16", wanted):  # bfloat16: megatron's default
+    if wanted not in (None, NONE) and dtype not in ("None", "bfloat16", wanted):  # bfloat16: megatron's default
         flag = "--mamba-inference-ssm-states-dtype"
         raise ValueError(f"{flag_of('state_dtype')} {wanted} contradicts {flag} {dtype}")
-
-
-def _argument(field: Field[Any], kind: Any) -> dict[str, Any]:
-    """Arguments of ``add_argument`` for a field's type."""
-    optional = False
-    if get_origin(kind) in (Union, types.UnionType):
-        kinds = [item for item in get_args(kind) if item is not type(None)]
-        optional, kind = len(kinds) < len(get_args(kind)), kinds[0] if len(kinds) == 1 else None
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is Literal:
-        return {"choices": [*get_args(kind), *([_NONE] if optional else [])]}
-    if "choices" in field.metadata:
-        return {"choices": [*field.metadata["choices"](), *([_NONE] if optional else [])]}
-    if kind in (int, float, str):
-        return {"type": _or_none(kind) if optional else kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
-    raise TypeError(f"HybridPrefixConfig.{field.name}: a field of this type cannot have a flag")
-
-
-def _or_none(kind: type) -> Any:
-    def parse(text: str) -> Any:
-        return _NONE if text == _NONE else kind(text)
-
-    parse.__name__ = f"{kind.__name__} or {_NONE!r}"  # argparse shows it in its error
-    return parse
-
-
-def _shown(default: Any) -> str:
-    if default is MISSING:
-        return "none, required"
-    if default is None:
-        return _NONE
-    return ("on" if default else "off") if isinstance(default, bool) else str(default)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints.patches import CONTEXT_IN_CUDA_GRAPHS
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
-from megatron_hybrid_prefix.platform import replace_names, running_platform
+from megatron_hybrid_prefix.platform import patched_machine, replace_names
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.pages import own_bytes
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
@@ -114,9 +114,9 @@ def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext
 
     check_contract()
-    platform = running_platform()
-    if platform is not None:
-        platform.check_cuda_graphs(model.config.cuda_graph_impl)
+    machine = patched_machine()
+    if machine is not None:
+        machine.check_cuda_graphs(model.config.cuda_graph_impl)
     check_sizes(model.config, "the model's config", fields.get("pg_collection"))
     unknown = set(fields) - set(InferenceConfig.__dataclass_fields__)
     if unknown:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints.patches import constructors
-from megatron_hybrid_prefix.platform import running_platform
+from megatron_hybrid_prefix.platform import patched_machine
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
 from megatron_hybrid_prefix.upstream.version import check_version
@@ -28,7 +28,7 @@ def install(prefix: HybridPrefixConfig | None = None) -> None:
 
     Affects models with recurrent layers only. Other models, contexts without a cache, and existing objects stay megatron's.
     Models with layers that megatron's engine cannot run (Gated DeltaNet) get these classes with or without a cache. A second
-    call changes the settings. Call ``ensure_platform`` first.
+    call changes the settings. Call ``ensure_platform`` first, or ``patch_platform`` where the script starts its own process groups.
 
     Args:
         prefix: Settings of the cache for every context. None: only contexts whose ``InferenceConfig`` has
@@ -37,13 +37,11 @@ def install(prefix: HybridPrefixConfig | None = None) -> None:
     Raises:
         PlatformError: megatron-core is missing or unsupported; nothing is replaced.
         UpstreamDriftError: A name that this package relies on does not exist, or takes other parameters; nothing is replaced.
-            If no platform runs yet, the first context raises it instead.
+            If neither was called, the first context raises it instead.
     """
     global _prefix
     check_version()
-    if (
-        running_platform() is not None
-    ):  # else the first context checks: layers must not be imported before a platform runs
+    if patched_machine() is not None:  # else the first context checks: the layers must not be imported before
         check_contract()
     if not _applied.rebindings:
         apply(constructors(lambda: _prefix), _applied)

@@ -35,7 +35,7 @@ def import_everything() -> None:
     """
     from megatron_hybrid_prefix.platform import start
 
-    start.replace_what_is_missing(use_cuda=False)
+    start.patch_platform("cpu")
     for name in (
         "mcore.engine.engine",
         "mcore.engine.controller",

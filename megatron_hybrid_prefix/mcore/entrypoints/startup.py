@@ -1,0 +1,71 @@
+"""`import_megatron`: the cache, installed while a script imports megatron (`environment` says when).
+
+``startup/sitecustomize.py`` calls it. It starts no process groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+
+from megatron_hybrid_prefix._version import __version__
+from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, INSTALL_VARIABLE, ON, OPTIONAL, config_of
+from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.mcore.entrypoints.install import install
+from megatron_hybrid_prefix.platform import importing_megatron, patch_platform, undo_platform
+from megatron_hybrid_prefix.upstream.version import check_version
+
+logger = logging.getLogger(__name__)
+
+
+def import_megatron(run: Callable[[], None]) -> None:
+    """Run the module ``megatron.core``, replace what the machine lacks, and install the cache. One line says what was done.
+
+    Args:
+        run: Runs the module. It imports neither layers nor engines, so that none of them is half imported afterwards.
+
+    Raises:
+        PlatformError: The variables are wrong, or the cache does not go with this megatron-core. With ``optional`` that is the line,
+            and megatron's own classes go on.
+    """
+    mode = os.environ.get(INSTALL_VARIABLE, "")
+    with importing_megatron(use_cuda=torch.cuda.is_available()):
+        run()
+    try:
+        if mode not in (ON, OPTIONAL):
+            raise ValueError(f"must be {ON}, {OPTIONAL}, 0 or empty")
+        machine = patch_platform()
+        config = config_of(os.environ)  # loads plugins, which may import layers
+        install(config)
+    except (ValueError, PlatformError, ImportError) as error:  # ImportError: of a plugin or a dependency
+        undo_platform()
+        problem = f"{INSTALL_VARIABLE}={mode}: {error}"
+        if mode != OPTIONAL:
+            raise PlatformError(problem) from None  # no ImportError: many scripts take that for "no megatron"
+        _say(f"no prefix cache, {problem}")
+    else:
+        _say(f"prefix cache {__version__} in {check_version()}, {_settings(config)}; {machine.describe_kernels()}")
+
+
+def _settings(config: HybridPrefixConfig | None) -> str:
+    if config is None:
+        return f"for contexts with enable_prefix_caching (for all: set {CONFIG_VARIABLE})"
+    given = [
+        f"{each.name}={value!r}" for each in fields(config) if (value := getattr(config, each.name)) != each.default
+    ]
+    memory = ["memory: buffer_size_gb"] if config.cache_gb is None else []
+    return f"for all contexts: {', '.join(given + memory)}"
+
+
+def _say(line: str) -> None:
+    """To the log, or, as most scripts import megatron before they set one up, to stderr; then by the first rank only."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info(line)
+    elif os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+        print(f"megatron_hybrid_prefix: {line}", file=sys.stderr, flush=True)

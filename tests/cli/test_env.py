@@ -1,0 +1,141 @@
+"""`hybrid-prefix env`: what it prints for a shell. (What that does is in `tests/engine/test_env_install.py`.)"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import site
+import subprocess
+import sys
+
+import pytest
+
+from megatron_hybrid_prefix import HybridPrefixConfig, environment
+from megatron_hybrid_prefix.cli.env import main
+from megatron_hybrid_prefix.cli.main import main as command
+from megatron_hybrid_prefix.config import REMOVED
+from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, PACKAGE, config_of
+from tests.cli.test_cli import ROOT, run
+from tests.harness.limits import HANG_S
+
+OURS = [str(PACKAGE / "startup"), str(ROOT)]
+
+
+@pytest.fixture
+def exports(monkeypatch, capsys):
+    """Calls the verb; returns the variables that it prints."""
+
+    def call(*argv: str, path: str | None = None) -> dict[str, str]:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        if path is not None:
+            monkeypatch.setenv("PYTHONPATH", path)
+        assert main(argv) == 0
+        words = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+        assert all(word[0] == "export" and len(word) == 2 for word in words)
+        return dict(word[1].split("=", 1) for word in words)
+
+    return call
+
+
+def test_without_options_there_are_no_settings(exports):
+    assert exports() == {"HYBRID_PREFIX_INSTALL": "1", "PYTHONPATH": ":".join(OURS)}
+    assert exports("--optional")["HYBRID_PREFIX_INSTALL"] == "optional"
+
+
+def test_present_folders_stay_and_ours_are_first_and_once(exports):
+    for path in ("/a:/b c", f"/a:{OURS[1]}:/b c", ":".join([*OURS, "/a", "/b c"])):
+        assert exports(path=path)["PYTHONPATH"] == ":".join([*OURS, "/a", "/b c"])
+    assert exports(path="")["PYTHONPATH"] == ":".join(OURS)
+    assert exports(path="/a:")["PYTHONPATH"] == ":".join([*OURS, "/a", ""]), "an empty one is the working directory"
+
+
+def test_the_folder_of_all_installed_packages_is_not_for_other_pythons(exports, monkeypatch):
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(ROOT)])
+    assert exports(path="/a")["PYTHONPATH"] == f"{OURS[0]}:/a"
+
+
+def test_options_are_the_fields(exports):
+    shared = 'file:///tmp/it\'s "here"?gb=1'
+    argv = [
+        "--cache-gb",
+        "50",
+        "--mamba-gb",
+        "2.5",
+        "--no-decode-checkpoints",
+        "--state-dtype",
+        "float32",
+        "--host-gb",
+        "1",
+    ]
+    argv += [
+        "--shared",
+        shared,
+        "--retention-interval-tokens",
+        "auto",
+        "--verify-hits",
+        "0.5",
+        "--eviction-policy",
+        "lru",
+    ]
+    wanted = HybridPrefixConfig(
+        cache_gb=50,
+        mamba_gb=2.5,
+        decode_checkpoints=False,
+        state_dtype="float32",
+        host_gb=1,
+        shared=shared,
+        verify_hits=0.5,
+        eviction_policy="lru",
+    )
+    assert config_of(exports(*argv)) == wanted
+
+
+def test_a_shell_takes_it(tmp_path):
+    """Twice, with names to quote, and without what only other verbs need."""
+    code = "import sys; sys.modules.update(rich=None, torch=None, megatron=None); import megatron_hybrid_prefix.cli.main as it; "
+    code += "sys.exit(it.main(['env', '--cache-gb', '1']))"
+    verb = f'eval "$({shlex.quote(sys.executable)} -c {shlex.quote(code)})"'
+    result = subprocess.run(
+        ["bash", "-c", f'{verb} && {verb} && echo "$PYTHONPATH" && echo "${CONFIG_VARIABLE}"'],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}/it's here:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [":".join([*OURS, f"{tmp_path}/it's here"]), '{"cache_gb": 1.0}']
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--cache-gb", "-1"], "cache_gb=-1.0: must be above 0"),
+        (["--cache-gb", "much"], "argument --cache-gb: invalid float or 'auto' value: 'much'"),
+        (["--colour"], "unrecognized arguments: --colour"),
+        (
+            ["--host-write-through"],
+            f"argument --host-write-through: this flag was removed: {REMOVED['host_write_through']}",
+        ),
+        (["--shared", "file:///tmp/x?gb=1"], "shared='file:///tmp/x?gb=1': needs a host tier; set host_gb above 0"),
+    ],
+)
+def test_wrong_options_are_one_line(argv, problem):
+    result = run("env", *argv)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"error: {problem}\n")
+
+
+def test_a_verb_never_installs_the_cache(monkeypatch, capsys):
+    """It builds its own engines: with the variable a benchmark would compare this cache with itself."""
+    monkeypatch.setenv(environment.INSTALL_VARIABLE, "1")
+    assert command(["env"]) == 0
+    assert environment.INSTALL_VARIABLE not in os.environ
+    assert "export HYBRID_PREFIX_INSTALL=1\n" in capsys.readouterr().out
+
+
+def test_a_path_that_no_list_can_hold_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(environment, "PACKAGE", PACKAGE.parent / "a:b" / "megatron_hybrid_prefix")
+    assert main([]) == 2
+    assert capsys.readouterr().err.endswith(
+        "a:b/megatron_hybrid_prefix/startup: PYTHONPATH cannot hold a path with ':'\n"
+    )
