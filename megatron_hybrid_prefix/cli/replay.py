@@ -3,9 +3,11 @@
 examples:
     hybrid-prefix replay trace.jsonl                                # this cache and the baselines, at several budgets
     hybrid-prefix replay trace.jsonl --state-slots 64,256,1024 --json reuse.json
-    hybrid-prefix replay trace.jsonl --eviction lru --baselines none
+    hybrid-prefix replay trace.jsonl --kv-blocks 20000              # with limited KV, too
+    hybrid-prefix replay trace.jsonl --eviction lru --admission asked --baselines none
+    hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
     hybrid-prefix replay trace.jsonl --clairvoyant                  # how much is left: no rule reuses more than this
-    hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots in GiB
+    hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots and blocks in GiB
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b --cache-gb 10,20,40    # KV and states share one memory
 
 TRACE is a file with one JSON object per line, in one of three formats:
@@ -13,11 +15,11 @@ TRACE is a file with one JSON object per line, in one of three formats:
     sessions   "hash_ids" that are valid within a session, and "block_size"
     text       "timestamp" and "input", the whole prompt as text
 
-KV is unlimited. With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB,
-with the bytes of the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it.
+With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB, with the bytes of
+the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it.
 
 --clairvoyant adds two rows for rules that know all requests beforehand: an offline rule, and a bound that no rule passes.
-They take a second or more for every 100 slots (6,000 requests).
+Both are for unlimited KV. They take a second or more for every 100 slots (6,000 requests).
 
 Requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
 The last row, "no limits", is a cache with unlimited memory and a state after every block.
@@ -44,7 +46,7 @@ from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, 
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
 from megatron_hybrid_prefix.lab.clairvoyant import Clairvoyant, clairvoyant
 from megatron_hybrid_prefix.lab.memory import GIB, memory_of, page_words
-from megatron_hybrid_prefix.lab.replay import Policy, Replayed, TooLargeError, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, TooLargeError, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, eviction_policy_names
 
@@ -72,18 +74,26 @@ def make_parser() -> ArgumentParser:
     add = group.add_argument
     text = f"state slots; several are replayed in turn (default: {DEFAULT_SLOTS})"
     add("--state-slots", metavar="N[,N...]", help=text)
-    text = "GiB that KV and states share, instead of --state-slots; several are replayed in turn"
+    add("--kv-blocks", metavar="N", help="KV blocks, or 'unlimited' (default)")
+    text = "GiB that KV and states share, instead of the two counts; several are replayed in turn"
     add("--cache-gb", metavar="X[,X...]", help=text)
+    text = "KV blocks and states in the host tier (default: 0)"
+    add("--host-pages", type=options.whole_number, default=0, metavar="N", help=text)
     model = {"help": "show bytes for this preset, Megatron arguments or Hugging Face config.json"}
     options.add_options(group, "--mamba-gb", "--preset", "--hf", preset=model)
     add = parser.add_argument_group("policy").add_argument
     text = "policy that picks the state to evict (default: %(default)s)"
     add("--eviction", choices=eviction_policy_names(), default=DEFAULT_EVICTION_POLICY, help=text)
+    text = "which states are kept. adaptive: junctions, ends of prompts, and interval states while there is room "
+    text += "(default); asked: no interval states; tail: ends of prompts only"
+    add("--admission", choices=ADMISSIONS, default=ADMISSIONS[0], help=text)
+    text = "distance of interval states, a multiple of the block (default: by the prompt's length)"
+    add("--interval", metavar="TOKENS", help=text)
     text = "other policies to compare with, comma-separated: lru, upstream (megatron-core 0.19's rule), align (LRU, "
     text += "ends of prompts only), interval:TOKENS (LRU with interval states); or none "
     text += f"(default: {DEFAULT_BASELINES}; with --cache-gb: lru)"
     add("--baselines", metavar="NAMES", help=text)
-    text = "also show what rules that know all requests beforehand reuse; not with --cache-gb"
+    text = "also show what rules that know all requests beforehand reuse; needs unlimited KV and no host tier"
     add("--clairvoyant", action="store_true", help=text)
     options.add_options(parser, "--json")
     return parser
@@ -96,13 +106,15 @@ def check_options(args: argparse.Namespace) -> None:
         InputError: Some do not.
     """
     options.check_output(args)
+    limited = args.kv_blocks not in (None, "unlimited")
+    if args.clairvoyant and (limited or args.cache_gb is not None or args.host_pages):
+        raise InputError("--clairvoyant: does not go with --kv-blocks, --cache-gb, --host-pages")
     if args.cache_gb is None:
         if args.mamba_gb is not None:
             raise InputError("--mamba-gb: limits the states in --cache-gb; give that, too, or --state-slots instead")
         return
-    for name in ("clairvoyant", "state_slots"):
-        if getattr(args, name):
-            raise InputError(f"--{name.replace('_', '-')}: does not go with --cache-gb")
+    if args.state_slots is not None or args.kv_blocks is not None:
+        raise InputError("--cache-gb replaces --state-slots and --kv-blocks: give one or the others")
 
 
 def numbers[T: (int, float)](text: str, option: str, number: Callable[[str], T]) -> list[T]:
@@ -125,8 +137,11 @@ def budgets_of(args: argparse.Namespace, trace: Trace, sizes: Sizes | None) -> l
         InputError: A budget is malformed or too small.
     """
     if args.cache_gb is None:
+        blocks = None
+        if args.kv_blocks not in (None, "unlimited"):
+            (blocks,) = numbers(args.kv_blocks, "--kv-blocks", options.positive_int)
         slots = numbers(args.state_slots or DEFAULT_SLOTS, "--state-slots", options.whole_number)
-        return [{"state_slots": count} for count in slots]
+        return [{"state_slots": count, "kv_blocks": blocks} for count in slots]
     if sizes is None:
         raise InputError("--cache-gb: needs the bytes of a model: give --preset or --hf")
     block_bytes, state_bytes = sizes.kv_block_bytes(trace.block_tokens), sizes.state_bytes
@@ -138,19 +153,27 @@ def budgets_of(args: argparse.Namespace, trace: Trace, sizes: Sizes | None) -> l
 
 
 def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
-    """The policy of ``--eviction``, then the baselines.
+    """The policy of the options, then the baselines.
 
     Raises:
         InputError: A name is unknown, or an interval is not a multiple of the block.
     """
-    found = [Policy(name=args.eviction, eviction=args.eviction)]
+    interval = None if args.interval is None else _interval(args.interval, "--interval", block_tokens)
+    if interval is not None and args.admission != "adaptive":
+        raise InputError(f"--interval {interval}: --admission {args.admission} keeps no states at intervals")
+    host = {"host_pages": args.host_pages} if args.host_pages else {}
+    name = args.eviction if args.admission == "adaptive" else f"{args.eviction}, {args.admission}"
+    if interval is not None:
+        name += f", every {interval}"
+    first = Policy(name=name, eviction=args.eviction, admission=args.admission, interval_tokens=interval, options=host)
+    found = [first]
     baselines = args.baselines or (DEFAULT_BASELINES if args.cache_gb is None else "lru")
     for item in () if baselines == "none" else baselines.split(","):
         head, _, tokens = item.partition(":")
         if item in BASELINES:
             policy = BASELINES[item]
         elif head == "interval" and tokens:
-            distance = _interval(tokens, block_tokens)
+            distance = _interval(tokens, "--baselines interval", block_tokens)
             policy = Policy(name=f"lru, every {distance}", eviction="lru", interval_tokens=distance)
         else:
             raise InputError(f"--baselines: no {item!r}; there are: {', '.join(BASELINES)}, interval:TOKENS, none")
@@ -158,16 +181,18 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
             raise InputError(
                 "--baselines upstream: megatron-core's rule has no shared memory; it does not go with --cache-gb"
             )
+        if policy.eviction != "upstream":  # upstream's rule has no host tier
+            policy = dataclasses.replace(policy, options=host)
         if policy.name not in [other.name for other in found]:
             found.append(policy)
     return found
 
 
-def _interval(text: str, block_tokens: int) -> int:
-    with terminal.as_input_errors(argparse.ArgumentTypeError, prefix="--baselines interval: "):
+def _interval(text: str, option: str, block_tokens: int) -> int:
+    with terminal.as_input_errors(argparse.ArgumentTypeError, prefix=f"{option}: "):
         tokens = options.whole_number(text)
     if tokens % block_tokens:
-        raise InputError(f"--baselines interval: {tokens} is not a multiple of the block of {block_tokens} tokens")
+        raise InputError(f"{option}: {tokens} is not a multiple of the block of {block_tokens} tokens")
     return tokens
 
 
@@ -220,14 +245,17 @@ def as_json(
 ) -> dict[str, Any]:
     """All results as JSON values. ``reused_token_fraction`` is the first policy's, at the largest budget."""
     own = [run for run in runs if run.policy is runs[0].policy]
+    names = [str(run.state_slots) if run.memory is None else f"{run.memory.cache_bytes / GIB:g}" for run in own]
+    shares = [run.reused_token_fraction for run in own]
     summary = {"format": trace.format, "block_tokens": trace.block_tokens}
     return {
         "version": __version__,
         "command": command,
         "options": json.loads(json.dumps(vars(args), default=str)),
         "trace": summary | {"requests": len(trace.requests), "prompt_tokens": trace.prompt_tokens},
-        "reused_token_fraction": own[-1].reused_token_fraction,
+        "reused_token_fraction": shares[-1],
         "ceiling_fraction": ceiling,
+        "by_state_slots" if args.cache_gb is None else "by_cache_gb": dict(zip(names, shares, strict=True)),
         "runs": [
             dataclasses.asdict(run)
             | {
@@ -250,11 +278,13 @@ def print_report(
 ) -> None:
     """Prints the reuse, one row per policy and one column per budget; then notes."""
     own = [run for run in runs if run.policy is runs[0].policy]
-    memory = own[0].memory
+    memory, blocks = own[0].memory, own[0].kv_blocks
     text = f"{len(trace.requests):,} requests ({trace.format}), {trace.prompt_tokens:,} prompt tokens in blocks of "
     text += f"{trace.block_tokens}"
     if memory is None:
-        text += "; unlimited KV"
+        text += "; unlimited KV" if blocks is None else f"; {blocks:,} KV blocks"
+        if sizes is not None and blocks is not None:
+            text += f", {blocks * sizes.kv_block_bytes(trace.block_tokens) / GIB:.1f} GiB"
     elif sizes is not None:
         layout = memory.layout
         text += f"; {terminal.printable(sizes.name)}: a block {layout.block_bytes:,} bytes, a state {layout.state_bytes:,} bytes; "

@@ -24,6 +24,7 @@ from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries
 
 MOST_ENTRIES = 2**22
 """Most KV blocks, state slots or pages of the host. The index takes some 300 bytes for each."""
+ADMISSIONS = ("adaptive", "asked", "tail")
 _CALLS = 200  # of `on_request` in a replay
 
 

@@ -165,7 +165,11 @@ def test_table_and_json(tmp_path, capsys):
     assert "knows all requests" not in capsys.readouterr().out
 
 
-def test_a_memory_in_bytes_does_not_go_with_it(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "options",
+    [["--kv-blocks", "9"], ["--host-pages", "4"], ["--cache-gb", "1", "--preset", "tiny"]],
+)
+def test_options_that_do_not_go_with_it(tmp_path, capsys, options):
     trace = write_trace(tmp_path / "t.jsonl", made_up("chat", 2))
-    assert command.main([str(trace), "--clairvoyant", "--cache-gb", "1", "--preset", "tiny"]) == 2
+    assert command.main([str(trace), "--clairvoyant", *options]) == 2
     assert "--clairvoyant: " in capsys.readouterr().err

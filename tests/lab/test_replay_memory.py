@@ -76,7 +76,7 @@ def test_table_and_json(tmp_path, capsys):
             ["--cache-gb", "2,4", "--mamba-gb", "3", "--preset", "tiny"],
             "--mamba-gb 3: the most for checkpoints in --cache-gb 2,",
         ),
-        (["--cache-gb", "3", "--state-slots", "4"], "--state-slots: does not go with --cache-gb"),
+        (["--cache-gb", "3", "--kv-blocks", "4"], "--cache-gb replaces --state-slots and --kv-blocks"),
         (["--cache-gb", "3,3", "--preset", "tiny"], "--cache-gb: 3,3 has a number twice"),
         (
             ["--cache-gb", "0.01", "--preset", "nemotron-h-8b"],
@@ -86,6 +86,7 @@ def test_table_and_json(tmp_path, capsys):
         (["--cache-gb", "1e300", "--preset", "tiny"], "--cache-gb 1e+300: more than any machine has"),
         (["--cache-gb", "1e8", "--preset", "tiny"], "204,800,000,000 KV blocks: a replay has at most 4,194,304"),
         (["--state-slots", "9999999"], "9,999,999 state slots: a replay has at most 4,194,304"),
+        (["--kv-blocks", "9999999"], "9,999,999 KV blocks: a replay has at most 4,194,304"),
         (["--hf", "somewhere", "--preset", "tiny"], "--hf"),
     ],
 )

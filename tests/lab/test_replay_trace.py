@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.cli import replay as command
-from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay, unlimited_kv_blocks
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, read_trace
 from tests.harness.steps import steps
@@ -186,6 +186,9 @@ def test_a_malformed_line_is_named(tmp_path, capsys, kind, line, message):
     [
         (["--state-slots", "64,x"], "--state-slots: 'x' is not a whole number"),
         (["--state-slots", "64,64"], "--state-slots: 64,64 has a number twice"),
+        (["--kv-blocks", "0"], "--kv-blocks: '0' is not a whole number above 0"),
+        (["--interval", "100"], "--interval: 100 is not a multiple of the block of 512 tokens"),
+        (["--interval", "512", "--admission", "tail"], "--interval 512: --admission tail keeps no states at intervals"),
         (["--baselines", "lru,best"], "--baselines: no 'best'; there are: lru, upstream, align, interval:TOKENS, none"),
         (["--baselines", "interval:1000"], "--baselines interval: 1000 is not a multiple of the block of 512 tokens"),
         (["--preset", "huge"], "huge: neither a file nor a preset; presets: tiny"),
@@ -282,12 +285,11 @@ def test_prompts_that_need_more_blocks_than_there_are_are_counted():
         assert found.refused_requests == 1 and list(found.reused_tokens) == [0, 0, 192]
 
 
-def test_ctrl_c_ends_it(monkeypatch, trace_file):
-    class Requested:
-        requested = True
-
-    with pytest.raises(command.Stopped):
-        command.run([str(trace_file)], Requested())
+def test_ctrl_c_ends_it(trace_file):
+    interrupt = Interrupt()
+    interrupt.requested = True
+    with pytest.raises(Stopped):
+        command.run([str(trace_file)], interrupt)
 
 
 # -- what it needs -----------------------------------------------------------------------------------------------------
@@ -334,3 +336,12 @@ def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
     with_host = replay(trace, few, state_slots=4)
     assert with_host.reused_tokens == replay(trace, many, state_slots=20_000).reused_tokens
     assert with_host.counters["tiers"]["host"]["loads"] > 0
+
+
+def test_host_options(trace_file, tmp_path):
+    out = tmp_path / "out.json"
+    assert run(trace_file, "--state-slots", "1", "--host-pages", "16", "--json", out) == 0
+    own, *others = json.loads(out.read_text())["runs"]
+    assert own["policy"]["options"] == {"host_pages": 16}
+    by_name = {run["policy"]["name"]: run["policy"]["options"] for run in others}
+    assert by_name["upstream 0.19"] == {} and by_name["lru"] == own["policy"]["options"]
