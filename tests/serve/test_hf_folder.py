@@ -159,7 +159,7 @@ def test_end_tokens_unless_ignored(tokenizer):
 def test_an_answer_ends_at_each_end_token(tokenizer, end):
     task = GenerationTask(prompt=[1], sampling={"termination_id": 256}, deliver=lambda update: None)
     prompt = Prompt(tokens=[1], text="", breakpoints=[])
-    choice = Choice(0, prompt, task, TextStream(tokenizer, []), 10, request(tokenizer), tokenizer)
+    choice = Choice(0, prompt, task, 10, request(tokenizer), tokenizer)
     a = tokenizer.tokenize("a")
     assert choice.take(Update(tokens=a))[0] == "a" and choice.finish_reason is None
     assert choice.take(Update(tokens=[*a, end, *a]))[0] == "a"
