@@ -8,7 +8,6 @@ import pytest
 
 from megatron_hybrid_prefix.serve.backend import GenerationTask, Update
 from megatron_hybrid_prefix.serve.chat_template import ChatForm, load_chat_form
-from megatron_hybrid_prefix.serve.detokenizer import TextStream
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.generation import Choice
 from megatron_hybrid_prefix.serve.protocol import Prompt, ServedModel, chat_tokens, read_request, text_tokens
