@@ -210,7 +210,7 @@ def _not_compiled(original: Any) -> Any:
 
 def _no_unified_memory(original: Any) -> Any:
     def create_unified_mempool() -> Any:
-        from megatron.core.inference.unified_memory import UnifiedMemoryUnsupportedError
+        from megatron_hybrid_prefix.upstream.names import UnifiedMemoryUnsupportedError
 
         raise UnifiedMemoryUnsupportedError("no CUDA device")
 
