@@ -91,12 +91,19 @@ def current_stream(*args: Any, **kwargs: Any) -> HostStream:
 
 @contextlib.contextmanager
 def no_context(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """``torch.cuda.stream`` and ``torch.cuda.device``."""
+    """``torch.cuda.stream``."""
     yield
 
 
+class NoDevice(contextlib.nullcontext[None]):
+    """``torch.cuda.device``: nothing is selected, and nothing is one."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
 def false(*args: Any, **kwargs: Any) -> bool:
-    """``is_current_stream_capturing``: there are no CUDA graphs."""
+    """``is_available``, and ``is_current_stream_capturing``: there are no CUDA graphs."""
     return False
 
 

@@ -65,6 +65,9 @@ def _cuda(name: str, value: Any, why: str, owner: str = "torch.cuda") -> Rebindi
 
 
 HOST_TORCH = (
+    _cuda(
+        "is_available", host.false, "there may be GPUs that are not used: packages look at them while they are imported"
+    ),
     _cuda("current_device", host.current_device, "upstream passes it as device=; raises without a driver"),
     _cuda("set_device", host.do_nothing, "one device"),
     _cuda("synchronize", host.do_nothing, "host work is synchronous"),
@@ -77,7 +80,7 @@ HOST_TORCH = (
     _cuda("current_stream", host.current_stream, "fences"),
     _cuda("default_stream", host.current_stream, "fences"),
     _cuda("stream", host.no_context, "copy streams"),
-    _cuda("device", host.no_context, "kernel launches select a device"),
+    _cuda("device", host.NoDevice, "kernel launches select a device"),
     _cuda("get_rng_state", host.get_rng_state, "model-parallel seeds fork the generator"),
     _cuda("set_rng_state", host.set_rng_state, "model-parallel seeds fork the generator"),
     _cuda("manual_seed", host.manual_seed, "model-parallel seeds"),

@@ -64,6 +64,15 @@ sys.meta_path.insert(0, Calls())
 del sys.modules["megatron.core"]
 patch_platform("cpu")
 assert asked == ["cpu", "cpu"] and len(active_rebindings()) == len(listed)
+undo_platform()
+
+has_gpu = torch.cuda.is_available = lambda: True  # a machine with GPUs that are not used
+patch_platform("cpu")
+assert not torch.cuda.is_available() and not isinstance(None, torch.cuda.device)
+with torch.cuda.device(0):
+    pass
+undo_platform()
+assert torch.cuda.is_available is has_gpu
 """
 
 
