@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.engine_helpers import described, greedy, random_tokens, run_to_end
 from tests.harness.limits import COLLECTIVE_HANG_S
 from tests.harness.workers.launch import DEVICE, write_findings
-from tests.harness.workers.prefix_parallel import damage_sources
+from tests.harness.workers.prefix_parallel import damage_sources, drawn_on_cpu
 
 BLOCK_TOKENS = 64
 NEW_TOKENS = 3
@@ -41,7 +41,9 @@ LAYOUTS = {
 
 def build(layout, platform, seed=0):
     """This rank's shard of a layout's model, in float32 as `prefix_parallel.build` says."""
-    return build_hybrid_model(LAYOUTS[layout], seed=seed, platform=platform, transformer_impl="local")
+    return drawn_on_cpu(
+        build_hybrid_model(LAYOUTS[layout], seed=seed, platform=platform, transformer_impl="local"), seed
+    )
 
 
 def prompts(rank):

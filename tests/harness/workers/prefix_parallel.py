@@ -17,6 +17,7 @@ from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.errors import RankDisagreementError
 from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 from tests.harness.engine_helpers import described, greedy, random_tokens, run_to_end
@@ -282,7 +283,16 @@ def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=Fal
 def build(pattern, tp, pp, platform):
     """The model with this pattern in this layout, in float32: Transformer Engine's layers would multiply in TF32."""
     config = config_of(one_rank(pattern) if pp == 1 else pattern)
-    return build_hybrid_model(config, seed=0, platform=platform, transformer_impl="local")
+    return drawn_on_cpu(build_hybrid_model(config, seed=0, platform=platform, transformer_impl="local"))
+
+
+def drawn_on_cpu(model, seed=0):
+    """The model with the weights that a CPU draws: GPUs have another generator."""
+    if DEVICE == "cuda":
+        model.cpu()
+        initialise_weights(model, model.hybrid_config, seed)
+        model.cuda()
+    return model
 
 
 def layout_findings(pattern, tp, pp, platform):
