@@ -31,9 +31,9 @@ _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: 
 
 
 def python_path(present: str) -> str:
-    """``PYTHONPATH`` with our folders first, each once.
+    """``PYTHONPATH`` with the folder of ``sitecustomize.py`` first and that of the package last, each once.
 
-    The folder of the package is left out where it is one of this Python's own for packages: it has it already, and another
+    Last, as a clone has other packages, too (``tests``). The folder of the package is left out where it is one of this Python's own for packages: it has it already, and another
     Python must not get all that is in there.
 
     Args:
@@ -42,14 +42,14 @@ def python_path(present: str) -> str:
     Raises:
         ValueError: The path of a folder cannot be in such a list.
     """
-    folders = [str(PACKAGE / "startup")]
-    if str(PACKAGE.parent) not in map(os.path.realpath, [*site.getsitepackages(), site.getusersitepackages()]):
-        folders.append(str(PACKAGE.parent))
-    for folder in folders:
+    first, last = [str(PACKAGE / "startup")], [str(PACKAGE.parent)]
+    if last[0] in map(os.path.realpath, [*site.getsitepackages(), site.getusersitepackages()]):
+        last = []
+    for folder in (*first, *last):
         if os.pathsep in folder:
             raise ValueError(f"{folder}: PYTHONPATH cannot hold a path with {os.pathsep!r}")
-    others = [path for path in present.split(os.pathsep) if path not in folders] if present else []
-    return os.pathsep.join([*folders, *others])
+    others = [path for path in present.split(os.pathsep) if path not in (*first, *last)] if present else []
+    return os.pathsep.join([*first, *others, *last])
 
 
 def config_of(environment: Mapping[str, str]) -> HybridPrefixConfig | None:
@@ -69,6 +69,8 @@ def config_of(environment: Mapping[str, str]) -> HybridPrefixConfig | None:
 
 
 def _text_of_file(path: str) -> str:
+    if not os.path.isabs(path):
+        raise ValueError(f'{shown(path)}: give JSON such as {{"cache_gb": 50}}, or the absolute path of its file')
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no text, or no path

@@ -68,4 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for name, value in variables.items():
         print(f"export {name}={shlex.quote(value)}")
+    if not given:
+        print(f"unset {CONFIG_VARIABLE}")  # of an earlier call
     return 0

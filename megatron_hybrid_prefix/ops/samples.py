@@ -20,9 +20,9 @@ _WORDS = {8: np.int64, 4: np.int32, 2: np.int16, 1: np.uint8}
 class SampledSums:
     """Sums 1,024 words of each tensor; a tensor of fewer is read whole.
 
-    A word has 8 bytes, less in tensors of an odd size or address. Words are spread over the whole tensor, one at a pseudo-random
-    place in each of 1,024 equal parts, always the same. Each is mixed with its number before the sum. On a GPU all tensors take
-    one launch per word size. A table of their addresses is kept for the next call, the tensors are not.
+    A word is an element, or half of one of 16 bytes. Words are spread over the whole tensor, one at a pseudo-random place in each
+    of 1,024 equal parts, always the same. Each is mixed with its number before the sum. On a GPU all tensors take one launch per
+    word size. A table of their addresses is kept for the next call, the tensors are not.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class SampledSums:
         self._tables: list[_Table | _HostTable] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """One sum per tensor; equal contents at equal sizes have equal sums. Waits for the device.
+        """One sum per tensor; equal contents of equal dtype have equal sums. Waits for the device.
 
         Args:
             tensors: Any shapes, dtypes and devices, without gaps between their elements.
@@ -49,8 +49,7 @@ def _tables(tensors: Sequence[torch.Tensor]) -> list[_Table | _HostTable]:
     groups: dict[tuple[torch.device, int], list[int]] = {}
     for row, tensor in enumerate(tensors):
         if tensor.nbytes and tensor.data_ptr():  # a storage may have been resized to nothing
-            word_bytes = next(size for size in _WORDS if not (tensor.data_ptr() | tensor.nbytes) % size)
-            groups.setdefault((tensor.device, word_bytes), []).append(row)
+            groups.setdefault((tensor.device, min(8, tensor.itemsize)), []).append(row)
     return [
         (_Table if runs_kernel(tensors[rows[0]]) else _HostTable)(rows, [tensors[row] for row in rows], word_bytes)
         for (_, word_bytes), rows in groups.items()
@@ -63,7 +62,7 @@ class _HostTable:
     Args:
         rows: Which of the tensors.
         tensors: These tensors. Their memory is read later, for as long as `SampledSums` finds it at the same addresses.
-        word_bytes: Divides their addresses and sizes.
+        word_bytes: 1, 2, 4 or 8.
     """
 
     def __init__(self, rows: list[int], tensors: Sequence[torch.Tensor], word_bytes: int) -> None:

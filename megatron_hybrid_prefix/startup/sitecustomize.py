@@ -32,6 +32,9 @@ class _MegatronFinder:
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                if module.__name__ != name:  # a zip file has one loader for several modules
+                    run(module)
+                    return
                 _import_with_cache(lambda: run(module))
                 sys.meta_path.remove(self)  # after an error it stays, and raises again
 

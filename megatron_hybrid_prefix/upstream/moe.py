@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import all_to_all, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+
+TRAINING_COUNTERS = frozenset(
+    ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb_beta_accum", "qb_beta_count")
+)
+"""Buffers of megatron's routers that count in training. No output depends on them."""
+
+
+def keep_router_buffers(model: Any) -> None:
+    """Routers' biases in float32, where a cast of the model has changed them: megatron does it in their next forward."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()

@@ -14,7 +14,7 @@ def is_quantised(value: object) -> bool:
 
 
 def parts_of(value: Any) -> list[torch.Tensor]:
-    """Data and scales of a quantised weight; the shard of a distributed tensor; of any other tensor, itself.
+    """Data and scales of a quantised weight; the shard of a distributed tensor; the tensor itself, if it has memory of its own.
 
     Args:
         value: A weight for which `is_quantised`, or a tensor of a subclass. PyTorch's name their parts in ``__tensor_flatten__``,
@@ -27,4 +27,4 @@ def parts_of(value: Any) -> list[torch.Tensor]:
     else:
         own = vars(value).items()
         parts = [part for name, part in own if name.startswith("_") and isinstance(part, torch.Tensor)]
-    return parts or [value]
+    return [*parts, value] if not parts or value.data_ptr() else parts

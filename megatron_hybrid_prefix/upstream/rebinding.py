@@ -150,7 +150,8 @@ class _AfterImport(MetaPathFinder):
 
             def exec_module(module: types.ModuleType) -> None:
                 run(module)
-                self._then()
+                if module.__name__ == fullname:  # a zip file has one loader for several modules
+                    self._then()
 
             setattr(spec.loader, "exec_module", exec_module)  # noqa: B010  (mypy allows no assignment to a method)
         return spec

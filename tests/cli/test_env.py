@@ -31,8 +31,10 @@ def exports(monkeypatch, capsys):
             monkeypatch.setenv("PYTHONPATH", path)
         assert main(argv) == 0
         words = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
-        assert all(word[0] == "export" and len(word) == 2 for word in words)
-        return dict(word[1].split("=", 1) for word in words)
+        found = dict(word[1].split("=", 1) for word in words if word[0] == "export")
+        assert (["unset", CONFIG_VARIABLE] in words) == (CONFIG_VARIABLE not in found)
+        assert len(words) == 3 and all(len(word) == 2 for word in words)
+        return found
 
     return call
 
@@ -42,11 +44,15 @@ def test_without_options_there_are_no_settings(exports):
     assert exports("--optional")["HYBRID_PREFIX_INSTALL"] == "optional"
 
 
-def test_present_folders_stay_and_ours_are_first_and_once(exports):
-    for path in ("/a:/b c", f"/a:{OURS[1]}:/b c", ":".join([*OURS, "/a", "/b c"])):
-        assert exports(path=path)["PYTHONPATH"] == ":".join([*OURS, "/a", "/b c"])
+def test_present_folders_stay_and_ours_are_around_them_once(exports):
+    """A clone has other packages than this one, such as tests: those of a trainer come before."""
+    first, last = OURS
+    for path in ("/a:/b c", f"/a:{last}:/b c", ":".join([*OURS, "/a", "/b c"])):
+        assert exports(path=path)["PYTHONPATH"] == ":".join([first, "/a", "/b c", last])
     assert exports(path="")["PYTHONPATH"] == ":".join(OURS)
-    assert exports(path="/a:")["PYTHONPATH"] == ":".join([*OURS, "/a", ""]), "an empty one is the working directory"
+    assert exports(path="/a:")["PYTHONPATH"] == ":".join([first, "/a", "", last]), (
+        "an empty one is the working directory"
+    )
 
 
 def test_the_folder_of_all_installed_packages_is_not_for_other_pythons(exports, monkeypatch):
@@ -104,7 +110,7 @@ def test_a_shell_takes_it(tmp_path):
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.splitlines() == [":".join([*OURS, f"{tmp_path}/it's here"]), '{"cache_gb": 1.0}']
+    assert result.stdout.splitlines() == [":".join([OURS[0], f"{tmp_path}/it's here", OURS[1]]), '{"cache_gb": 1.0}']
 
 
 @pytest.mark.parametrize(

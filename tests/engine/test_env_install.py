@@ -109,7 +109,7 @@ WRONG: list[tuple[dict[str, str], str | None, str, str]] = [
             ('{"check_ranks": 1}', "check_ranks=1: must be true or false", ""),
             ('{"cache_gb": NaN}', "cache_gb=nan: must be above 0", ""),
             ("/no/such.json", "cannot read '/no/such.json': No such file or directory; ", NO_FILE),
-            ("50", "cannot read '50': ", NO_FILE),
+            ("50", "'50': give JSON such as ", "or the absolute path of its file"),
         )
     ),
     (
@@ -147,6 +147,8 @@ def test_one_line_in_the_log_or_by_the_first_rank(variables, speaks, monkeypatch
     monkeypatch.setattr(startup.logger, "level", logging.WARNING)
     startup._say("done")
     assert capsys.readouterr().err == f"{LINE}done\n" * speaks
+    startup._say("it failed", on_each_rank=True)
+    assert capsys.readouterr().err == f"{LINE}it failed\n"
     with caplog.at_level(logging.INFO, startup.logger.name):
         startup._say("done")
     assert (capsys.readouterr().err, caplog.messages) == ("", ["done"])
@@ -164,7 +166,7 @@ def test_a_spawned_actor(tmp_path):
     assert (found["context"], found["skipped"]) == ("HybridPrefixContext", 4 * BLOCK)
     assert found["answers"][0] == found["answers"][1] and len(found["answers"][0]) == 8
     (line,) = lines(result.stderr)
-    assert ", for all contexts: mamba_gb=0.01, memory: buffer_size_gb; attention: " in line
+    assert ", for all contexts: mamba_gb=0.01, memory: buffer_size_gb; cpu, attention: " in line
     assert "PlatformError: HYBRID_PREFIX_INSTALL=1: HYBRID_PREFIX_CONFIG: not JSON: Extra data" in result.stderr
 
 

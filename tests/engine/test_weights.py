@@ -13,6 +13,7 @@ from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.quantization.mxfp8_tensor import MXFP8Tensor
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.models import build_hybrid_model
@@ -152,8 +153,8 @@ def test_it_looks_once_per_idle_time_and_never_while_suspended(own_models, monke
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.01)
-    served.engine.resume()  # it was announced: there is nothing to compare
-    assert looks == [EngineState.RUNNING] * 2
+    served.engine.resume()
+    assert looks == [EngineState.RUNNING] * 2 + [EngineState.SUSPENDED]  # a collective, so also where it was announced
     served.send(PROMPT)
     served.check(served.next_id)
 
@@ -168,6 +169,20 @@ def test_a_refused_request_is_no_work(own_models):
     copy_in_place(model, trained)
     assert served.send(PROMPT).num_cached_tokens == 0
     served.check(served.next_id)
+
+
+def test_an_engine_whose_requests_were_all_aborted_is_idle(own_models):
+    """A step has still to take them out."""
+    for mode in ("legacy", "async"):
+        model, trained = own_models("tiny")
+        served = EngineHarness(model, async_sched_mode=mode)
+        served.send(PROMPT)
+        running = served.add(tokens(1, 40, seed=2), BLOCK)
+        served.step(4)
+        served.engine.abort_request(running)
+        copy_in_place(model, trained)
+        assert served.send(PROMPT).num_cached_tokens == 0
+        served.check(served.next_id)
 
 
 @pytest.mark.parametrize(("state", "expected"), [("PAUSED", 1), ("RUNNING", 0)])
@@ -238,6 +253,12 @@ class PrivateParts(torch.Tensor):
         raise NotImplementedError(str(function))
 
 
+class Annotated(torch.nn.Parameter):
+    """An ordinary weight with a private tensor."""
+
+    _master = torch.zeros(3)
+
+
 class NamedParts(PrivateParts):
     """In the way of PyTorch: it names its parts."""
 
@@ -259,6 +280,11 @@ class Weights(torch.nn.Module):
         self.part = torch.nn.Parameter(self.wholes[0][:, :4])
         self.register_buffer("expert_bias", torch.zeros(8))
         self.register_buffer("frequencies", torch.randn(5), persistent=False)
+        self.register_buffer("late", None)
+        self.register_buffer("local_tokens_per_expert", torch.zeros(8), persistent=False)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(3, 4))
+        self.annotated = Annotated(torch.randn(9))
+        self.annotated._master = torch.zeros(3)
         self.private = torch.nn.Parameter(PrivateParts(torch.randn(9), torch.ones(2)), requires_grad=False)
         self.named = torch.nn.Parameter(NamedParts(torch.randn(9), torch.ones(2)), requires_grad=False)
         self.quantised = MXFP8Tensor(torch.randn(4, 32).to(torch.float8_e4m3fn), torch.ones(4, dtype=torch.uint8))
@@ -283,12 +309,21 @@ CHANGES: dict[str, Callable[[Weights], object]] = {
     ),
     "quantised": lambda made: (made.__delattr__("weight"), setattr(made, "weight", made.quantised)),
     "removed": lambda made: setattr(made, "bias", None),
+    "added": lambda made: setattr(made, "late", torch.zeros(3)),
+    "tied": lambda made: setattr(made, "tied", torch.nn.Parameter(made.weight.data + 1)),
+    "module replaced": lambda made: made.inner.__setitem__(0, torch.nn.Linear(3, 4)),
+    "module added": lambda made: setattr(made, "outer", torch.nn.Linear(3, 4)),
+    "annotated": lambda made: made.annotated.data.add_(1),
 }
 NO_CHANGES: dict[str, Callable[[Weights], object]] = {
     "nothing": lambda made: None,
     "equal values elsewhere": lambda made: setattr(made.weight, "data", made.weight.data.clone()),
     "gradient": lambda made: (made.private.main_grad.add_(1), setattr(made.bias, "grad", torch.ones(3))),
     "other attribute": lambda made: made.steps.add_(1),
+    "counter of training": lambda made: made.local_tokens_per_expert.add_(1),
+    "equal values at an odd address": lambda made: setattr(
+        made.bias, "data", torch.cat([torch.zeros(1), made.bias.data])[1:]
+    ),
     "what lies between": lambda made: made.wholes[0][:, 4:].add_(1),
 }
 
@@ -308,6 +343,17 @@ def test_nothing_else_is(change):
     made = Weights()
     samples = WeightSamples(made)
     NO_CHANGES[change](made)
+    assert samples.changed(experts=False) is None
+
+
+def test_a_cast_of_the_model_and_what_its_router_makes_of_it_are_no_news(own_models):
+    """Megatron casts a router's bias back in its next forward."""
+    model, _ = own_models("tiny-moe")
+    router = next(module for module in model.modules() if isinstance(module, TopKRouter))
+    vars(router).pop("expert_bias", None)
+    router.register_buffer("expert_bias", torch.randn(router.config.num_moe_experts).to(torch.bfloat16))
+    samples = WeightSamples(model)
+    router._maintain_float32_expert_bias()
     assert samples.changed(experts=False) is None
 
 

@@ -13,7 +13,10 @@ from megatron_hybrid_prefix.ops.samples import SAMPLES, SampledSums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.bool, torch.complex64, torch.int8]
+DTYPES = [
+    *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64),
+    *(torch.bool, torch.complex64, torch.complex128, torch.int8),
+]
 
 
 def bytes_of(numbers: int, seed: int = 0) -> torch.Tensor:
@@ -38,16 +41,17 @@ def naive_sum(data: bytes, word_bytes: int) -> int:
 
 @settings(max_examples=15 if INTERPRETED else 60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 15)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3), st.sampled_from(DTYPES)), max_size=6),
     st.integers(0, 3),
 )
 def test_sums_are_those_of_plain_python(places, seed):
-    """Any sizes and addresses, so all word sizes."""
-    tensors = [bytes_of(size + start, seed)[start:] for size, start in places]
-    wanted = []
-    for tensor in tensors:
-        word = next(size for size in (8, 4, 2, 1) if not (tensor.data_ptr() | tensor.nbytes) % size)
-        wanted.append(naive_sum(tensor.cpu().numpy().tobytes(), word))
+    """Any dtypes, sizes and addresses."""
+    tensors, wanted = [], []
+    for size, start, dtype in places:
+        data = bytes_of((size + start) * dtype.itemsize, seed)
+        tensors.append((data % 2 if dtype == torch.bool else data).view(dtype)[start:])
+        memory = tensors[-1].contiguous().view(torch.uint8).cpu().numpy().tobytes() if size else b""
+        wanted.append(naive_sum(memory, min(8, dtype.itemsize)))
     sampled = SampledSums()
     assert sampled(tensors) == wanted
     assert sampled(tensors[::-1]) == wanted[::-1]  # other addresses than before
@@ -63,7 +67,7 @@ def test_any_dtype_and_any_order_of_memory(dtype):
     assert sampled([tensor]) != sampled([tensor.flip(0).contiguous()])
 
 
-@pytest.mark.parametrize("values", [1, 7, 1000, 4096])
+@pytest.mark.parametrize("values", [1, 7, 1000])
 def test_each_bit_of_a_small_tensor_counts(values):
     tensor = torch.randn(values, dtype=torch.bfloat16, device=DEVICE)
     sampled = SampledSums()

@@ -102,7 +102,7 @@ class HybridPrefixEngine(EngineSeam):
         self._most_blocks = block_counts(context.kv_block_allocator).active  # that a request can have
         if self._has_cache:
             self._most_blocks = min(self._most_blocks, context.prefix_cache.blocks.room_for(1))
-        if not self._has_cache or context.prefix_config.check_weights:
+        if isinstance(context, SlotContext) and (not self._has_cache or context.prefix_config.check_weights):
             self._weights = WeightSamples(controller.inference_wrapped_model.model, context.config.pg_collection)
         self._rules = RequestRules(self, samples_rows=isinstance(controller, HybridPrefixController))
         if self._has_cache and context.host_moves is not None:
@@ -174,16 +174,16 @@ class HybridPrefixEngine(EngineSeam):
         With several ranks (tensor, pipeline or expert parallelism) call this on each.
         """
         if self._is_suspended:
-            if self._announced:
-                self._read_new_weights()
-            elif self._has_cache and self.context.prefix_config.keep_on_resume:
-                self._look_at_weights(experts=True)
-            else:
+            if self._has_cache and self.context.prefix_config.keep_on_resume:
+                self._look_at_weights(experts=True)  # a collective, so also where new weights were announced
+            elif not self._announced:
                 self._cached.log_dropped(
                     "resume(): the weights may have changed while the engine was suspended; where they never do, set "
                     "keep_on_resume=True"
                 )
                 self._cached.invalidate()
+                self._announced = True
+            if self._announced:
                 self._read_new_weights()
         super().resume()
 
@@ -334,7 +334,7 @@ class HybridPrefixEngine(EngineSeam):
     def explain(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Explanation:
         """What a request would reuse if it came now, and why not more. Changes nothing, whatever runs or waits.
 
-        It is no collective. All ranks decide alike on what is on the device and on the host; of a tier below the host it says what
+        It does not look whether the weights have changed. It is no collective. All ranks decide alike on what is on the device and on the host; of a tier below the host it says what
         this rank knows.
 
         Args:
@@ -362,7 +362,7 @@ class HybridPrefixEngine(EngineSeam):
         if request.request_id not in self.requests:  # one that resumes after a suspension keeps its answer
             for by_id in self._by_request:
                 by_id.pop(request.request_id, None)  # of an earlier request with this id
-        if len(self.requests) == len(self.failed_request_ids):
+        if self.requests.keys() <= {*self.failed_request_ids, *self.removals.aborting}:
             self._was_idle = True
         self._cached.prefix_request(request)
         super().accept_request(request)
@@ -580,7 +580,7 @@ class HybridPrefixEngine(EngineSeam):
     def invalidate(self) -> None:
         """The weights changed: older entries are not reused, and running requests stop caching.
 
-        With tensor or pipeline parallelism call this on every rank, between the same two steps.
+        With several ranks (tensor, pipeline or expert parallelism) call this on each, between the same two steps.
         """
         self._cached.invalidate()
         if self._is_suspended:  # a trainer may have unmapped the weights, or not written them all

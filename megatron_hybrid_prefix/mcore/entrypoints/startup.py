@@ -48,9 +48,11 @@ def import_megatron(run: Callable[[], None]) -> None:
         problem = f"{INSTALL_VARIABLE}={mode}: {error}"
         if mode != OPTIONAL:
             raise PlatformError(problem) from None  # no ImportError: many scripts take that for "no megatron"
-        _say(f"no prefix cache, {problem}")
+        _say(f"no prefix cache, {problem}", on_each_rank=True)  # one rank alone without it is worth a line
     else:
-        _say(f"prefix cache {__version__} in {check_version()}, {_settings(config)}; {machine.describe_kernels()}")
+        _say(
+            f"prefix cache {__version__} in {check_version()}, {_settings(config)}; {machine.device.type}, {machine.describe_kernels()}"
+        )
 
 
 def _settings(config: HybridPrefixConfig | None) -> str:
@@ -63,9 +65,9 @@ def _settings(config: HybridPrefixConfig | None) -> str:
     return f"for all contexts: {', '.join(given + memory)}"
 
 
-def _say(line: str) -> None:
+def _say(line: str, *, on_each_rank: bool = False) -> None:
     """To the log, or, as most scripts import megatron before they set one up, to stderr; then by the first rank only."""
     if logger.isEnabledFor(logging.INFO):
         logger.info(line)
-    elif os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+    elif on_each_rank or os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
         print(f"megatron_hybrid_prefix: {line}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ import torch
 
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks
 from megatron_hybrid_prefix.ops.samples import SampledSums
+from megatron_hybrid_prefix.upstream.moe import TRAINING_COUNTERS, keep_router_buffers
 from megatron_hybrid_prefix.upstream.quantised import is_quantised, parts_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -32,8 +33,12 @@ class WeightSamples:
 
     def take(self) -> None:
         """From now on these weights are the right ones."""
-        self._places = _places(self._model)
-        self._sums = self._sampled(self._tensors())
+        keep_router_buffers(self._model)
+        modules = [vars(module) for module in self._model.modules()]
+        self._children = [own["_modules"] for own in modules]
+        self._parameters, self._buffers = ([own[kind] for own in modules] for kind in ("_parameters", "_buffers"))
+        self._quantised = [(own, key) for own in modules for key, value in own.items() if is_quantised(value)]
+        self._modules, self._sums = self._present_modules(), self._sampled(self._tensors())
 
     def changed(self, *, experts: bool) -> str | None:
         """What differs from the last `take` on any rank, in words; None: nothing. A collective.
@@ -41,29 +46,36 @@ class WeightSamples:
         Args:
             experts: Expert-parallel ranks call it, too, not only tensor- and pipeline-parallel ones.
         """
+        replaced = self._present_modules() != self._modules
         sums = self._sampled(self._tensors())
-        if not max_over_model_ranks(int(sums != self._sums), self._groups, experts=experts):
+        if not max_over_model_ranks(int(replaced or sums != self._sums), self._groups, experts=experts):
             return None
-        names = [name for name, owner, key in self._places for _ in _parts(owner.get(key))]
-        if len(sums) == len(self._sums):
-            names = [name for name, old, new in zip(names, self._sums, sums, strict=True) if old != new]
-        return f"{len(names)} of {len(sums)} tensors differ, first {names[0]}" if names else "those of another rank"
+        if replaced or len(sums) != len(self._sums):
+            return "a module or a weight was added, removed or replaced"
+        numbers = [number for number, old in enumerate(self._sums) if old != sums[number]]
+        if not numbers:
+            return "those of another rank"
+        return f"{len(numbers)} of {len(sums)} tensors differ, first {self._name_of(numbers[0])}"
+
+    def _present_modules(self) -> list[Any]:
+        return [module for children in self._children for module in children.values()]
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [part for _, owner, key in self._places for part in _parts(owner.get(key))]
+        weights = [weight for owner in self._parameters for weight in owner.values()]
+        weights += [value for owner in self._buffers for key, value in owner.items() if key not in TRAINING_COUNTERS]
+        weights += [own.get(key) for own, key in self._quantised]
+        return [part for weight in weights for part in _parts(weight)]
 
-
-def _places(model: torch.nn.Module) -> list[tuple[str, dict[str, Any], str]]:
-    """Name, dictionary and key of each tensor, so that one that takes its place is found, too. Tied weights are there once."""
-    places: dict[int, tuple[str, dict[str, Any], str]] = {}
-    for prefix, module in model.named_modules():
-        own = vars(module)
-        quantised = [key for key, value in own.items() if is_quantised(value)]
-        for owner, keys in ((own["_parameters"], None), (own["_buffers"], None), (own, quantised)):
-            for key in owner if keys is None else keys:
-                if owner[key] is not None:
-                    places.setdefault(id(owner[key]), (f"{prefix}.{key}", owner, key))
-    return list(places.values())
+    def _name_of(self, number: int) -> str:
+        names = [
+            f"{prefix}.{key}"
+            for kind in ("_parameters", "_buffers")
+            for prefix, module in self._model.named_modules()
+            for key, value in vars(module)[kind].items()
+            if key not in TRAINING_COUNTERS
+            for _ in _parts(value)
+        ]
+        return names[number] if number < len(names) else "a quantised one"
 
 
 def _parts(value: Any) -> Sequence[torch.Tensor]:
