@@ -2,8 +2,8 @@
 
     HYBRID_PREFIX_INSTALL   1: each process that imports megatron installs the cache, as `install` does; if it cannot, that import
                             fails. optional: if it cannot, megatron's own classes go on. 0 or empty: nothing happens
-    HYBRID_PREFIX_CONFIG    settings for every context: JSON such as {"cache_gb": 50}, or the path of such a file. Unset: contexts with
-                            enable_prefix_caching get a cache, as of ``install()``
+    HYBRID_PREFIX_CONFIG    settings for every context: JSON such as {"cache_gb": 50}, or the absolute path of such a file.
+                            Unset: contexts with enable_prefix_caching get a cache, as of ``install()``
 
 ``startup/sitecustomize.py`` waits for the import; `mcore.entrypoints.startup` does the rest.
 """
@@ -33,8 +33,8 @@ _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: 
 def python_path(present: str) -> str:
     """``PYTHONPATH`` with the folder of ``sitecustomize.py`` first and that of the package last, each once.
 
-    Last, as a clone has other packages, too (``tests``). The folder of the package is left out where it is one of this Python's own for packages: it has it already, and another
-    Python must not get all that is in there.
+    Last, as a clone has other packages, too (``tests``). It is left out where it is one of this Python's own folders for packages: this
+    Python has it already, and another one must not get all that is in there.
 
     Args:
         present: The value of the variable now; may be empty.

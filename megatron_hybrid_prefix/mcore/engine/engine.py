@@ -177,12 +177,10 @@ class HybridPrefixEngine(EngineSeam):
             if self._has_cache and self.context.prefix_config.keep_on_resume:
                 self._look_at_weights(experts=True)  # a collective, so also where new weights were announced
             elif not self._announced:
-                self._cached.log_dropped(
+                self._drop_old_weights(
                     "resume(): the weights may have changed while the engine was suspended; where they never do, set "
                     "keep_on_resume=True"
                 )
-                self._cached.invalidate()
-                self._announced = True
             if self._announced:
                 self._read_new_weights()
         super().resume()
@@ -334,8 +332,8 @@ class HybridPrefixEngine(EngineSeam):
     def explain(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Explanation:
         """What a request would reuse if it came now, and why not more. Changes nothing, whatever runs or waits.
 
-        It does not look whether the weights have changed. It is no collective. All ranks decide alike on what is on the device and on the host; of a tier below the host it says what
-        this rank knows.
+        It does not look whether the weights have changed, and is no collective. All ranks decide alike on what is on the device and on
+        the host; of a tier below the host it says what this rank knows.
 
         Args:
             prompt: Text, or token ids: (tokens,) integers.
@@ -588,6 +586,11 @@ class HybridPrefixEngine(EngineSeam):
         else:
             self._read_new_weights()
 
+    def _drop_old_weights(self, why: str) -> None:
+        self._cached.log_dropped(why)
+        self._cached.invalidate()
+        self._read_new_weights()
+
     def _read_new_weights(self) -> None:
         invalidate_layers(self.controller.inference_wrapped_model.model)
         if self._weights is not None:
@@ -602,9 +605,7 @@ class HybridPrefixEngine(EngineSeam):
         """Notice weights that changed though nobody said so. A collective; with ``experts`` also of the expert-parallel ranks."""
         what = None if self._weights is None else self._weights.changed(experts=experts)
         if what is not None:
-            self._cached.log_dropped(
+            self._drop_old_weights(
                 f"the weights changed, and nobody announced it ({what}); announce it: engine.invalidate(), or a new "
                 "generation epoch"
             )
-            self._cached.invalidate()
-            self._read_new_weights()
