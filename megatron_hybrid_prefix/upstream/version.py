@@ -61,7 +61,7 @@ def find_megatron() -> MegatronVersion | None:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         installed = None
-    own = _version_in(folder / "package_info.py")
+    own = version_in(folder)
     build = f"a source build at {folder.parent.parent}"
     if installed is None:
         return MegatronVersion(version=own, source=f"{build}, without package metadata")
@@ -89,8 +89,9 @@ def check_version() -> MegatronVersion:
     return found
 
 
-def _version_in(package_info: Path) -> Version | None:
-    """The version in megatron's sources, from its constants."""
+def version_in(core: Path) -> Version | None:
+    """The version that the folder ``megatron/core`` names in its ``package_info.py``."""
+    package_info = core / "package_info.py"
     if not package_info.is_file():
         return None
     text = package_info.read_text(encoding="utf-8")

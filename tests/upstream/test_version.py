@@ -14,6 +14,7 @@ import pytest
 from megatron_hybrid_prefix.errors import PlatformError, UpstreamDriftError
 from megatron_hybrid_prefix.upstream import contract
 from megatron_hybrid_prefix.upstream import version as megatron_version
+from tests.harness.made_up_megatron import package
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,23 +30,6 @@ def fresh(platform):
     forget()
     yield forget
     forget()
-
-
-def package(folder: Path, version: str | None, metadata: str | None) -> Path:
-    """An empty megatron-core. ``version`` is that of its sources, ``metadata`` that of pip."""
-    core = folder / "megatron" / "core"
-    core.mkdir(parents=True)
-    if version is not None:
-        major, minor, patch, pre = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(.*)", version).groups()
-        (core / "package_info.py").write_text(
-            f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = '{pre}'\n"
-        )
-    if metadata is not None:
-        (folder / "megatron_core-x.dist-info").mkdir()
-        (folder / "megatron_core-x.dist-info" / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {metadata}\n"
-        )
-    return folder
 
 
 @pytest.fixture
