@@ -27,7 +27,6 @@ SUPPORTED = ">=0.19.2,<0.21"
 REQUIREMENT = f"megatron-core{SUPPORTED}"
 REMEDY = f'install a supported version: pip install "{REQUIREMENT}"'
 
-
 # What the tests were run with: releases, and commits of Megatron-LM's main. Others of the range are used, too, with a warning.
 RUN = (
     "0.19.2",

@@ -80,15 +80,6 @@ def test_a_row_is_there_once_and_is_complete():
         assert (entry.signature is not None) == (entry.kind in ("overrides", "wraps", "calls")), entry.symbol
 
 
-def test_each_file_is_of_a_supported_series():
-    files = sorted(contract.FOLDER.iterdir())
-    assert contract.path_of(megatron_version.check_version()) in files
-    for path in files:
-        assert re.fullmatch(r"\d+\.\d+\.json", path.name)
-        releases = [megatron_version.Version(f"{path.stem}.{patch}") for patch in range(20)]
-        assert any(megatron_version.MegatronVersion(version=release).is_supported for release in releases), path.name
-
-
 # -- what changes in megatron is noticed ---------------------------------------------------------------------------------
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,6 +19,7 @@ import pytest
 from megatron_hybrid_prefix.errors import PlatformError, UpstreamDriftError
 from megatron_hybrid_prefix.upstream import contract
 from megatron_hybrid_prefix.upstream import version as megatron_version
+from tests.harness import tested_megatron
 from tests.harness.made_up_megatron import package
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,12 +142,13 @@ def test_pip_is_asked_for_the_supported_versions():
     assert megatron_version.REQUIREMENT in project["dependencies"]
 
 
-def test_the_installed_version_is_found():
+def test_the_megatron_of_the_tests_is_found():
     import megatron.core
 
     found = megatron_version.find_megatron()
-    assert found.source == ""
-    assert megatron.core.__version__.partition("+")[0] == str(found.version)
+    assert megatron.core.__version__.partition("+")[0] == found.version.public
+    is_installed = next(importlib.metadata.distributions(name="megatron-core"), None) is not None
+    assert is_installed or "without package metadata" in found.source
 
 
 def test_an_editable_installation_is_found(monkeypatch):
@@ -163,6 +167,9 @@ def test_an_editable_installation_is_found(monkeypatch):
 COMMIT = "0a1b2c3d4e5f60718293a4b5c6d7e8f901234567"
 
 
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
 def git(folder: Path, *words: str) -> str:
     """Runs git in a folder. Returns its output."""
     user = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
@@ -171,14 +178,21 @@ def git(folder: Path, *words: str) -> str:
     ).stdout.strip()
 
 
+def checkout(folder: Path, *options: str) -> str:
+    """Makes a repository with one commit, and with options of ``git init``. Returns the commit."""
+    package(folder, "0.20.0")
+    git(folder, "init", "--quiet", *options)
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "x")
+    return git(folder, "rev-parse", "HEAD")
+
+
+@needs_git
 @pytest.mark.parametrize("form", ["branch", "packed", "detached", "worktree", "apart", "linked"])
 def test_the_commit_of_a_checkout(form, tmp_path, only_this):
     """As git keeps it: for a branch, for a detached head, in a worktree, in a submodule; and as scripts/test.sh links it."""
-    folder = package(tmp_path / "checkout", "0.20.0")
-    git(folder, "init", "--quiet", *(["--separate-git-dir", "../elsewhere"] if form == "apart" else []))
-    git(folder, "add", ".")
-    git(folder, "commit", "--quiet", "-m", "x")
-    commit, source = git(folder, "rev-parse", "HEAD")[:8], folder
+    folder = source = tmp_path / "checkout"
+    commit = checkout(folder, *(["--separate-git-dir", str(tmp_path / "elsewhere")] if form == "apart" else []))
     if form == "packed":
         git(folder, "pack-refs", "--all")
     elif form == "detached":
@@ -191,8 +205,20 @@ def test_the_commit_of_a_checkout(form, tmp_path, only_this):
         folder.mkdir()
         (folder / "megatron").symlink_to(source / "megatron")
     only_this(folder)
-    shown = f"megatron-core 0.20.0+{commit} (a source build at {source}, without package metadata)"
+    shown = f"megatron-core 0.20.0+{commit[:8]} (a source build at {source}, without package metadata)"
     assert str(megatron_version.check_version()) == shown
+
+
+@needs_git
+def test_the_report_says_what_was_tested(tmp_path, only_this, monkeypatch):
+    monkeypatch.setattr(tested_megatron, "forms", lambda: {"KV blocks": "one pool"})
+    commit = checkout(tmp_path / "checkout")
+    only_this(tmp_path / "checkout")
+    (tmp_path / "checkout" / "notes").touch()  # changes nothing that is tested
+    shown = f"megatron-core 0.20.0+{commit[:8]} (a source build at {tmp_path / 'checkout'}, without package metadata)"
+    assert tested_megatron.tested_megatron() == f"{shown}; KV blocks: one pool"
+    (tmp_path / "checkout" / "megatron" / "core" / "change.py").touch()
+    assert tested_megatron.tested_megatron() == f"{shown}, with local changes; KV blocks: one pool"
 
 
 @pytest.mark.parametrize(
@@ -225,3 +251,7 @@ def test_only_what_the_tests_were_not_run_with_is_worth_a_line(tmp_path, only_th
             assert line.endswith(f" with others: {', '.join(megatron_version.RUN)}")
             caplog.clear()
         assert not caplog.messages
+    monkeypatch.setenv("RANK", "1")
+    only_this(package(tmp_path / "other rank", "0.19.3"))
+    contract.check_contract()
+    assert not caplog.messages, "said by rank 0"
