@@ -43,6 +43,8 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "shared": (f"{_SSM}.ssm_inference", f"{_MIXER}.ssm_prefill"),
         "by class": (f"{_MIXER}._dynamic_inference_prefill",),
     },
+    # What a layer computes once from its weights is computed again when they change; or in a later step, if a flag says so.
+    "what follows from weights": {"refreshed": (f"{_MIXER}.refresh_cache",), "flagged": ()},
     # Where the kernels are.
     "recurrent kernels": {
         "by kind": (f"{_SSM}.ops.mamba2", f"{_SSM}.ops.common"),

@@ -188,8 +188,17 @@ class EngineSeam(DynamicInferenceEngine):
         return super().add_request(request_id, prompt, sampling_params)
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
-        """Record and queue a new request, or refuse it. The future gives its result."""
-        return super()._add_request(request)
+        """Record and queue a new request, or refuse it. The future gives its result.
+
+        Drafts past the end of an answer need no KV block here. Megatron from 3fd8f33076 (0.20) on counts them, and refuses a request
+        that just fits.
+        """
+        context = self.context
+        drafts, context.num_speculative_tokens = context.num_speculative_tokens, 0
+        try:
+            return super()._add_request(request)
+        finally:
+            context.num_speculative_tokens = drafts
 
     def refuse_request(self, request_id: int) -> None:
         """Refuse a request that can never run; the next step returns it."""
