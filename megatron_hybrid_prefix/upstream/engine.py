@@ -15,7 +15,7 @@ from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_hybrid_prefix.upstream.coordinator import LAUNCHED, MARK, refused
+from megatron_hybrid_prefix.upstream.coordinator import LAUNCHED, MARK, PARTIAL, refused, streamed
 from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
 
 
@@ -251,8 +251,17 @@ class EngineSeam(DynamicInferenceEngine):
             message = [Headers.ENGINE_REPLY.value, [refused(request_id, why)]]
             self.socket_for_receiving_requests.send(msgpack.packb(message, use_bin_type=True))
 
+    def send_partials(self, outputs: Sequence[dict[str, Any]]) -> None:
+        """Send the coordinator new output of unfinished requests, each with its ``request_id``, in megatron's own message.
+
+        Its contents are ours. What megatron's main puts there lacks the number of cached tokens, and skips tokens of a request that
+        was preempted.
+        """
+        if outputs:
+            self.tell_coordinator(*streamed(PARTIAL, outputs))
+
     def tell_coordinator(self, *frames: bytes) -> None:
-        """Send the coordinator a message of this package; only the first rank of a replica does."""
+        """Send the coordinator a message; only the first rank of a replica does."""
         if self.is_mp_coordinator:
             self.socket_for_receiving_requests.send_multipart(frames)
 
