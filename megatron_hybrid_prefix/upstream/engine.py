@@ -163,8 +163,9 @@ class EngineSeam(DynamicInferenceEngine):
         ended = state in (None, EngineState.STOPPING, EngineState.STOPPED)
         stays = suspended or (not ended and self.use_coordinator)
         # A loop may wait for the condition.
-        names = ("state", "use_coordinator", "_state_events", "_pending_signals", "_cond") if stays else ()
-        kept = {name: getattr(self, name) for name in names}
+        names = ["state", "use_coordinator", "_state_events", "_pending_signals", "_cond"]
+        names += ["local_metadata_ledger", "local_metadata_ledger_enabled"]  # main's: of finished requests, for a trainer
+        kept = {name: getattr(self, name) for name in names if stays and hasattr(self, name)}
         super().reset()
         for name, value in kept.items():
             setattr(self, name, value)
@@ -241,7 +242,12 @@ class EngineSeam(DynamicInferenceEngine):
 
     def reply(self, records: Sequence[DynamicInferenceRequestRecord]) -> None:
         """Send finished requests to the coordinator, as megatron does after a step."""
-        if self.is_mp_coordinator and records:
+        if not self.is_mp_coordinator or not records:
+            return
+        megatrons = getattr(self, "_send_request_records_to_coordinator", None)  # it also notes what trainers ask for
+        if megatrons is not None:
+            megatrons(records)
+        else:  # Needless from cac6b7bc69 (0.20).
             message = [Headers.ENGINE_REPLY.value, [record.merge().serialize() for record in records]]
             self.socket_for_receiving_requests.send(msgpack.packb(message, use_bin_type=True))
 
