@@ -25,7 +25,10 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest, S
 from megatron_hybrid_prefix.errors import FieldError, shown
 from megatron_hybrid_prefix.sampling import check_integer
 from megatron_hybrid_prefix.upstream import modules
+from megatron_hybrid_prefix.upstream.capabilities import form_of
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
+
+_HAS_ABORTS = form_of("aborts and new tokens") == "yes"
 
 OWN = b"\xc1"
 """Start of the first frame of this package's messages. Msgpack, of which megatron's are made, never uses this byte."""
@@ -51,10 +54,10 @@ logger = logging.getLogger(__name__)
 def streamed(header: int, *contents: Any) -> list[bytes]:
     """Frames of a `PARTIAL` or `ABORT` message.
 
-    Needless from 1addfbd78d (0.20): `WRAPPED`, and all that reads it. Megatron's loops know these headers since.
+    Needless from 1addfbd78d (0.20): `WRAPPED`, and all that reads it. Megatron's loops know these headers since then.
     """
     message = msgpack.packb([header, *contents], use_bin_type=True)
-    return [message] if hasattr(Headers, "ABORT_REQUEST") else [WRAPPED, message]
+    return [message] if _HAS_ABORTS else [WRAPPED, message]
 
 
 def refused(request_id: int, why: str) -> dict[str, Any]:
@@ -83,6 +86,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
 
     router_socket: Any
     _handlers: dict[Headers, Callable[..., bool | None]]
+    client_request_to_request_id: dict[tuple[bytes, int] | None, int]
     most_queued = 2**14
     _unregistered: frozenset[bytes] = frozenset()
 
@@ -95,7 +99,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
             "SUBMIT_REQUEST": partial(self._submit, self._handlers[Headers.SUBMIT_REQUEST]),
             "ABORT_REQUEST": self._abort,
             "SUBMIT_REQUEST_WITH_KV": self._refuse_handoff,
-            "RELEASE_KV": self._refuse_handoff,
+            "RELEASE_KV": lambda *message: None,
         }
         self._handlers |= {header: own[header.name] for header in self._handlers if header.name in own}
         super().start()
@@ -121,8 +125,8 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
             self.tell(self.request_id_to_rank[request_id], TELL_ABORT, request_id)
 
     def _refuse_handoff(self, _: Any, client: bytes, message: Sequence[Any]) -> None:
-        """The engine takes no states of other engines. Megatron's own would end at the message."""
-        if message[0] != Headers.RELEASE_KV.value and client in self.known_clients:
+        """The engine takes no states of other engines. Megatron's own would end at the message, and at one to release them."""
+        if client in self.known_clients:
             self._reply_refused((client, message[1]), "this engine takes no KV cache of another engine")
 
     def _pass_on(self, _: Any, replica: bytes, message: Sequence[Any]) -> None:
@@ -225,7 +229,8 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
     def forget(self, request_id: int) -> tuple[bytes, int] | None:
         """Forget a request that gets no reply. Returns its `client_of`."""
         client = self.client_of(request_id)
-        getattr(self, "client_request_to_request_id", {}).pop(client, None)  # of megatron's main
+        if _HAS_ABORTS:
+            self.client_request_to_request_id.pop(client, None)
         self.request_id_to_client_id.pop(request_id, None)
         self.request_id_to_client_request_id.pop(request_id, None)
         replica = self.request_id_to_rank.pop(request_id, None)

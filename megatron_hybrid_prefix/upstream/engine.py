@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron.core.inference.sampling_params import SamplingParams
 
+from megatron_hybrid_prefix.upstream.capabilities import form_of
 from megatron_hybrid_prefix.upstream.coordinator import LAUNCHED, MARK, PARTIAL, refused, streamed
 from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
 
@@ -26,6 +27,7 @@ class EngineSeam(DynamicInferenceEngine):
     use_coordinator: bool
     _state_events: Any
     _pending_signals: Any
+    _send_request_records_to_coordinator: Callable[[Sequence[DynamicInferenceRequestRecord]], None]
 
     _epoch: int | None = None
     _takes_messages = False
@@ -172,7 +174,7 @@ class EngineSeam(DynamicInferenceEngine):
         stays = suspended or (not ended and self.use_coordinator)
         # A loop may wait for the condition.
         names = ["state", "use_coordinator", "_state_events", "_pending_signals", "_cond"]
-        names += ["local_metadata_ledger", "local_metadata_ledger_enabled"]  # main's: of finished requests, for a trainer
+        names += ["local_metadata_ledger", "local_metadata_ledger_enabled"]  # what a trainer looks up
         kept = {name: getattr(self, name) for name in names if stays and hasattr(self, name)}
         super().reset()
         for name, value in kept.items():
@@ -252,10 +254,9 @@ class EngineSeam(DynamicInferenceEngine):
         """Send finished requests to the coordinator, as megatron does after a step."""
         if not self.is_mp_coordinator or not records:
             return
-        megatrons = getattr(self, "_send_request_records_to_coordinator", None)  # it also notes what trainers ask for
-        if megatrons is not None:
-            megatrons(records)
-        else:  # Needless from cac6b7bc69 (0.20).
+        if form_of("trainers look requests up") == "yes":
+            self._send_request_records_to_coordinator(records)
+        else:  # Needless from cac6b7bc69 (0.20): megatron has a method for it since then.
             message = [Headers.ENGINE_REPLY.value, [record.merge().serialize() for record in records]]
             self.socket_for_receiving_requests.send(msgpack.packb(message, use_bin_type=True))
 

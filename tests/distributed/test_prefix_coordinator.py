@@ -319,6 +319,17 @@ def test_fields_that_an_engine_cannot_even_read(behind_sockets):
     }
 
 
+@pytest.mark.skipif(not hasattr(Headers, "RELEASE_KV"), reason="engines of this megatron hand no states to others")
+@pytest.mark.parametrize("behind_sockets", [CoordinatorSeam, PrefixCoordinator], indirect=True)
+def test_states_of_another_engine_are_refused(behind_sockets):
+    """Megatron's engine would end, and all others with it at a message that names states to release."""
+    made, peers = behind_sockets
+    handoff = [Headers.SUBMIT_REQUEST_WITH_KV.value, 5, [1], {}, {}, [0]]
+    talks(made, peers, handoff, [Headers.RELEASE_KV.value, 5], asking(6, [2]))
+    assert refusals(peers, 1) == {5: "this engine takes no KV cache of another engine"}
+    assert unpack(peers[RANKS[0]].recv())[2] == [2]
+
+
 @each_kind(zmq.Again, CoordinatorSeam)
 def test_requests_of_a_replica_that_leaves_are_refused_and_so_is_what_comes_to_none(behind_sockets):
     made, peers = behind_sockets
