@@ -17,7 +17,6 @@ from megatron_hybrid_prefix.upstream.version import megatron_folder
 _INFERENCE = "megatron.core.inference"
 _CONTEXTS = f"{_INFERENCE}.contexts"
 _BLOCKS = f"{_CONTEXTS}.kv_block_allocator:KVBlockAllocator"
-_COORDINATOR = f"{_INFERENCE}.data_parallel_inference_coordinator.coordinator:DataParallelInferenceCoordinator"
 _ENGINE = f"{_INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine"
 _SSM = "megatron.core.ssm"
 _MIXER = f"{_SSM}.mamba_mixer:MambaMixer"
@@ -42,10 +41,7 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "observers of the prefix cache": {"yes": (f"{_BLOCKS}._blocks_deregistered_observers",), "no": ()},
     "blocks kept for another engine": {"yes": (f"{_BLOCKS}.enable_handoff_pinning",), "no": ()},
     # Whether clients can abort a request, and get its new tokens.
-    "aborts and new tokens": {
-        "yes": (f"{_INFERENCE}.headers:Request.ABORT_REQUEST", f"{_COORDINATOR}.client_request_to_request_id"),
-        "no": (),
-    },
+    "aborts and new tokens": {"yes": (f"{_INFERENCE}.headers:Request.ABORT_REQUEST",), "no": ()},
     "trainers look requests up": {
         "yes": (
             f"{_ENGINE}._send_request_records_to_coordinator",

@@ -86,7 +86,6 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
 
     router_socket: Any
     _handlers: dict[Headers, Callable[..., bool | None]]
-    client_request_to_request_id: dict[tuple[bytes, int] | None, int]
     most_queued = 2**14
     _unregistered: frozenset[bytes] = frozenset()
 
@@ -229,8 +228,6 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
     def forget(self, request_id: int) -> tuple[bytes, int] | None:
         """Forget a request that gets no reply. Returns its `client_of`."""
         client = self.client_of(request_id)
-        if _HAS_ABORTS:
-            self.client_request_to_request_id.pop(client, None)
         self.request_id_to_client_id.pop(request_id, None)
         self.request_id_to_client_request_id.pop(request_id, None)
         replica = self.request_id_to_rank.pop(request_id, None)
