@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.inference_request import DynamicInferenceRequest
+
+from megatron_hybrid_prefix.upstream.capabilities import form_of
 
 
 class BlockCounts(NamedTuple):
@@ -15,7 +16,7 @@ class BlockCounts(NamedTuple):
 
     Attributes:
         total: Blocks in the buffer, megatron's dummy block included.
-        paused: Blocks that only paused requests may hold.
+        paused: Blocks that paused requests may keep.
         active: Blocks that running requests may hold.
     """
 
@@ -24,9 +25,14 @@ class BlockCounts(NamedTuple):
     active: int
 
 
-def block_counts(allocator: KVBlockAllocator) -> BlockCounts:
+_HAS_ONE_POOL = form_of("KV blocks") == "one pool"
+
+
+def block_counts(allocator: Any) -> BlockCounts:
     """Sizes of an allocator, megatron's or ours."""
-    return BlockCounts(total=allocator.total_count, paused=allocator.paused_count, active=allocator.active_count)
+    if _HAS_ONE_POOL:
+        return BlockCounts(allocator.pool_size, allocator.paused_limit, active=allocator.pool_size - 1)
+    return BlockCounts(allocator.total_count, allocator.paused_count, active=allocator.active_count)
 
 
 def blocks_up_to_the_end(request: DynamicInferenceRequest, block_tokens: int) -> int:
@@ -35,41 +41,24 @@ def blocks_up_to_the_end(request: DynamicInferenceRequest, block_tokens: int) ->
     return -(-tokens // block_tokens)
 
 
-def available_blocks(allocator: KVBlockAllocator) -> int:
+def available_blocks(allocator: Any) -> int:
     """KV blocks that an allocator, megatron's or ours, can allocate now."""
-    return int(allocator.total_avail)
+    return int(allocator.pool_avail if _HAS_ONE_POOL else allocator.total_avail)
 
 
 class BlockAllocatorSeam(KVBlockAllocator):
     """Megatron's allocator without its free list, counts, hashes and clocks, which a subclass replaces.
 
-    Does not call ``super().__init__``, which makes them. Blocks are ``0 .. total_count - 2``; the last one is megatron's dummy block.
+    Blocks are ``0 .. total - 2``; the last one is megatron's dummy block.
 
     Args:
-        context: The inference context.
-        total_count: Blocks in the buffer, the dummy block included.
-        paused_count: Of these, blocks that only paused requests may hold.
-        enable_prefix_caching: Stored for readers only; it does not switch the cache.
-        prefix_caching_eviction_policy: Stored for readers only.
+        *sizes: The inference context; blocks in the buffer, the dummy block included; those that paused requests may keep.
+        **named_sizes: These by megatron's names. ``enable_prefix_caching`` is stored for readers only: it does not switch the cache.
     """
 
-    def __init__(
-        self,
-        context: Any,
-        total_count: int,
-        paused_count: int,
-        enable_prefix_caching: bool = True,
-        prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU,
-    ) -> None:
-        self.context = context
-        self.enable_prefix_caching = enable_prefix_caching
-        self.prefix_caching_eviction_policy = prefix_caching_eviction_policy
-        self.on_blocks_deregistered = None
-        self.total_count, self.paused_count = total_count, paused_count
-        self.active_count = total_count - paused_count - 1
-        assert self.active_count >= 1
-        self.dummy_block_idx = total_count - 1
-        self.block_routing: dict[int, Any] = {}
+    def __init__(self, *sizes: Any, **named_sizes: Any) -> None:
+        super().__init__(*sizes, **named_sizes | {"enable_prefix_caching": False})  # makes no hashes, counts and clocks
+        self.enable_prefix_caching = named_sizes.get("enable_prefix_caching", True)
 
     @property
     def available_blocks(self) -> int:
@@ -77,8 +66,18 @@ class BlockAllocatorSeam(KVBlockAllocator):
         raise NotImplementedError
 
     @property
-    def total_avail(self) -> int:
+    def pool_avail(self) -> int:
         """See `available_blocks` (megatron's own count leaves out evictable blocks)."""
+        return self.available_blocks
+
+    @pool_avail.setter
+    def pool_avail(self, blocks: int) -> None:
+        """Megatron's constructor sets its own count."""
+
+    total_avail = pool_avail  # its name up to 0.19
+
+    def get_allocatable_count(self) -> int:
+        """See `available_blocks`."""
         return self.available_blocks
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
