@@ -1,12 +1,13 @@
-"""Writes the contract with the installed megatron-core: what this package relies on in it, one row per name.
+"""Writes the contract: what this package relies on in megatron-core, one row per name.
 
-    .venv/bin/python -m scripts.contract            writes megatron_hybrid_prefix/upstream/contracts/SERIES.json
+    .venv/bin/python -m scripts.contract            writes megatron_hybrid_prefix/upstream/contract.json
     .venv/bin/python -m scripts.contract --check    only names the rows that are out of date; then the exit code is 1
 
 The rows come from our sources (``contract_scan.py``) and from the installed megatron-core (``contract_rows.py``). Written by
-hand is only why we override a method: the first sentence of the docstring of ours. With another megatron-core in the
-environment, another file is written, and what changed since the other series is listed. Nothing is written if an override
-has no reason or other parameters than megatron's, or if a source uses a name that megatron does not have.
+hand is only why we override a method: the first sentence of the docstring of ours. Run with another megatron-core, it keeps
+the rows that do not apply to that one (``upstream/capabilities.py``), and adds signatures that differ. So a change of our
+sources is written with each megatron-core: first with the one of ``.venv``. Nothing is written if an override has no reason
+or other parameters than megatron's, or if a source uses a name that megatron does not have.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 
 from megatron_hybrid_prefix.platform import ensure_platform
-from megatron_hybrid_prefix.upstream.check import ContractRow, problem_of
-from megatron_hybrid_prefix.upstream.contract import path_of, rows_in
-from megatron_hybrid_prefix.upstream.version import check_version
+from megatron_hybrid_prefix.upstream import contract
+from megatron_hybrid_prefix.upstream.capabilities import applies
+from megatron_hybrid_prefix.upstream.check import ContractRow, accepts, parameters_of, problem_of
+from megatron_hybrid_prefix.upstream.contract import rows_in
 
 
 def text_of(rows: Sequence[ContractRow]) -> str:
@@ -33,12 +35,30 @@ def text_of(rows: Sequence[ContractRow]) -> str:
     return "{\n " + ",\n ".join(owners) + "\n}\n"
 
 
-def differences(written: Sequence[ContractRow], made: Sequence[ContractRow]) -> list[str]:
-    """What is out of date in a contract, a line for each row.
-
-    A signature is up to date while the row holds: a later release of the series may have added optional parameters.
-    """
+def merged(written: Sequence[ContractRow], made: Sequence[ContractRow]) -> list[ContractRow]:
+    """Rows of the file that do not apply to the installed megatron-core, and rows made with it, which keep other signatures."""
     old = {(row.owner, row.name, row.kind): row for row in written}
+    rows = [row for row in written if not applies(row.symbol)]
+    for row in made:
+        before = old.get((row.owner, row.name, row.kind), row)
+        others = before.others if problem_of(before) is None else _with(before.others, row)
+        rows.append(replace(row, signature=before.signature, others=others))
+    return sorted(rows, key=lambda row: (row.owner, row.name, row.kind))
+
+
+def _with(others: Sequence[str], row: ContractRow) -> tuple[str, ...]:
+    """Signatures, with that of a row in place of those that only have optional parameters more."""
+    assert row.signature is not None
+    new, strict = parameters_of(row.signature), row.kind == "overrides"
+    return (*(one for one in others if not accepts(new, parameters_of(one), strict=strict)), row.signature)
+
+
+def differences(written: Sequence[ContractRow], made: Sequence[ContractRow]) -> list[str]:
+    """What is out of date in the rows that apply, a line for each.
+
+    A signature is up to date while the row holds: another version may have added optional parameters.
+    """
+    old = {(row.owner, row.name, row.kind): row for row in written if applies(row.symbol)}
     new = {(row.owner, row.name, row.kind): row for row in made}
     found = [f"{old[key].symbol} ({key[2]}): not used any more" for key in sorted(old.keys() - new.keys())]
     found += [f"{new[key].symbol} ({key[2]}): has no row" for key in sorted(new.keys() - old.keys())]
@@ -60,18 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from scripts import contract_rows  # imports megatron
 
     rows, problems = contract_rows.rows_of(contract_rows.all_uses())
-    path = path_of(check_version())
+    path = contract.PATH
+    written = rows_in(path) if path.exists() else ()
     if options.check and not problems:
-        problems = differences(rows_in(path), rows) if path.exists() else [f"there is no {path.name}"]
+        problems = differences(written, rows)
         problems += ["run: python -m scripts.contract"] if problems else []
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:
         return 1
     if not options.check:
-        earlier = [file for file in path.parent.glob("*.json") if file != path]
-        for file in earlier if not path.exists() else ():
-            print(f"since {file.stem}:", *differences(rows_in(file), rows), sep="\n  ")
+        print(*differences(written, rows), sep="\n")
+        rows = merged(written, rows)
         path.write_text(text_of(rows), encoding="utf-8")
     print(f"{len(rows)} rows in {path}{' are up to date' if options.check else ''}")
     return 0

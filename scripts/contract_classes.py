@@ -7,6 +7,7 @@ import importlib
 import inspect
 import itertools
 import pkgutil
+from dataclasses import is_dataclass
 
 import megatron_hybrid_prefix
 from megatron_hybrid_prefix.upstream.check import attributes_of
@@ -60,6 +61,8 @@ def has(base: type, name: str) -> bool:
 def overridden(cls: type) -> list[str]:
     """Names of megatron's class that our class defines again."""
     names = set().union(*(vars(part) for part in our_parts(cls))) - OF_EVERY_CLASS
+    if is_dataclass(cls):
+        names.discard("__init__")  # made of the fields, which have rows
     return sorted(name for name in names if has(bases_of(cls)[0], name))
 
 

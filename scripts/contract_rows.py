@@ -12,6 +12,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from megatron_hybrid_prefix.platform import patches
+from megatron_hybrid_prefix.upstream.capabilities import applies
 from megatron_hybrid_prefix.upstream.check import ContractRow, Kind, accepts, attributes_of, parameters_of, problem_of
 from scripts import contract_classes as classes
 from scripts import contract_names as names
@@ -33,7 +34,7 @@ def all_uses() -> list[Use]:
 def rows_of(found: Sequence[Use]) -> tuple[list[ContractRow], list[str]]:
     """Rows for the installed megatron-core, sorted; and what is wrong with our sources, a line each."""
     paths = _paths(found)
-    problems = [_unknown(use) for use in found if use.how == "unknown" and use.name not in names.NOT_MEGATRONS]
+    problems = [_unknown(use) for use in found if use.how == "unknown" and not _is_known_elsewhere(use)]
     where: dict[tuple[str, str, Kind], set[str]] = defaultdict(set)
     owners: dict[str, Any] = {path: owner for owner, path in paths.items()}
     for use in found:
@@ -78,6 +79,13 @@ def _unknown(use: Use) -> str:
     if use.owner is None:
         return f"{use.where}: {use.name} is private, and the class of the object is unknown: annotate the variable"
     return f"{use.where}: neither our class nor megatron's {use.owner.__name__} has {use.name}"
+
+
+def _is_known_elsewhere(use: Use) -> bool:
+    """Whether a private name is of others than megatron, or of a form that the installed megatron-core does not have."""
+    bases = inspect.getmro(use.owner) if isinstance(use.owner, type) else ()
+    symbols = (f"{base.__module__}.{base.__qualname__}.{use.name}" for base in bases)
+    return use.name in names.NOT_MEGATRONS or not all(map(applies, symbols))
 
 
 def _overrides() -> list[Use]:

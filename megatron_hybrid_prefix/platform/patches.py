@@ -50,8 +50,8 @@ def _kernel(module: str, name: str) -> Callable[[Any], Any]:
     return make
 
 
-def _alike(owner: str, name: str, make: Callable[[Any], Any], why: str) -> Rebinding:
-    return Rebinding(owner, name, make, why, same_signature=True)
+def _alike(owner: str, name: str, make: Callable[[Any], Any], why: str, *, may_be_absent: bool = False) -> Rebinding:
+    return Rebinding(owner, name, make, why, same_signature=True, may_be_absent=may_be_absent)
 
 
 def _cuda(name: str, value: Any, why: str, owner: str = "torch.cuda") -> Rebinding:
@@ -114,8 +114,8 @@ def _accept_any_device(original: Any) -> Any:
     return _is_cuda
 
 
-def _triton(owner: str, name: str, module: str) -> Rebinding:
-    return _alike(owner, name, _kernel(module, name), "a Triton kernel")
+def _triton(owner: str, name: str, module: str, *, may_be_absent: bool = False) -> Rebinding:
+    return _alike(owner, name, _kernel(module, name), "a Triton kernel", may_be_absent=may_be_absent)
 
 
 def _gated_norm(original: Any) -> Any:
@@ -272,11 +272,12 @@ HOST_MEGATRON = (
     _triton(modules.MAMBA_MIXER, "mamba_chunk_scan_combined_varlen", "ssd"),
     _triton(modules.MAMBA_MIXER, "causal_conv1d_update", "conv"),
     _triton(modules.CAUSAL_CONV1D, "causal_conv1d_varlen_fn", "conv"),
+    _triton(modules.MAMBA_MIXER, "causal_conv1d_varlen_carry_states", "conv", may_be_absent=True),
     _triton(modules.MAMBA_MIXER, "selective_state_update", "decode"),
     _triton(modules.MAMBA_MIXER, "scatter_intermediate_ssm", "extraction"),
     _triton(modules.MAMBA_MIXER, "scatter_intermediate_conv", "extraction"),
     _triton(modules.ROWS_OF_A_STEP, "tensor_get_slice_after", "rows"),
-    _triton(modules.ROWS_OF_A_STEP, "tensor_masked_update", "rows"),
+    _triton(modules.MAMBA_MIXER, "tensor_masked_update", "rows"),
     _triton(modules.ROWS_OF_A_STEP, "tensor_merge", "rows"),
     _triton(modules.CONTROLLER, "mamba_state_selective_copy", "speculative"),
     _triton(modules.CONTROLLER, "prepare_next_forward_pass", "speculative"),

@@ -16,8 +16,8 @@ class BlockCounts(NamedTuple):
 
     Attributes:
         total: Blocks in the buffer, megatron's dummy block included.
-        paused: Blocks that paused requests may keep.
-        active: Blocks that running requests may hold.
+        paused: Blocks that paused requests may keep; where there is no pool for all, only they may hold them.
+        active: Blocks that running requests may hold. Where there is one pool, they may hold all but the dummy block.
     """
 
     total: int

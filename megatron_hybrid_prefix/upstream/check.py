@@ -43,6 +43,7 @@ class ContractRow:
             "key": a key of a dictionary that the module's code fills.
         where: Modules of this package that use it, as ``folder/module``.
         signature: Parameters of a callable, with their defaults (``...``: any default); "async" before it for a coroutine.
+        others: Signatures that it has in other versions of megatron.
         why: Why we override it; else empty.
     """
 
@@ -51,6 +52,7 @@ class ContractRow:
     kind: Kind
     where: tuple[str, ...]
     signature: str | None = None
+    others: tuple[str, ...] = ()
     why: str = ""
 
     @property
@@ -80,7 +82,9 @@ def problem_of(entry: ContractRow) -> str | None:
     if found is _MISSING:
         return f"expected {expected}, found nothing"
     if entry.signature is not None:
-        return _signature_problem(entry.signature, getattr(owner, entry.name), strict=entry.kind == "overrides")
+        known = (entry.signature, *entry.others)
+        said = [_signature_problem(one, getattr(owner, entry.name), strict=entry.kind == "overrides") for one in known]
+        return None if None in said else said[0]
     is_as_expected = {
         "property": isinstance(found, property),
         "class": isinstance(found, type),

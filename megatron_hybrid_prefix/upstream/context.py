@@ -31,8 +31,8 @@ class StateMetadata(MambaMetadata):
         **fields: Megatron's arguments.
     """
 
-    def __init__(self, context: ContextSeam, **fields: Any) -> None:
-        super().__init__(max_intermediate_count=0, **fields)
+    def __init__(self, context: ContextSeam, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, max_intermediate_count=0, **fields)
         self._context = context
 
     def compute_cpu_metadata(

@@ -1,9 +1,10 @@
 """Everything that this package relies on in megatron-core: every private name, every override, every attribute it reads.
 
-``contracts/`` has a file for each supported series, such as ``0.19.json``. ``python -m scripts.contract`` makes it of our sources
-and of the installed megatron-core. `check_contract` compares the rows with the installed version before the first engine is built.
-Without it, an override of a renamed method would silently never be called. The rows omit replaced names (``platform/patches.py``,
-``mcore/entrypoints/patches.py``), which are checked when they are replaced, and megatron's documented API to build models.
+``python -m scripts.contract`` makes the rows in ``contract.json`` of our sources and of the installed megatron-core; run with another
+one, it adds what differs there. `check_contract` compares those that apply (`capabilities`) with the installed megatron-core before
+the first engine is built. Without it, an override of a renamed method would silently never be called. The rows omit replaced names
+(``platform/patches.py``, ``mcore/entrypoints/patches.py``), which are checked when they are replaced, and megatron's documented API to
+build models.
 """
 
 from __future__ import annotations
@@ -13,25 +14,20 @@ import json
 from pathlib import Path
 
 from megatron_hybrid_prefix.errors import UpstreamDriftError
+from megatron_hybrid_prefix.upstream.capabilities import applies
 from megatron_hybrid_prefix.upstream.check import ContractRow, problem_of
-from megatron_hybrid_prefix.upstream.version import REMEDY, MegatronVersion, check_version
+from megatron_hybrid_prefix.upstream.version import REMEDY, check_version
 
-FOLDER = Path(__file__).with_name("contracts")
+PATH = Path(__file__).with_name("contract.json")
 # Folders that an engine does not need.
 WINGS = ("serve/", "bench/", "lab/", "cli/")
-
-
-def path_of(megatron: MegatronVersion) -> Path:
-    """The file for a megatron-core of known version."""
-    assert megatron.version is not None
-    return FOLDER / f"{megatron.version.major}.{megatron.version.minor}.json"
 
 
 def rows_in(path: Path) -> tuple[ContractRow, ...]:
     """The rows of a file, sorted by owner and name."""
     data = json.loads(path.read_text(encoding="utf-8"))
     return tuple(
-        ContractRow(owner=owner, **(row | {"where": tuple(row["where"])}))
+        ContractRow(owner=owner, **(row | {"where": tuple(row["where"]), "others": tuple(row.get("others", ()))}))
         for owner, rows in data.items()
         for row in rows
     )
@@ -39,12 +35,13 @@ def rows_in(path: Path) -> tuple[ContractRow, ...]:
 
 @functools.cache
 def installed_contract() -> tuple[ContractRow, ...]:
-    """The rows for the installed megatron-core.
+    """The rows that apply to the installed megatron-core.
 
     Raises:
         PlatformError: megatron-core is missing or unsupported.
     """
-    return rows_in(path_of(check_version()))
+    check_version()
+    return tuple(row for row in rows_in(PATH) if applies(row.symbol))
 
 
 @functools.cache

@@ -32,9 +32,17 @@ class EngineSeam(DynamicInferenceEngine):
     _most_tokens: int | None = None  # the step's budget, while a round of scheduling runs
 
     def add_request(
-        self, request_id: int, prompt: str | list[int] | torch.Tensor, sampling_params: SamplingParams | None = None
+        self,
+        request_id: int,
+        prompt: str | list[int] | torch.Tensor,
+        sampling_params: SamplingParams | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> asyncio.Future[DynamicInferenceRequest] | None:
-        """See upstream, and `receive_request`. Returns None only for messages of a coordinator."""
+        """See upstream, and `receive_request`. Returns None only for messages of a coordinator.
+
+        Hashes of blocks that megatron's client has made are not used: the cache makes its own.
+        """
         if not self._takes_messages:
             return self.receive_request(request_id, prompt, sampling_params)
         what = getattr(sampling_params, MARK, None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+
+from megatron_hybrid_prefix.upstream.modules import ROWS_OF_A_STEP
 
 
 class PrefillSeam(MambaMixer):
@@ -26,6 +29,15 @@ class PrefillSeam(MambaMixer):
         return super()._dynamic_inference_prefill(
             zxBCdt, context, conv_state, ssm_state, mamba_layer_idx=mamba_layer_idx
         )
+
+    def ssm_prefill(
+        self, zxBCdt: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor, context: Any
+    ) -> torch.Tensor:
+        """Prefill from and to any slot."""
+        if getattr(context, "prefill_step", None) is not None:
+            return self.prefill(zxBCdt, context.prefill_step, conv_state, ssm_state)
+        megatrons: Any = super()
+        return megatrons.ssm_prefill(zxBCdt, conv_state, ssm_state, context)
 
     def prefill(
         self, zxBCdt: torch.Tensor, step: Any, conv_state: torch.Tensor, ssm_state: torch.Tensor
@@ -55,6 +67,7 @@ def refresh_decode_parameters(module: MambaMixer) -> None:
 
 
 # The functions below look names up at each call: a platform may have replaced them.
+_rows: Any = import_module(ROWS_OF_A_STEP)
 
 
 def convolve_step(**arguments: Any) -> torch.Tensor:
@@ -76,14 +89,14 @@ def rows_after(inputs: torch.Tensor, decode_prefill: torch.Tensor) -> torch.Tens
         decode_prefill: (2,) int32 on the device: number of decoded rows, and of prefilled rows.
     """
     output = torch.empty_like(inputs)
-    mamba_mixer.tensor_get_slice_after(inputs, output, decode_prefill, check_bounds=False)
+    _rows.tensor_get_slice_after(inputs, output, decode_prefill, check_bounds=False)
     return output
 
 
 def merge_rows(decoded: torch.Tensor, prefilled: torch.Tensor, decode_prefill: torch.Tensor, rows: int) -> torch.Tensor:
     """Undo `rows_after`: (rows, 1, width), decoded rows first."""
     output = torch.empty([rows, 1, prefilled.shape[-1]], dtype=prefilled.dtype, device=prefilled.device)
-    mamba_mixer.tensor_merge(decoded, prefilled, decode_prefill, output_tensor=output)
+    _rows.tensor_merge(decoded, prefilled, decode_prefill, output_tensor=output)
     return output
 
 

@@ -1,11 +1,17 @@
 """Megatron's modules and classes with names that ``platform/patches.py`` and ``mcore/entrypoints/patches.py`` replace."""
 
+from megatron_hybrid_prefix.upstream.capabilities import form_of
+
 _CORE = "megatron.core"
 _INFERENCE = f"{_CORE}.inference"
 
 ATTENTION = f"{_CORE}.transformer.attention"
 ATTENTION_CLASS = f"{ATTENTION}:Attention"
-CAUSAL_CONV1D = f"{_CORE}.ssm.ops.causal_conv1d_varlen"
+_OPS = f"{_CORE}.ssm.ops"
+_HAS_KINDS = form_of("recurrent kernels") == "by kind"
+CAUSAL_CONV1D = f"{_OPS}.common.causal_conv1d_varlen" if _HAS_KINDS else f"{_OPS}.causal_conv1d_varlen"
+SSD_KERNELS = f"{_OPS}.mamba2" if _HAS_KINDS else _OPS
+"""The package of the kernels of Mamba2's chunked scan."""
 COMMUNICATION = f"{_INFERENCE}.communication_utils"
 CONTROLLER = f"{_INFERENCE}.text_generation_controllers.text_generation_controller"
 CONTROLLER_CLASS = f"{CONTROLLER}:TextGenerationController"
@@ -21,7 +27,7 @@ HYBRID_BLOCK = f"{_CORE}.models.hybrid.hybrid_block"
 MAMBA_MIXER = f"{_CORE}.ssm.mamba_mixer"
 MOE_UTILS = f"{_CORE}.transformer.moe.moe_utils"
 RANDOM = f"{_CORE}.tensor_parallel.random"
-ROWS_OF_A_STEP = MAMBA_MIXER
+ROWS_OF_A_STEP = f"{_CORE}.ssm.ssm_inference" if form_of("steps of recurrent layers") == "shared" else MAMBA_MIXER
 """Has the functions that split and merge the decoded and prefilled rows of a step."""
 STATE_CONFIG_CLASS = f"{_INFERENCE}.config:MambaInferenceStateConfig"
 TOKEN_DISPATCHER = f"{_CORE}.transformer.moe.token_dispatcher"

@@ -19,7 +19,7 @@ def has_mamba_parts() -> bool:
     """Whether mamba-ssm and causal-conv1d are installed and new enough; megatron checks this before each forward."""
     return (
         has_mamba_ssm()
-        and hasattr(mamba_mixer, "causal_conv1d_varlen_states")
+        and mamba_mixer.causal_conv1d_fn is not None
         and bool(mamba_mixer._check_mamba_sequence_packing_support()[0])
     )
 

@@ -3,17 +3,24 @@
 `AUTOTUNED` has the kernels inside them by name. Triton times the configurations of each at its first call, and keeps the fastest.
 """
 
-from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd as chunk_scores
-from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd_kernel
-from megatron.core.ssm.ops.ssd_chunk_scan import _chunk_scan_fwd as chunk_scan
-from megatron.core.ssm.ops.ssd_chunk_scan import _chunk_scan_fwd_kernel
-from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd as chunk_cumsum
-from megatron.core.ssm.ops.ssd_chunk_state import _chunk_cumsum_fwd_kernel, _chunk_state_fwd_kernel
-from megatron.core.ssm.ops.ssd_chunk_state import _chunk_state_fwd as chunk_states
+from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
+from megatron_hybrid_prefix.upstream.modules import SSD_KERNELS
+
+_bmm: Any = import_module(f"{SSD_KERNELS}.ssd_bmm")
+_scan: Any = import_module(f"{SSD_KERNELS}.ssd_chunk_scan")
+_state: Any = import_module(f"{SSD_KERNELS}.ssd_chunk_state")
+
+chunk_scores = _bmm._bmm_chunk_fwd
+chunk_scan = _scan._chunk_scan_fwd
+chunk_cumsum = _state._chunk_cumsum_fwd
+chunk_states = _state._chunk_state_fwd
 AUTOTUNED = {
-    "chunk_cumsum": _chunk_cumsum_fwd_kernel,
-    "chunk_states": _chunk_state_fwd_kernel,
-    "chunk_scores": _bmm_chunk_fwd_kernel,
-    "chunk_scan": _chunk_scan_fwd_kernel,
+    "chunk_cumsum": _state._chunk_cumsum_fwd_kernel,
+    "chunk_states": _state._chunk_state_fwd_kernel,
+    "chunk_scores": _bmm._bmm_chunk_fwd_kernel,
+    "chunk_scan": _scan._chunk_scan_fwd_kernel,
 }

@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 from megatron_hybrid_prefix.errors import PlatformError
 
 # The supported range. pyproject.toml repeats it for pip; a test compares the two.
-SUPPORTED = ">=0.19.2,<0.20"
+SUPPORTED = ">=0.19.2,<0.21"
 REQUIREMENT = f"megatron-core{SUPPORTED}"
 REMEDY = f'install a supported version: pip install "{REQUIREMENT}"'
 
@@ -48,15 +48,22 @@ class MegatronVersion:
         return self.version is not None and SpecifierSet(SUPPORTED).contains(self.version, prereleases=True)
 
 
-def find_megatron() -> MegatronVersion | None:
-    """The megatron-core that Python would import, or None."""
+def megatron_folder() -> Path | None:
+    """The folder of the ``megatron.core`` that Python would import, or None."""
     try:
         spec = importlib.util.find_spec("megatron.core")
     except (ModuleNotFoundError, ValueError):  # there is no ``megatron``, or sys.modules has one without a spec
         spec = None
     if spec is None or not spec.submodule_search_locations:
         return None
-    folder = Path(spec.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])
+
+
+def find_megatron() -> MegatronVersion | None:
+    """The megatron-core that Python would import, or None."""
+    folder = megatron_folder()
+    if folder is None:
+        return None
     try:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:

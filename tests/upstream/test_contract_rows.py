@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hybrid_prefix.upstream.check import accepts, parameters_of
-from megatron_hybrid_prefix.upstream.contract import installed_contract, path_of, rows_in
+from megatron_hybrid_prefix.upstream import capabilities
+from megatron_hybrid_prefix.upstream.check import ContractRow, accepts, parameters_of, problem_of
+from megatron_hybrid_prefix.upstream.contract import installed_contract, rows_in
 from megatron_hybrid_prefix.upstream.rebinding import resolve
-from megatron_hybrid_prefix.upstream.version import check_version
 from scripts import contract as command
 from scripts import contract_classes as classes
 from scripts import contract_names as names
@@ -134,17 +134,14 @@ def test_a_file_that_is_out_of_date_is_named_by_row(made, found):
 def test_the_command(made, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(maker, "all_uses", list)
     monkeypatch.setattr(maker, "rows_of", lambda found: made)
-    path = tmp_path / path_of(check_version()).name
-    monkeypatch.setattr(command, "path_of", lambda version: path)
+    path = tmp_path / "contract.json"
+    monkeypatch.setattr(command.contract, "PATH", path)
     assert command.main(["--check"]) == 1
-    assert f"there is no {path.name}" in capsys.readouterr().err
-    (tmp_path / "0.1.json").write_text(command.text_of([replace(made[0][0], name="of_old")]))
+    assert f"{made[0][0].symbol} (class): has no row" in capsys.readouterr().err
     assert command.main([]) == 0
-    assert "since 0.1:" in (said := capsys.readouterr().out) and "of_old (class): not used any more" in said
     assert rows_in(path) == tuple(made[0])
     assert command.main(["--check"]) == 0
-    assert command.main([]) == 0
-    assert "since" not in capsys.readouterr().out
+    capsys.readouterr()
     path.write_text(command.text_of(made[0][1:]))
     before = path.read_text()
     assert command.main(["--check"]) == 1
@@ -154,6 +151,24 @@ def test_the_command(made, monkeypatch, tmp_path, capsys):
         assert command.main(words) == 1
         assert capsys.readouterr().err == "wrong\n"
     assert path.read_text() == before
+
+
+def test_what_another_megatron_has_is_kept(made):
+    """A row of a form that this one lacks, and another signature of a row of both."""
+    row = next(row for row in made[0] if row.kind == "calls" and "*" not in row.signature)
+    absent = next(name for name in sorted(capabilities._of_other_forms()))
+    owner, _, name = absent.rpartition(".")
+    foreign = ContractRow(owner=owner, name=name, kind="attribute", where=("upstream/fake",))
+    other = replace(row, signature="(gone)")
+    rows = command.merged([foreign, other], made[0])
+    assert foreign in rows and len(rows) == len(made[0]) + 1
+    both = next(found for found in rows if found.symbol == row.symbol and found.kind == "calls")
+    assert (both.signature, both.others) == ("(gone)", (row.signature,)) and problem_of(both) is None
+    assert problem_of(other) is not None
+    longer = replace(other, others=(row.signature.removesuffix(")") + ", more_and_optional=None)",))
+    again = next(found for found in command.merged([longer], made[0]) if found.symbol == row.symbol)
+    assert again.others == (row.signature,)  # code written for it works with the longer one
+    assert command.differences([foreign, *made[0]], made[0]) == []
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -201,7 +216,6 @@ def test_the_kind_of_a_row(made):
     assert {
         ("DynamicInferenceEngine", "_add_request"): "overrides",
         ("DynamicInferenceEngine", "post_process_requests"): "wraps",  # ours takes *args, **kwargs
-        ("MambaMetadata", "__init__"): "overrides",  # ours takes no *args
         ("DynamicInferenceEngine", "step_modern"): "calls",
         ("DynamicInferenceEngine", "_generation_epoch"): "attribute",  # ours is a property
         ("DynamicInferenceRequest", "remaining_prompt_length"): "property",

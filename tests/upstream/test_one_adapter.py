@@ -1,7 +1,6 @@
 """Another megatron-core needs another `upstream/` only: no other folder of this package knows megatron's internals.
 
-Tested with the changes of Megatron-LM's newest main (`megatron_main.py`): every name that our sources would have to use
-differently is used in `upstream/` alone.
+So private names, internal modules, and names that megatron has in some versions only are used in `upstream/` alone.
 """
 
 from __future__ import annotations
@@ -9,21 +8,16 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable
+import re
 
 import pytest
 
-from megatron_hybrid_prefix.platform import patches as platform_patches
-from megatron_hybrid_prefix.upstream.check import ContractRow, accepts, parameters_of
-from megatron_hybrid_prefix.upstream.contract import installed_contract
-from megatron_hybrid_prefix.upstream.rebinding import resolve
+from megatron_hybrid_prefix.upstream.capabilities import CAPABILITIES
 from scripts import contract_classes as classes
 from scripts import contract_names as names
 from scripts import contract_scan as scan
 from scripts.contract_names import is_private
-from scripts.contract_rows import overriders
 from scripts.contract_scan import Source, Use
-from tests.upstream.megatron_main import RENAMED
 
 
 @pytest.fixture(autouse=True)
@@ -123,79 +117,23 @@ class HybridPrefixEngine:
     ]
 
 
-# -- what main has changed ---------------------------------------------------------------------------------------------
+# -- what has several forms ----------------------------------------------------------------------------------------------
 
 
-def row_of(symbol: str) -> ContractRow | None:
-    dotted = symbol.replace(":", ".")
-    return next((entry for entry in installed_contract() if entry.symbol == dotted), None)
-
-
-def has_to_change(entry: ContractRow, what: str, now: str) -> list[str]:
-    """Our modules whose code must change with the name.
-
-    Not those that have it through a module of ours, which may give them what it was; nor a call, if only optional parameters
-    were added; nor an override that passes on what it does not name.
-    """
-    ours = overriders(resolve(entry.owner), entry.name) if entry.kind in ("overrides", "wraps") else []
-    passing_on = {cls.__module__ for cls in ours if takes_any(getattr(cls, entry.name))}
-    how: dict[str, set[str]] = {}
-    for use in uses_outside():
-        if use.name == entry.name:
-            how.setdefault(use.where.partition(":")[0], set()).add(use.how)
-    users = [user for user in entry.where if how.get(user) != {"through"}]
-    if what != "signature":
-        return users
-    assert entry.signature is not None
-    users = [user for user in users if f"megatron_hybrid_prefix.{user.replace('/', '.')}" not in passing_on]
-    if not accepts(parameters_of(entry.signature), parameters_of(now), strict=False):
-        return users
-    texts = {source.name: source.text for source in scan.sources()}
-    return [user for user in users if entry.kind == "overrides" and f"def {entry.name}(" in texts[user]]
-
-
-def takes_any(method: Callable[..., object]) -> bool:
-    kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
-    return bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
-
-
-@pytest.mark.parametrize(("symbol", "what", "now"), RENAMED, ids=lambda value: value.rpartition(".")[2][:40])
-def test_what_main_has_changed_is_used_in_upstream_alone(symbol, what, now):
-    entry = row_of(symbol)
-    if entry is None:  # a name that is replaced: who replaces it has its place from upstream/modules.py
-        module, _, name = symbol.rpartition(".")
-        tables = vars(platform_patches).values()
-        rebindings = [r for table in tables if isinstance(table, tuple) for r in table if hasattr(r, "owner")]
-        assert (module, name) in {(rebinding.owner, rebinding.name) for rebinding in rebindings}
-        return
-    outside = [user for user in has_to_change(entry, what, now) if not user.startswith("upstream/")]
-    assert outside == [], f"{symbol} ({what}) is used beside the adapter"
-
-
-def test_what_main_has_renamed_is_read_in_upstream_alone():
-    """Checked in the sources themselves, whatever the rows say."""
-    gone = {symbol for symbol, what, _ in RENAMED if what != "signature"}
-
-    def gone_uses(found: list[Use]) -> list[str]:
-        return [
-            f"{use.where}: {use.name}"
-            for use in found
-            if isinstance(use.owner, type) and f"{use.owner.__module__}:{use.owner.__name__}.{use.name}" in gone
-        ]
-
-    assert gone_uses(uses_outside()) == []
-    fake = Source("fake", "def counts(allocator):\n    return allocator.total_count")
-    assert gone_uses(uses([fake])) == ["fake:2: total_count"]
-
-
-def test_the_list_has_names_that_would_break_us():
-    broken = {
-        symbol: users
-        for symbol, what, now in RENAMED
-        if (row := row_of(symbol)) and (users := has_to_change(row, what, now))
+def test_what_has_several_forms_is_used_in_upstream_alone():
+    """Names that megatron has in some versions only, in our sources' text and among the uses that are found in it."""
+    every = {name.replace(":", ".") for forms in CAPABILITIES.values() for names in forms.values() for name in names}
+    assert len(every) > 10
+    owners = [use for use in uses_outside() if isinstance(use.owner, type)]
+    found = {
+        f"{use.where}: {use.name}"
+        for use in owners
+        for base in inspect.getmro(use.owner)
+        if f"{base.__module__}.{base.__qualname__}.{use.name}" in every
     }
-    assert len(broken) > 10
-    assert broken["megatron.core.ssm.mamba_mixer:MambaMixer._dynamic_inference_prefill"] == ["upstream/mixer"]
-    assert broken["megatron.core.inference.engines.dynamic_engine:DynamicInferenceEngine.add_request"] == [
-        "upstream/engine"
-    ]
+    assert found == set()
+
+
+def test_only_upstream_asks_for_a_form_or_a_version():
+    asks = re.compile(r"\b(form_of|CAPABILITIES|megatron\.core\.__version__|package_info)\b")
+    assert [source.name for source in sources_outside() if asks.search(source.text)] == []

@@ -68,13 +68,13 @@ def test_supported_versions(version, tmp_path, only_this):
 
 
 @pytest.mark.parametrize(
-    "version", ["0.18.0", "0.19.1", "0.19.2rc1", "0.20.0", "0.20.0rc0", "0.20.0.dev20260101", "0.20.1", "1.0.0"]
+    "version", ["0.18.0", "0.19.1", "0.19.2rc1", "0.21.0", "0.21.0rc0", "0.21.0.dev20260101", "0.21.1", "1.0.0"]
 )
 def test_unsupported_versions(version, tmp_path, only_this):
     only_this(package(tmp_path, ".".join(re.findall(r"\d+", version)[:3]), version))
     assert refusal() == (
-        f"megatron-core {version} is installed, supported is >=0.19.2,<0.20; "
-        'install a supported version: pip install "megatron-core>=0.19.2,<0.20"'
+        f"megatron-core {version} is installed, supported is >=0.19.2,<0.21; "
+        'install a supported version: pip install "megatron-core>=0.19.2,<0.21"'
     )
 
 
@@ -97,7 +97,7 @@ def refusal() -> str:
 
 def test_none_is_installed(tmp_path, only_this):
     only_this(tmp_path)
-    assert refusal().startswith("megatron-core is not installed, supported is >=0.19.2,<0.20; install")
+    assert refusal().startswith("megatron-core is not installed, supported is >=0.19.2,<0.21; install")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_source_builds_in_range_are_left_to_the_table(sources, metadata, shown, 
 @pytest.mark.parametrize(
     ("sources", "metadata", "shown"),
     [
-        ("0.20.0rc0", None, "megatron-core 0.20.0rc0 (a source build at {}, without package metadata)"),
+        ("0.21.0rc0", None, "megatron-core 0.21.0rc0 (a source build at {}, without package metadata)"),
         (None, None, "megatron-core of unknown version (a source build at {}, without package metadata)"),
         (None, "main", "megatron-core of unknown version (a source build at {}, whose package metadata says 'main')"),
         ("0.18.0", "0.19.2", "megatron-core 0.18.0 (a source build at {}, which hides the installed 0.19.2)"),
@@ -124,7 +124,7 @@ def test_source_builds_in_range_are_left_to_the_table(sources, metadata, shown, 
 )
 def test_other_source_builds_are_refused(sources, metadata, shown, tmp_path, only_this):
     only_this(package(tmp_path, sources, metadata))
-    assert refusal().startswith(f"{shown.format(tmp_path)} is installed, supported is >=0.19.2,<0.20; install")
+    assert refusal().startswith(f"{shown.format(tmp_path)} is installed, supported is >=0.19.2,<0.21; install")
 
 
 def test_pip_is_asked_for_the_supported_versions():

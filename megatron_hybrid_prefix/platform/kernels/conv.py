@@ -1,9 +1,9 @@
 """Depthwise causal convolutions over packed sequences, and their states.
 
 Replaces
-- `megatron.core.ssm.ops.causal_conv1d_varlen.causal_conv1d_varlen_fn` (prefill),
-- `megatron.core.ssm.ops.causal_conv1d_triton.causal_conv1d_update` (decode),
-- `causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states` (final state of a prefill).
+- megatron's `causal_conv1d_varlen_fn` (prefill), `causal_conv1d_update` (decode),
+- `causal_conv1d_varlen_carry_states` (final state of a prefill), where megatron has it,
+- `causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states` (the same, without the state before it), where it has not.
 
 Prefill and decode add the taps in the same order, so a token gets the same bits from either.
 """
@@ -185,3 +185,28 @@ def causal_conv1d_varlen_states(x: torch.Tensor, cu_seqlens: torch.Tensor, state
     # A boolean index would synchronise with a GPU.
     states = x[source.clamp(0, x.shape[0] - 1)].masked_fill(~inside[:, :, None], 0)
     return states.transpose(1, 2)
+
+
+@torch.no_grad()
+def causal_conv1d_varlen_carry_states(
+    x: torch.Tensor, cu_seqlens: torch.Tensor, previous_states: torch.Tensor
+) -> torch.Tensor:
+    """Returns the last inputs of each packed sequence, newest last; those before a short sequence come from its earlier state.
+
+    Args:
+        x: (total_tokens, dim).
+        cu_seqlens: (requests + 1,), integer, ascending.
+        previous_states: (requests, dim, state_len).
+
+    Returns:
+        (requests, dim, state_len) in the dtype of ``previous_states``.
+    """
+    state_len = previous_states.shape[-1]
+    length = (cu_seqlens[1:] - cu_seqlens[:-1]).long()[:, None]
+    column = torch.arange(state_len, device=x.device) + length  # of the earlier state and the sequence in a row
+    kept = previous_states.gather(2, column.clamp(max=state_len - 1)[:, None].expand_as(previous_states))
+    if not x.shape[0]:
+        return kept
+    source = (cu_seqlens[:-1].long()[:, None] + column - state_len).clamp(0, x.shape[0] - 1)
+    new = x[source].transpose(1, 2).to(previous_states.dtype)
+    return torch.where((column >= state_len)[:, None], new, kept)
