@@ -35,6 +35,9 @@ class Mending:
     first_run: str
     adds: str
 
+    def __str__(self) -> str:
+        return f"[#{self.pull}](https://github.com/NVIDIA/Megatron-LM/pull/{self.pull}), {self.commit} of {self.date}"
+
     def is_installed(self) -> bool:
         """Whether the installed megatron-core has it."""
         return capabilities._is_there(self.adds)
@@ -100,7 +103,9 @@ DEFECTS: Mapping[int, Defect] = {
     38: Defect("failure", "an id that is in use is taken again"),
     39: Defect("failure", "`reset()` leaves the futures of dropped requests waiting"),
     40: Defect("failure", "a step raises if the future of a request was cancelled"),
-    41: Defect("log-probs", "the last token of a prompt's chunk has the log-prob of a sampled token"),
+    41: Defect(
+        "log-probs", "at the end of a prompt's chunk they are of the sampled token, not of the prompt's next one"
+    ),
     42: Defect("log-probs", "chunks of a prompt without log-probs add entries to the likeliest tokens of the answer"),
     43: Defect("log-probs", "a request that asks for none gets those of the steps that it shares"),
     44: Defect("log-probs", "async scheduling: after a request ends, others get what it asked for"),
@@ -147,14 +152,11 @@ def table() -> str:
     names = [part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in columns()]
     rows = [["", "kind", "defect", *names, "mended by"], ["---"] * (len(names) + 4)]
     for number, found in DEFECTS.items():
-        by = found.mended
         cells = ["stands" if stands(found, run) else "mended" for run in firsts]
-        rows.append(
-            [str(number), found.kind, found.what, *cells, f"#{by.pull} (`{by.commit}`, {by.date})" if by else ""]
-        )
+        rows.append([str(number), found.kind, found.what, *cells, str(found.mended or "")])
     counts = [sum(stands(found, run) for found in DEFECTS.values()) for run in firsts]
     rows.append(["", "", "**stand**", *map(str, counts), ""])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  ", "| ") for row in rows)
 
 
 if __name__ == "__main__":
