@@ -77,7 +77,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
     total_avail = pool_avail  # its name up to 0.19
 
     def get_allocatable_count(self) -> int:
-        """See `available_blocks`."""
+        """Evictable blocks included."""
         return self.available_blocks
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:

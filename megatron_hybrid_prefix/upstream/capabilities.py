@@ -38,8 +38,6 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             f"{_BLOCKS}.get_active_avail",
         ),
     },
-    "observers of the prefix cache": {"yes": (f"{_BLOCKS}._blocks_deregistered_observers",), "no": ()},
-    "blocks kept for another engine": {"yes": (f"{_BLOCKS}.enable_handoff_pinning",), "no": ()},
     # Whether clients can abort a request, and get its new tokens.
     "aborts and new tokens": {"yes": (f"{_INFERENCE}.headers:Request.ABORT_REQUEST",), "no": ()},
     "trainers look requests up": {
@@ -57,6 +55,8 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     # What a layer computes once from its weights is computed again when they change; or in a later step, if a flag says so.
     "what follows from weights": {"refreshed": (f"{_MIXER}.refresh_cache",), "flagged": ()},
+    # Whether a mode decodes Mamba2 from the inputs of the running chunk.
+    "batch-invariant Mamba2": {"replays chunks": (f"{_MIXER}._get_batch_invariant_decoder",), "no": ()},
     # Where the kernels are.
     "recurrent kernels": {
         "by kind": (f"{_SSM}.ops.mamba2", f"{_SSM}.ops.common"),

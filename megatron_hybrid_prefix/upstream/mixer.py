@@ -75,7 +75,7 @@ def replays_chunks(config: Any) -> bool:
 
     Its mode ``batch_invariant_mode`` of 0.20 does. States in it are those at the last end of a chunk.
     """
-    return bool(config.batch_invariant_mode) and hasattr(MambaMixer, "_get_batch_invariant_decoder")
+    return bool(config.batch_invariant_mode) and form_of("batch-invariant Mamba2") == "replays chunks"
 
 
 # The functions below look names up at each call: a platform may have replaced them.
