@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
@@ -70,6 +71,17 @@ def test_megatrons_decode_that_replays_a_chunk(platform, monkeypatch, prefix):
     monkeypatch.setattr(model.config, "batch_invariant_mode", True)
     monkeypatch.setattr(MambaMixer, "_get_batch_invariant_decoder", lambda self: None, raising=False)
     with pytest.raises(ValueError, match=r"^batch_invariant_mode=True: .* use False, .*exact='bits'.*$"):
+        build_engine(model, prefix)
+
+
+def test_bits_with_logits_in_another_dtype(platform, monkeypatch):
+    """A `HybridModel` of 0.20 takes ``logit_dtype``."""
+    model = build_hybrid_model("tiny", platform=platform)
+    prefix = HybridPrefixConfig(mamba_gb=0.01, exact="bits")
+    monkeypatch.setattr(model.output_layer, "output_dtype", torch.float32, raising=False)
+    build_engine(model, prefix)
+    monkeypatch.setattr(model.output_layer, "output_dtype", torch.float64)
+    with pytest.raises(ValueError, match=r"^exact='bits': output_layer has outputs in torch.float64 \(logit_dtype\), "):
         build_engine(model, prefix)
 
 
