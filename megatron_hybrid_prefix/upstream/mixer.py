@@ -9,6 +9,7 @@ import torch
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 
+from megatron_hybrid_prefix.upstream.capabilities import form_of
 from megatron_hybrid_prefix.upstream.modules import ROWS_OF_A_STEP
 
 
@@ -67,11 +68,11 @@ def refresh_decode_parameters(module: MambaMixer) -> None:
 
 
 def replays_chunks(config: Any) -> bool:
-    """Whether megatron decodes Mamba2 from the inputs of the running chunk, which its own prefill and no other keeps.
+    """Whether Mamba2 decodes from the inputs of the running chunk. Megatron's own prefill keeps them, and no other.
 
-    Its mode ``batch_invariant_mode`` of 0.20 does. States in it are those at the last end of a chunk.
+    The states are then those at the last end of a chunk.
     """
-    return bool(config.batch_invariant_mode) and hasattr(MambaMixer, "_get_batch_invariant_decoder")
+    return bool(config.batch_invariant_mode) and form_of("batch-invariant decode") == "replays a chunk"
 
 
 # The functions below look names up at each call: a platform may have replaced them.
