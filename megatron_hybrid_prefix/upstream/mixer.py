@@ -71,11 +71,11 @@ def refresh_decode_parameters(module: MambaMixer) -> None:
 
 
 def replays_chunks(config: Any) -> bool:
-    """Whether megatron decodes Mamba2 from the inputs of the running chunk, which its own prefill and no other keeps.
+    """Whether Mamba2 decodes from the inputs of the running chunk. Megatron's own prefill keeps them, and no other.
 
-    Its mode ``batch_invariant_mode`` of 0.20 does. States in it are those at the last end of a chunk.
+    The states are then those at the last end of a chunk.
     """
-    return bool(config.batch_invariant_mode) and form_of("batch-invariant Mamba2") == "replays chunks"
+    return bool(config.batch_invariant_mode) and form_of("batch-invariant decode") == "replays a chunk"
 
 
 # The functions below look names up at each call: a platform may have replaced them.
