@@ -70,6 +70,14 @@ def refresh_decode_parameters(module: MambaMixer) -> None:
         module._A_neg_exp_cache.copy_(-torch.exp(module.A_log.float()))
 
 
+def replays_chunks(config: Any) -> bool:
+    """Whether megatron decodes Mamba2 from the inputs of the running chunk, which its own prefill and no other keeps.
+
+    Its mode ``batch_invariant_mode`` of 0.20 does. States in it are those at the last end of a chunk.
+    """
+    return bool(config.batch_invariant_mode) and form_of("batch-invariant Mamba2") == "replays chunks"
+
+
 # The functions below look names up at each call: a platform may have replaced them.
 _rows: Any = import_module(ROWS_OF_A_STEP)
 

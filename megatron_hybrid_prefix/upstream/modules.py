@@ -9,7 +9,9 @@ ATTENTION = f"{_CORE}.transformer.attention"
 ATTENTION_CLASS = f"{ATTENTION}:Attention"
 _OPS = f"{_CORE}.ssm.ops"
 _HAS_KINDS = form_of("recurrent kernels") == "by kind"
-CAUSAL_CONV1D = f"{_OPS}.common.causal_conv1d_varlen" if _HAS_KINDS else f"{_OPS}.causal_conv1d_varlen"
+COMMON_KERNELS = f"{_OPS}.common" if _HAS_KINDS else _OPS
+"""The package of the kernels that recurrent layers of several kinds have in common."""
+CAUSAL_CONV1D = f"{COMMON_KERNELS}.causal_conv1d_varlen"
 SSD_KERNELS = f"{_OPS}.mamba2" if _HAS_KINDS else _OPS
 """The package of the kernels of Mamba2's chunked scan."""
 COMMUNICATION = f"{_INFERENCE}.communication_utils"
