@@ -59,6 +59,8 @@ class BlockAllocatorSeam(KVBlockAllocator):
     def __init__(self, *sizes: Any, **named_sizes: Any) -> None:
         super().__init__(*sizes, **named_sizes | {"enable_prefix_caching": False})  # makes no hashes, counts and clocks
         self.enable_prefix_caching = named_sizes.get("enable_prefix_caching", True)
+        replaced: KVBlockAllocator = getattr(self.context, "kv_block_allocator", self)
+        self._blocks_deregistered_observers = getattr(replaced, "_blocks_deregistered_observers", [])
 
     @property
     def available_blocks(self) -> int:
@@ -77,7 +79,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
     total_avail = pool_avail  # its name up to 0.19
 
     def get_allocatable_count(self) -> int:
-        """See `available_blocks`."""
+        """Megatron counts its own free list and hashes."""
         return self.available_blocks
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
@@ -96,6 +98,11 @@ class BlockAllocatorSeam(KVBlockAllocator):
 
     def register_kv_block_hashes(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: blocks become matchable once the forward that fills them is launched."""
+
+    def tell_observers(self, hashes: set[int]) -> None:
+        """These hashes of blocks are not cached any more."""
+        for observer in self._blocks_deregistered_observers:
+            observer([], hashes)
 
     def evict_lru_blocks(self, num_blocks_needed: int) -> bool:
         """Whether that many blocks can be allocated; the cache evicts on allocation."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_hybrid_prefix.upstream.version import megatron_folder
 
 _CONTEXTS = "megatron.core.inference.contexts"
+_CONTEXT = f"{_CONTEXTS}.dynamic_context:DynamicInferenceContext"
 _BLOCKS = f"{_CONTEXTS}.kv_block_allocator:KVBlockAllocator"
 _SSM = "megatron.core.ssm"
 _MIXER = f"{_SSM}.mamba_mixer:MambaMixer"
@@ -36,8 +37,10 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             f"{_BLOCKS}.get_active_avail",
         ),
     },
-    "observers of the prefix cache": {"yes": (f"{_BLOCKS}._blocks_deregistered_observers",), "no": ()},
-    "blocks kept for another engine": {"yes": (f"{_BLOCKS}.enable_handoff_pinning",), "no": ()},
+    "events of cached KV": {
+        "yes": (f"{_CONTEXT}.dynamo_helper", f"{_BLOCKS}._blocks_deregistered_observers"),
+        "no": (),
+    },
     # Recurrent layers of all kinds split a step into rows in one base class; or each class does.
     "steps of recurrent layers": {
         "shared": (f"{_SSM}.ssm_inference", f"{_MIXER}.ssm_prefill"),
