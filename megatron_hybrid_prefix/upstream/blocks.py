@@ -91,6 +91,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
 
         Blocks of paused requests count, too: they keep them when they resume.
         """
+        # Needless from ee3864907a (0.20): with one pool megatron asks `get_allocatable_count` alone.
         return min(int(super().get_active_avail()), self.available_blocks + int(self.get_paused_used()))
 
     def update_timestamps(self, block_ids: torch.Tensor) -> None:

@@ -43,16 +43,18 @@ class EngineSeam(DynamicInferenceEngine):
 
         Hashes of blocks that megatron's client has made are not used: the cache makes its own.
         """
-        if not self._takes_messages:
-            return self.receive_request(request_id, prompt, sampling_params)
-        what = getattr(sampling_params, MARK, None)
+        what = getattr(sampling_params, MARK, None) if self._takes_messages else None
         if what is not None:
             self.message_received(what, request_id, prompt, sampling_params)
             return None
         try:
+            if images := sorted(kwargs.keys() - {"precomputed_block_hashes"}):
+                raise ValueError(f"request {request_id}: {', '.join(images)}: this engine takes no images")
             return self.receive_request(request_id, prompt, sampling_params)
-        except Exception as error:  # megatron's loop would end, and the replica with it
-            self.receive_failed(request_id, error)
+        except Exception as error:
+            if not self._takes_messages:
+                raise
+            self.receive_failed(request_id, error)  # megatron's loop would end, and the replica with it
             return None
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
