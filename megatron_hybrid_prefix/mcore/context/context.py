@@ -436,10 +436,10 @@ class HybridPrefixContext(SlotContext):
             if self.prefix_config.verify_hits:
                 verify_plan(self, plan)
             cached = self.prefix_cache.publish(plan)
-            if cached and self.has_kv_listeners:
+            if cached:
                 size = self.block_size_tokens
-                first = plan.start_tokens // size
-                self._events.stored(known.chain, first, known.prompt[first * size : plan.end_tokens // size * size])
+                first, end = plan.start_tokens // size, plan.end_tokens // size
+                self._events.stored(known.chain, first, known.prompt[first * size : end * size])
             known.counted_tokens = max(known.counted_tokens, plan.end_tokens)
             if known.scored is not None:
                 self.scored.publish(known, plan, cached=cached)

@@ -100,7 +100,7 @@ class DecodedStates:
             known, begun = live.chain.tokens, live.chain.tail
             tokens = self._recent[block.live_index, np.arange(known, block.end_tokens) % self._ring_tokens]
             self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
-            if live.write and self._context.has_kv_listeners:
+            if live.write:
                 self._events.stored(live.chain, known // self._block_tokens, begun + tokens.tobytes())
             slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)
             if slot is not None:

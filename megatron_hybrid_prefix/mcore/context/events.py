@@ -25,12 +25,13 @@ class KVEvents:
         self._context, self._scores = context, scores
 
     def stored(self, chain: KeyChain, first: int, tokens: Buffer) -> None:
-        """Blocks of a chain became matchable. ``tokens``, int64, fill them; ``first`` is the index of the first one."""
-        keys = chain.keys[first : first + memoryview(tokens).nbytes // (8 * self._context.block_size_tokens)]
+        """Blocks of a chain became matchable, from the block with index ``first`` on; ``tokens``, int64, fill them."""
+        if not self._context.has_kv_listeners:
+            return
+        token_ids = np.frombuffer(tokens, np.int64).tolist()
+        keys = chain.keys[first : first + len(token_ids) // self._context.block_size_tokens]
         if keys:
-            self._context.kv_stored(
-                keys, np.frombuffer(tokens, np.int64).tolist(), chain.keys[first - 1] if first else None
-            )
+            self._context.kv_stored(keys, token_ids, chain.keys[first - 1] if first else None)
 
     def drop(self, key: bytes) -> None:
         self._scores.drop(key)
