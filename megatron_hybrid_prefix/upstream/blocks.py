@@ -79,7 +79,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
     total_avail = pool_avail  # its name up to 0.19
 
     def get_allocatable_count(self) -> int:
-        """Megatron counts its own free list and hashes."""
+        """Evictable blocks included."""
         return self.available_blocks
 
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:

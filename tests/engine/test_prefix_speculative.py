@@ -136,7 +136,7 @@ def side(request, tiny_mtp):
     yield from make_side(request, tiny_mtp)
 
 
-@defect(29, "async scheduling gives a prefill the drafts that another request had accepted", raises=WrongAnswer)
+@defect(29, raises=WrongAnswer)
 def test_29_prefill_in_a_row_whose_drafts_were_accepted(side):
     """Also with caching off: only legacy scheduling clears the rows of accepted drafts."""
     plain = EngineHarness(side.model, slots=None)
@@ -155,7 +155,7 @@ def test_29_prefill_in_a_row_whose_drafts_were_accepted(side):
     check_tokens(side, finished, truth)
 
 
-@defect(30, "a resumed request writes KV into the block of one that was evicted", raises=WrongAnswer)
+@defect(30, raises=WrongAnswer)
 def test_30_resumed_where_another_one_is_evicted(side):
     """Also with caching off. Both requests need a block in the same step, and one block is left.
 
@@ -177,9 +177,12 @@ def test_30_resumed_where_another_one_is_evicted(side):
     check_tokens(side, finished, truth)
 
 
-@defect(33, "drafts past the end of a request need a block that there is not", raises=AssertionError)
+@defect(33)
 def test_33_drafts_past_the_end_of_a_request_that_just_fits(side):
-    """Also with caching off: with two blocks of 64 tokens, a prompt of 124 and 4 tokens to generate."""
+    """Also with caching off: with two blocks of 64 tokens, a prompt of 124 and 4 tokens to generate.
+
+    Megatron-core 0.19 fails in a step; later ones refuse the request.
+    """
     prompt = random_tokens(2 * BLOCK - 4, seed=1)
     truth = {1: prompt + known_answer(EngineHarness(side.model, slots=None), prompt, 4)}
     engine = side.build(
@@ -193,7 +196,8 @@ def test_33_drafts_past_the_end_of_a_request_that_just_fits(side):
 
 
 def check_tokens(side, finished, truth):
-    """Checks that answers equal those without drafts, with the reference's log-probs."""
+    """Checks that all requests are answered, as without drafts, with the reference's log-probs."""
+    assert finished.keys() == truth.keys()
     for number, request in finished.items():
         if [int(token) for token in request.prompt_tokens] + list(request.generated_tokens) != truth[number]:
             raise WrongAnswer(f"request {number}")

@@ -1,7 +1,7 @@
 """Log-probs of prompts and answers, and the likeliest tokens, at every position, against a float64 recompute.
 
 Each scenario runs on this package's engine with caching off and on, in one scheduling each; random traffic runs in both. Scenarios
-with a defect of megatron-core also run on its classes, and must fail there.
+with a defect of megatron-core also run on its classes, and must fail there (``tests/harness/defects.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixControlle
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts
+from tests.harness.defects import expected
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, greedy, random_tokens
 from tests.harness.lifecycle_helpers import MANY, EngineHarness, IdTokenizer, known_answer
@@ -193,10 +194,10 @@ ENGINES = [("off", "legacy"), ("on", "async")]
 each_engine = pytest.mark.parametrize(("side", "mode"), ENGINES)
 
 
-def defect(what: str, mode: str = "legacy", raises: type[Exception] = WrongLogProb) -> Any:
-    """`each_engine`, and megatron's classes, which must fail with ``raises``."""
-    fails = pytest.mark.xfail(strict=True, reason=f"megatron-core: {what}", raises=raises)
-    return pytest.mark.parametrize(("side", "mode"), [pytest.param("upstream", mode, marks=fails), *ENGINES])
+def defect(number: int, mode: str = "legacy", raises: type[Exception] = WrongLogProb) -> Any:
+    """`each_engine`, and megatron's classes, which must fail with ``raises`` where they have the defect."""
+    upstream = pytest.param("upstream", mode, marks=expected(number, raises))
+    return pytest.mark.parametrize(("side", "mode"), [upstream, *ENGINES])
 
 
 # -- prompts computed whole --------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def defect(what: str, mode: str = "legacy", raises: type[Exception] = WrongLogPr
 # -- prompts computed in chunks ----------------------------------------------------------------------------------------
 
 
-@defect("the token sampled after a chunk stands for the prompt's next one")
+@defect(41)
 def test_chunks(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     traffic.add(prompt(0, 200), top_n_logprobs=3)
@@ -278,7 +279,7 @@ def test_a_prompts_own_end_token_between_two_chunks_ends_nothing(tiny, reference
 # -- who is given what -------------------------------------------------------------------------------------------------
 
 
-@defect("a chunk of a prompt whose log-probs are not wanted counts as a token of its answer")
+@defect(42)
 def test_likeliest_tokens_of_an_answer_after_chunks(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     traffic.add(prompt(0, 200), skip_prompt_log_probs=True, top_n_logprobs=2)
@@ -286,7 +287,7 @@ def test_likeliest_tokens_of_an_answer_after_chunks(tiny, reference, side, mode)
     traffic.check(reference)
 
 
-@defect("requests that ask for no log-probs are given those of steps that they share")
+@defect(43)
 def test_beside_a_request_that_asks_for_nothing(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode)
     traffic.add(prompt(1, 100), return_log_probs=False)
@@ -296,7 +297,7 @@ def test_beside_a_request_that_asks_for_nothing(tiny, reference, side, mode):
     traffic.check(reference)
 
 
-@defect("what was asked for does not move with the rows of the requests that go on", mode="async")
+@defect(44, mode="async")
 def test_the_step_after_another_request_ended(tiny, reference, side, mode):
     """Async: a step is sampled after its rows moved up. The first request asks for no log-probs, and ends."""
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_requests=3)
@@ -308,7 +309,7 @@ def test_the_step_after_another_request_ended(tiny, reference, side, mode):
     traffic.check(reference)
 
 
-@defect("an answer of no tokens is given the log-prob of the prompt's last one")
+@defect(45)
 def test_an_answer_of_no_tokens(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode)
     for asks in ({"top_n_logprobs": 2}, {"skip_prompt_log_probs": True, "top_n_logprobs": 2}):
@@ -318,7 +319,7 @@ def test_an_answer_of_no_tokens(tiny, reference, side, mode):
 
 
 @pytest.mark.parametrize("left", [0, 1, 3])
-@defect("a stop word that is cut off leaves the log-probs of its earlier tokens")
+@defect(46)
 def test_stop_words(tiny, reference, side, mode, left):
     """Of two tokens: one that would come now or never, and one that comes with tokens left."""
     tokens = prompt(2, 100)
@@ -331,7 +332,7 @@ def test_stop_words(tiny, reference, side, mode, left):
     assert all(request.generated_tokens == answer[:left] for request in traffic.finished.values())
 
 
-@defect("of tokens with the same text the least likely stays", raises=AssertionError)
+@defect(47, raises=AssertionError)
 def test_tokens_of_the_same_text(tiny, reference, side, mode):
     tokens = prompt(0, 100)
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, tokenizer=ByteTokenizer(512))
@@ -354,7 +355,7 @@ def test_tokens_of_the_same_text(tiny, reference, side, mode):
 # -- processed log-probs, preemption, drafts ---------------------------------------------------------------------------
 
 
-@defect("rows that only pad a step have no request, and FlashInfer looks up each row's", raises=AssertionError)
+@defect(48, raises=AssertionError)
 def test_processed_log_probs(tiny, reference, side, mode):
     """Log-probs of the distribution that is sampled from: with each request's temperature, at every position."""
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=128, logprobs_mode="processed_logprobs")

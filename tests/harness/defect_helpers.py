@@ -1,4 +1,4 @@
-"""Runs one scenario on two engines: megatron-core's own prefix cache, where it must fail, and this package's cache."""
+"""Runs one scenario on two engines: megatron-core's own prefix cache, which may have a defect, and this package's cache."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY
+from tests.harness.defects import expected
 from tests.harness.engine_helpers import assert_matches, greedy, kv_budget, run_to_end, state_bytes
 from tests.harness.limits import THREADS
 from tests.harness.naive_model import NaiveHybridModel
@@ -25,18 +26,10 @@ class WrongAnswer(Exception):
     """An answer differs from the model's. Not an AssertionError, so that other failures cannot count as the defect."""
 
 
-def defect(
-    number: int, what: str, raises: type[Exception] | tuple[type[Exception], ...] = AssertionError
-) -> pytest.MarkDecorator:
-    """Runs a test with a ``side`` of each kind. On megatron's side it must fail with ``raises``.
-
-    Args:
-        number: Number of the defect in megatron-core 0.19.
-        what: The defect in a few words.
-        raises: How it shows: `WrongAnswer`; what megatron raises; AssertionError if the test counts something.
-    """
-    fails = pytest.mark.xfail(strict=True, reason=f"defect {number}: {what}", raises=raises)
-    return pytest.mark.parametrize("side", [pytest.param("upstream", marks=fails), "ours"], indirect=True)
+def defect(number: int, raises: type[Exception] | tuple[type[Exception], ...] = AssertionError) -> pytest.MarkDecorator:
+    """Runs a test with a ``side`` of each kind: ours has to pass, megatron's does what `expected` says."""
+    upstream = pytest.param("upstream", marks=expected(number, raises))
+    return pytest.mark.parametrize("side", [upstream, "ours"], indirect=True)
 
 
 def make_side(request: pytest.FixtureRequest, model: Any) -> Iterator[Side]:
@@ -99,6 +92,7 @@ class Side:
             **fields: Fields of megatron's ``InferenceConfig``.
         """
         from megatron_hybrid_prefix.mcore import restore_mixers
+        from megatron_hybrid_prefix.upstream.blocks import block_counts
 
         fields = {"max_sequence_length": 4096, "max_requests": 8, "max_tokens": 4096} | fields
         block_tokens = fields.get("block_size_tokens", BLOCK)
@@ -124,7 +118,7 @@ class Side:
                 scratch = min(math.ceil(fields["max_tokens"] / block_tokens), 3 * fields["max_requests"])
                 gb = (slots + scratch + 0.5) * self.slot_bytes / 2**30 if slots else None
             engine = build_engine(self.model, enable_prefix_caching=True, prefix_caching_mamba_gb=gb, **fields)
-            assert blocks is None or engine.context.kv_block_allocator.total_count == blocks + 1
+            assert blocks is None or block_counts(engine.context.kv_block_allocator).total == blocks + 1
         return engine
 
     def add(self, engine: Any, prompt: list[int], count: int = 4, **attributes: Any) -> int:
@@ -168,17 +162,21 @@ class Side:
 
     def check_drained(self, engine: Any) -> None:
         """Checks that all requests are gone and nothing leaked."""
-        context, allocator = engine.context, engine.context.kv_block_allocator
+        from megatron_hybrid_prefix.upstream.blocks import block_counts
+
+        context = engine.context
         assert not engine.has_unfinished_requests()
-        assert self.available_blocks(engine) == allocator.total_count - 1
+        assert self.available_blocks(engine) == block_counts(context.kv_block_allocator).total - 1
         assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
         if self.ours:
             context.check_integrity()
 
     def available_blocks(self, engine: Any) -> int:
         """KV blocks that are free or can be evicted."""
+        from megatron_hybrid_prefix.upstream.blocks import available_blocks
+
         allocator = engine.context.kv_block_allocator
-        return allocator.total_avail + (0 if self.ours else int(allocator.get_evictable_block_count()))
+        return available_blocks(allocator) + (0 if self.ours else int(allocator.get_evictable_block_count()))
 
 
 def computed_tokens(engine: Any) -> int:

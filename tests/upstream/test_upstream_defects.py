@@ -1,7 +1,8 @@
-"""Defects of megatron-core 0.19's prefix cache for hybrid models: wrong answers, and crashes.
+"""Defects of megatron-core's prefix cache for hybrid models: wrong answers, and crashes.
 
-Each test is one scenario on both engines. On megatron's it has to fail (a strict xfail); on this package's it has to
-pass. Lost reuse is in ``test_upstream_defects_reuse.py``.
+Each test is one scenario on both engines. On megatron's it has to fail (a strict xfail) if the installed version has the
+defect (``tests/harness/defects.py``), else to pass; on this package's it has to pass. Lost reuse is in
+``test_upstream_defects_reuse.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def side(request, tiny):
 
 
 @pytest.mark.parametrize("victim", ["itself", "next"])
-@defect(1, "a continuation chunk skips tokens whose state nobody restores", raises=WrongAnswer)
+@defect(1, raises=WrongAnswer)
 def test_01_continuation_chunk_skips_without_state(side, victim):
     """The rule that skipping needs a state is asked for a prompt's first chunk only.
 
@@ -54,7 +55,7 @@ def test_01_continuation_chunk_skips_without_state(side, victim):
     side.check_drained(engine)
 
 
-@defect(2, "the clamp to two computed tokens moves the restore to a block without a state", raises=WrongAnswer)
+@defect(2, raises=WrongAnswer)
 def test_02_prompt_of_whole_blocks_and_one_token(side):
     """A prompt of n blocks and one token, with a state after block n only, would leave one token to compute.
 
@@ -70,7 +71,7 @@ def test_02_prompt_of_whole_blocks_and_one_token(side):
     side.check_drained(engine)
 
 
-@defect(3, "reset_metadata() forgets the KV and keeps the states", raises=WrongAnswer)
+@defect(3, raises=WrongAnswer)
 def test_03_reset_metadata_forgets_kv_and_states_together(side):
     """Recompute-on-resume with unified memory calls ``reset_metadata()``, which clears the KV allocator alone.
 
@@ -89,7 +90,7 @@ def test_03_reset_metadata_forgets_kv_and_states_together(side):
 
 
 @pytest.mark.parametrize("before", ["restored prefix", "earlier chunk"])
-@defect(4, "a span shorter than d_conv leaves a convolution window padded with zeros", raises=WrongAnswer)
+@defect(4, raises=WrongAnswer)
 def test_04_short_tail(side, before):
     """The convolution window left for decode is made of the computed span alone.
 
@@ -109,7 +110,7 @@ def test_04_short_tail(side, before):
     side.check_drained(engine)
 
 
-@defect(5, "what was computed with other weights is reused", raises=WrongAnswer)
+@defect(5, raises=WrongAnswer)
 def test_05_weights_change(side, platform):
     """A trainer announces new weights by a generation epoch; KV and states of the old ones stay matchable."""
     side.model = build_hybrid_model("tiny", seed=5, platform=platform)
@@ -128,7 +129,7 @@ def test_05_weights_change(side, platform):
     side.check_drained(engine)
 
 
-@defect(34, "what was computed before a suspension is reused with the weights after it", raises=WrongAnswer)
+@defect(34, raises=WrongAnswer)
 def test_34_weights_change_while_suspended(side, platform):
     """As trainers do: nothing is announced, and the engine resumes with other weights."""
     side.model = build_hybrid_model("tiny", seed=5, platform=platform)
@@ -146,7 +147,7 @@ def test_34_weights_change_while_suspended(side, platform):
     side.check_drained(engine)
 
 
-@defect(35, "new weights leave the old A of Mamba's decode where a captured CUDA graph reads it", raises=WrongAnswer)
+@defect(35, raises=WrongAnswer)
 def test_35_a_replayed_decode_with_new_weights(side, platform, monkeypatch):
     """Megatron computes A again in the next eager decode after ``train()``. The replay of a graph runs no Python."""
     side.model = build_hybrid_model("tiny", seed=5, platform=platform)
@@ -171,7 +172,7 @@ def test_35_a_replayed_decode_with_new_weights(side, platform, monkeypatch):
 # -- crashes -----------------------------------------------------------------------------------------------------------
 
 
-@defect(6, "no evictable slot is an exception", raises=RuntimeError)
+@defect(6, raises=RuntimeError)
 def test_06_live_requests_own_all_slots(side):
     """With the states of all slots belonging to live requests, the commit after a forward raises, and leaks slots."""
     engine = side.build(slots=2)
@@ -186,7 +187,7 @@ def test_06_live_requests_own_all_slots(side):
     side.check_drained(engine)
 
 
-@defect(7, "a decode step that needs a block does not evict one")
+@defect(7)
 def test_07_decode_crosses_a_block_boundary_in_a_pool_of_cached_blocks(side):
     """Resuming a request that needs its next block counts raw free blocks, not those that could be evicted.
 
@@ -200,7 +201,7 @@ def test_07_decode_crosses_a_block_boundary_in_a_pool_of_cached_blocks(side):
     side.check_drained(engine)
 
 
-@defect(8, "a matched block is registered twice, and eviction asserts")
+@defect(8)
 def test_08_matched_block_that_straddles_two_chunks(side):
     """Chunks that end inside a block: the block that a chunk began in a matched one is registered again by the next.
 
@@ -216,7 +217,7 @@ def test_08_matched_block_that_straddles_two_chunks(side):
 
 
 @pytest.mark.parametrize("full", ["requests", "tokens"])
-@defect(10, "an overflow is raised after blocks were pinned and allocated")
+@defect(10)
 def test_10_overflow_takes_nothing(side, full):
     """``add_request`` pins and allocates blocks, and only then finds that there is no room for the request.
 
@@ -248,7 +249,7 @@ def test_10_overflow_takes_nothing(side, full):
     side.check_drained(engine)
 
 
-@defect(11, "a budget smaller than the extraction scratch is refused", raises=ValueError)
+@defect(11, raises=ValueError)
 def test_11_small_budget(side):
     """States on their way into the cache have a scratch buffer inside the budget, sized by ``max_tokens``.
 
@@ -263,7 +264,7 @@ def test_11_small_budget(side):
     side.check_drained(engine)
 
 
-@defect(31, "what capturing CUDA graphs resets cannot be written outside of inference mode", raises=RuntimeError)
+@defect(31, raises=RuntimeError)
 def test_31_evicting_after_a_capture(side):
     """Capturing ends with a reset in inference mode, which makes the list of free state slots anew, as an inference tensor.
 
@@ -279,9 +280,7 @@ def test_31_evicting_after_a_capture(side):
 
 
 @pytest.mark.parametrize("management", ["persist", "offload", "recompute"])
-@defect(
-    36, "a reset of a suspended engine leaves it without buffers", raises=(TensorStateDeallocatedError, AttributeError)
-)
+@defect(36, raises=(TensorStateDeallocatedError, AttributeError))
 def test_36_reset_while_suspended(side, management):
     """It says that it runs, and the next forward finds no buffers; with RECOMPUTE the reset itself fails."""
     engine = side.build(kv_cache_management_mode=KVCacheManagementMode(management))

@@ -1,4 +1,4 @@
-"""Defects of megatron-core 0.19's engine that one request turns on all others. See ``test_upstream_defects.py``."""
+"""Defects of megatron-core's engine that one request turns on all others. See ``test_upstream_defects.py``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(engine: Any, *request_ids: int) -> list[Any]:
         "top_k with top_p",
     ],
 )
-@defect(37, "what a request has wrong is found in a step, which fails for all", raises=Stopped)
+@defect(37, raises=Stopped)
 def test_37_a_bad_request_stops_nobody(side, name):
     engine = side.build()
     side.add(engine, PROMPT)
@@ -63,7 +63,7 @@ def test_37_a_bad_request_stops_nobody(side, name):
     side.check_drained(engine)
 
 
-@defect(38, "an id that is in use is taken again", raises=Stopped)
+@defect(38, raises=Stopped)
 def test_38_an_id_in_use(side):
     engine = side.build()
     first = side.add(engine, PROMPT)
@@ -75,7 +75,7 @@ def test_38_an_id_in_use(side):
     side.check_drained(engine)
 
 
-@defect(38, "generate() takes an id that its caller has in use", raises=Stopped)
+@defect(38, raises=Stopped)
 def test_38_generate_beside_a_request(side):
     engine = side.build()
     engine.add_request(0, PROMPT, greedy(4))
@@ -86,7 +86,7 @@ def test_38_generate_beside_a_request(side):
     side.check(record.merge())
 
 
-@defect(39, "reset() leaves the futures of dropped requests waiting")
+@defect(39)
 def test_39_reset_resolves_futures(side):
     engine = side.build()
     future = engine.add_request(0, PROMPT, greedy(4))
@@ -94,7 +94,7 @@ def test_39_reset_resolves_futures(side):
     assert future.done()
 
 
-@defect(40, "a step raises if a request's future was cancelled meanwhile", raises=Stopped)
+@defect(40, raises=Stopped)
 def test_40_a_cancelled_future(side):
     engine = side.build()
     engine.add_request(0, PROMPT, greedy(4)).cancel()

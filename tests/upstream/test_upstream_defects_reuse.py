@@ -1,7 +1,6 @@
-"""Defects of megatron-core 0.19's prefix cache for hybrid models: reuse that is lost, and reuse that must not be.
+"""Defects of megatron-core's prefix cache for hybrid models: reuse that is lost, and reuse that must not be.
 
-Each test is one scenario on both engines. On megatron's it has to fail (a strict xfail); on this package's it has to
-pass. Wrong answers and crashes are in ``test_upstream_defects.py``.
+Each test is one scenario on both engines, as in ``test_upstream_defects.py``, which has wrong answers and crashes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def side(request, tiny):
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-@defect(15, "a preempted request loses its caching flag and its block size")
+@defect(15)
 def test_15_preempted_request_resumes_from_its_own_prefix(side):
     """Two requests need a fifth block in a pool of nine: one is preempted, and waits to be computed again.
 
@@ -45,7 +44,7 @@ def test_15_preempted_request_resumes_from_its_own_prefix(side):
     side.check_drained(engine)
 
 
-@defect(16, "the state at the end of a chunk is never kept")
+@defect(16)
 def test_16_boundary_at_the_end_of_a_chunk(side):
     """A chunk of a chunked prefill that ends at the prompt's last block boundary has that state in its live slot.
 
@@ -60,7 +59,7 @@ def test_16_boundary_at_the_end_of_a_chunk(side):
     side.check_drained(engine)
 
 
-@defect(17, "a state cannot be evicted while a request that once used its block lives")
+@defect(17)
 def test_17_state_of_a_running_request_can_go(side):
     """A running request's state is needed for its first forward alone, but its block's references pin it to the end.
 
@@ -82,7 +81,7 @@ def test_17_state_of_a_running_request_can_go(side):
     side.check_drained(engine)
 
 
-@defect(17, "a use of a state counts as a use of every state before it")
+@defect(17)
 def test_17_ancestors_of_a_used_state_are_not_used(side):
     """A request that resumes from a deep state makes the states before it look as fresh, though they served nobody.
 
@@ -104,7 +103,7 @@ def test_17_ancestors_of_a_used_state_are_not_used(side):
     side.check_drained(engine)
 
 
-@defect(18, "scratch is taken out of the budget")
+@defect(18)
 def test_18_whole_budget_keeps_states(side):
     """The scratch buffer for states on their way into the cache comes out of the budget before the cache does.
 
@@ -120,7 +119,7 @@ def test_18_whole_budget_keeps_states(side):
     side.check_drained(engine)
 
 
-@defect(23, "by default nothing is kept once a request is finished")
+@defect(23)
 def test_23_default_policy_keeps_something(side):
     """``prefix_caching_eviction_policy`` is REF_ZERO by default: blocks are forgotten with their last reference.
 
@@ -138,7 +137,7 @@ def test_23_default_policy_keeps_something(side):
     side.check_drained(engine)
 
 
-@defect(26, "boundaries that are no multiple of the scan's chunk size are dropped")
+@defect(26)
 def test_26_blocks_smaller_than_scan_chunks(side):
     """Blocks of 64 tokens, a scan in chunks of 128: every other block boundary lies inside a chunk.
 
@@ -177,7 +176,7 @@ def _admit_and_finish(side: Side, engine: Any, request_id: int) -> None:
     context.prefix_cache_lru_clock += 1
 
 
-@defect(20, "each eviction looks at all that is cached")
+@defect(20)
 def test_20_eviction_does_not_scan_the_cache(side):
     """To evict one block or one state, megatron goes through all blocks, in tensors and in Python lists.
 
@@ -203,7 +202,7 @@ def test_20_eviction_does_not_scan_the_cache(side):
     assert amounts[1] <= 1.1 * amounts[0]
 
 
-@defect(21, "KV that live requests read is written again")
+@defect(21)
 def test_21_blocks_of_a_live_request_are_not_written(side):
     """Where KV matches deeper than a state, megatron shares the blocks and computes their tokens again, into them.
 
@@ -233,7 +232,7 @@ def test_21_blocks_of_a_live_request_are_not_written(side):
     side.check_drained(engine)
 
 
-@defect(22, "num_cached_tokens counts KV matches, not skipped tokens")
+@defect(22)
 def test_22_num_cached_tokens_are_skipped_tokens(side):
     """A prompt whose KV matches for three blocks where no state is kept computes all its tokens, and reports 768."""
     engine = side.build()
@@ -246,7 +245,7 @@ def test_22_num_cached_tokens_are_skipped_tokens(side):
     side.check_drained(engine)
 
 
-@defect(25, "no salt: whoever sends the same prompt shares")
+@defect(25)
 def test_25_requests_with_different_salts_do_not_share(side):
     """A tenant who times requests learns what others sent; there is nothing to keep their prefixes apart."""
     engine = side.build()
@@ -260,7 +259,7 @@ def test_25_requests_with_different_salts_do_not_share(side):
     side.check_drained(engine)
 
 
-@defect(25, "keys of 63 bits that anybody can compute")
+@defect(25)
 def test_25_keys_cannot_be_computed_by_others(side):
     """A block's key is 63 bits of an unkeyed SHA-256: two prompts with one key can be searched for offline.
 
@@ -280,7 +279,7 @@ def test_25_keys_cannot_be_computed_by_others(side):
 # -- what is kept, exactly ---------------------------------------------------------------------------------------------
 
 
-@defect(28, "a kept state is rounded to the parameters' type")
+@defect(28)
 def test_28_restored_state_is_the_state_of_the_uninterrupted_scan(side, platform):
     """States have the parameters' type, bfloat16: the scan carries float32, and going on from a kept state does not.
 
