@@ -348,14 +348,13 @@ class ContextSeam(DynamicInferenceContext):
         """Megatron's ``add_request``, with what the cache gave to the chunk."""
         first = self.active_token_count
         self.admitted_chunk = chunk
-        self.enable_prefix_caching = (
-            False  # megatron would tell its listeners that these blocks are stored: see `kv_stored`
-        )
+        # With hashes megatron would register these blocks, and tell its listeners: see `kv_stored`.
+        hashes, req.precomputed_block_hashes = req.precomputed_block_hashes, []
         try:
             with one_thread():
                 DynamicInferenceContext.add_request(self, req, chunk_tokens)
         finally:
-            self.admitted_chunk, self.enable_prefix_caching = None, True
+            self.admitted_chunk, req.precomputed_block_hashes = None, hashes
         # Megatron counts shared blocks, and saw none. Here a hit skips tokens.
         self.prefix_cache_hits += chunk.skip_tokens > 0
         self.prefix_cache_blocks_matched += chunk.skip_tokens // self.block_size_tokens
