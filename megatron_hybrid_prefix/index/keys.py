@@ -181,6 +181,11 @@ class KeyChain:
         self._remember = remember
         self._tail = b""  # bytes of the tokens after the last full block
 
+    @property
+    def tail(self) -> bytes:
+        """The tokens after the last full block, int64."""
+        return self._tail
+
     def extend(self, tokens: Tokens) -> None:
         """Appends tokens, and the keys of the blocks that they fill.
 

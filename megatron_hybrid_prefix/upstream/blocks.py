@@ -59,6 +59,8 @@ class BlockAllocatorSeam(KVBlockAllocator):
     def __init__(self, *sizes: Any, **named_sizes: Any) -> None:
         super().__init__(*sizes, **named_sizes | {"enable_prefix_caching": False})  # makes no hashes, counts and clocks
         self.enable_prefix_caching = named_sizes.get("enable_prefix_caching", True)
+        replaced: KVBlockAllocator = getattr(self.context, "kv_block_allocator", self)
+        self._blocks_deregistered_observers = getattr(replaced, "_blocks_deregistered_observers", [])
 
     @property
     def available_blocks(self) -> int:
@@ -89,6 +91,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
 
         Blocks of paused requests count, too: they keep them when they resume.
         """
+        # Needless from ee3864907a (0.20): with one pool megatron asks `get_allocatable_count` alone.
         return min(int(super().get_active_avail()), self.available_blocks + int(self.get_paused_used()))
 
     def update_timestamps(self, block_ids: torch.Tensor) -> None:
@@ -96,6 +99,11 @@ class BlockAllocatorSeam(KVBlockAllocator):
 
     def register_kv_block_hashes(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: blocks become matchable once the forward that fills them is launched."""
+
+    def tell_observers(self, hashes: set[int]) -> None:
+        """These hashes of blocks are not cached any more."""
+        for observer in self._blocks_deregistered_observers:
+            observer([], hashes)
 
     def evict_lru_blocks(self, num_blocks_needed: int) -> bool:
         """Whether that many blocks can be allocated; the cache evicts on allocation."""

@@ -16,6 +16,7 @@ from megatron_hybrid_prefix.upstream.version import megatron_folder
 
 _INFERENCE = "megatron.core.inference"
 _CONTEXTS = f"{_INFERENCE}.contexts"
+_CONTEXT = f"{_CONTEXTS}.dynamic_context:DynamicInferenceContext"
 _BLOCKS = f"{_CONTEXTS}.kv_block_allocator:KVBlockAllocator"
 _ENGINE = f"{_INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine"
 _SSM = "megatron.core.ssm"
@@ -37,6 +38,10 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             f"{_BLOCKS}.active_count",
             f"{_BLOCKS}.get_active_avail",
         ),
+    },
+    "events of cached KV": {
+        "yes": (f"{_CONTEXT}.dynamo_helper", f"{_BLOCKS}._blocks_deregistered_observers"),
+        "no": (),
     },
     # Whether clients can abort a request, and get its new tokens.
     "aborts and new tokens": {"yes": (f"{_INFERENCE}.headers:Request.ABORT_REQUEST",), "no": ()},

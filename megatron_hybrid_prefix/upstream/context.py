@@ -15,6 +15,8 @@ from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
+from megatron_hybrid_prefix.upstream.capabilities import form_of
+
 if TYPE_CHECKING:
     from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
     from megatron.core.inference.contexts.attention_context.mha_metadata import MHAMetadata
@@ -90,6 +92,14 @@ _METADATA_BUFFERS = (
 )
 
 
+_HAS_EVENTS = form_of("events of cached KV") == "yes"
+
+
+def _short(key: bytes) -> int:
+    """Megatron's hashes of blocks have 63 bits."""
+    return int.from_bytes(key[:8]) >> 1
+
+
 class ChunkBlocks(NamedTuple):
     """What the cache has for a chunk of a prompt.
 
@@ -153,7 +163,9 @@ class ContextSeam(DynamicInferenceContext):
     """
 
     admitted_chunk: AdmittedChunk | None = None
-    is_tensor_state_allocated: bool  # megatron's
+    # Megatron's.
+    is_tensor_state_allocated: bool
+    dynamo_helper: Any
 
     # -- methods of a subclass -----------------------------------------------------------------------------------------
 
@@ -336,11 +348,13 @@ class ContextSeam(DynamicInferenceContext):
         """Megatron's ``add_request``, with what the cache gave to the chunk."""
         first = self.active_token_count
         self.admitted_chunk = chunk
+        # With hashes megatron would register these blocks, and tell its listeners: see `kv_stored`.
+        hashes, req.precomputed_block_hashes = req.precomputed_block_hashes, []
         try:
             with one_thread():
                 DynamicInferenceContext.add_request(self, req, chunk_tokens)
         finally:
-            self.admitted_chunk = None
+            self.admitted_chunk, req.precomputed_block_hashes = None, hashes
         # Megatron counts shared blocks, and saw none. Here a hit skips tokens.
         self.prefix_cache_hits += chunk.skip_tokens > 0
         self.prefix_cache_blocks_matched += chunk.skip_tokens // self.block_size_tokens
@@ -350,6 +364,35 @@ class ContextSeam(DynamicInferenceContext):
             self.token_to_block_idx[first:last] = self.kv_block_allocator.dummy_block_idx
         if chunk.resumes:
             self._pending_mamba_zeros.pop()  # the forward reads a checkpoint: the live slot need not be zeroed
+
+    # Up to 0.19 nobody can listen.
+
+    @property
+    def has_kv_listeners(self) -> bool:
+        """Whether somebody listens to megatron's events of cached KV."""
+        return _HAS_EVENTS and bool(self.dynamo_helper.has_kv_event_listeners)
+
+    def kv_stored(self, keys: Sequence[bytes], tokens: Sequence[int], parent: bytes | None) -> None:
+        """KV blocks became matchable: their keys, their tokens, and the key before them. Megatron tells it at the end of a step."""
+        self.dynamo_helper.queue_kv_stored_event(
+            {
+                "block_hashes": [_short(key) for key in keys],
+                "token_ids": tokens,
+                "num_block_tokens": [self.block_size_tokens] * len(keys),
+                "parent_hash": None if parent is None else _short(parent),
+            }
+        )
+
+    def kv_removed(self, key: bytes) -> None:
+        """The KV block with this key is not cached any more."""
+        if _HAS_EVENTS:
+            self.dynamo_helper.publish_pending_kv_stored_events()  # it may be among them
+            self.kv_block_allocator.tell_observers({_short(key)})
+
+    def kv_cleared(self) -> None:
+        """No KV block is cached any more."""
+        if _HAS_EVENTS:
+            self.dynamo_helper.notify_kv_cache_cleared()
 
     def forget_pending_zeros(self) -> None:
         """Drop pending zeroing: its rows are gone."""

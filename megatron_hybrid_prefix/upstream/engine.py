@@ -48,18 +48,17 @@ class EngineSeam(DynamicInferenceEngine):
         Raises:
             ValueError: The request has images.
         """
-        if not self._takes_messages:
-            _refuse_images(request_id, kwargs)
-            return self.receive_request(request_id, prompt, sampling_params)
-        what = getattr(sampling_params, MARK, None)
+        what = getattr(sampling_params, MARK, None) if self._takes_messages else None
         if what is not None:
             self.message_received(what, request_id, prompt, sampling_params)
             return None
         try:
             _refuse_images(request_id, kwargs)
             return self.receive_request(request_id, prompt, sampling_params)
-        except Exception as error:  # megatron's loop would end, and the replica with it
-            self.receive_failed(request_id, error)
+        except Exception as error:
+            if not self._takes_messages:
+                raise
+            self.receive_failed(request_id, error)  # megatron's loop would end, and the replica with it
             return None
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:

@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.upstream.names import (
 )
 from tests.harness.bad_requests import BAD, BLOCK, COUNT, LIMIT_TOKENS, Asked, fuzz, good_requests, params
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
-from tests.harness.lifecycle_helpers import MODES, IdTokenizer
+from tests.harness.lifecycle_helpers import MODES, EngineHarness, IdTokenizer, tokens
 from tests.harness.limits import HANG_S
 
 CACHE = HybridPrefixConfig(mamba_gb=0.01)
@@ -182,6 +182,17 @@ def test_parameters_of_a_subclass_survive_a_preemption(model):
     engine.add_request(0, LONG.prompt, Mine(num_tokens_to_generate=5, top_k=1, termination_id=-1))
     engine.requests[0].record.checkpoint()
     assert engine.get_request(0).sampling_params.cache_salt == "mine"
+
+
+@pytest.mark.parametrize("hashes", [{}, {"precomputed_block_hashes": [7]}], ids=["", "hashes"])
+def test_hashes_of_others_are_not_used_and_images_are_refused(model, hashes):
+    """Megatron's engine takes both since 0.20."""
+    served = EngineHarness(model)
+    with pytest.raises(ValueError, match="request 1: imgs, num_tiles: this engine takes no images"):
+        served.engine.add_request(1, tokens(1, 5, seed=1), greedy(2), **hashes, imgs=torch.zeros(1), num_tiles=None)
+    served.engine.add_request(1, tokens(1, 5, seed=1), greedy(2), **hashes)
+    served.run()
+    served.check()
 
 
 def test_text_that_cannot_be_tokenized(model):

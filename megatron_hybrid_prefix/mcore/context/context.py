@@ -36,6 +36,7 @@ from megatron_hybrid_prefix.mcore.context import reports, rows
 from megatron_hybrid_prefix.mcore.context.admission import Admissions
 from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.context.decode import DecodedStates
+from megatron_hybrid_prefix.mcore.context.events import KVEvents
 from megatron_hybrid_prefix.mcore.context.exact import check_exact_config, end_on_grid
 from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest, RequestLoads
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
@@ -125,6 +126,7 @@ class HybridPrefixContext(SlotContext):
         scores_bytes = int(prefix.prompt_log_probs_gb * 2**30) if shared else 0
         self._scores = ScoreTable(scores_bytes, inference_config.block_size_tokens)
         self._requests = KnownRequests(self._scores, prefix.verify_hits)
+        self._events = KVEvents(self, self._scores)
         reports.report_ignored(inference_config)
         # Keep megatron from allocating its own cache, and from warning about it.
         inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False, mamba_memory_ratio=None)
@@ -149,7 +151,7 @@ class HybridPrefixContext(SlotContext):
                 live_states=self.live_states,
                 eviction_policy=prefix.eviction_policy,
                 retention_interval_tokens=prefix.retention_interval_tokens,
-                beside=self._scores,
+                beside=self._events,
                 on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
                 routing_of=self._routing_of if self.moe_enable_routing_replay else None,
                 **self.moves.cache_settings(),
@@ -160,7 +162,7 @@ class HybridPrefixContext(SlotContext):
             self, total_blocks + 1, min(paused, total_blocks - 1), cache=cache
         )
         if self.checkpoint_slots and (prefix.caches_answers or host is not None):
-            self._decodes = DecodedStates(self, cache, keep=prefix.caches_answers)
+            self._decodes = DecodedStates(self, cache, self._events, keep=prefix.caches_answers)
         self.scored = ScoredPrompts(self, cache, self._scores)
         self._admissions = Admissions(self, cache, self._requests)
         if host is not None:
@@ -434,6 +436,10 @@ class HybridPrefixContext(SlotContext):
             if self.prefix_config.verify_hits:
                 verify_plan(self, plan)
             cached = self.prefix_cache.publish(plan)
+            if cached:
+                size = self.block_size_tokens
+                first, end = plan.start_tokens // size, plan.end_tokens // size
+                self._events.stored(known.chain, first, known.prompt[first * size : end * size])
             known.counted_tokens = max(known.counted_tokens, plan.end_tokens)
             if known.scored is not None:
                 self.scored.publish(known, plan, cached=cached)

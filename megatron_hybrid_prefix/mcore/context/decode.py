@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.mcore.context.events import KVEvents
 from megatron_hybrid_prefix.upstream.context import ContextSeam
 
 
@@ -65,11 +66,12 @@ class DecodedStates:
     Args:
         context: A `HybridPrefixContext`.
         cache: Its cache.
+        events: Is told which blocks become matchable.
         keep: False: track the tokens only, and keep no blocks or states.
     """
 
-    def __init__(self, context: Any, cache: HybridPrefixCache, *, keep: bool) -> None:
-        self._context, self._cache, self._keep = context, cache, keep
+    def __init__(self, context: Any, cache: HybridPrefixCache, events: KVEvents, *, keep: bool) -> None:
+        self._context, self._cache, self._events, self._keep = context, cache, events, keep
         self._block_tokens = context.block_size_tokens
         self._width = context.num_speculative_tokens + 1  # most tokens by which a forward advances a request
         # One ring per live index. The start of a block is still there after drafts beyond its end were accepted.
@@ -94,9 +96,12 @@ class DecodedStates:
         # By target slot: with few slots, a request may take the slot that another just got.
         copies: dict[int, tuple[int, int]] = {}
         for block in blocks:
-            known = self._cache.live[block.request_id].chain.tokens
+            live = self._cache.live[block.request_id]
+            known, begun = live.chain.tokens, live.chain.tail
             tokens = self._recent[block.live_index, np.arange(known, block.end_tokens) % self._ring_tokens]
             self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
+            if live.write:
+                self._events.stored(live.chain, known // self._block_tokens, begun + tokens.tobytes())
             slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)
             if slot is not None:
                 copies[slot] = self._context.states.live.slot(block.live_index), block.forward_token

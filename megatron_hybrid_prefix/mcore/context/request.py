@@ -15,11 +15,13 @@ through megatron's data-parallel coordinator:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Buffer, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import shown
@@ -38,7 +40,8 @@ class PrefixRequest:
     """The context's record of one request.
 
     Attributes:
-        chain: The prompt's keys.
+        prompt: (tokens,) the prompt.
+        chain: Its keys.
         scores: Log-probs of cached prompts. With ``top_n`` it resumes only where its own are kept.
         read: Whether the request may reuse cached prefixes.
         write: Whether what it computes may be cached.
@@ -57,6 +60,7 @@ class PrefixRequest:
         gave_up_fetch: Whether a load from the tier below the host was late or missing. The request tries no other.
     """
 
+    prompt: NDArray[np.int64]
     chain: KeyChain
     scores: ScoreTable
     read: bool
@@ -166,7 +170,7 @@ class KnownRequests:
                 write=known.write,
                 resume_at=None if known.top_n is None else self._scores.positions(known.chain, known.top_n),
                 breakpoints=known.breakpoints,
-                plain=None if plain else cache.chain(_buffer(tokens), remember=False),
+                plain=None if plain else cache.chain(known.prompt, remember=False),
             )
         )
 
@@ -187,7 +191,7 @@ class KnownRequests:
         return int(self._hits * self._verify_hits) > int((self._hits - 1) * self._verify_hits)
 
 
-def _buffer(tokens: torch.Tensor) -> Buffer:
+def _array(tokens: torch.Tensor) -> NDArray[np.int64]:
     return tokens.detach().to("cpu", torch.int64).contiguous().numpy()
 
 
@@ -205,9 +209,11 @@ def _read_request(
     wants_prompt = getattr(params, "return_log_probs", False) and not getattr(params, "skip_prompt_log_probs", False)
     keeps_scores = scores.budget_bytes > 0
     write = bool(getattr(params, "cache_write", True))
+    prompt = _array(tokens)
     return PrefixRequest(
+        prompt=prompt,
         chain=cache.chain(
-            _buffer(tokens),
+            prompt,
             salt=None if salt is None else str(salt),
             adapter=None if adapter is None else str(adapter),
             remember=write and remember,

@@ -1,0 +1,110 @@
+"""Megatron's events of cached KV, which a router listens to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_hybrid_prefix.upstream.capabilities import form_of
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
+from tests.harness.selection import mostly_slow
+
+pytestmark = pytest.mark.skipif(
+    form_of("events of cached KV") == "no", reason="nobody can listen to megatron's prefix cache before #5860"
+)
+
+
+class Router:
+    """Knows what is cached from events alone.
+
+    Attributes:
+        prompts: For each cached block all tokens up to its end, by its hash.
+        kinds: Kinds of the events so far.
+        observed: Hashes that the allocator's observers were told.
+    """
+
+    def __init__(self, served: EngineHarness) -> None:
+        self.prompts: dict[int, list[int]] = {}
+        self.kinds: list[str] = []
+        self.observed: set[int] = set()
+        served.context.dynamo_helper.add_kv_event_listener(self)
+        served.context.kv_block_allocator.add_blocks_deregistered_observer(
+            lambda _, hashes: self.observed.update(hashes)
+        )
+
+    def __call__(self, kind: str, event: dict[str, Any]) -> None:
+        self.kinds.append(kind)
+        if kind == "cleared":
+            self.prompts.clear()
+        for number in event.get("block_hashes", ()) if kind == "removed" else ():
+            del self.prompts[number]
+        if kind == "stored":
+            before = [] if event["parent_hash"] is None else self.prompts[event["parent_hash"]]
+            ends = np.cumsum(event["num_block_tokens"])
+            assert ends[-1] == len(event["token_ids"])
+            for number, end in zip(event["block_hashes"], ends, strict=True):
+                self.prompts[number] = before + event["token_ids"][:end]
+
+
+def cached(served: EngineHarness) -> set[int]:
+    """Hashes of all cached blocks."""
+    return {int.from_bytes(node.key[:8]) >> 1 for node in served.cache.nodes()}
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "async"))
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_router_knows_what_is_cached(model, mode, chunked):
+    """Prompts in chunks, blocks that decoding fills, a second turn, and what another request had cached before."""
+    fields = {"enable_chunked_prefill": True, "max_tokens": 2 * BLOCK} if chunked else {}
+    served = EngineHarness(model, async_sched_mode=mode, **fields)
+    router = Router(served)
+    first = served.send(tokens(4, 40, seed=1), count=BLOCK)
+    said = [*first.prompt_tokens.tolist(), *first.generated_tokens]
+    served.send(said + tokens(1, 9, seed=2))
+    served.send(tokens(2, 40, seed=1) + tokens(1, 0, seed=3))
+    served.send(tokens(2, 3, seed=4), cache_write=False)
+    assert router.prompts.keys() == cached(served)
+    assert said[: 5 * BLOCK] in router.prompts.values()
+    assert {len(prompt) % BLOCK for prompt in router.prompts.values()} == {0}
+    served.engine.invalidate()
+    assert router.kinds[-1] == "cleared" and not cached(served) and not router.prompts
+    served.send(tokens(2, 3, seed=1))
+    assert len(router.prompts) == 2 and router.prompts.keys() == cached(served)
+    served.check(served.next_id)
+
+
+@pytest.mark.parametrize("host_gb", [0.0, 0.001])
+def test_a_router_knows_what_is_evicted(model, host_gb):
+    """What the host still has counts as cached."""
+    served = EngineHarness(model, blocks=9, host_gb=host_gb)
+    router, all_hashes = Router(served), set()
+    for seed in [*range(6), 0, 3]:
+        served.send(tokens(2, 9, seed=seed), count=BLOCK)
+        assert router.prompts.keys() == cached(served)
+        all_hashes |= cached(served)
+    stats = served.cache.stats()
+    assert stats.kv_evictions > 3 and "removed" in router.kinds
+    assert len(router.prompts) > served.cache.memory_use().total_blocks or not host_gb
+    assert router.observed >= all_hashes - cached(served) and router.observed
+
+
+def test_events_of_a_step_that_raised_are_not_told(model, monkeypatch):
+    served = EngineHarness(model)
+    router = Router(served)
+    served.add(tokens(2, 9, seed=1))
+    monkeypatch.setattr(served.engine.controller, "_dynamic_step_sample_logits", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        served.engine.step_modern()
+    monkeypatch.undo()
+    served.engine.reset()
+    served.send(tokens(2, 9, seed=2))
+    assert router.prompts.keys() == cached(served) and "cleared" in router.kinds
+
+
+def test_a_listener_that_raises_stops_nothing(model):
+    served = EngineHarness(model)
+    served.context.dynamo_helper.add_kv_event_listener(lambda kind, event: 1 / 0)
+    served.send(tokens(2, 9, seed=1))
+    served.check()
