@@ -38,10 +38,6 @@ class Mending:
     def __str__(self) -> str:
         return f"[#{self.pull}](https://github.com/NVIDIA/Megatron-LM/pull/{self.pull}), {self.commit} of {self.date}"
 
-    def is_installed(self) -> bool:
-        """Whether the installed megatron-core has it."""
-        return capabilities._is_there(self.adds)
-
 
 @dataclass(frozen=True, slots=True)
 class Defect:
@@ -50,6 +46,10 @@ class Defect:
     kind: str
     what: str
     mended: Mending | None = None
+
+    def is_mended(self) -> bool:
+        """Whether the installed megatron-core is without it."""
+        return self.mended is not None and capabilities._is_there(self.mended.adds)
 
 
 _CONTEXTS = "megatron.core.inference.contexts"
@@ -125,7 +125,7 @@ def expected(number: int, raises: type[Exception] | tuple[type[Exception], ...])
         raises: How it shows: an exception of the test; what megatron raises; AssertionError if the test counts something.
     """
     found = DEFECTS[number]
-    if found.mended is not None and found.mended.is_installed():
+    if found.is_mended():
         return ()
     return (pytest.mark.xfail(strict=True, reason=f"defect {number}: {found.what}", raises=raises),)
 
