@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Sets up the environment if needed, then runs the tests that this machine can run.
-#   scripts/test.sh [--all] [--megatron VERSION] [--without-mamba] [ARGUMENTS OF PYTEST ...]
+#   scripts/test.sh [--all] [--megatron VERSION|DIR] [--without-mamba] [ARGUMENTS OF PYTEST ...]
 #
-#   (nothing)             some tests of every kind: at most five minutes on two idle cores
-#   --all                 all tests but those marked nightly (scripts/nightly.sh): at most fifteen minutes
-#   --megatron VERSION    with another megatron-core, in an environment made for it
-#   --without-mamba       without mamba-ssm and causal-conv1d, as a plain `pip install` of this package leaves it
+#   (nothing)                 some tests of every kind: at most five minutes on two idle cores
+#   --all                     all tests but those marked nightly (scripts/nightly.sh): at most fifteen minutes
+#   --megatron VERSION|DIR    with another megatron-core, or a checkout of Megatron-LM, in an environment made for it
+#   --without-mamba           without mamba-ssm and causal-conv1d, as a plain `pip install` of this package leaves it
 #
 # These options must come first. Tests run in two processes (-n 0: one process) with MHP_TEST_THREADS threads each
 # (default: 1).
@@ -14,14 +14,19 @@ set -euo pipefail
 usage() { sed -n '2,/^set -euo/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 die() { printf 'test.sh: %s\n' "$1" >&2; exit 2; }
 
-all=0 megatron="" without=0
+all=0 megatron="" named="" without=0
 while (($#)); do
   case $1 in
     -h | --help) usage; exit 0 ;;
     --all) all=1 ;;
     --megatron)
-      [[ ${2:-} =~ ^[0-9]+(\.[0-9]+)+[a-z0-9]*$ ]] || die "--megatron needs a version, such as 0.19.3"
-      megatron=$2
+      megatron=${2:-} named=${2:-}
+      if [[ -d $megatron ]]; then
+        megatron=$(cd -- "$megatron" && pwd -P)
+        named=${megatron##*/}-$(cksum <<<"$megatron" | cut -d " " -f 1) # other checkouts may have the same last name
+      elif [[ ! $megatron =~ ^[0-9]+(\.[0-9]+)+[a-z0-9]*$ ]]; then
+        die "--megatron needs a version, such as 0.19.3, or the folder of a checkout of Megatron-LM, not '$megatron'"
+      fi
       shift
       ;;
     --without-mamba) without=1 ;;
@@ -35,7 +40,7 @@ cd "$MHP_ROOT"
 python=$MHP_PYTHON
 if ((without)) || [[ -n $megatron ]]; then
   folder=$MHP_VENV variant=()
-  if [[ -n $megatron ]]; then folder+=-megatron-$megatron variant+=(--megatron "$megatron"); fi
+  if [[ -n $megatron ]]; then folder+=-megatron-$named variant+=(--megatron "$megatron"); fi
   if ((without)); then folder+=-without-mamba variant+=(--without mamba-ssm --without causal-conv1d); fi
   python=$("$python" scripts/variant_env.py "$folder" "${variant[@]}")
   export PATH="${python%/*}:$PATH"

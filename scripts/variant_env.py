@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Creates a variant of the running environment with a few other packages. Prints the path of its python.
 
-    .venv/bin/python scripts/variant_env.py DIR [--megatron VERSION] [--without NAME ...] [--extra NAME]
+    .venv/bin/python scripts/variant_env.py DIR [--megatron VERSION|CHECKOUT] [--without NAME ...] [--extra NAME]
     .venv/bin/python scripts/variant_env.py DIR --only NAME ... --requirements FILE --constraints FILE
 
 Packages are links into this environment, so a variant takes seconds and a few megabytes. Safe to repeat: an up-to-date
-variant is kept. Used by ``scripts/test.sh --megatron VERSION`` and ``--without-mamba``, by ``scripts/docs.sh``, which
-adds the packages of the extra ``docs``, and by ``scripts/clients.sh``, which links torch alone and installs the rest.
+variant is kept. Used by ``scripts/test.sh --megatron`` and ``--without-mamba``, by ``scripts/docs.sh``, which adds the
+packages of the extra ``docs``, and by ``scripts/clients.sh``, which links torch alone and installs the rest.
+
+Of a checkout of Megatron-LM the package ``megatron`` is linked, so its changes need no new variant. Its other top-level
+packages (``tests``, ``tools``, ``examples``) would hide ours.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(sysconfig.get_path("purelib"))
+VERSION = re.compile(r"\d+(\.\d+)+\w*")
 
 
 def canonical(name: str) -> str:
@@ -67,9 +71,20 @@ def packages_of(extra: str | None) -> list[str]:
 def key(options: argparse.Namespace) -> str:
     """A fingerprint of this environment's packages and of the options."""
     stamp = [sys.version, str(SITE), options.megatron, sorted(options.without), Path(__file__).read_text()]
-    stamp += [installed(options.only), options.only, packages_of(options.extra)]
+    stamp += [str(options.checkout), installed(options.only), options.only, packages_of(options.extra)]
     stamp += [file.read_text() for file in (options.constraints, options.requirements) if file is not None]
     return hashlib.sha256(json.dumps(stamp).encode()).hexdigest()
+
+
+def problem_of(checkout: Path) -> str | None:
+    """Why the tests cannot run with a checkout of Megatron-LM, or None."""
+    from megatron_hybrid_prefix.upstream.version import SUPPORTED, MegatronVersion, version_in
+
+    core = checkout / "megatron" / "core"
+    if not (core / "package_info.py").is_file():
+        return f"{checkout} is no checkout of Megatron-LM: it has no megatron/core/package_info.py"
+    found = MegatronVersion(version=version_in(core))
+    return None if found.is_supported else f"{checkout} is {found}, supported is {SUPPORTED}"
 
 
 def pip(*arguments: str) -> None:
@@ -90,11 +105,13 @@ def make(folder: Path, options: argparse.Namespace) -> None:
     if options.only:
         kept = set().union(*(entries_of(package.partition("==")[0]) for package in installed(options.only)))
         left_out |= {entry.name for entry in SITE.iterdir()} - kept
-    if options.megatron:
-        left_out |= entries_of("megatron-core")
+    if options.megatron or options.checkout:
+        left_out |= {"megatron"} | entries_of("megatron-core")
     for entry in SITE.iterdir():
         if entry.name not in left_out and entry.name != "__pycache__":
             (site / entry.name).symlink_to(entry)
+    if options.checkout:
+        (site / "megatron").symlink_to(options.checkout / "megatron")
     if options.megatron:
         # Through this environment's pip, because the variant's pip would follow the links in its site-packages.
         from_wheels = ("--no-deps", "--only-binary", ":all:")
@@ -117,7 +134,7 @@ def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--megatron", metavar="VERSION", help="another megatron-core, from the index")
+    parser.add_argument("--megatron", metavar="VERSION|CHECKOUT", help="another megatron-core")
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a package to leave out")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="link no packages but these (globs)"
@@ -130,8 +147,12 @@ def main() -> int:
     options = parser.parse_args()
     if sys.prefix == sys.base_prefix:
         parser.error("run it with the python of an environment")
-    if options.megatron and not re.fullmatch(r"\d+(\.\d+)+\w*", options.megatron):
-        parser.error(f"--megatron {options.megatron}: give a version such as 0.19.3")
+    options.checkout = None
+    if options.megatron and not VERSION.fullmatch(options.megatron):
+        options.megatron, options.checkout = None, Path(options.megatron).resolve()
+        if problem := problem_of(options.checkout):
+            print(f"variant_env: {problem}", file=sys.stderr)
+            return 2
     for file in (options.requirements, options.constraints):
         if file is not None and not file.is_file():
             parser.error(f"there is no file {file}")

@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from tests.harness.limits import THREADS
+from tests.harness.tested_megatron import tested_megatron
 
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 if not torch.cuda.is_available():
@@ -53,6 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # a folder's name is a keyword, too
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says which megatron-core was tested. Not in pytest's header, which ``-q`` leaves out."""
+    terminalreporter.write_line(tested_megatron())
 
 
 @pytest.fixture(scope="session")

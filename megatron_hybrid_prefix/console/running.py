@@ -23,8 +23,9 @@ from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.console.engine_options import Budgets, check_memory
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, as_memory_errors
 from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.upstream.version import check_version
 
-PACKAGES = ("megatron-core", "torch", "triton", "mamba-ssm", "causal-conv1d", "flash-attn-4", "transformer-engine")
+PACKAGES = ("torch", "triton", "mamba-ssm", "causal-conv1d", "flash-attn-4", "transformer-engine")
 
 
 # --- Platform --------------------------------------------------------------------------------------------------------
@@ -198,6 +199,7 @@ def cache_figures(engine: Any) -> dict[str, Any] | None:
 def versions() -> dict[str, str]:
     """Versions of this package, Python, and the installed dependencies."""
     found = {"megatron-hybrid-prefix": __version__, "python": host.python_version()}
+    found["megatron-core"] = str(check_version().version)  # a checkout has no package metadata
     for name in PACKAGES:
         try:
             found[name] = version_of(name)

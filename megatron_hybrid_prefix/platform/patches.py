@@ -332,6 +332,13 @@ def _torch_norm(original: Any) -> Any:
 
 NO_TRANSFORMER_ENGINE = (
     Rebinding(
+        modules.DRAFTING,
+        "is_inference_column_parallel_linear",
+        _replace_by(host.false),
+        "compares with classes that derive from Transformer Engine's; without it they are placeholders, and isinstance raises",
+        may_be_absent=True,
+    ),
+    Rebinding(
         modules.HYBRID_BLOCK,
         "TENorm",
         _torch_norm,

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_hybrid_prefix.console.terminal import InputError
-from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, PARTIAL, TELL_SNAPSHOT, pack
+from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, TELL_SNAPSHOT, pack
 from megatron_hybrid_prefix.serve.backend import explained, new_output
 from megatron_hybrid_prefix.serve.http_server import SAME_SIGNAL_S
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
@@ -277,11 +277,11 @@ class RankEngine:
             tokens = sum(len(part.generated_tokens) for part in parts)
             seen = self._seen_tokens.get(request_id, 0)  # a request that replays its answer has fewer now, or none
             if tokens > seen:
-                outputs.append((request_id, new_output(parts, seen, prompt_tokens=len(parts[0].prompt_tokens))))
+                output = new_output(parts, seen, prompt_tokens=len(parts[0].prompt_tokens))
+                outputs.append({"request_id": request_id} | output)
             seen_tokens[request_id] = max(seen, tokens)
         self._seen_tokens = seen_tokens
-        if outputs:
-            self.engine.tell_coordinator(PARTIAL, pack(outputs))
+        self.engine.send_partials(outputs)
 
     # -- the thread that reports -----------------------------------------------------------------------------------------
 

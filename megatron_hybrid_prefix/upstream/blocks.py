@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 
 from megatron_hybrid_prefix.upstream.capabilities import form_of
-
-_HAS_ONE_POOL = form_of("KV blocks") == "one pool"
 
 
 class BlockCounts(NamedTuple):
@@ -19,7 +16,7 @@ class BlockCounts(NamedTuple):
 
     Attributes:
         total: Blocks in the buffer, megatron's dummy block included.
-        paused: Blocks that only paused requests may hold.
+        paused: Blocks that paused requests may keep; where there is no pool for all, only they may hold them.
         active: Blocks that running requests may hold. Where there is one pool, they may hold all but the dummy block.
     """
 
@@ -28,12 +25,14 @@ class BlockCounts(NamedTuple):
     active: int
 
 
-def block_counts(allocator: KVBlockAllocator) -> BlockCounts:
+_HAS_ONE_POOL = form_of("KV blocks") == "one pool"
+
+
+def block_counts(allocator: Any) -> BlockCounts:
     """Sizes of an allocator, megatron's or ours."""
-    sizes: Any = allocator
     if _HAS_ONE_POOL:
-        return BlockCounts(total=sizes.pool_size, paused=sizes.paused_limit, active=sizes.pool_size - 1)
-    return BlockCounts(total=sizes.total_count, paused=sizes.paused_count, active=sizes.active_count)
+        return BlockCounts(allocator.pool_size, allocator.paused_limit, active=allocator.pool_size - 1)
+    return BlockCounts(allocator.total_count, allocator.paused_count, active=allocator.active_count)
 
 
 def blocks_up_to_the_end(request: DynamicInferenceRequest, block_tokens: int) -> int:
@@ -42,49 +41,24 @@ def blocks_up_to_the_end(request: DynamicInferenceRequest, block_tokens: int) ->
     return -(-tokens // block_tokens)
 
 
-def available_blocks(allocator: KVBlockAllocator) -> int:
+def available_blocks(allocator: Any) -> int:
     """KV blocks that an allocator, megatron's or ours, can allocate now."""
-    free: Any = allocator
-    return int(free.pool_avail if _HAS_ONE_POOL else free.total_avail)
+    return int(allocator.pool_avail if _HAS_ONE_POOL else allocator.total_avail)
 
 
 class BlockAllocatorSeam(KVBlockAllocator):
     """Megatron's allocator without its free list, counts, hashes and clocks, which a subclass replaces.
 
-    Does not call ``super().__init__``, which makes them. Blocks are ``0 .. total - 2``; the last one is megatron's dummy block.
+    Blocks are ``0 .. total - 2``; the last one is megatron's dummy block.
 
     Args:
-        context: The inference context.
-        *counts: Blocks in the buffer, the dummy block included; of these, blocks that only paused requests may hold.
-        enable_prefix_caching: Stored for readers only; it does not switch the cache.
-        prefix_caching_eviction_policy: Stored for readers only.
-        **named_counts: ``counts`` under megatron's names.
+        *sizes: The inference context; blocks in the buffer, the dummy block included; those that paused requests may keep.
+        **named_sizes: These by megatron's names. ``enable_prefix_caching`` is stored for readers only: it does not switch the cache.
     """
 
-    def __init__(
-        self,
-        context: Any,
-        *counts: int,
-        enable_prefix_caching: bool = True,
-        prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU,
-        **named_counts: int,
-    ) -> None:
-        self.context = context
-        self.enable_prefix_caching = enable_prefix_caching
-        self.prefix_caching_eviction_policy = prefix_caching_eviction_policy
-        self.on_blocks_deregistered = None
-        names = ("pool_size", "paused_limit") if _HAS_ONE_POOL else ("total_count", "paused_count")
-        total, paused = (*counts, *(named_counts[name] for name in names if name in named_counts))
-        if _HAS_ONE_POOL:
-            self.pool_size, self.paused_limit = total, paused
-        else:
-            self.total_count, self.paused_count = total, paused
-            self.active_count = total - paused - 1
-        assert block_counts(self).active >= 1
-        self.dummy_block_idx = total - 1
-        self.block_routing: dict[int, Any] = {}
-        self.enable_handoff_pinning = False
-        self._blocks_deregistered_observers: list[Any] = []
+    def __init__(self, *sizes: Any, **named_sizes: Any) -> None:
+        super().__init__(*sizes, **named_sizes | {"enable_prefix_caching": False})  # makes no hashes, counts and clocks
+        self.enable_prefix_caching = named_sizes.get("enable_prefix_caching", True)
 
     @property
     def available_blocks(self) -> int:
@@ -92,11 +66,15 @@ class BlockAllocatorSeam(KVBlockAllocator):
         raise NotImplementedError
 
     @property
-    def total_avail(self) -> int:
+    def pool_avail(self) -> int:
         """See `available_blocks` (megatron's own count leaves out evictable blocks)."""
         return self.available_blocks
 
-    pool_avail = total_avail
+    @pool_avail.setter
+    def pool_avail(self, blocks: int) -> None:
+        """Megatron's constructor sets its own count."""
+
+    total_avail = pool_avail  # its name up to 0.19
 
     def get_allocatable_count(self) -> int:
         """Evictable blocks included."""
@@ -111,8 +89,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
 
         Blocks of paused requests count, too: they keep them when they resume.
         """
-        megatrons: Any = super()
-        return min(int(megatrons.get_active_avail()), self.available_blocks + int(self.get_paused_used()))
+        return min(int(super().get_active_avail()), self.available_blocks + int(self.get_paused_used()))
 
     def update_timestamps(self, block_ids: torch.Tensor) -> None:
         """Do nothing: the cache keeps its own clocks."""

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from megatron_hybrid_prefix.upstream.version import megatron_folder
 
-_CONTEXTS = "megatron.core.inference.contexts"
+_INFERENCE = "megatron.core.inference"
+_CONTEXTS = f"{_INFERENCE}.contexts"
 _BLOCKS = f"{_CONTEXTS}.kv_block_allocator:KVBlockAllocator"
+_ENGINE = f"{_INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine"
 _SSM = "megatron.core.ssm"
 _MIXER = f"{_SSM}.mamba_mixer:MambaMixer"
 
@@ -36,13 +38,25 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             f"{_BLOCKS}.get_active_avail",
         ),
     },
-    "observers of the prefix cache": {"yes": (f"{_BLOCKS}._blocks_deregistered_observers",), "no": ()},
-    "blocks kept for another engine": {"yes": (f"{_BLOCKS}.enable_handoff_pinning",), "no": ()},
+    # Whether clients can abort a request, and get its new tokens.
+    "aborts and new tokens": {"yes": (f"{_INFERENCE}.headers:Request.ABORT_REQUEST",), "no": ()},
+    "trainers look requests up": {
+        "yes": (
+            f"{_ENGINE}._send_request_records_to_coordinator",
+            f"{_ENGINE}.local_metadata_ledger",
+            f"{_ENGINE}.local_metadata_ledger_enabled",
+        ),
+        "no": (),
+    },
     # Recurrent layers of all kinds split a step into rows in one base class; or each class does.
     "steps of recurrent layers": {
         "shared": (f"{_SSM}.ssm_inference", f"{_MIXER}.ssm_prefill"),
         "by class": (f"{_MIXER}._dynamic_inference_prefill",),
     },
+    # What a layer computes once from its weights is computed again when they change; or in a later step, if a flag says so.
+    "what follows from weights": {"refreshed": (f"{_MIXER}.refresh_cache",), "flagged": ()},
+    # Whether a mode decodes Mamba2 from the inputs of the running chunk.
+    "batch-invariant Mamba2": {"replays chunks": (f"{_MIXER}._get_batch_invariant_decoder",), "no": ()},
     # Where the kernels are.
     "recurrent kernels": {
         "by kind": (f"{_SSM}.ops.mamba2", f"{_SSM}.ops.common"),

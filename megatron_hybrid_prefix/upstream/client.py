@@ -10,6 +10,8 @@ from megatron.core.inference.inference_client import InferenceClient
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
+from megatron_hybrid_prefix.upstream.coordinator import ABORT, PARTIAL, streamed
+
 
 class ClientSeam(InferenceClient):
     """Megatron's client; a subclass overrides the methods without an underscore."""
@@ -25,6 +27,10 @@ class ClientSeam(InferenceClient):
         """Receive messages until the task of this coroutine is cancelled."""
         await super()._recv_task()
 
+    def abort(self, request_id: int) -> None:
+        """Abort a request, finished or not. Its replica may still send output that was under way."""
+        self.socket.send_multipart(streamed(ABORT, request_id))
+
     @staticmethod
     def submission(request_id: int, prompt: list[int], params: SamplingParams) -> bytes:
         """Megatron's message that submits a request."""
@@ -32,11 +38,13 @@ class ClientSeam(InferenceClient):
         return msgpack.packb(message, use_bin_type=True)
 
     @staticmethod
-    def finished_request(message: bytes) -> tuple[int, DynamicInferenceRequest] | None:
-        """Id and answer of a finished request; None: the message is another one of megatron's."""
-        header, *contents = msgpack.unpackb(message, raw=False)
-        if header != Headers.ENGINE_REPLY.value:
+    def reply_in(*frames: bytes) -> tuple[int, DynamicInferenceRequest | dict[str, Any]] | None:
+        """Id and answer of a finished request, or id and new output of another; None: it is another message of megatron's."""
+        header, *contents = msgpack.unpackb(frames[-1], raw=False)
+        if header not in (Headers.ENGINE_REPLY.value, PARTIAL):
             return None
-        request_id, answer = contents
-        request: Any = DynamicInferenceRequest.deserialize(answer)
-        return request_id, request
+        request_id, output = contents
+        if header == PARTIAL:
+            del output["request_id"]  # the coordinator's
+            return request_id, output
+        return request_id, DynamicInferenceRequest.deserialize(output)

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import os
 from pathlib import Path
 
 from megatron_hybrid_prefix.errors import UpstreamDriftError
 from megatron_hybrid_prefix.upstream.capabilities import applies
 from megatron_hybrid_prefix.upstream.check import ContractRow, problem_of
-from megatron_hybrid_prefix.upstream.version import REMEDY, check_version
+from megatron_hybrid_prefix.upstream.version import RUN, check_version
 
 PATH = Path(__file__).with_name("contract.json")
+logger = logging.getLogger(__name__)
+
 # Folders that an engine does not need.
 WINGS = ("serve/", "bench/", "lab/", "cli/")
 
@@ -48,7 +52,7 @@ def installed_contract() -> tuple[ContractRow, ...]:
 def check_contract() -> None:
     """Compare the rows with the installed megatron-core, once per process, before the first engine is built.
 
-    Rows that only `WINGS` use are skipped.
+    Rows that only `WINGS` use are skipped. The first rank warns of a version or commit that the tests were not run with.
 
     Raises:
         PlatformError: megatron-core is missing or unsupported.
@@ -60,7 +64,14 @@ def check_contract() -> None:
     if problems:
         raise UpstreamDriftError(
             f"{version} differs from what this package expects in {len(problems)} of {len(needed)} names: "
-            f"{'; '.join(problems)}. To fix this, {REMEDY}"
+            f"{'; '.join(problems)}. To fix this, use one that the tests were run with: {', '.join(RUN)}"
+        )
+    if not version.was_run and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "%s has all %d names that this package needs, but the tests were run with others: %s",
+            version,
+            len(needed),
+            ", ".join(RUN),
         )
 
 

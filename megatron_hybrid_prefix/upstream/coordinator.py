@@ -1,8 +1,8 @@
 """`CoordinatorSeam`: megatron's data-parallel coordinator, its private hooks under neutral names.
 
-Megatron 0.19 carries whole answers only, and its loop ends at a header that it does not know. So messages of this package
-start with a frame that no message of megatron's can have, and are taken off the socket before megatron's loop sees them. Later
-versions of megatron stream answers and abort requests through the coordinator, in the same way.
+Megatron's loops end at a header that they do not know. So messages of this package start with a frame that no message of
+megatron's can have, and are taken off the socket before megatron's loop sees them. New tokens of unfinished answers and aborts are
+megatron's own messages, see `streamed`: its main has them, and 0.19 gets them in such a frame.
 
 This module also has the other names that the coordinator's process needs. That process must not import an engine's modules,
 because they need a running platform.
@@ -25,10 +25,22 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest, S
 from megatron_hybrid_prefix.errors import FieldError, shown
 from megatron_hybrid_prefix.sampling import check_integer
 from megatron_hybrid_prefix.upstream import modules
+from megatron_hybrid_prefix.upstream.capabilities import form_of
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
+
+_HAS_ABORTS = form_of("aborts and new tokens") == "yes"
 
 OWN = b"\xc1"
 """Start of the first frame of this package's messages. Msgpack, of which megatron's are made, never uses this byte."""
+
+WRAPPED = OWN + b"megatron"
+"""First frame where the next one is a message of megatron's main, for a megatron that does not have it."""
+
+PARTIAL, ABORT = 22, 23
+"""Megatron's headers ``ENGINE_REPLY_PARTIAL`` (replica, coordinator, client) and ``ABORT_REQUEST`` (client, coordinator)."""
+
+TELL_ABORT = "abort"
+"""What all ranks of a replica are told of a request to abort, see `CoordinatorSeam.tell`."""
 
 MARK = "hybrid_prefix_message"
 """Attribute of the sampling parameters in a message that submits no request, but tells a replica something.
@@ -37,6 +49,15 @@ Megatron's engine hands such a message to all ranks of a replica, between the sa
 """
 
 logger = logging.getLogger(__name__)
+
+
+def streamed(header: int, *contents: Any) -> list[bytes]:
+    """Frames of a `PARTIAL` or `ABORT` message.
+
+    Needless from 1addfbd78d (0.20): `WRAPPED`, and all that reads it. Megatron's loops know these headers since then.
+    """
+    message = msgpack.packb([header, *contents], use_bin_type=True)
+    return [message] if _HAS_ABORTS else [WRAPPED, message]
 
 
 def refused(request_id: int, why: str) -> dict[str, Any]:
@@ -73,12 +94,17 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         self.router_socket = _FilteredSocket(
             self.router_socket, self._take, self.identity_to_rank_index, self.most_queued
         )
-        submit = self._handlers[Headers.SUBMIT_REQUEST]
-        self._handlers = self._handlers | {Headers.SUBMIT_REQUEST: partial(self._submit, submit)}
+        own = {
+            "SUBMIT_REQUEST": partial(self._submit, self._handlers[Headers.SUBMIT_REQUEST]),
+            "ABORT_REQUEST": self._abort,
+            "SUBMIT_REQUEST_WITH_KV": self._refuse_handoff,
+            "RELEASE_KV": lambda *message: None,
+        }
+        self._handlers |= {header: own[header.name] for header in self._handlers if header.name in own}
         super().start()
 
     def _submit(self, submit: Callable[..., bool | None], _: Any, client: bytes, message: Sequence[Any]) -> None:
-        _, client_request_id, prompt, params = message
+        _, client_request_id, prompt, params, *_ = message
         why = _unreadable(prompt, params)
         if why is None:
             # The engine sets it by the other fields, but first asserts that it agrees with them.
@@ -86,6 +112,29 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
             why = "no replica is left" if submit(self, client, message) else None
         if why is not None and client in self.known_clients:
             self._reply_refused((client, client_request_id), why)
+
+    def _abort(self, _: Any, client: bytes, message: Sequence[Any]) -> None:
+        """Tells the replica to abort a request now.
+
+        Megatron's main tells it to generate no more tokens. A request that waits then still computes its prompt, one that is paused
+        still resumes, and each gets one more token.
+        """
+        request_id = self.request_of(client, message[1])
+        if request_id is not None and request_id in self.request_id_to_rank:
+            self.tell(self.request_id_to_rank[request_id], TELL_ABORT, request_id)
+
+    def _refuse_handoff(self, _: Any, client: bytes, message: Sequence[Any]) -> None:
+        """The engine takes no states of other engines. Megatron's own would end at the message, and at one to release them."""
+        if client in self.known_clients:
+            self._reply_refused((client, message[1]), "this engine takes no KV cache of another engine")
+
+    def _pass_on(self, _: Any, replica: bytes, message: Sequence[Any]) -> None:
+        """New tokens of unfinished requests go to their clients, as with megatron's main."""
+        del replica
+        for output in message[1]:
+            client = self.client_of(output["request_id"])
+            if client is not None:
+                self.send(client[0], *streamed(PARTIAL, client[1], output))
 
     def _reply_refused(self, client: tuple[bytes, int], why: str) -> None:
         name, client_request_id = client
@@ -106,6 +155,10 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
             self._unregistered -= {sender}
         if sender in self._unregistered:
             return None  # megatron's loop ends at a reply of a replica that it has removed
+        if frames[0] == WRAPPED:
+            message = msgpack.unpackb(frames[1], raw=False)
+            {PARTIAL: self._pass_on, ABORT: self._abort}[message[0]](self, sender, message)
+            return None
         return self.receive(sender, *frames) if frames[0].startswith(OWN) else frames[0]
 
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: list[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_hybrid_prefix.upstream.coordinator import LAUNCHED, MARK, refused
+from megatron_hybrid_prefix.upstream.capabilities import form_of
+from megatron_hybrid_prefix.upstream.coordinator import LAUNCHED, MARK, PARTIAL, refused, streamed
 from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
 
 
@@ -26,6 +27,7 @@ class EngineSeam(DynamicInferenceEngine):
     use_coordinator: bool
     _state_events: Any
     _pending_signals: Any
+    _send_request_records_to_coordinator: Callable[[Sequence[DynamicInferenceRequestRecord]], None]
 
     _epoch: int | None = None
     _takes_messages = False
@@ -171,8 +173,9 @@ class EngineSeam(DynamicInferenceEngine):
         ended = state in (None, EngineState.STOPPING, EngineState.STOPPED)
         stays = suspended or (not ended and self.use_coordinator)
         # A loop may wait for the condition.
-        names = ("state", "use_coordinator", "_state_events", "_pending_signals", "_cond") if stays else ()
-        kept = {name: getattr(self, name) for name in names}
+        names = ["state", "use_coordinator", "_state_events", "_pending_signals", "_cond"]
+        names += ["local_metadata_ledger", "local_metadata_ledger_enabled"]  # what a trainer looks up
+        kept = {name: getattr(self, name) for name in names if stays and hasattr(self, name)}
         super().reset()
         for name, value in kept.items():
             setattr(self, name, value)
@@ -188,8 +191,17 @@ class EngineSeam(DynamicInferenceEngine):
         return super().add_request(request_id, prompt, sampling_params)
 
     def accept_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
-        """Record and queue a new request, or refuse it. The future gives its result."""
-        return super()._add_request(request)
+        """Record and queue a new request, or refuse it. The future gives its result.
+
+        Drafts past the end of an answer need no KV block here. Megatron from 3fd8f33076 (0.20) on counts them, and refuses a request
+        that just fits.
+        """
+        context = self.context
+        drafts, context.num_speculative_tokens = context.num_speculative_tokens, 0
+        try:
+            return super()._add_request(request)
+        finally:
+            context.num_speculative_tokens = drafts
 
     def refuse_request(self, request_id: int) -> None:
         """Refuse a request that can never run; the next step returns it."""
@@ -249,7 +261,11 @@ class EngineSeam(DynamicInferenceEngine):
 
     def reply(self, records: Sequence[DynamicInferenceRequestRecord]) -> None:
         """Send finished requests to the coordinator, as megatron does after a step."""
-        if self.is_mp_coordinator and records:
+        if not self.is_mp_coordinator or not records:
+            return
+        if form_of("trainers look requests up") == "yes":
+            self._send_request_records_to_coordinator(records)
+        else:  # Needless from cac6b7bc69 (0.20): megatron has a method for it since then.
             message = [Headers.ENGINE_REPLY.value, [record.merge().serialize() for record in records]]
             self.socket_for_receiving_requests.send(msgpack.packb(message, use_bin_type=True))
 
@@ -259,8 +275,17 @@ class EngineSeam(DynamicInferenceEngine):
             message = [Headers.ENGINE_REPLY.value, [refused(request_id, why)]]
             self.socket_for_receiving_requests.send(msgpack.packb(message, use_bin_type=True))
 
+    def send_partials(self, outputs: Sequence[dict[str, Any]]) -> None:
+        """Send the coordinator new output of unfinished requests, each with its ``request_id``, in megatron's own message.
+
+        Its contents are ours. What megatron's main puts there lacks the number of cached tokens, and skips tokens of a request that
+        was preempted.
+        """
+        if outputs:
+            self.tell_coordinator(*streamed(PARTIAL, outputs))
+
     def tell_coordinator(self, *frames: bytes) -> None:
-        """Send the coordinator a message of this package; only the first rank of a replica does."""
+        """Send the coordinator a message; only the first rank of a replica does."""
         if self.is_mp_coordinator:
             self.socket_for_receiving_requests.send_multipart(frames)
 

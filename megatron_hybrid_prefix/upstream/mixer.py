@@ -9,6 +9,7 @@ import torch
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 
+from megatron_hybrid_prefix.upstream.capabilities import form_of
 from megatron_hybrid_prefix.upstream.modules import ROWS_OF_A_STEP
 
 
@@ -60,10 +61,21 @@ class PrefillSeam(MambaMixer):
 def refresh_decode_parameters(module: MambaMixer) -> None:
     """A mixer has new weights: compute the A of its decode again, in the same memory.
 
-    Megatron only sets a flag, in ``train()``, and its next eager decode computes A. The replay of a CUDA graph looks at no flag.
+    An older megatron only sets a flag, in ``train()``, and its next eager decode computes A. The replay of a CUDA graph looks at no
+    flag.
     """
-    if hasattr(module, "_A_neg_exp_cache"):
+    if form_of("what follows from weights") == "refreshed":
+        module.refresh_cache()
+    elif hasattr(module, "_A_neg_exp_cache"):  # Needless from fbbc142b80 (0.20), which has `refresh_cache`.
         module._A_neg_exp_cache.copy_(-torch.exp(module.A_log.float()))
+
+
+def replays_chunks(config: Any) -> bool:
+    """Whether megatron decodes Mamba2 from the inputs of the running chunk, which its own prefill and no other keeps.
+
+    Its mode ``batch_invariant_mode`` of 0.20 does. States in it are those at the last end of a chunk.
+    """
+    return bool(config.batch_invariant_mode) and form_of("batch-invariant Mamba2") == "replays chunks"
 
 
 # The functions below look names up at each call: a platform may have replaced them.

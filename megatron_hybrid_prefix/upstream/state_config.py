@@ -72,6 +72,11 @@ def decoder_layers(model: Any) -> list[tuple[str, torch.nn.Module]]:
     return [] if symbols is None else list(zip(symbols, stack.layers, strict=True))
 
 
+def mixer_name(layer: Any) -> str:
+    """Class of what is recurrent in a layer with a symbol for which `needs_a_kind`."""
+    return type(getattr(layer, "mixer", None) or getattr(layer, "self_attention", layer)).__name__
+
+
 def needs_a_kind(symbol: str) -> bool:
     """Whether a layer with this symbol is recurrent, so that megatron's engine can only run it by slots."""
     return symbol in (RECURRENT, _NOT_IN_DYNAMIC_INFERENCE)

@@ -13,8 +13,9 @@ from megatron.core.inference.data_parallel_inference_coordinator import HANDLERS
 from megatron.core.inference.headers import Headers
 
 from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
-from megatron_hybrid_prefix.mcore.ranks.messages import ABORT, ANSWER, LOST, PARTIAL, SUBMIT, Routing, pack, unpack
-from megatron_hybrid_prefix.upstream.coordinator import MARK, CoordinatorSeam
+from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, LOST, SUBMIT, Routing, pack, unpack
+from megatron_hybrid_prefix.upstream.client import ClientSeam
+from megatron_hybrid_prefix.upstream.coordinator import ABORT, MARK, PARTIAL, CoordinatorSeam, streamed
 
 RANKS = [b"mp-coord-0", b"mp-coord-1"]
 
@@ -27,6 +28,7 @@ def coordinator(most_blocks: int, kind: type[Any] = PrefixCoordinator) -> Any:
     made._hash_table, made._hash_assignment_counter, made.most_blocks = {}, 0, most_blocks
     made.identities_of_data_parallel_ranks, made.known_clients = deque(RANKS), {b"client"}
     made.request_id_to_client_id, made.request_id_to_client_request_id, made.request_id_to_rank = {}, {}, {}
+    made.client_request_to_request_id, made.removed_engine_identities = {}, set()
     made.enable_prefix_caching, made.max_requests, made.prefix_caching_routing_alpha = True, 4, 0.5
     made.prefix_caching_coordinator_policy = PrefixCachingCoordinatorPolicy.LONGEST_PREFIX
     made.block_size_tokens, made.router_socket = 4, Sent()
@@ -41,7 +43,7 @@ class Sent:
 
     def send_multipart(self, frames: list[bytes]) -> None:
         receiver, *rest = frames
-        own = rest[0] in (PARTIAL, LOST, ANSWER)
+        own = rest[0] in (LOST, ANSWER)
         self.messages.append([receiver, *rest[:own], *map(unpack, rest[own:])])
 
 
@@ -156,7 +158,7 @@ def test_blocks_are_known_where_they_were_written_and_only_readers_follow_them()
     assert [route(made, [2]) for _ in range(3)] == [0] * 3, "it reads what the one before wrote"
 
 
-def test_messages_reach_the_right_ones_and_a_removed_replica_is_not_heard():
+def test_a_removed_replica_is_not_heard_and_each_client_learns_what_it_lost():
     made = coordinator(most_blocks=100)
     for request_id, (client, own, rank) in enumerate([(b"client", 7, 0), (b"other", 7, 1), (b"client", 8, 1)]):
         made.request_id_to_client_id[request_id], made.request_id_to_client_request_id[request_id] = client, own
@@ -164,14 +166,6 @@ def test_messages_reach_the_right_ones_and_a_removed_replica_is_not_heard():
         made._pending_counts[rank] += 1
     made.known_clients.add(b"other")
     sent = made.router_socket.messages
-    assert made._take(RANKS[1], [PARTIAL, pack([[1, {"tokens": [3]}], [2, {"tokens": [4]}], [99, {}]])]) is None
-    assert sent == [[b"other", PARTIAL, [[7, {"tokens": [3]}]]], [b"client", PARTIAL, [[8, {"tokens": [4]}]]]]
-    sent.clear()
-    for client, own in ((b"client", 8), (b"other", 8), (b"client", 99)):
-        made._take(client, [ABORT, pack(own)])
-    [[receiver, (_, request_id, prompt, params)]] = sent
-    assert (receiver, request_id, prompt, params[MARK]) == (RANKS[1], 2, [], "abort")
-    sent.clear()
     made.remove_replica(1)
     made.remove_replica(1)
     assert sorted(sent) == [[b"client", LOST, 1, [8]], [b"other", LOST, 1, [7]]]
@@ -189,7 +183,7 @@ def behind_sockets(request):
     made.router_socket.bind("inproc://router")
     made._handlers, made.next_request_id, made.schedule_records = dict(HANDLERS), 0, None
     peers = {}
-    for name in (*RANKS, b"client"):
+    for name in (*RANKS, b"client", b"other"):
         peers[name] = context.socket(zmq.DEALER)
         peers[name].setsockopt(zmq.IDENTITY, name)
         peers[name].setsockopt(zmq.RCVHWM, 8)
@@ -225,7 +219,7 @@ def test_a_replica_that_does_not_read_is_removed_and_the_others_go_on(behind_soc
 def test_a_client_that_does_not_read_or_has_left_is_no_end_of_the_coordinator(behind_sockets, caplog):
     made, peers = behind_sockets
     for number in range(16):
-        peers[b"client"].send_multipart([ABORT, pack(number)])
+        peers[b"client"].send_multipart(streamed(ABORT, number))
     peers[b"client"].send(pack([Headers.SHUTDOWN.value]))
     made.start()
     for _ in range(30):
@@ -242,12 +236,35 @@ def each_kind(raises: type[Exception], *kinds: type[Any]) -> pytest.MarkDecorato
     return pytest.mark.parametrize("behind_sockets", [megatrons, *kinds], indirect=True)
 
 
-def talks(made: Any, peers: dict[bytes, Any], *messages: list[Any]) -> None:
+def talks(made: Any, peers: dict[bytes, Any], *messages: list[Any], client: bytes = b"client") -> None:
     """Runs the coordinator until it has these messages of the client."""
     for message in [*messages, [Headers.SHUTDOWN.value]]:
-        peers[b"client"].send(pack(message))
+        peers[client].send(pack(message))
     made.start()
     made.router_socket = getattr(made.router_socket, "_socket", made.router_socket)
+
+
+@pytest.mark.parametrize("behind_sockets", [CoordinatorSeam, PrefixCoordinator], indirect=True)
+def test_new_tokens_and_aborts_reach_the_right_ones(behind_sockets):
+    made, peers = behind_sockets
+    made.known_clients.add(b"other")
+    talks(made, peers, asking(7, [1]), asking(8, [2]))
+    talks(made, peers, asking(7, [3]), client=b"other")
+    for name, request_id in ((RANKS[0], 0), (RANKS[1], 1), (RANKS[0], 2)):
+        peers[name].send_multipart(streamed(PARTIAL, [{"request_id": request_id, "tokens": [request_id + 3]}]))
+    peers[b"other"].send_multipart(streamed(ABORT, 8))
+    for number in (8, 99):
+        peers[b"client"].send_multipart(streamed(ABORT, number))
+    talks(made, peers)
+    found = {name: [ClientSeam.reply_in(*peers[name].recv_multipart())] for name in (b"client", b"other")}
+    found[b"client"].append(ClientSeam.reply_in(*peers[b"client"].recv_multipart()))
+    assert found == {b"client": [(7, {"tokens": [3]}), (8, {"tokens": [4]})], b"other": [(7, {"tokens": [5]})]}
+    told = {name: [unpack(peers[name].recv()) for _ in range(2)] for name in RANKS}
+    assert [message[2] for message in told[RANKS[0]]] == [[1], [3]], "nobody aborted these"
+    assert told[RANKS[1]][1] == [Headers.SUBMIT_REQUEST.value, 1, [], {MARK: "abort"}]
+    for name in RANKS:
+        with pytest.raises(zmq.Again):
+            peers[name].recv(zmq.NOBLOCK)
 
 
 def refusals(peers: dict[bytes, Any], count: int) -> dict[int, str]:
@@ -300,6 +317,17 @@ def test_fields_that_an_engine_cannot_even_read(behind_sockets):
         "return_prompt_top_n_logprobs": False,
         "skip_prompt_log_probs": True,
     }
+
+
+@pytest.mark.skipif(not hasattr(Headers, "RELEASE_KV"), reason="engines of this megatron hand no states to others")
+@pytest.mark.parametrize("behind_sockets", [CoordinatorSeam, PrefixCoordinator], indirect=True)
+def test_states_of_another_engine_are_refused(behind_sockets):
+    """Megatron's engine would end, and all others with it at a message that names states to release."""
+    made, peers = behind_sockets
+    handoff = [Headers.SUBMIT_REQUEST_WITH_KV.value, 5, [1], {}, {}, [0]]
+    talks(made, peers, handoff, [Headers.RELEASE_KV.value, 5], asking(6, [2]))
+    assert refusals(peers, 1) == {5: "this engine takes no KV cache of another engine"}
+    assert unpack(peers[RANKS[0]].recv())[2] == [2]
 
 
 @each_kind(zmq.Again, CoordinatorSeam)

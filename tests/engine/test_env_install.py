@@ -94,7 +94,7 @@ NO_FILE = 'give JSON such as {"cache_gb": 50}, or its file'
 # Variables, megatron's version, and the beginning and the end of the error.
 WRONG: list[tuple[dict[str, str], str | None, str, str]] = [
     ({"HYBRID_PREFIX_INSTALL": "yes"}, None, "HYBRID_PREFIX_INSTALL=yes: must be 1, optional, 0 or empty", ""),
-    ({}, "0.20.0", "HYBRID_PREFIX_INSTALL=1: megatron-core 0.20.0 is installed, supported is", '"'),
+    ({}, "0.21.0", "HYBRID_PREFIX_INSTALL=1: megatron-core 0.21.0 is installed, supported is", '"'),
     *(
         ({"HYBRID_PREFIX_CONFIG": text}, None, f"HYBRID_PREFIX_INSTALL=1: HYBRID_PREFIX_CONFIG: {start}", end)
         for text, start, end in (

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, torch_chunk_gated_delta_rule
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.layers import gated_delta_net
@@ -27,7 +27,7 @@ def test_the_reference_is_what_megatron_trains(platform, monkeypatch, with_slots
         build_engine(model)
     layer = model.decoder.layers[3].self_attention
     monkeypatch.setattr(common, "l2norm", lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6))
-    monkeypatch.setattr(layer, "gated_delta_rule", common.torch_chunk_gated_delta_rule)
+    monkeypatch.setattr(layer, "gated_delta_rule", torch_chunk_gated_delta_rule)
     monkeypatch.setattr(layer.config, "deterministic_mode", True)
     hidden = torch.randn(150, 1, 64, generator=torch.Generator().manual_seed(0))
     with torch.compiler.set_stance("force_eager"), torch.no_grad():

@@ -205,7 +205,7 @@ ASK_AGAIN = "use build_engine, or call install\\(\\) before the InferenceConfig 
     ("name", "said"),
     [
         ("tiny_gdn", "gated_delta_net, the InferenceConfig describes none"),
-        ("tiny_mixed", "the InferenceConfig describes the mamba2 layers of the model only"),
+        ("tiny_mixed", r"the InferenceConfig lacks this package's description of the layers \['G'\]"),
     ],
 )
 def test_a_config_made_before_install_is_refused_rather_than_fails_in_a_step(request, name, said):
@@ -222,6 +222,29 @@ def test_a_config_made_before_install_is_refused_rather_than_fails_in_a_step(req
     with pytest.raises(ValueError, match=ASK_AGAIN) as error:
         build_engine(model, PREFIX, mamba_inference_state_config=states)
     assert "\n" not in str(error.value)
+
+
+class GatedDeltaProductMixer(torch.nn.Module):
+    """Stands for that of megatron-core 0.20, which needs flash-linear-attention."""
+
+    chunk_size = 128
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (64, 4), (8, 16, 16)
+
+
+def test_recurrent_layers_of_no_kind_are_named_by_a_cache_and_left_to_megatron_without(platform):
+    model = build_hybrid_model("tiny", seed=0, platform=platform)
+    for symbol, layer in layout.decoder_layers(model):
+        if symbol == "M":
+            layer.mixer = GatedDeltaProductMixer()
+    message = r"^layer 1 \('M', GatedDeltaProductMixer\) is recurrent, and of none of the layer kinds \[.*'mamba2'.*\]$"
+    with installed():
+        assert classes(ENGINE(model, CONFIG(model))) == upstream_classes()
+    with installed(PREFIX), pytest.raises(ValueError, match=message):
+        ENGINE(model, CONFIG(model))
+    with pytest.raises(ValueError, match=message):
+        build_engine(model, PREFIX)
 
 
 def test_a_model_without_a_layer_pattern(tiny_gdn):

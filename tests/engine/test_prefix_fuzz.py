@@ -15,6 +15,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers import entry_copies
+from megatron_hybrid_prefix.upstream.blocks import block_counts
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import assert_matches, cache_gb_for, greedy, random_tokens, run_to_end, state_bytes
 from tests.harness.naive_model import NaiveHybridModel
@@ -252,7 +253,7 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
             assert_matches(reference, request)
     context, cache = traffic.engine.context, traffic.engine.context.prefix_cache
     assert [i for i, live in cache.live.items() if not live.is_loading] == []
-    assert cache.blocks.available_count == context.kv_block_allocator.total_count - 1
+    assert cache.blocks.available_count == block_counts(context.kv_block_allocator).total - 1
     assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
     stats = cache.stats()
     assert stats.slots_used == len(list([node for node in cache.nodes() if node.slot >= 0])) <= stats.slots_total

@@ -354,8 +354,7 @@ def test_states_of_answers_and_preempted_requests_are_sent_after_the_next_forwar
 
 def test_swapped_out_data_is_private_to_its_request(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
-    while not served.context.prefix_stats().tiers["host"].preempted:
-        served.step()
+    served.step_until(lambda: served.context.prefix_stats().tiers["host"].preempted)
     assert served.cache._store.host.entries.private
     preempted = next(i for i in ids if served.cache.loads._swapped_out(i) is not None)
     assert served.engine.abort_request(preempted)
@@ -367,8 +366,7 @@ def test_swapped_out_data_is_private_to_its_request(model):
 
 def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     served, _ = four_at_once(model, host_gb=HOST_GB)
-    while not served.context.prefix_stats().tiers["host"].preempted:
-        served.step()
+    served.step_until(lambda: served.context.prefix_stats().tiers["host"].preempted)
     arena, tier = served.context.host_moves.arena, served.cache._store.host
     arena.stores.send()
     for entry in tier.entries.private:

@@ -20,6 +20,7 @@ from megatron_hybrid_prefix.mcore import restore_mixers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.serve.metrics import engine_snapshot
+from megatron_hybrid_prefix.upstream.blocks import block_counts
 from tests.harness.engine_helpers import cache_gb_for, greedy
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 
@@ -80,7 +81,7 @@ def test_console_and_metrics_say_what_was_skipped(model, caplog, monkeypatch):
     share = 100 * skipped / total
     assert "prefix cache (cumul): 1 hits, 2 blocks matched" in lines[-1]
     assert f"prefill (cumul): computed {total - skipped}, skipped {skipped} ({share:.1f}% skipped)" in lines[-1]
-    count = served.context.kv_block_allocator.total_count
+    count = block_counts(served.context.kv_block_allocator).total
     assert f"prefix cache util: KV 2/{count} blocks cached (2 evictable)" in lines[-1]
     assert logged[-1]["inference/prefix_cache_hits"] == 1
     assert logged[-1]["inference/prefix_cache_blocks_matched"] == 2

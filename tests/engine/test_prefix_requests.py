@@ -9,6 +9,7 @@ import torch
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 
 from megatron_hybrid_prefix.mcore import HybridPrefixEngine
+from megatron_hybrid_prefix.upstream.blocks import block_counts
 from tests.harness.engine_helpers import assert_matches, greedy
 from tests.harness.lifecycle_helpers import BLOCK, MANY, MODES, EngineHarness, IdTokenizer, tokens
 from tests.harness.selection import mostly_slow
@@ -97,14 +98,13 @@ def test_abort_between_two_chunks(model, mode, max_requests):
 @each_mode
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
 def test_abort_while_paused_without_free_blocks(model, mode, victims):
-    """Rows 0 and 1 are paused, 2 runs: where that goes too, its blocks must not wake one that was given up."""
-    served = EngineHarness(model, blocks=9, paused_blocks=5, async_sched_mode=mode)
+    """Rows 0 and 1 are paused, 2 and 3 run: where one of these goes too, its blocks must not wake one that was given up."""
+    served = EngineHarness(model, blocks=11, paused_blocks=5, async_sched_mode=mode)
     served.send(tokens(0, 9, seed=4))
-    for seed in range(3):
+    for seed in range(4):
         served.add(tokens(1, 50 + seed, seed=seed), 40)
-    while served.context.paused_request_count < 2:
-        served.step()
-    rows = served.context.request_ids[:3].tolist()
+    served.step_until(lambda: served.context.paused_request_count == 2)
+    rows = served.context.request_ids[:4].tolist()
     aborted = [rows[row] for row in victims]
     held, free_slots = served.held_blocks, served.context.mamba_metadata.mamba_state_free_slot_count
     for number in aborted:
@@ -112,12 +112,12 @@ def test_abort_while_paused_without_free_blocks(model, mode, victims):
     assert sorted(served.step()) == sorted(aborted)
     for number in aborted:
         check_aborted(served, number, range(10, 20))
-    rest = 3 - len(aborted)
+    rest = 4 - len(aborted)
     assert served.live_slots == rest
     assert served.context.mamba_metadata.mamba_state_free_slot_count == free_slots + len(aborted)
     assert served.held_blocks <= held - 2 * len(aborted) + rest  # a request that goes on may take a block
     served.run()
-    served.check(*{*rows} - {*aborted}) if rest else None
+    served.check(*{*rows} - {*aborted})
     served.check_drained()
 
 
@@ -343,17 +343,18 @@ def test_read_and_write(model):
 
 @pytest.mark.parametrize("slots", [None, MANY])
 def test_what_can_never_be_active_is_refused(model, slots):
-    """The request needs more blocks than the active ones, but not more than all. Megatron would pause it forever, and
-    assert.
+    """The request needs more blocks than a running one can have. Where these are fewer than all, megatron would pause it forever,
+    and assert.
     """
     served = EngineHarness(model, slots=slots, blocks=7, paused_blocks=3)
+    most = block_counts(served.context.kv_block_allocator).active
     if slots is None:
         from megatron_hybrid_prefix.mcore.runner import run_batch
 
-        (result,) = run_batch(served.engine, [tokens(4, 10, seed=1)], greedy(70))
-        assert result.status == "failed" and "there are 4" in result.error
+        (result,) = run_batch(served.engine, [tokens(most, 10, seed=1)], greedy(70))
+        assert result.status == "failed" and f"there are {most}" in result.error
         return
-    served.add(tokens(4, 10, seed=1), 70)
+    served.add(tokens(most, 10, seed=1), 70)
     (record,) = served.engine.step_modern()["finished_request_records"]
     assert record.requests[-1].failed()
     served.send(tokens(2, 3, seed=2))

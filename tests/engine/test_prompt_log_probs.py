@@ -19,6 +19,7 @@ from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts
 from tests.harness.defects import expected
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, greedy, random_tokens
@@ -253,7 +254,7 @@ def test_a_model_of_attention_alone(platform):
     del traffic.asked[aborted]
     traffic.check(Reference(model))
     allocator = traffic.context.kv_block_allocator
-    assert allocator.total_avail == allocator.total_count - 1
+    assert available_blocks(allocator) == block_counts(allocator).total - 1
 
 
 def test_only_a_chunks_end_depends_on_the_token_that_follows_it(tiny, reference, monkeypatch):

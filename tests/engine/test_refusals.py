@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
@@ -60,6 +61,16 @@ def test_an_engine(request, name, prefix, fields, said):
 def test_megatrons_own_engine(tiny_mixed):
     with pytest.raises(ValueError, match=r"^megatron's own engine cannot run a model with layers of kind"):
         build_upstream_engine(tiny_mixed)
+
+
+@pytest.mark.parametrize("prefix", [None, HybridPrefixConfig(mamba_gb=0.01)], ids=["no_cache", "cache"])
+def test_megatrons_decode_that_replays_a_chunk(platform, monkeypatch, prefix):
+    """It is of 0.20: the flag of 0.19 changes no Mamba mixer."""
+    model = build_hybrid_model("tiny", platform=platform)
+    monkeypatch.setattr(model.config, "batch_invariant_mode", True)
+    monkeypatch.setattr(MambaMixer, "_get_batch_invariant_decoder", lambda self: None, raising=False)
+    with pytest.raises(ValueError, match=r"^batch_invariant_mode=True: .* use False, .*exact='bits'.*$"):
+        build_engine(model, prefix)
 
 
 def test_a_model_without_attention():

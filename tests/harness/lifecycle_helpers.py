@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts
 from tests.harness.engine_helpers import assert_matches, greedy, kv_budget, random_tokens, state_bytes
 from tests.harness.naive_model import NaiveHybridModel
 
@@ -88,8 +89,7 @@ class EngineHarness:
         self.engine = build(model, prefix, **fields)
         self.context = self.engine.context
         if blocks is not None and slots is None:
-            allocator = self.context.kv_block_allocator
-            assert (allocator.total_count, allocator.paused_count) == (blocks + 1, paused_blocks)
+            assert block_counts(self.context.kv_block_allocator)[:2] == (blocks + 1, paused_blocks)
         self.caching = prefix is not None
         self.finished: dict[int, Any] = {}
         self.records: dict[int, Any] = {}
@@ -126,11 +126,15 @@ class EngineHarness:
 
     def run(self) -> None:
         """Steps to the end."""
+        self.step_until(lambda: not self.engine.has_unfinished_requests())
+
+    def step_until(self, holds: Callable[[], object]) -> None:
+        """Steps until something holds."""
         for _ in range(2000):
-            if not self.engine.has_unfinished_requests():
+            if holds():
                 return
             self.step()
-        raise AssertionError("does not come to an end")
+        raise AssertionError("2,000 steps were not enough")
 
     def send(self, *prompts: list[int], count: int = 4, **attributes: Any) -> Any:
         """Adds prompts together and runs them to the end. Returns the last one's request."""
@@ -165,7 +169,8 @@ class EngineHarness:
         assert not engine.requests
         assert not engine.stop_word_finished_request_ids
         assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
-        assert context.kv_block_allocator.total_avail == context.kv_block_allocator.total_count - 1
+        allocator = context.kv_block_allocator
+        assert available_blocks(allocator) == block_counts(allocator).total - 1
         if self.caching:
             assert self.kept_states == self.cache.stats().slots_used
             self.check_integrity()
@@ -187,7 +192,7 @@ class EngineHarness:
         if self.caching:
             return self.cache.memory_use().held_blocks
         allocator = self.context.kv_block_allocator
-        return allocator.total_count - 1 - allocator.total_avail
+        return block_counts(allocator).total - 1 - available_blocks(allocator)
 
     @property
     def live_slots(self) -> int:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from megatron_hybrid_prefix.ops.state_passing import pass_states
 from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda, conv, decode, kv_append
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Load, LoadState, Tag
+from megatron_hybrid_prefix.upstream.modules import COMMON_KERNELS, SSD_KERNELS
 from tests.harness.one_memory import FAR_PAGE_BYTES, FAR_PAGES, PAGE_BLOCKS, OneMemory, bits, check_same
 from tests.kernels.steps import SLOTS, Step
 from tests.kernels.test_paged_attention import flash_attention_4
@@ -75,16 +77,16 @@ def kernels(place, monkeypatch):
             "update_state": decode.selective_state_update,
         }
     from megatron.core.inference.contexts.fused_kv_append_kernel import triton_append_key_value_cache
-    from megatron.core.ssm.ops.causal_conv1d_triton import causal_conv1d_update
-    from megatron.core.ssm.ops.mamba_ssm import selective_state_update
 
+    of_convolution = import_module(f"{COMMON_KERNELS}.causal_conv1d_triton")
+    of_decode = import_module(f"{SSD_KERNELS}.mamba_ssm")
     if INTERPRETED:  # what asks for a GPU
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     return {
         "append": kv_append.triton_append_key_value_cache if INTERPRETED else triton_append_key_value_cache,
-        "convolve_step": causal_conv1d_update,
-        "update_state": selective_state_update,
+        "convolve_step": of_convolution.causal_conv1d_update,
+        "update_state": of_decode.selective_state_update,
     }
 
 

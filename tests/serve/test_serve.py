@@ -40,6 +40,7 @@ from megatron_hybrid_prefix.serve.detokenizer import TextStream  # noqa: E402
 from megatron_hybrid_prefix.serve.http_server import HttpServer  # noqa: E402
 from megatron_hybrid_prefix.serve.metrics import families_of, prefix_samples  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
+from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts  # noqa: E402
 from tests.harness.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes  # noqa: E402
 from tests.harness.limits import HANG_S, wait_until  # noqa: E402
 from tests.harness.server_process import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Endpoint  # noqa: E402
@@ -114,7 +115,8 @@ class Server(Endpoint):
         assert not engine.stop_word_finished_request_ids and not engine.removals.aborting
         assert context.total_request_count == 0
         assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
-        assert context.kv_block_allocator.total_avail == context.kv_block_allocator.total_count - 1
+        allocator = context.kv_block_allocator
+        assert available_blocks(allocator) == block_counts(allocator).total - 1
         assert [i for i, live in context.prefix_cache.live.items() if not live.is_loading] == []
         context.check_integrity()
 

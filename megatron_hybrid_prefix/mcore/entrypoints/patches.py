@@ -100,10 +100,11 @@ def _our_engine(original: Callable[..., None]) -> Callable[..., None]:
 
     def __init__(self: Any, controller: Any, context: Any) -> None:
         from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
-        from megatron_hybrid_prefix.mcore.state.layout import check_described
+        from megatron_hybrid_prefix.mcore.state.layout import check_described, kinds_in
 
-        if not _needs_ours(context):
-            check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
+        model = controller.inference_wrapped_model.model
+        if not _needs_ours(context) and kinds_in(model):  # without a layer of ours it is megatron's matter
+            check_described(model, context.config.mamba_inference_state_config)
         if not _needs_ours(context) or isinstance(self, HybridPrefixEngine):
             original(self, controller=controller, context=context)
         elif type(self) is DynamicInferenceEngine:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
 
 from megatron_hybrid_prefix.mcore.ranks.messages import (
-    ABORT,
     ANSWER,
     ASK,
     LOST,
-    PARTIAL,
     REMOVE,
     SUBMIT,
     Routing,
@@ -21,7 +20,7 @@ from megatron_hybrid_prefix.mcore.ranks.messages import (
     unpack,
 )
 from megatron_hybrid_prefix.upstream.client import ClientSeam
-from megatron_hybrid_prefix.upstream.coordinator import OWN
+from megatron_hybrid_prefix.upstream.coordinator import OWN, WRAPPED
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -74,10 +73,6 @@ class ReplicaClient(ClientSeam):
         self.socket.send_multipart([SUBMIT, routing.pack(), self.submission(request_id, prompt, params)])
         return request_id
 
-    def abort(self, request_id: int) -> None:
-        """Abort a request, finished or not. Its replica may still send output that was under way."""
-        self.socket.send_multipart([ABORT, pack(request_id)])
-
     def ask(self, number: int, what: str, prompt: list[int], sampling: dict[str, Any]) -> None:
         """Ask all replicas for `Answers.answered` with this number."""
         self.socket.send_multipart([ASK, *map(pack, (number, what, prompt, sampling))])
@@ -89,22 +84,29 @@ class ReplicaClient(ClientSeam):
     async def receive_all(self) -> None:
         while True:
             frames = await self.socket.recv_multipart()
-            try:
-                self._receive(*frames)
-            except Exception:  # one bad message must not end all answers
-                logger.exception("a message of the coordinator could not be used")
+            with suppress(zmq.Again):  # a step sends one message for each answer: waiting for each takes twice as long
+                while True:
+                    self._receive(*frames)
+                    frames = await self.socket.recv_multipart(zmq.NOBLOCK)
 
     def _receive(self, first: bytes, *contents: bytes) -> None:
-        if not first.startswith(OWN):
-            reply = self.finished_request(first)
+        try:
+            self._use(first, *contents)
+        except Exception:  # one bad message must not end all answers
+            logger.exception("a message of the coordinator could not be used")
+
+    def _use(self, first: bytes, *contents: bytes) -> None:
+        if first == WRAPPED or not first.startswith(OWN):
+            reply = self.reply_in(first, *contents)
             if reply is not None:
-                self._answers.finished(*reply)
+                request_id, output = reply
+                if isinstance(output, dict):
+                    self._answers.progressed(request_id, output)
+                else:
+                    self._answers.finished(request_id, output)
             return
         values = [unpack(frame) for frame in contents]
-        if first == PARTIAL:
-            for request_id, output in values[0]:
-                self._answers.progressed(request_id, output)
-        elif first == LOST:
+        if first == LOST:
             self._answers.lost(*values)
         elif first == ANSWER:
             self._answers.answered(*values)

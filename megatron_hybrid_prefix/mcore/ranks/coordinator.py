@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import defaultdict
 from functools import cached_property
 from itertools import islice
 from multiprocessing.connection import wait
@@ -19,14 +18,11 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.mcore.ranks.messages import (
-    ABORT,
     ANSWER,
     ASK,
     LOST,
-    PARTIAL,
     REMOVE,
     SUBMIT,
-    TELL_ABORT,
     Routing,
     pack,
     unpack,
@@ -61,13 +57,7 @@ class PrefixCoordinator(CoordinatorSeam):
             self._routing = Routing.unpack(contents[0])
             return contents[1]
         values = [unpack(frame) for frame in contents]
-        if kind == PARTIAL:
-            self._pass_on(values[0])
-        elif kind == ABORT:
-            request_id = self.request_of(sender, values[0])
-            if request_id is not None and request_id in self.request_id_to_rank:
-                self.tell(self.request_id_to_rank[request_id], TELL_ABORT, request_id)
-        elif kind == ASK:
+        if kind == ASK:
             number, what, prompt, sampling = values
             for name in list(self.identity_to_rank_index):  # one that is gone is removed here
                 self.tell(name, what, number, prompt, sampling)
@@ -77,16 +67,6 @@ class PrefixCoordinator(CoordinatorSeam):
         elif kind == REMOVE:
             self.remove_replica(values[0])
         return None
-
-    def _pass_on(self, outputs: list[tuple[int, dict[str, Any]]]) -> None:
-        """Output of one step of a replica, to each client its own."""
-        by_client: dict[bytes, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
-        for request_id, output in outputs:
-            client = self.client_of(request_id)
-            if client is not None:
-                by_client[client[0]].append((client[1], output))
-        for name, own in by_client.items():
-            self.send(name, PARTIAL, pack(own))
 
     def replica_removed(self, replica: int, request_ids: list[int]) -> None:
         """Tells all clients."""

@@ -4,16 +4,15 @@
 kind          way                           frames
 ============  ============================  ===========================================================================
 ``SUBMIT``    client, coordinator           facts for the choice of a replica (`Routing`); megatron's message
-``ABORT``     client, coordinator           the client's request id; goes on as ``TELL_ABORT``
 ``ASK``       client, coordinator           a number; what is asked (``TELL_SNAPSHOT`` or ``TELL_EXPLAIN``); a prompt; sampling
                                             parameters. Goes on to all replicas
 ``ANSWER``    replica, coordinator, client  what was asked, number, answer (the coordinator puts the replica's number before them)
 ``REMOVE``    client, coordinator           number of a replica that is lost
-``PARTIAL``   replica, coordinator, client  list of (request id, new output since the last message)
 ``LOST``      coordinator, client           number of a replica; ids of the client's requests that were with it
 ============  ============================  ===========================================================================
 
-A finished or refused request comes with megatron's own reply. All of them take one way, so they arrive in order.
+A finished or refused request comes with megatron's own reply, and so do new tokens and aborts (`upstream.coordinator`). All of
+them take one way, so they arrive in order.
 """
 
 from __future__ import annotations
@@ -27,15 +26,12 @@ import msgpack
 from megatron_hybrid_prefix.upstream.coordinator import OWN
 
 SUBMIT = OWN + b"submit"
-ABORT = OWN + b"abort"
 ASK = OWN + b"ask"
 ANSWER = OWN + b"answer"
 REMOVE = OWN + b"remove"
-PARTIAL = OWN + b"partial"
 LOST = OWN + b"lost"
 
 # What the coordinator tells all ranks of a replica, with a number.
-TELL_ABORT = "abort"
 TELL_SNAPSHOT = "snapshot"
 TELL_EXPLAIN = "explain"
 

@@ -8,13 +8,13 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
+from megatron_hybrid_prefix.upstream.version import check_version
 
 _CHUNK_WORDS = 2**24  # 128 MiB of weights at a time
 
@@ -35,7 +35,7 @@ class Fingerprint:
 
     def __init__(self, model: Any, layout: str, *, weights: str | None = None) -> None:
         self._model, self._weights, self._calls = model, weights, 0
-        settings: list[Any] = [__version__, version("megatron-core"), layout, weights]
+        settings: list[Any] = [__version__, str(check_version().version), layout, weights]
         configs: dict[int, str] = {}  # by id(): most modules have the same one
         for name, module in model.named_modules():
             public = sorted((key, value) for key, value in vars(module).items() if not key.startswith("_"))

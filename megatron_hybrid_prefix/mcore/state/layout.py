@@ -22,6 +22,7 @@ from megatron_hybrid_prefix.upstream.state_config import (
     decoder,
     decoder_layers,
     has_layer_types,
+    mixer_name,
     needs_a_kind,
     pattern_of_all_stages,
     process_groups,
@@ -79,13 +80,14 @@ def states_of_config(config: MambaInferenceStateConfig) -> ModelStates:
     """What a context was told: this package's description, or megatron's of Mamba2 layers.
 
     Raises:
-        ValueError: Megatron described a model that has other recurrent layers, too.
+        ValueError: Megatron described a model that has other recurrent layers.
     """
     states: ModelStates | None = getattr(config, "states", None)
     if states is not None:
         return states
-    if any(needs_a_kind(symbol) and symbol != RECURRENT for symbol in config.layer_type_list):
-        raise ValueError(f"the InferenceConfig describes the {MAMBA2.name} layers of the model only: {DESCRIBE_ALL}")
+    others = sorted({symbol for symbol in config.layer_type_list if needs_a_kind(symbol) and symbol != RECURRENT})
+    if others:
+        raise ValueError(f"the InferenceConfig lacks this package's description of the layers {others}: {DESCRIBE_ALL}")
     layers = sum(symbol == RECURRENT for symbol in config.layer_type_list)
     components = mamba2_components(
         config.conv_states_shape,
@@ -210,6 +212,8 @@ def check_described(model: Any, config: MambaInferenceStateConfig | None) -> Non
     found = kinds_in(model)
     described = () if config is None else states_of_config(config).kind_of_layer
     if found != described:
+        for number, (symbol, layer) in enumerate(decoder_layers(model), 1):
+            _recurrent_part(number, symbol, layer)  # names a layer of no kind
         raise ValueError(
             f"the model has recurrent layers of kind {_names(found)}, the InferenceConfig describes {_names(described)}: "
             f"{DESCRIBE_ALL}"
@@ -253,7 +257,7 @@ def _recurrent_part(number: int, symbol: str, layer: torch.nn.Module) -> tuple[L
         )
     if not parts and needs_a_kind(symbol):
         raise ValueError(
-            f"layer {number} ({symbol!r}, {type(layer).__name__}) is recurrent, and of none of the layer kinds "
+            f"layer {number} ({symbol!r}, {mixer_name(layer)}) is recurrent, and of none of the layer kinds "
             f"{[kind.name for kind in layer_kinds()]}"
         )
     return parts[0] if parts else None
