@@ -16,6 +16,7 @@ from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
 from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, LOST, SUBMIT, Routing, pack, unpack
 from megatron_hybrid_prefix.upstream.client import ClientSeam
 from megatron_hybrid_prefix.upstream.coordinator import ABORT, MARK, PARTIAL, CoordinatorSeam, streamed
+from tests.harness.defects import expected
 
 RANKS = [b"mp-coord-0", b"mp-coord-1"]
 
@@ -231,8 +232,7 @@ def test_a_client_that_does_not_read_or_has_left_is_no_end_of_the_coordinator(be
 
 def each_kind(raises: type[Exception], *kinds: type[Any]) -> pytest.MarkDecorator:
     """Runs a test with `behind_sockets` of megatron's class, where it must fail with ``raises``, and of these."""
-    fails = pytest.mark.xfail(strict=True, reason="defect 37: its loop ends, or a client waits forever", raises=raises)
-    megatrons = pytest.param(DataParallelInferenceCoordinator, marks=fails)
+    megatrons = pytest.param(DataParallelInferenceCoordinator, marks=expected(37, raises))
     return pytest.mark.parametrize("behind_sockets", [megatrons, *kinds], indirect=True)
 
 

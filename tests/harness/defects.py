@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_hybrid_prefix.upstream import capabilities
+from megatron_hybrid_prefix.upstream import capabilities, version
 
-# Version and commits of main that the tests ran with, oldest first.
-RUN = ("0.19.2", "708f0a5e", "7a76dff7", "14346b65", "2a75ac12", "51f6a39f", "e7b92efa", "d98e8a64")
+# Releases and commits of main, oldest first.
+RUN = tuple(run.split()[0] for run in version.RUN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ DEFECTS: Mapping[int, Defect] = {
     34: Defect("wrong answer", "KV and states of old weights are reused after suspend and resume"),
     35: Defect("wrong answer", "after new weights a captured decode uses the old A of Mamba2", _REFRESH),
     36: Defect("failure", "`reset()` of a suspended engine leaves it without buffers"),
-    37: Defect("failure", "a bad request is found in a step, which fails for all requests"),
+    37: Defect("failure", "a bad request is found in a step, which fails for all, or ends the coordinator"),
     38: Defect("failure", "an id that is in use is taken again"),
     39: Defect("failure", "`reset()` leaves the futures of dropped requests waiting"),
     40: Defect("failure", "a step raises if the future of a request was cancelled"),
