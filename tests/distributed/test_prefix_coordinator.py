@@ -130,9 +130,9 @@ def test_an_overloaded_replica_is_left_although_it_knows_the_whole_prompt(key):
 def test_a_prefix_is_left_only_for_a_much_shorter_queue():
     made = coordinator(most_blocks=100)
     made._update_rank_hashes(RANKS[0], [1])
-    for pending, expected in (([3, 0], 0), ([4, 3], 1), ([7, 4], 0), ([8, 4], 1), ([4, 9], 0)):
+    for pending, best in (([3, 0], 0), ([4, 3], 1), ([7, 4], 0), ([8, 4], 1), ([4, 9], 0)):
         made._pending_counts[:] = pending
-        assert made.get_best_data_parallel_rank([1]) == RANKS[expected], pending
+        assert made.get_best_data_parallel_rank([1]) == RANKS[best], pending
 
 
 def test_salts_share_no_blocks_and_a_request_that_is_not_cached_has_none():
