@@ -53,7 +53,7 @@ def convolve_tokens(
     assert after is None or after[0, 0].is_contiguous()
     out = torch.empty((rows, tokens, dim), dtype=inputs.dtype, device=inputs.device)
     if rows:
-        _convolve_kernel[(triton.cdiv(dim, _CHANNELS), rows)](
+        _convolve_tokens_kernel[(triton.cdiv(dim, _CHANNELS), rows)](
             inputs,
             windows,
             weight,
@@ -233,7 +233,7 @@ if triton is not None:
         return tl.reshape(tl.join(tl.join(x4, x2), tl.join(x3, x1)), [x1.shape[0], 4])
 
     @triton.jit
-    def _convolve_kernel(
+    def _convolve_tokens_kernel(
         inputs_ptr: tl.tensor,  # (rows, tokens, dim), strided over rows and tokens
         windows_ptr: tl.tensor,  # (slots, dim, TAPS), strided over slots
         weight_ptr: tl.tensor,  # (dim, TAPS)

@@ -6,6 +6,7 @@ What must not be read or written is NaN. Inputs are slices of wider rows, as a m
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -318,3 +319,46 @@ def test_the_checks_of_a_convolution_see(name):
 
     with pytest.raises(AssertionError):
         check_convolution(**SOME_ROWS, taps=4, convolve=mutant)
+
+
+@pytest.fixture
+def mixer(platform):
+    """A layer of a tiny model, with inference by slots."""
+    from megatron_hybrid_prefix.layers.kinds import use_slot_mixers
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from megatron_hybrid_prefix.upstream.mixer import MambaMixer
+
+    model = build_hybrid_model("tiny", seed=0, platform=platform)
+    use_slot_mixers(model)
+    return next(module for module in model.modules() if isinstance(module, MambaMixer))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_mixer_decodes_as_megatrons(mixer, tokens):
+    """With kernels its decode is by slots; without them it is megatron's, and this says nothing."""
+    width, shapes = mixer.in_proj.weight.shape[0], mixer.mamba_state_shapes_per_request()
+    inputs, slots = rand(0, 3, tokens, width).float() / 4, torch.tensor([2, -1, 0])
+    decode, found = getattr(mixer, "_ssm_decode", mixer.ssm_decode), []
+    with torch.inference_mode():
+        for mixer.is_slot_step in (True, False):
+            states = [rand(seed, 3, *shape).float() for seed, shape in enumerate(shapes)]
+            after = [torch.zeros(3, tokens, *shape) for shape in shapes]
+            named = dict(zip(("intermediate_conv_state", "intermediate_ssm_state"), after, strict=True))
+            found.append([decode(inputs, *states, batch_indices=slots, **named), *states, *after])
+        kept = [torch.zeros(3, *shape) for shape in shapes]
+        assert (mixer.decode(inputs, *kept, slots) is None) != INTERPRETED
+    for ours, megatrons in zip(*found, strict=True):
+        torch.testing.assert_close(ours, megatrons, rtol=1e-5, atol=1e-5)
+    assert found[0][0].abs().max() > 0.1 and not found[0][0][1].any()
+
+
+def test_only_a_step_of_this_packages_context_decodes_by_slots(mixer, monkeypatch):
+    from megatron_hybrid_prefix.upstream.mixer import MambaMixer
+
+    def forward(self, hidden_states, inference_context=None, **fields):
+        return self.is_slot_step
+
+    monkeypatch.setattr(MambaMixer, "forward", forward)
+    contexts = [SimpleNamespace(prefill_step=1), SimpleNamespace(prefill_step=None), SimpleNamespace(), None]
+    assert [mixer(None, inference_context=context) for context in contexts] == [True, False, False, False]
+    assert mixer(None, packed_seq_params=None) is False
