@@ -40,8 +40,8 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "blocks kept for another engine": {"yes": (f"{_BLOCKS}.enable_handoff_pinning",), "no": ()},
     # Recurrent layers of all kinds split a step into rows in one base class; or each class does.
     "steps of recurrent layers": {
-        "shared": (f"{_SSM}.ssm_inference", f"{_MIXER}.ssm_prefill"),
-        "by class": (f"{_MIXER}._dynamic_inference_prefill",),
+        "shared": (f"{_SSM}.ssm_inference", f"{_MIXER}.ssm_prefill", f"{_MIXER}.ssm_decode"),
+        "by class": (f"{_MIXER}._dynamic_inference_prefill", f"{_MIXER}._ssm_decode"),
     },
     # Where the kernels are.
     "recurrent kernels": {
