@@ -260,6 +260,7 @@ def _unreadable(prompt: Any, params: Any) -> str | None:
         return f"the sampling parameters {shown(params)} must be an object"
     try:
         check_integer("top_n_logprobs", params.get("top_n_logprobs", 0))
+        check_integer("streaming_interval", params.get("streaming_interval", 1), 1)
     except FieldError as error:
         return str(error)
     return None
