@@ -154,7 +154,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         if frames == [b""]:  # a replica registers, perhaps again
             self._unregistered -= {sender}
         if sender in self._unregistered:
-            return None  # megatron's loop ends at a reply of a replica that it has removed
+            return None  # megatron 0.19 ends at a reply of a replica that it has removed, its main at one to a forgotten request
         if frames[0] == WRAPPED:
             message = msgpack.unpackb(frames[1], raw=False)
             {PARTIAL: self._pass_on, ABORT: self._abort}[message[0]](self, sender, message)
