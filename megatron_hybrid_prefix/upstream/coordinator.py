@@ -154,7 +154,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         if frames == [b""]:  # a replica registers, perhaps again
             self._unregistered -= {sender}
         if sender in self._unregistered:
-            return None  # megatron's loop ends at a reply of a replica that it has removed
+            return None  # megatron 0.19 ends at a reply of a replica that it has removed, its main at one to a forgotten request
         if frames[0] == WRAPPED:
             message = msgpack.unpackb(frames[1], raw=False)
             {PARTIAL: self._pass_on, ABORT: self._abort}[message[0]](self, sender, message)
@@ -260,6 +260,7 @@ def _unreadable(prompt: Any, params: Any) -> str | None:
         return f"the sampling parameters {shown(params)} must be an object"
     try:
         check_integer("top_n_logprobs", params.get("top_n_logprobs", 0))
+        check_integer("streaming_interval", params.get("streaming_interval", 1), 1)
     except FieldError as error:
         return str(error)
     return None

@@ -67,6 +67,16 @@ def test_every_good_request_is_answered_as_alone(behind):
         assert answer == behind["alone"][number]
 
 
+def test_megatrons_own_client_streams_and_aborts(behind):
+    """Aborted requests that wait compute nothing, and a trainer finds all."""
+    if "streamed" not in behind:
+        pytest.skip("this megatron has no streams")
+    found = behind["streamed"]
+    assert found["tokens"] == found["final"][:-1] and len(found["final"]) == 12
+    assert (found["waited"], found["admitted"]) == (2, 4)
+    assert found["looked_up"] in (None, 7)
+
+
 def test_requests_of_an_engine_that_is_reset_or_ends_get_an_answer(behind):
     """Megatron's coordinator and client leave them waiting; so would a later request."""
     for case, count, why in (

@@ -307,11 +307,13 @@ def test_fields_that_an_engine_cannot_even_read(behind_sockets):
         peers,
         asking(1, [1], top_n_logprobs="3"),
         [Headers.SUBMIT_REQUEST.value, 2, [1], None],
+        asking(4, [1], streaming_interval=0),
         asking(3, [1], return_prompt_top_n_logprobs=True, skip_prompt_log_probs=True),
     )
-    assert refusals(peers, 2) == {
+    assert refusals(peers, 3) == {
         1: "top_n_logprobs='3' must be an integer",
         2: "the sampling parameters None must be an object",
+        4: "streaming_interval=0 must be at least 1",
     }
     assert unpack(peers[RANKS[0]].recv())[3] == {
         "return_prompt_top_n_logprobs": False,

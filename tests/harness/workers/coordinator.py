@@ -94,6 +94,33 @@ async def tenants(llm):
     return replies
 
 
+async def streamed(llm):
+    """What megatron's own client gets of streamed requests: one to its end, and more than run at once, which it aborts."""
+    from tests.harness.bad_requests import GOOD_PROMPT, params
+
+    client, engine = llm._coord_runtime.client, llm.engine
+    engine.local_metadata_ledger_enabled = True
+    replies = [
+        reply async for reply in client.add_request_streaming(GOOD_PROMPT, params({"num_tokens_to_generate": 12}))
+    ]
+    found = {"tokens": [token for reply in replies[:-1] for token in reply["partial"]["new_tokens"]]}
+    found["final"] = list(replies[-1]["final"].generated_tokens)
+    admit, admitted = engine.context.add_request, set()
+    engine.context.add_request = lambda request, *more: (admitted.add(request.request_id), admit(request, *more))
+    asked = params({"num_tokens_to_generate": 200})
+    streams = [client.add_request_streaming(GOOD_PROMPT, asked) for _ in range(6)]
+    await anext(streams[0])
+    found["waited"] = len(engine.waiting_request_ids)
+    for stream in streams:
+        await stream.aclose()
+    while engine.requests:
+        await asyncio.sleep(0.01)
+    engine.context.add_request = admit
+    found["admitted"] = len(admitted)
+    found["looked_up"] = len(engine.local_metadata_ledger) if hasattr(engine, "local_metadata_ledger") else None
+    return found
+
+
 async def talk(llm, count):
     """Tenants, the fuzz, and then what becomes of requests whose engine is reset, or fails."""
     from tests.harness.bad_requests import GOOD_PROMPT, fuzz, good_requests, params
@@ -104,6 +131,9 @@ async def talk(llm, count):
     found["empty_forwards"] = len(forwards)
     for some in batched(fuzz(count, SEED, messages=True), TOGETHER):
         await asyncio.gather(*(ask(llm, *each, found) for each in some))
+
+    if hasattr(llm._coord_runtime.client, "add_request_streaming"):
+        found["streamed"] = await asyncio.wait_for(asyncio.wrap_future(llm.submit(streamed(llm))), timeout=HANG_S)
 
     async def replies(prompts, **own):
         asked = llm.generate(prompts, params({"num_tokens_to_generate": 100} | own))
