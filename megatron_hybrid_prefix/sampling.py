@@ -196,6 +196,9 @@ def check_params(params: Any, vocab_size: int) -> SamplingOptions:
     words = params.stop_words
     if words is not None and not (isinstance(words, list | tuple) and all(isinstance(w, str) and w for w in words)):
         raise FieldError("stop_words", f"stop_words={shown(words)} must be a list of non-empty texts")
+    check_integer("streaming_interval", vars(params).get("streaming_interval", 1), 1)
+    if vars(params).get("do_kv_handoff"):
+        raise FieldError("do_kv_handoff", "do_kv_handoff: this engine's KV blocks and states stay here; leave it out")
     return options
 
 

@@ -30,6 +30,7 @@ from megatron_hybrid_prefix.upstream.invariant import (
     RowParallelLinear,
     SelfAttention,
     SelfAttentionSeam,
+    wider_outputs,
 )
 
 
@@ -176,6 +177,8 @@ def _problem_of_modules(model: torch.nn.Module) -> str | None:
             return f"{name} has experts, which are not covered"
         if isinstance(module, torch.nn.Linear):
             return f"{name} is a plain torch.nn.Linear, which is not covered"
+        if isinstance(module, ColumnParallelLinear) and (wider := wider_outputs(module)) is not None:
+            return f"{name} has outputs in {wider} (logit_dtype), which are not covered"
         if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
             return f"{name} scatters its input, which is not covered"
     return None

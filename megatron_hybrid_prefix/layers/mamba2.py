@@ -1,7 +1,7 @@
-"""Mamba2: prefill from and to any slot, for megatron's ``MambaMixer``.
+"""Mamba2: prefill and decode from and to any slot, for megatron's ``MambaMixer``.
 
-Only the prefill of dynamic inference differs from megatron's, and only with this package's context. Training, decode and
-other contexts run megatron's methods.
+Only dynamic inference differs from megatron's, and only with this package's context. Training and other contexts run
+megatron's methods, and so does a decode without Triton's kernels.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_l
 from megatron_hybrid_prefix.layers.components import mamba2_components
 from megatron_hybrid_prefix.layers.step import Chunks, PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
+from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_states
 from megatron_hybrid_prefix.ops.state_passing import pass_states
+from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
 from megatron_hybrid_prefix.pool.layout import StateComponent
-from megatron_hybrid_prefix.upstream.mixer import MambaMixer, PrefillSeam, refresh_decode_parameters, scan_on_host
+from megatron_hybrid_prefix.upstream.mixer import MambaMixer, StepSeam, refresh_decode_parameters, scan_on_host
 
 
 def scan_by_slots(
@@ -93,17 +95,47 @@ def _scan_on_host(states: torch.Tensor, chunks: Chunks, slots: Mapping[str, torc
         states[targets[wanted]] = values[wanted]
 
 
-class HybridPrefixMambaMixer(PrefillSeam):
-    """Megatron's ``MambaMixer`` with prefill by slots, put before a mixer's class or named in a ``ModuleSpec``."""
+class HybridPrefixMambaMixer(StepSeam):
+    """Megatron's ``MambaMixer`` with inference by slots, put before a mixer's class or named in a ``ModuleSpec``."""
+
+    def decode(
+        self,
+        zxBCdt: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        batch_indices: torch.Tensor,
+        intermediate_conv_state: torch.Tensor | None = None,
+        intermediate_ssm_state: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        if not runs_kernel(zxBCdt):
+            return None
+        z, xBC, dt = self._parts(zxBCdt)
+        weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
+        convolved = convolve_tokens(xBC, conv_state, weight, bias, slots=batch_indices, after=intermediate_conv_state)
+        y = update_states(
+            convolved,
+            dt,
+            ssm_state,
+            batch_indices,
+            A=self.decode_rates(),
+            D=self.cp.get_D(),
+            dt_bias=self.cp.get_dt_bias(),
+            z=None if self.rmsnorm else z,
+            after=intermediate_ssm_state,
+        )
+        return self.norm(y, z) if self.rmsnorm else y
+
+    def _parts(self, zxBCdt: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(..., in_proj's width) to the gate, the convolution's inputs, and dt: all (..., width of the part)."""
+        convolved = self.d_inner_local_tp + 2 * self.ngroups_local_tp * self.d_state
+        return torch.split(zxBCdt, [self.d_inner_local_tp, convolved, self.nheads_local_tp], dim=-1)
 
     def prefill(
         self, zxBCdt: torch.Tensor, step: PrefillStep, conv_state: torch.Tensor, ssm_state: torch.Tensor
     ) -> torch.Tensor:
         tokens, groups = zxBCdt.shape[0], self.ngroups_local_tp * self.d_state
         chunks, slots = step.chunks[self.chunk_size], step.slots(self.chunk_size)
-        z, xBC, dt = torch.split(
-            zxBCdt.squeeze(1), [self.d_inner_local_tp, self.d_inner_local_tp + 2 * groups, self.nheads_local_tp], dim=-1
-        )
+        z, xBC, dt = self._parts(zxBCdt.squeeze(1))
         convolved = convolve_from_slots(  # reads the sources before windows are written
             xBC,
             conv_state,

@@ -113,7 +113,7 @@ if triton is not None:
         return tl.where(since < LAG, before.to(tl.float32), recent)
 
     @triton.jit
-    def _output(
+    def add_taps(
         bias: tl.tensor,
         x3: tl.tensor,
         x2: tl.tensor,
@@ -192,11 +192,11 @@ if triton is not None:
                 c = tl.load(at + 2 * stride_inputs, mask=inside & (left > 2), other=0.0).to(kept).to(tl.float32)
                 d = tl.load(at + 3 * stride_inputs, mask=inside & (left > 3), other=0.0).to(kept).to(tl.float32)
                 to = of_out + token * dim
-                tl.store(to, _output(bias, x3, x2, x1, a, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 0))
-                tl.store(to + dim, _output(bias, x2, x1, a, b, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 1))
+                tl.store(to, add_taps(bias, x3, x2, x1, a, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 0))
+                tl.store(to + dim, add_taps(bias, x2, x1, a, b, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 1))
                 to += 2 * dim
-                tl.store(to, _output(bias, x1, a, b, c, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 2))
-                tl.store(to + dim, _output(bias, a, b, c, d, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 3))
+                tl.store(to, add_taps(bias, x1, a, b, c, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 2))
+                tl.store(to + dim, add_taps(bias, a, b, c, d, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 3))
                 x3, x2, x1 = b, c, d
         else:
             for token in range(first, last + 1):
@@ -206,7 +206,7 @@ if triton is not None:
                 a3 = _lagged(x3, of_window, channel, inside, since, 3, TAPS)
                 a2 = _lagged(x2, of_window, channel, inside, since, 2, TAPS)
                 a1 = _lagged(x1, of_window, channel, inside, since, 1, TAPS)
-                tl.store(of_out, _output(bias, a3, a2, a1, x0, w3, w2, w1, w0, kept, TAPS), mask=inside)
+                tl.store(of_out, add_taps(bias, a3, a2, a1, x0, w3, w2, w1, w0, kept, TAPS), mask=inside)
                 of_inputs += stride_inputs
                 of_out += dim
                 x3, x2, x1 = x2, x1, x0

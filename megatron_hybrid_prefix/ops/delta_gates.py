@@ -92,7 +92,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 if triton is not None:
 
     @triton.jit
-    def _softplus(x: tl.tensor) -> tl.tensor:
+    def stable_softplus(x: tl.tensor) -> tl.tensor:
         """log(1 + exp(x)), also where 1 + exp(x) rounds to 1: then log(u) is corrected by what u = 1 + exp(x) lost."""
         e = tl.exp(tl.minimum(x, 20.0))
         u = 1.0 + e
@@ -125,7 +125,7 @@ if triton is not None:
         alpha = tl.load(alpha_ptr + rows * stride_alpha + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         beta = tl.load(beta_ptr + rows * stride_beta + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         out = rows * heads + columns[None, :]
-        tl.store(log_decay_ptr + out, -a[None, :] * _softplus(alpha + bias[None, :]), mask=mask)
+        tl.store(log_decay_ptr + out, -a[None, :] * stable_softplus(alpha + bias[None, :]), mask=mask)
         rate = 1.0 / (1.0 + tl.exp(-beta))
         tl.store(rate_ptr + out, rate.to(rate_ptr.dtype.element_ty), mask=mask)
 

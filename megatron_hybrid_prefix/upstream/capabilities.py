@@ -55,13 +55,11 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     # Recurrent layers of all kinds split a step into rows in one base class; or each class does.
     "steps of recurrent layers": {
-        "shared": (f"{_SSM}.ssm_inference", f"{_MIXER}.ssm_prefill"),
-        "by class": (f"{_MIXER}._dynamic_inference_prefill",),
+        "shared": (f"{_SSM}.ssm_inference", f"{_MIXER}.ssm_prefill", f"{_MIXER}.ssm_decode"),
+        "by class": (f"{_MIXER}._dynamic_inference_prefill", f"{_MIXER}._ssm_decode"),
     },
     # What a layer computes once from its weights is computed again when they change; or in a later step, if a flag says so.
     "what follows from weights": {"refreshed": (f"{_MIXER}.refresh_cache",), "flagged": ()},
-    # Whether a mode decodes Mamba2 from the inputs of the running chunk.
-    "batch-invariant Mamba2": {"replays chunks": (f"{_MIXER}._get_batch_invariant_decoder",), "no": ()},
     # Where the kernels are.
     "recurrent kernels": {
         "by kind": (f"{_SSM}.ops.mamba2", f"{_SSM}.ops.common"),
@@ -71,6 +69,13 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             f"{_SSM}.ops.ssd_chunk_state",
             f"{_SSM}.ops.causal_conv1d_varlen",
         ),
+    },
+    # In a model with ``batch_invariant_mode``, Mamba2 decodes as its prefill does, from the inputs of a chunk; or as in any model.
+    "batch-invariant decode": {"replays a chunk": (f"{_MIXER}._get_batch_invariant_decoder",), "no": ()},
+    # A model may be built with logits in another dtype than its parameters.
+    "dtype of logits": {
+        "any": ("megatron.core.tensor_parallel.layers:ColumnParallelLinear.output_dtype",),
+        "the model's": (),
     },
 }
 """By capability: its forms, newest first. By form: names that it alone has; the first one is looked for. A name is written as

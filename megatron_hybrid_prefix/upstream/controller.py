@@ -77,6 +77,7 @@ class ControllerSeam(TextGenerationController):
         """A prompt between two chunks may have no row in a step; several end tokens.
 
         Megatron assumes that a chunked prompt has a chunk in every step. It has none if decodes took the KV blocks for it.
+        Needless from 94939b85d5 (0.20), but for the end tokens.
         """
         context = self.inference_wrapped_model.inference_context
         rows = slice(context.paused_request_count, context.total_request_count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,14 +44,16 @@ class EngineSeam(DynamicInferenceEngine):
         """See upstream, and `receive_request`. Returns None only for messages of a coordinator.
 
         Hashes of blocks that megatron's client has made are not used: the cache makes its own.
+
+        Raises:
+            ValueError: The request has images.
         """
         what = getattr(sampling_params, MARK, None) if self._takes_messages else None
         if what is not None:
             self.message_received(what, request_id, prompt, sampling_params)
             return None
         try:
-            if images := sorted(kwargs.keys() - {"precomputed_block_hashes"}):
-                raise ValueError(f"request {request_id}: {', '.join(images)}: this engine takes no images")
+            _refuse_images(request_id, kwargs)
             return self.receive_request(request_id, prompt, sampling_params)
         except Exception as error:
             if not self._takes_messages:
@@ -310,6 +312,12 @@ class EngineSeam(DynamicInferenceEngine):
     def drop_pending_logits(self) -> None:
         """Drop the logits that asynchronous scheduling keeps for the next step: their rows are gone."""
         self.controller._async_sched_logits.clear()
+
+
+def _refuse_images(request_id: int, given: Mapping[str, Any]) -> None:
+    images = [name for name in ("imgs", "imgs_sizes", "num_tiles") if given.get(name) is not None]
+    if images:
+        raise ValueError(f"request {request_id}: {images[0]}: this engine takes text; use megatron's own for images")
 
 
 @contextmanager

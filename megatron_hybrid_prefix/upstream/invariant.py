@@ -12,6 +12,12 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
 
+def wider_outputs(layer: ColumnParallelLinear) -> torch.dtype | None:
+    """The dtype of a layer's outputs where it is not that of its inputs (``logit_dtype`` of a model of 0.20)."""
+    wanted: torch.dtype | None = getattr(layer, "output_dtype", None)
+    return None if wanted == layer.config.params_dtype else wanted
+
+
 class ProductSeam(ColumnParallelLinear):
     """Megatron's layer: `product` replaces its matrix product."""
 

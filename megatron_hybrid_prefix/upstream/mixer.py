@@ -13,8 +13,58 @@ from megatron_hybrid_prefix.upstream.capabilities import form_of
 from megatron_hybrid_prefix.upstream.modules import ROWS_OF_A_STEP
 
 
-class PrefillSeam(MambaMixer):
-    """Megatron's mixer: `prefill` replaces its prefill of a step."""
+class StepSeam(MambaMixer):
+    """Megatron's mixer: `prefill` and `decode` replace its own in a step of a context of this package.
+
+    Attributes:
+        is_slot_step: Whether the running forward is of such a step. Megatron tells its decode nothing of the context.
+    """
+
+    is_slot_step = False
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
+        """Notes whose step it is."""
+        self.is_slot_step = getattr(inference_context, "prefill_step", None) is not None
+        return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
+
+    def _ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
+        """Decode by kernels that read and write each state once."""
+        decoded = self.decode(zxBCdt, *states, **named) if self.is_slot_step else None
+        return super()._ssm_decode(zxBCdt, *states, **named) if decoded is None else decoded
+
+    def ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
+        """Decode by kernels that read and write each state once."""
+        decoded = self.decode(zxBCdt, *states, **named) if self.is_slot_step else None
+        megatrons: Any = super()
+        return megatrons.ssm_decode(zxBCdt, *states, **named) if decoded is None else decoded
+
+    def decode(
+        self,
+        zxBCdt: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        batch_indices: torch.Tensor,
+        intermediate_conv_state: torch.Tensor | None = None,
+        intermediate_ssm_state: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Decode one token of each row, or several one after another.
+
+        Args:
+            zxBCdt: (rows, tokens, in_proj's width).
+            conv_state: As for `prefill`.
+            ssm_state: As for `prefill`.
+            batch_indices: (rows,) int64, the live slot of each row; negative: padding.
+            intermediate_conv_state: Given the window after each token, at the row's slot: (live slots, tokens, dim, d_conv).
+            intermediate_ssm_state: Given the state after each token, likewise: (live slots, tokens, heads, headdim, d_state).
+
+        Returns:
+            (rows, tokens, inner width), contiguous. None: megatron's decode is to run.
+        """
+        raise NotImplementedError
+
+    def decode_rates(self) -> torch.Tensor:
+        """The A of a decode, (heads,) float32: in memory that `refresh_decode_parameters` writes."""
+        return self._get_decode_A_neg_exp()[:, 0, 0]
 
     def _dynamic_inference_prefill(
         self,
@@ -71,11 +121,11 @@ def refresh_decode_parameters(module: MambaMixer) -> None:
 
 
 def replays_chunks(config: Any) -> bool:
-    """Whether megatron decodes Mamba2 from the inputs of the running chunk, which its own prefill and no other keeps.
+    """Whether Mamba2 decodes from the inputs of the running chunk. Megatron's own prefill keeps them, and no other.
 
-    Its mode ``batch_invariant_mode`` of 0.20 does. States in it are those at the last end of a chunk.
+    The states are then those at the last end of a chunk.
     """
-    return bool(config.batch_invariant_mode) and form_of("batch-invariant Mamba2") == "replays chunks"
+    return bool(config.batch_invariant_mode) and form_of("batch-invariant decode") == "replays a chunk"
 
 
 # The functions below look names up at each call: a platform may have replaced them.

@@ -16,6 +16,7 @@ from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
 from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, LOST, SUBMIT, Routing, pack, unpack
 from megatron_hybrid_prefix.upstream.client import ClientSeam
 from megatron_hybrid_prefix.upstream.coordinator import ABORT, MARK, PARTIAL, CoordinatorSeam, streamed
+from tests.harness.defects import expected
 
 RANKS = [b"mp-coord-0", b"mp-coord-1"]
 
@@ -129,9 +130,9 @@ def test_an_overloaded_replica_is_left_although_it_knows_the_whole_prompt(key):
 def test_a_prefix_is_left_only_for_a_much_shorter_queue():
     made = coordinator(most_blocks=100)
     made._update_rank_hashes(RANKS[0], [1])
-    for pending, expected in (([3, 0], 0), ([4, 3], 1), ([7, 4], 0), ([8, 4], 1), ([4, 9], 0)):
+    for pending, best in (([3, 0], 0), ([4, 3], 1), ([7, 4], 0), ([8, 4], 1), ([4, 9], 0)):
         made._pending_counts[:] = pending
-        assert made.get_best_data_parallel_rank([1]) == RANKS[expected], pending
+        assert made.get_best_data_parallel_rank([1]) == RANKS[best], pending
 
 
 def test_salts_share_no_blocks_and_a_request_that_is_not_cached_has_none():
@@ -231,8 +232,7 @@ def test_a_client_that_does_not_read_or_has_left_is_no_end_of_the_coordinator(be
 
 def each_kind(raises: type[Exception], *kinds: type[Any]) -> pytest.MarkDecorator:
     """Runs a test with `behind_sockets` of megatron's class, where it must fail with ``raises``, and of these."""
-    fails = pytest.mark.xfail(strict=True, reason="defect 37: its loop ends, or a client waits forever", raises=raises)
-    megatrons = pytest.param(DataParallelInferenceCoordinator, marks=fails)
+    megatrons = pytest.param(DataParallelInferenceCoordinator, marks=expected(37, raises))
     return pytest.mark.parametrize("behind_sockets", [megatrons, *kinds], indirect=True)
 
 

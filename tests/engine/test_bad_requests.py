@@ -248,6 +248,13 @@ def test_an_id_that_is_in_use_is_refused_until_it_is_returned(model, alone, mode
     assert finished[5].generated_tokens == finished[6].generated_tokens == alone[0][2]
 
 
+def test_images_are_refused(model):
+    engine = build(model)
+    with pytest.raises(ValueError, match=r"^request 1: imgs: this engine takes text; [^\n]*$"):
+        engine.add_request(1, [1, 2, 3], greedy(4), imgs=torch.zeros(1, 3))
+    assert not engine.requests
+
+
 def test_ids_of_a_wrong_kind_are_refused(model):
     engine = build(model)
     for wrong in (-1, 2**31, "a", None, 1.5, True):

@@ -407,9 +407,13 @@ def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatc
             paused.append(context.paused_request_count)
 
     monkeypatch.setattr(HybridPrefixController, "tokens_sampled", continue_prompt)
-    sizes = {"blocks": 5, "paused_blocks": 2} if side == "on" else {"blocks": 4, "paused_blocks": 1}
+    sizes = {"blocks": 5, "paused_blocks": 2} if side == "on" else {"blocks": 3, "paused_blocks": 1}
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, block_size_tokens=128, **sizes)
     context = traffic.context
+    if side == "on" and not hasattr(context.kv_block_allocator, "active_count"):
+        pytest.skip(
+            "from one pool: a cache admits a prompt only if a block is left, which is the running request's next one"
+        )
     traffic.add(prompt(0, 126), 20)
     traffic.add(prompt(2, 3), 60)
     traffic.step(3)

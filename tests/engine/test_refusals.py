@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from megatron.core.ssm.mamba_mixer import MambaMixer
+import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, get_preset
+from megatron_hybrid_prefix.upstream import mixer
+from megatron_hybrid_prefix.upstream.capabilities import form_of
 
 BITS = {"mamba_gb": 0.1, "exact": "bits"}
 WHOLE_CHUNKS = "^block_size_tokens=96: layers of kind gated_delta_net need a multiple of 64$"
@@ -68,8 +70,21 @@ def test_megatrons_decode_that_replays_a_chunk(platform, monkeypatch, prefix):
     """It is of 0.20: the flag of 0.19 changes no Mamba mixer."""
     model = build_hybrid_model("tiny", platform=platform)
     monkeypatch.setattr(model.config, "batch_invariant_mode", True)
-    monkeypatch.setattr(MambaMixer, "_get_batch_invariant_decoder", lambda self: None, raising=False)
+    if form_of("batch-invariant decode") == "no":
+        build_engine(model, prefix)
+        monkeypatch.setattr(mixer, "form_of", lambda capability: "replays a chunk")
     with pytest.raises(ValueError, match=r"^batch_invariant_mode=True: .* use False, .*exact='bits'.*$"):
+        build_engine(model, prefix)
+
+
+def test_bits_with_logits_in_another_dtype(platform, monkeypatch):
+    """A `HybridModel` of 0.20 takes ``logit_dtype``."""
+    model = build_hybrid_model("tiny", platform=platform)
+    prefix = HybridPrefixConfig(mamba_gb=0.01, exact="bits")
+    monkeypatch.setattr(model.output_layer, "output_dtype", torch.float32, raising=False)
+    build_engine(model, prefix)
+    monkeypatch.setattr(model.output_layer, "output_dtype", torch.float64)
+    with pytest.raises(ValueError, match=r"^exact='bits': output_layer has outputs in torch.float64 \(logit_dtype\), "):
         build_engine(model, prefix)
 
 

@@ -176,7 +176,8 @@ def layer_cases(model):
             if hasattr(module, "slot_decode"):
                 y = module.slot_decode(inputs, own, slots)
             else:
-                y = module._ssm_decode(inputs.unsqueeze(1), *own.values(), slots)
+                decode = module.decode if ON_GPU else module._ssm_decode
+                y = decode(inputs.unsqueeze(1), *own.values(), slots)
             return y.reshape(len(slots), -1)[: len(chosen)], own
 
         whole, after = run(range(rows))

@@ -120,6 +120,8 @@ _TOGETHER: dict[str, Asked] = {
     "log-probs of the prompt": Asked([1, 2], {"skip_prompt_log_probs": False}, "skip_prompt_log_probs"),
     "text as a number of likeliest tokens": Asked([1, 2], {"top_n_logprobs": "2"}, "top_n_logprobs"),
     "a temperature beyond float64": Asked([1, 2], {"temperature": 10**400}, "temperature", in_messages=False),
+    "parts of no tokens": Asked([1, 2], {"streaming_interval": 0}, "streaming_interval", in_messages=False),
+    "for another engine": Asked([1, 2], {"do_kv_handoff": True}, "do_kv_handoff"),
     "breakpoints of text": Asked([1, 2], {"cache_breakpoints": "2"}, "cache_breakpoints"),
 }
 

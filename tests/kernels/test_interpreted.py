@@ -28,6 +28,7 @@ def test_the_kernels_do_what_the_loops_do():
             "test_slot_ops.py",
             "test_delta_rule.py",
             "test_delta_gates.py",
+            "test_mamba_decode.py",
             "test_paged_attention.py",
             "test_checksum.py",
             "test_samples.py",

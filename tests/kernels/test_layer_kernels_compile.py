@@ -1,19 +1,24 @@
-"""Kernels around the gated delta rule, and of loads, compile for a GPU as they are launched, on a machine without one."""
+"""Kernels around the gated delta rule, of a decode of Mamba2 and of loads, compile for a GPU as they are launched, on a machine without one."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_hybrid_prefix.ops import convolution, delta_gates, wrong_entries
+from megatron_hybrid_prefix.ops import convolution, delta_gates, mamba_decode, wrong_entries
 
 INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
-INT64 |= {"entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
+INT64 |= {"slots_ptr", "entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
 KERNELS = {  # module, constants
     "_gates_kernel": (delta_gates, {"ROWS": 8, "BLOCK": 32}),
     "_gated_head_norm_kernel": (delta_gates, {"HEADS": 16, "BLOCK": 128}),
     "_convolve_kernel": (convolution, {"TAPS": 4, "BIAS": True, "TOKENS": 32, "CHANNELS": 256}),
     "_write_conv_windows_kernel": (convolution, {"D_CONV": 4, "WIDTH": 4, "BLOCK": 256}),
+    "_convolve_tokens_kernel": (mamba_decode, {"TAPS": 4, "WIDTH": 4, "BIAS": True, "AFTER": False, "CHANNELS": 128}),
+    "_update_kernel": (
+        mamba_decode,
+        {"P": 64, "N": 128, "OF_D": 1, "GATE": False, "AFTER": False, "BLOCK_P": 32, "BLOCK_N": 128},
+    ),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 

@@ -9,11 +9,16 @@ import torch
 
 from megatron_hybrid_prefix.lab.replay import Policy, replay
 from tests.harness.defect_helpers import Side, computed_tokens
+from tests.harness.defects import DEFECTS
 from tests.harness.engine_helpers import greedy
 from tests.harness.trace_helpers import as_trace, token_prompts
 
 BLOCK = 128  # the scan's chunk: every block boundary can have a state
 UPSTREAM = Policy(name="upstream", eviction="upstream")
+of_019 = pytest.mark.skipif(
+    DEFECTS[6].is_mended(),
+    reason="the rule is 0.19's: later ones break ties otherwise, and skip states for want of slots",
+)
 
 
 @pytest.fixture
@@ -63,6 +68,7 @@ def bookkeeping_of(engine: Any, request_id: int, prompt: list[int]) -> int:
     return len(prompt) - (computed_tokens(engine) - before)
 
 
+@of_019
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("slots", "blocks"), [(12, 300), (5, 300), (25, 300), (12, 24), (5, 16)])
 def test_the_rule_reuses_what_megatron_reuses(side, slots, blocks, seed):
@@ -87,6 +93,7 @@ def test_the_whole_engine_does_no_more_than_the_bookkeeping(side):
     assert run.counters["evictions"] > 0 and run.counters["kv_evictions"] > 0
 
 
+@of_019
 def test_where_megatron_raises_the_rule_says_so(side):
     prompts = [list(range(3 * BLOCK + 5))]
     engine = build(side, slots=1, blocks=20, most_blocks=5)

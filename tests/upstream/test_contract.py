@@ -141,8 +141,8 @@ def test_a_missing_class_or_module_is_noticed():
 def test_a_changed_signature_is_noticed():
     missed, changes = [], Counter[str]()
     for entry in callables():
-        found = list(inspect.signature(getattr(resolve(entry.owner), entry.name)).parameters.values())
-        for what, parameters, is_async, problem in changed(entry, found):
+        entry = known_form(entry)
+        for what, parameters, is_async, problem in changed(entry, parameters_of(entry.signature)):
             changes[what] += 1
             with pytest.MonkeyPatch.context() as patch:
                 give(entry, parameters, patch, is_async=is_async)
@@ -151,6 +151,15 @@ def test_a_changed_signature_is_noticed():
                 missed.append(f"{entry.symbol} ({entry.kind}), {what}: {said or NOT_NOTICED}")
     assert missed == []
     assert len(changes) == 8 and min(changes.values()) > 80, changes
+
+
+def known_form(entry: ContractRow) -> ContractRow:
+    """The row with the one signature that the installed megatron-core fits: a change may lead to that of another version."""
+    for signature in (entry.signature, *entry.others):
+        alone = replace(entry, signature=signature, others=())
+        if problem_of(alone) is None:
+            return alone
+    raise AssertionError(problem_of(entry))
 
 
 def changed(entry: ContractRow, found: list[Any]) -> Iterator[tuple[str, list[Any], bool, str | None]]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from megatron_hybrid_prefix.upstream import version
 from tests.harness import defects
 from tests.harness.defects import DEFECTS, RUN, Defect, Mending, columns, expected, stands, table
 
@@ -27,6 +30,22 @@ def test_the_documents_have_the_list():
     oldest, newest = (sum(stands(found, run) for found in DEFECTS.values()) for run in (RUN[0], RUN[-1]))
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"{oldest} defects in {RUN[0]}, and {newest} in main {RUN[-1]}" in readme
+
+
+def test_the_documents_name_what_was_run():
+    text = (ROOT / "docs" / "which-megatron.md").read_text(encoding="utf-8")
+    rows = [
+        f"| main {run.replace(' of ', ' | ')} |" if " of " in run else f"| {run} | a release |" for run in version.RUN
+    ]
+    assert [row for row in rows if row not in text] == []
+
+
+def test_the_list_is_right_about_the_installed_megatron():
+    found = version.find_megatron()
+    if not found.was_run:
+        pytest.skip(f"the list says nothing of {found}")
+    run = (found.version.local or str(found.version))[:8]
+    assert [number for number, one in DEFECTS.items() if one.is_mended() == stands(one, run)] == []
 
 
 def test_only_a_mended_defect_may_pass(monkeypatch):

@@ -34,6 +34,7 @@ class RequestRecord(DynamicInferenceRequestRecord):
             if name not in vars(new.sampling_params):
                 setattr(new.sampling_params, name, value)
         new.stop_word_ids = old.stop_word_ids
+        # Both needless from ee3864907a (0.20).
         new.block_size_tokens = old.block_size_tokens
         new.enable_prefix_caching = old.enable_prefix_caching
         new.status = old.status

@@ -106,11 +106,13 @@ def build_engine_from_args(
     from megatron.training.argument_utils import inference_cfg_from_args
 
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
+    from megatron_hybrid_prefix.mcore.entrypoints.install import installed
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
 
     prefix = hybrid_prefix_config_from_args(args)
     capture = getattr(args, "cuda_graph_impl", "none") == "local"
-    upstream = inference_cfg_from_args(args).to_inference_config(model, enable_cuda_graphs=capture)
+    with installed():  # megatron's own description of the states refuses some models
+        upstream = inference_cfg_from_args(args).to_inference_config(model, enable_cuda_graphs=capture)
     values = {each.name: value for each in fields(upstream) if (value := getattr(upstream, each.name)) is not None}
     values["enable_prefix_caching"] = False
     state = mamba_state_config(model, args.mamba_inference_conv_states_dtype, args.mamba_inference_ssm_states_dtype)
