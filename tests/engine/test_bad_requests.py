@@ -184,14 +184,13 @@ def test_parameters_of_a_subclass_survive_a_preemption(model):
     assert engine.get_request(0).sampling_params.cache_salt == "mine"
 
 
-@pytest.mark.parametrize("hashes", [{}, {"precomputed_block_hashes": [7]}], ids=["", "hashes"])
-def test_hashes_of_others_are_not_used_and_images_are_refused(model, hashes):
-    """Megatron's engine takes both since 0.20."""
+def test_hashes_of_blocks_that_a_client_made_are_not_used(model):
     served = EngineHarness(model)
-    with pytest.raises(ValueError, match="request 1: imgs, num_tiles: this engine takes no images"):
-        served.engine.add_request(1, tokens(1, 5, seed=1), greedy(2), **hashes, imgs=torch.zeros(1), num_tiles=None)
-    served.engine.add_request(1, tokens(1, 5, seed=1), greedy(2), **hashes)
-    served.run()
+    for number in (1, 2):
+        prompt = tokens(2, 5, seed=number)
+        served.engine.add_request(number, prompt, greedy(2), precomputed_block_hashes=[7, 8])
+        served.run()
+    assert served.finished[2].num_cached_tokens == 0
     served.check()
 
 
