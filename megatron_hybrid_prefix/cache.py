@@ -30,7 +30,7 @@ This file is longer than 400 lines because it has every step of the pipeline, in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Buffer, Collection, Iterator, Sequence
 
 from megatron_hybrid_prefix.index.blocks_by_id import BlocksById
 from megatron_hybrid_prefix.index.explain import Explainer, Explanation, Question
@@ -403,7 +403,7 @@ class HybridPrefixCache:
 
     # -- 7. decode -----------------------------------------------------------------------------------------------------
 
-    def append(self, request_id: int, tokens: Tokens, *, computed_tokens: int | None = None) -> None:
+    def append(self, request_id: int, tokens: Tokens, *, computed_tokens: int | None = None) -> Buffer:
         """Appends sampled (and accepted) tokens to the request. Blocks that are now full become matchable.
 
         Call it once per token, or once for many tokens: only a filled block makes a difference.
@@ -413,17 +413,22 @@ class HybridPrefixCache:
             tokens: The new tokens: a buffer of int64, or ints.
             computed_tokens: Tokens of the sequence whose KV is written. None: all but the last token.
 
+        Returns:
+            The tokens of the blocks that became matchable, int64.
+
         Raises:
             ValueError: The request is not live.
         """
         live = self._requests[request_id]
         if not live.write:
-            return
-        live.chain.extend(tokens)
+            return b""
+        filled = live.chain.extend(tokens)
         computed = live.chain.tokens - 1 if computed_tokens is None else computed_tokens
         if not live.plans and live.computed_tokens < computed <= live.chain.tokens:
             live.computed_tokens = live.planned_tokens = computed
             self._planner.register(live)
+            return filled
+        return b""
 
     def checkpoint_decoded(self, request_id: int, position_tokens: int) -> int | None:
         """Publishes the state that a decode step reached at a block boundary, and returns a slot for it.

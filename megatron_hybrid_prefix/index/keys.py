@@ -181,13 +181,8 @@ class KeyChain:
         self._remember = remember
         self._tail = b""  # bytes of the tokens after the last full block
 
-    @property
-    def tail(self) -> bytes:
-        """The tokens after the last full block, int64."""
-        return self._tail
-
-    def extend(self, tokens: Tokens) -> None:
-        """Appends tokens, and the keys of the blocks that they fill.
+    def extend(self, tokens: Tokens) -> memoryview:
+        """Appends tokens, and the keys of the blocks that they fill. Returns the tokens of these blocks, int64 as bytes.
 
         Raises:
             ValueError: The chain has no `KeyMaker`.
@@ -200,6 +195,7 @@ class KeyChain:
             data = memoryview(self._tail + data)
         used = self._maker.extend(self.keys, self._seed, data, remember=self._remember)
         self._tail = bytes(data[used:])
+        return data[:used]
 
     def copy(self) -> KeyChain:
         """An independent copy."""

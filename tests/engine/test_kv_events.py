@@ -90,6 +90,15 @@ def test_a_router_knows_what_is_evicted(model, host_gb):
     assert router.observed >= all_hashes - cached(served) and router.observed
 
 
+def test_what_is_removed_in_the_step_that_stored_it_was_stored_first(model):
+    """Megatron tells what is stored at the end of a step, and what is removed at once."""
+    served = EngineHarness(model)
+    router, key = Router(served), bytes(16)
+    served.context.kv_stored([key], list(range(BLOCK)), None)
+    served.context.kv_removed(key)
+    assert router.kinds == ["stored", "removed"] and not router.prompts and router.observed == {0}
+
+
 def test_events_of_a_step_that_raised_are_not_told(model, monkeypatch):
     served = EngineHarness(model)
     router = Router(served)

@@ -96,12 +96,11 @@ class DecodedStates:
         # By target slot: with few slots, a request may take the slot that another just got.
         copies: dict[int, tuple[int, int]] = {}
         for block in blocks:
-            live = self._cache.live[block.request_id]
-            known, begun = live.chain.tokens, live.chain.tail
+            chain = self._cache.live[block.request_id].chain
+            known = chain.tokens
             tokens = self._recent[block.live_index, np.arange(known, block.end_tokens) % self._ring_tokens]
-            self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
-            if live.write:
-                self._events.stored(live.chain, known // self._block_tokens, begun + tokens.tobytes())
+            filled = self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
+            self._events.stored(chain, known // self._block_tokens, filled)
             slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)
             if slot is not None:
                 copies[slot] = self._context.states.live.slot(block.live_index), block.forward_token
