@@ -227,10 +227,12 @@ if triton is not None:
     def _window(x4: tl.tensor, x3: tl.tensor, x2: tl.tensor, x1: tl.tensor, TAPS: tl.constexpr) -> tl.tensor:
         """(channels, 2 or 4): the last TAPS inputs, the newest of which is ``x1``; of three a column more, to be masked."""
         if TAPS == 2:
-            return tl.join(x2, x1)
-        if TAPS == 3:
-            return tl.reshape(tl.join(tl.join(x3, x1), tl.join(x2, x1)), [x1.shape[0], 4])
-        return tl.reshape(tl.join(tl.join(x4, x2), tl.join(x3, x1)), [x1.shape[0], 4])
+            window = tl.join(x2, x1)
+        elif TAPS == 3:
+            window = tl.reshape(tl.join(tl.join(x3, x1), tl.join(x2, x1)), [x1.shape[0], 4])
+        else:
+            window = tl.reshape(tl.join(tl.join(x4, x2), tl.join(x3, x1)), [x1.shape[0], 4])
+        return window
 
     @triton.jit
     def _convolve_tokens_kernel(

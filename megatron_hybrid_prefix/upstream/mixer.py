@@ -14,27 +14,25 @@ from megatron_hybrid_prefix.upstream.modules import ROWS_OF_A_STEP
 
 
 class StepSeam(MambaMixer):
-    """Megatron's mixer: `prefill` and `decode` replace its own in a step of a context of this package.
+    """Megatron's mixer: `prefill` and `decode` replace its own in a step of a context of this package."""
 
-    Attributes:
-        is_slot_step: Whether the running forward is of such a step. Megatron tells its decode nothing of the context.
-    """
-
-    is_slot_step = False
+    _is_slot_step = (
+        False  # whether the running forward is of such a step: megatron tells its decode nothing of the context
+    )
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
         """Notes whose step it is."""
-        self.is_slot_step = getattr(inference_context, "prefill_step", None) is not None
+        self._is_slot_step = getattr(inference_context, "prefill_step", None) is not None
         return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
 
     def _ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
         """Decode by kernels that read and write each state once."""
-        decoded = self.decode(zxBCdt, *states, **named) if self.is_slot_step else None
+        decoded = self.decode(zxBCdt, *states, **named) if self._is_slot_step else None
         return super()._ssm_decode(zxBCdt, *states, **named) if decoded is None else decoded
 
     def ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
         """Decode by kernels that read and write each state once."""
-        decoded = self.decode(zxBCdt, *states, **named) if self.is_slot_step else None
+        decoded = self.decode(zxBCdt, *states, **named) if self._is_slot_step else None
         megatrons: Any = super()
         return megatrons.ssm_decode(zxBCdt, *states, **named) if decoded is None else decoded
 

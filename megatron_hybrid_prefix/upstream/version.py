@@ -11,11 +11,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import re
+import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -69,14 +71,23 @@ class MegatronVersion:
 
 
 def megatron_folder() -> Path | None:
-    """The folder of the ``megatron.core`` that Python would import, or None."""
-    try:
-        spec = importlib.util.find_spec("megatron.core")
-    except (ModuleNotFoundError, ValueError):  # there is no ``megatron``, or sys.modules has one without a spec
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(spec.submodule_search_locations[0])
+    """The folder of the ``megatron.core`` that Python would import, or None. Imports nothing, not even ``megatron``."""
+    places: Any = None
+    for name in ("megatron", "megatron.core"):
+        loaded = sys.modules.get(name)
+        if loaded is not None:
+            places = getattr(loaded, "__path__", None)
+        else:
+            spec = _spec_of(name, places)
+            places = spec and spec.submodule_search_locations
+        if not places:
+            return None
+    return Path(next(iter(places)))
+
+
+def _spec_of(name: str, places: Any) -> ModuleSpec | None:
+    """As ``importlib.util.find_spec``, which would import the parent of a module."""
+    return next(filter(None, (finder.find_spec(name, places) for finder in sys.meta_path)), None)
 
 
 def find_megatron() -> MegatronVersion | None:

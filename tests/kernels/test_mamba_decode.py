@@ -341,7 +341,7 @@ def test_a_mixer_decodes_as_megatrons(mixer, tokens):
     inputs, slots = rand(0, 3, tokens, width).float() / 4, torch.tensor([2, -1, 0])
     decode, found = mixer.ssm_decode if form_of("steps of recurrent layers") == "shared" else mixer._ssm_decode, []
     with torch.inference_mode():
-        for mixer.is_slot_step in (True, False):
+        for mixer._is_slot_step in (True, False):
             states = [rand(seed, 3, *shape).float() for seed, shape in enumerate(shapes)]
             after = [torch.zeros(3, tokens, *shape) for shape in shapes]
             named = dict(zip(("intermediate_conv_state", "intermediate_ssm_state"), after, strict=True))
@@ -357,7 +357,7 @@ def test_only_a_step_of_this_packages_context_decodes_by_slots(mixer, monkeypatc
     from megatron_hybrid_prefix.upstream.mixer import MambaMixer
 
     def forward(self, hidden_states, inference_context=None, **fields):
-        return self.is_slot_step
+        return self._is_slot_step
 
     monkeypatch.setattr(MambaMixer, "forward", forward)
     contexts = [SimpleNamespace(prefill_step=1), SimpleNamespace(prefill_step=None), SimpleNamespace(), None]
