@@ -86,7 +86,7 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 def form_of(capability: str) -> str:
     """The form that the installed megatron-core has; the oldest one if it has none, and the contract then says what is missing."""
     forms = CAPABILITIES[capability]
-    return next((form for form, names in forms.items() if names and _is_there(names[0])), list(forms)[-1])
+    return next((form for form, names in forms.items() if names and is_there(names[0])), list(forms)[-1])
 
 
 def forms() -> dict[str, str]:
@@ -111,7 +111,7 @@ def _of_other_forms() -> frozenset[str]:
     )
 
 
-def _is_there(name: str) -> bool:
+def is_there(name: str) -> bool:
     """Whether a module exists, and its text defines or assigns the name."""
     folder = megatron_folder()
     if folder is None:

@@ -8,6 +8,7 @@ import torch
 from megatron_hybrid_prefix.mcore import restore_mixers
 from tests.gpu.chunked_error import build_models, further_off, measure
 from tests.gpu.models import Source
+from tests.harness.defects import DEFECTS
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
 
 FIELDS = {"max_tokens": 128, "max_requests": 4, "block_tokens": 128}
@@ -27,14 +28,15 @@ def report(models, **fields):
 
 
 def test_ours_is_right_in_chunks_and_megatron_is_not_in_a_short_one(models):
-    """In float32 only mistakes are visible: megatron's convolution state after a chunk of two tokens (defect 4)."""
+    """In float32 only mistakes are visible: megatron's convolution state after a chunk of two tokens, where defect 4 stands."""
     found = report(models)
     engines = found["engines"]
     assert engines["bfloat16, ours, chunked"]["chunked_prompts"] == 2
     assert engines["bfloat16, ours, chunked"]["short_tails"] >= 1
     for right in ("megatron, whole", "ours, whole", "ours, chunked"):
         assert engines[f"float32, {right}"]["max_error"] <= LOG_PROB_NOISE
-    assert engines["float32, megatron, chunked"]["max_error"] >= 1e-3
+    megatrons = engines["float32, megatron, chunked"]["max_error"]
+    assert megatrons <= LOG_PROB_NOISE if DEFECTS[4].is_mended() else megatrons >= 1e-3
     assert engines["bfloat16, ours, whole"]["mean_error"] >= 1e-4  # bfloat16 it is
     for kind in ("bfloat16", "float32 states", "float32"):
         assert found["ours_against_megatron"][f"{kind}, whole"]["equal_log_probs"] == 1.0

@@ -49,7 +49,7 @@ class Defect:
 
     def is_mended(self) -> bool:
         """Whether the installed megatron-core is without it."""
-        return self.mended is not None and capabilities._is_there(self.mended.adds)
+        return self.mended is not None and capabilities.is_there(self.mended.adds)
 
 
 _CONTEXTS = "megatron.core.inference.contexts"

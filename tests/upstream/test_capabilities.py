@@ -74,4 +74,4 @@ def test_the_installed_megatron_has_all_names_of_its_forms(platform):
     """Also of those that only decide: the first name of each form."""
     for capability, form in capabilities.forms().items():
         names = capabilities.CAPABILITIES[capability][form]
-        assert [name for name in names if not capabilities._is_there(name)] == [], capability
+        assert [name for name in names if not capabilities.is_there(name)] == [], capability
