@@ -10,6 +10,7 @@ import pytest
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.selection import mostly_slow
+from tests.harness.shared_tiers import Folder, written
 
 pytestmark = pytest.mark.skipif(
     form_of("events of cached KV") == "no", reason="nobody can listen to megatron's prefix cache before #5860"
@@ -88,6 +89,22 @@ def test_a_router_knows_what_is_evicted(model, host_gb):
     assert stats.kv_evictions > 3 and "removed" in router.kinds
     assert len(router.prompts) > served.cache.memory_use().total_blocks or not host_gb
     assert router.observed >= all_hashes - cached(served) and router.observed
+
+
+@pytest.mark.parametrize("cache_write", [True, False])
+def test_a_router_knows_what_another_engine_computed(model, cache_write, monkeypatch, tmp_path):
+    """Blocks that are fetched from a shared folder are cached here, too."""
+    monkeypatch.setenv("HYBRID_PREFIX_SECRET", "a secret for the tests")
+    prompt, shared = tokens(4, 9, seed=1), Folder(tmp_path / "cache", monkeypatch).url()
+    first = EngineHarness(model, host_gb=0.01, shared=shared)
+    first.send(prompt)
+    written(first)
+    served = EngineHarness(model, host_gb=0.01, shared=shared)
+    router = Router(served)
+    assert served.send(prompt + tokens(2, 0, seed=2), cache_write=cache_write).num_cached_tokens == 4 * BLOCK
+    assert router.prompts.keys() == cached(served) and prompt[: 4 * BLOCK] in router.prompts.values()
+    first.finish()
+    served.finish()
 
 
 def test_what_is_removed_in_the_step_that_stored_it_was_stored_first(model):

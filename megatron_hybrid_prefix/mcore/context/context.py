@@ -436,9 +436,11 @@ class HybridPrefixContext(SlotContext):
             if self.prefix_config.verify_hits:
                 verify_plan(self, plan)
             cached = self.prefix_cache.publish(plan)
-            if cached:
+            if cached or plan.load is not None:
                 size = self.block_size_tokens
-                first, end = plan.start_tokens // size, plan.end_tokens // size
+                # What is loaded may come from another engine.
+                first = 0 if plan.load is not None else plan.start_tokens // size
+                end = (plan.end_tokens if cached else plan.start_tokens) // size
                 self._events.stored(known.chain, first, known.prompt[first * size : end * size])
             known.counted_tokens = max(known.counted_tokens, plan.end_tokens)
             if known.scored is not None:
