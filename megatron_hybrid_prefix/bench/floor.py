@@ -44,7 +44,7 @@ def floor_bytes(engine: Any, rows: int, tokens: int) -> int:
 
     model = engine.controller.inference_wrapped_model.model
     model = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
-    weights = sum(weight.nbytes for weight in model.parameters())
+    weights: int = sum(weight.nbytes for weight in model.parameters())
     if model.pre_process and not (model.post_process and model.share_embeddings_and_output_weights):
         weights -= model.embedding.word_embeddings.weight.nbytes
     states = engine.context.config.mamba_inference_state_config
@@ -59,9 +59,9 @@ def kv_token_bytes(config: Any, states: Any) -> int:
         states: Megatron's description of its recurrent states.
     """
     # With more tensor-parallel ranks than key/value heads, several ranks hold the same head.
-    heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
+    heads: int = max(1, config.num_query_groups // config.tensor_model_parallel_size)
     attention_layers = sum(symbol == "*" for symbol in states.layer_type_list)
-    return 2 * attention_layers * heads * int(config.kv_channels) * int(config.params_dtype.itemsize)
+    return 2 * attention_layers * heads * int(config.kv_channels * config.params_dtype.itemsize)
 
 
 def _finish(device: torch.device) -> None:

@@ -347,7 +347,7 @@ def test_decode(measure: Any) -> None:
     floors = {name: samples(data, "floor_ms", name) for name in settings}
     for name in settings:
         # 12 tokens: a row has its last one after it decoded, the first four steps warm up, and n ends bound n - 1 steps.
-        assert samples(data, "steps", name) == [5, 5]
+        assert samples(data, "steps", name) == [6, 6]
         assert samples(data, "failed_requests", name) == [0, 0]
         steps_ms = samples(data, "step_ms", name)
         assert rates[name] == pytest.approx([3e3 / ms for ms in steps_ms])
