@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_hybrid_prefix.bench.stats import number_text
-from megatron_hybrid_prefix.console.plots import ENGINE_STYLES, bar_inches, draw_bars, page
+from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page, style_of
 
 _TITLE_INCHES = 0.22  # of a panel's heading
 
@@ -73,6 +73,7 @@ CHARTS: dict[str, Chart] = {
         ],
     ),
     "no_reuse": Chart("Throughput where nothing can be reused", _RATE),
+    "decode": Chart("Steps in which all rows decode", _RATE),
     "pressure": Chart("Throughput with memory for half of the prefixes", _RATE),
     "host_tier": Chart(f"{_FIRST} of a prompt that comes back from host memory", [Panel(_RETURNS, "ms")]),
     "index": Chart("CPU time of a decode step, nothing to admit", [Panel({"decode_cpu_ms": ""}, "ms")]),
@@ -121,7 +122,7 @@ def draw_chart(path: Path, chart: Chart, result: Mapping[str, Any]) -> None:
 def _draw_panel(axis: Any, panel: Panel, result: Mapping[str, Any], engines: Sequence[str]) -> None:
     metrics = [result["metrics"][key] for key in panel.bars]
     notes = {
-        (engine, number): f"{ENGINE_STYLES[engine].label} {result['engines'][engine]['status']}"
+        (engine, number): f"{style_of(engine).label} {result['engines'][engine]['status']}"
         for engine in engines
         for number, metric in enumerate(metrics)
         if metric["median"].get(engine) is None and result["engines"][engine]["status"] != "completed"

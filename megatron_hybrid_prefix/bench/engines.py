@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.bench.forced import forced_answers
 from megatron_hybrid_prefix.console import terminal
-from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, check_memory
+from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, check_memory, kind_of
 from megatron_hybrid_prefix.console.running import cache_figures, greedy, send
 from megatron_hybrid_prefix.console.terminal import InputError, Stopped
 
@@ -28,7 +28,7 @@ class Contestant:
     """One engine under test, and how it ended.
 
     Attributes:
-        name: A name in `ENGINES`.
+        name: A name in `ENGINES`, perhaps with settings (`options_of`).
         fields: The arguments it was built with.
         engine: The engine; None if it could not be built.
         crash: The exception it raised, in one line; None while it runs.
@@ -70,6 +70,7 @@ class Contestant:
         *,
         attributes: Sequence[Mapping[str, Any]] | None = None,
         answers: Sequence[list[int]] | None = None,
+        on_step: Callable[[], None] = lambda: None,
     ) -> tuple[list[Any], float]:
         """Sends prompts at once with greedy sampling, until each has exactly ``generate`` tokens.
 
@@ -78,6 +79,7 @@ class Contestant:
             generate: Length of each answer.
             attributes: Attributes to set on the sampling parameters of each. An engine ignores those it does not know.
             answers: For each prompt, ``generate`` tokens to use as its answer instead of the sampled ones.
+            on_step: Called after each step.
 
         Returns:
             A `RequestResult` per prompt, and the total seconds.
@@ -91,7 +93,7 @@ class Contestant:
         with nullcontext() if answers is None else forced_answers(self.engine, answers):
             synchronize()
             started_s = time.perf_counter()
-            results = send(self.engine, prompts, sampling, self.should_stop)
+            results = send(self.engine, prompts, sampling, self.should_stop, lambda count: on_step())
             wall_s = time.perf_counter() - started_s
         for result, answer in zip(results, answers or (), strict=answers is not None):
             if result.status == "completed" and result.generated != answer:
@@ -125,8 +127,8 @@ def synchronize() -> None:
 @contextmanager
 def contestants(
     names: Sequence[str],
-    make_model: Callable[[], Any],
-    make_fields: Callable[[Any], dict[str, Any]],
+    make_model: Callable[[str], Any],
+    make_fields: Callable[[str, Any], dict[str, Any]],
     budgets_of: Callable[[Any], Budgets],
     *,
     cuda_graphs: bool,
@@ -136,10 +138,10 @@ def contestants(
     """Builds all engines. Their CUDA graphs are deleted at the end.
 
     Args:
-        names: Names in `ENGINES`.
-        make_model: Builds a model, the same one each time. CUDA graphs are tied to the model's modules, so with graphs
+        names: Names in `ENGINES`, perhaps with settings.
+        make_model: Builds an engine's model, with the same weights each time. CUDA graphs are tied to the model's modules, so with graphs
             each engine gets its own model. Without graphs all engines share one.
-        make_fields: Arguments that all engines share, for a given model.
+        make_fields: Arguments of an engine, for a given model, but for its kind's.
         budgets_of: The engines' memory, for the first model, which is there already.
         cuda_graphs: Whether engines capture CUDA graphs.
         crash_when_built: True: an engine that cannot be built is excluded. False: that is an `InputError`.
@@ -159,9 +161,9 @@ def contestants(
             if graphs is not None:
                 graphs.begin()
             if model is None or graphs is not None:
-                model = make_model()
+                model = make_model(name)
             budgets = budgets or budgets_of(model)
-            contestant = Contestant(name, make_fields(model) | ENGINES[name](budgets), should_stop)
+            contestant = Contestant(name, make_fields(name, model) | ENGINES[kind_of(name)](budgets), should_stop)
             check_memory(budgets, next(model.parameters()).device, f"engine {name}: ")
             found.append(contestant)
             refusals = () if crash_when_built else (ValueError,)

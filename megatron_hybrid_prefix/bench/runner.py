@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_hybrid_prefix.bench.engines import Contestant, contestants
+from megatron_hybrid_prefix.bench.floor import kv_token_bytes
 from megatron_hybrid_prefix.bench.scenario import Scenario
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, rotated, side_by_side, summarise
 from megatron_hybrid_prefix.console import terminal
@@ -18,6 +19,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     Budgets,
     budget_of,
     engine_fields,
+    options_of,
     plain,
     state_dtype_field,
 )
@@ -90,12 +92,13 @@ class Bench:
                     self.samples[name].append(sample)
             on_round(repeat + 2)
 
-    def _model(self) -> Any:
-        return build_model(self.args, self.config, self.platform)
+    def _model(self, name: str) -> Any:
+        return build_model(options_of(name, self.args), self.config, self.platform)
 
-    def _fields(self, model: Any) -> dict[str, Any]:
-        fields = engine_fields(self.args, self.platform.device.type, self.scenario.longest_tokens)
-        return fields | state_dtype_field(model, self.args.state_dtype)
+    def _fields(self, name: str, model: Any) -> dict[str, Any]:
+        args = options_of(name, self.args)
+        fields = engine_fields(args, self.platform.device.type, self.scenario.longest_tokens)
+        return fields | state_dtype_field(model, args.state_dtype)
 
     def _budgets(self, model: Any) -> Budgets:
         """From the options, else from the scenario, else from the memory that is free for all engines."""
@@ -128,12 +131,7 @@ def bytes_of(model: Any, args: argparse.Namespace) -> tuple[int, int]:
     states = given or mamba_state_config(model)
     if states is None:
         raise InputError(f"--preset {args.preset}: the model has no recurrent layers; choose a hybrid model")
-    config = model.config
-    # With more tensor-parallel ranks than key/value heads, several ranks hold the same head.
-    heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
-    attention_layers = sum(symbol == "*" for symbol in states.layer_type_list)
-    token_bytes = 2 * attention_layers * heads * config.kv_channels * config.params_dtype.itemsize
-    return args.block_size_tokens * token_bytes, state_bytes(states)
+    return args.block_size_tokens * kv_token_bytes(model.config, states), state_bytes(states)
 
 
 # --- Report ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ examples:
     hybrid-prefix bench herd                                 # cold requests with a shared prefix, all at once
     hybrid-prefix bench samples                              # several answers to one prompt, all at once
     hybrid-prefix bench no_reuse --json no_reuse.json        # throughput when nothing can be reused
+    hybrid-prefix bench decode --engine off,off-layer-fp32-async,ours  # decode steps, in megatron's settings
     hybrid-prefix bench host_tier                            # prompts come back after they were evicted
     hybrid-prefix bench pressure --engine off,ours           # the cache is smaller than the working set
     hybrid-prefix bench index                                # the control plane; needs no GPU
@@ -21,6 +22,8 @@ each timed round and not during it.
 
 The memory of the engines follows from what is free: all of them have theirs at the same time. An engine that raises is
 reported as crashed, and the others continue; but a lack of memory ends the benchmark.
+
+An engine may have settings of its own: layer or block (what a CUDA graph captures), bf16 or fp32 (states), async.
 
 exit code: 0; 1 if an engine other than "upstream" crashed; 2 for bad input; 130 after Ctrl-C.
 """
@@ -101,11 +104,14 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
         InputError: An option is wrong, or the sizes cannot run.
     """
     kind = SCENARIOS[args.scenario]
-    names = terminal.split_names(args.engine, options.ENGINES, "an engine", "--engine")
+    names = options.split_engines(args.engine, "--engine")
     device_type = args.device or running.default_device()
     if args.hf is None:
         args.preset = args.preset or DEFAULT_PRESET[device_type]
     args.cuda_graphs = DEFAULT_CUDA_GRAPHS[device_type] if args.cuda_graphs is None else args.cuda_graphs
+    scoped = [name for name in names if hasattr(options.options_of(name, args), "graph_scope")]
+    if scoped and not args.cuda_graphs:
+        raise InputError(f"--engine {scoped[0]}: a graph scope needs --cuda-graphs, which needs a GPU")
     args.repeats = args.repeats or kind.repeats[device_type]
     for field in kind.sizes():
         if getattr(args, field.name) is None:
@@ -154,7 +160,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             report = as_json(bench, command)
             print_report(console, bench, report)
             terminal.save_json(console, args.json, report)
-    return EXIT_CRASHED if set(crashed_engines(bench)) - {"upstream"} else 0
+    return EXIT_CRASHED if {options.kind_of(name) for name in crashed_engines(bench)} - {options.UPSTREAM} else 0
 
 
 main = as_main(run)

@@ -20,6 +20,7 @@ from megatron_hybrid_prefix.console.terminal import (
     as_input_errors,
     check_can_plot,
     check_writable,
+    split_names,
 )
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.tiers.registry import parse_url
@@ -101,6 +102,42 @@ ENGINES: dict[str, Callable[[Budgets], dict[str, Any]]] = {
     "ours": lambda budgets: {"prefix": budgets.prefix},
 }
 DEFAULT_ENGINES = ("off", "upstream", "ours")
+# What `bench` takes after an engine's name, as in "off-layer-fp32": options of that engine alone.
+SETTINGS: dict[str, tuple[str, Any]] = {
+    "layer": ("graph_scope", "layer"),
+    "block": ("graph_scope", "block"),
+    "bf16": ("state_dtype", "bfloat16"),
+    "fp32": ("state_dtype", "float32"),
+    "async": ("async_scheduling", True),
+}
+
+
+def kind_of(name: str) -> str:
+    """The name in `ENGINES` of an engine that may have settings."""
+    return name.partition("-")[0]
+
+
+def options_of(name: str, args: argparse.Namespace) -> argparse.Namespace:
+    """The options of an engine: those of the command, changed by the engine's settings."""
+    return argparse.Namespace(**vars(args) | dict(SETTINGS[word] for word in name.split("-")[1:]))
+
+
+def split_engines(text: str, option: str) -> list[str]:
+    """Splits a comma-separated list of engines that may have settings.
+
+    Raises:
+        InputError: A name or a setting is unknown, given twice, or of an option that has another one.
+    """
+    names = text.split(",")
+    for name in names:
+        kind, *words = name.split("-")
+        split_names(kind, ENGINES, "an engine", option)
+        unknown = [word for word in words if word not in SETTINGS]
+        if unknown:
+            raise InputError(f"{option}: {name} has no setting {unknown[0]!r}; there are: {', '.join(SETTINGS)}")
+        if len({SETTINGS[word][0] for word in words}) < len(words):
+            raise InputError(f"{option}: {name} has two settings of one option")
+    return split_names(text, names, "an engine", option)
 
 
 def budget_of(fields: dict[str, Any]) -> dict[str, float]:

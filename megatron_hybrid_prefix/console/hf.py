@@ -100,6 +100,8 @@ def build_model(args: argparse.Namespace, config: HybridModelConfig, platform: A
     from megatron_hybrid_prefix import models
 
     overrides: dict[str, Any] = {"cuda_graph_impl": "local"} if getattr(args, "cuda_graphs", None) else {}
+    if overrides and getattr(args, "graph_scope", None) is not None:
+        overrides["inference_cuda_graph_scope"] = args.graph_scope
     folder = folder_of(args)
     with (
         as_input_errors(ValueError, PlatformError, OSError),

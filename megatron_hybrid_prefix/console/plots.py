@@ -43,6 +43,13 @@ ENGINE_STYLES = {
 OTHER_COLOURS = ("#CC79A7", "#009E73")  # of the same palette, for what is none of the three
 
 
+def style_of(engine: str) -> Style:
+    """How an engine that may have settings ("off-fp32") is drawn: in the colour of its kind."""
+    kind, _, settings = engine.partition("-")
+    style = ENGINE_STYLES[kind]
+    return style._replace(label=f"{style.label}, {settings}") if settings else style
+
+
 @contextmanager
 def page(
     path: Path, *, title: str, subtitle: str, heights: Sequence[float], engines: Sequence[str] = ()
@@ -71,7 +78,7 @@ def page(
         under = textwrap.fill(subtitle, _SUBTITLE_CHARACTERS)
         figure.supxlabel(under, x=0.013, ha="left", fontsize=8.5, color=FAINT)
         figure.legend(
-            handles=[Patch(label=label, color=colour) for label, colour in map(ENGINE_STYLES.__getitem__, engines)],
+            handles=[Patch(label=label, color=colour) for label, colour in map(style_of, engines)],
             title=textwrap.fill(title, _TITLE_CHARACTERS),
             title_fontproperties={"size": 11.5, "weight": "bold"},
             alignment="left",
@@ -121,7 +128,7 @@ def draw_bars(
             note = (notes or {}).get((engine, group), "")
             end = value or 0.0
             if value is not None:
-                axis.barh(place, value, height * 0.9, color=ENGINE_STYLES[engine].colour)
+                axis.barh(place, value, height * 0.9, color=style_of(engine).colour)
                 span = ranges[engine][group] if ranges else None
                 if span and max(span) - min(span) > 0.01 * highest:
                     most = min(max(span), 1.1 * highest)  # one that is far off would leave no room for the bars

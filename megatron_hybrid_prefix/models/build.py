@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from megatron_hybrid_prefix.platform.sizes import check_sizes
 
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+logger = logging.getLogger(__name__)
 
 
 def build_hybrid_model(
@@ -43,7 +46,8 @@ def build_hybrid_model(
             of the weights. Nothing is downloaded.
         platform: The result of `ensure_platform`; by default the running platform (tp=1, pp=1 where none runs).
         on_read: As of `load_hf_weights`.
-        **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``. ``transformer_impl`` is
+        **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``, whose graphs are then of the
+            whole forward (``inference_cuda_graph_scope="block"``) wherever that is right. ``transformer_impl`` is
             "transformer_engine" or "local" (megatron-core's own linear layers and PyTorch's norms); by default Transformer
             Engine on a GPU where it is installed.
 
@@ -139,6 +143,8 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
     from megatron.core.activations import squared_relu
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megatron_hybrid_prefix.upstream.graphs import BLOCK, use_layers_where_blocks_are_wrong
+
     dtype = getattr(torch, config.dtype)
     if platform.device.type == "cpu":
         # Upstream compiles it at first use: 20 s and a C++ compiler for a product of two tensors.
@@ -197,9 +203,22 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
             # Megatron's default needs NVLink multicast.
             inference_moe_token_dispatcher_type="nccl",
         )
+    scope = overrides.get("inference_cuda_graph_scope")
+    if getattr(scope, "name", scope) not in (None, "none", "layer", BLOCK):
+        raise ValueError(f"inference_cuda_graph_scope={scope!r}: use {BLOCK!r} or 'layer'")
+    if overrides.get("cuda_graph_impl") == "local" and not overrides.keys() & {
+        "cuda_graph_modules",
+        "cuda_graph_scope",
+    }:
+        # One launch a step: as fast as graphs of layers or faster, most of all with few rows.
+        fields["inference_cuda_graph_scope"] = BLOCK
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # about its own default
-        return TransformerConfig(**(fields | overrides))
+        made = TransformerConfig(**(fields | overrides))
+    problem = use_layers_where_blocks_are_wrong(made)
+    if problem is not None and scope is not None and os.environ.get("RANK", "0") == "0":
+        logger.warning("inference_cuda_graph_scope='block': %s; 'layer' is used", problem)
+    return made
 
 
 def _recurrent_fields(config: HybridModelConfig) -> dict[str, int]:

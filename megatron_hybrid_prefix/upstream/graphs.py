@@ -1,11 +1,46 @@
-"""Megatron's records of the CUDA graphs captured in this process."""
+"""What megatron's CUDA graphs capture, and its records of those captured in this process."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord, delete_cuda_graphs
+from megatron.core.transformer.enums import InferenceCudaGraphScope
 from megatron.core.transformer.module import GraphableMegatronModule
+
+BLOCK = InferenceCudaGraphScope.block.name
+"""The scope of graphs of the whole forward, from the embedding to the logits; by default a graph is of one layer."""
+
+
+def block_problem(config: Any, drafts: int = 0) -> str | None:
+    """Why the graphs that a config asks for would be wrong, in a few words; None: they are right, or of layers.
+
+    What this package does in a step is right in either scope. Within a forward its layers read and write memory at fixed
+    addresses only: states, and the description of the prefill, which is copied before the forward. Loads from the host are
+    waited for before it, too, once and by the stream. And megatron keeps the hidden states for the layers that draft.
+
+    Args:
+        config: Megatron's of the model.
+        drafts: Tokens that are drafted a step.
+    """
+    if config.inference_cuda_graph_scope is not InferenceCudaGraphScope.block:
+        return None
+    if config.pipeline_model_parallel_size > 1:
+        return "a pipeline stage receives its input in other memory each time"
+    if (config.fp8 or config.fp4) and config.transformer_impl != "inference_optimized":
+        return "megatron captures fp8 and fp4 by layer"
+    # Needless from 0.20: megatron cuts its buffer to the tokens of the step.
+    if drafts and config.sequence_parallel:
+        return "with sequence_parallel the layers that draft get other tokens' hidden states"
+    return None
+
+
+def use_layers_where_blocks_are_wrong(config: Any) -> str | None:
+    """Set the scope of layers where `block_problem` has something, and return that."""
+    problem = block_problem(config)
+    if problem is not None:
+        config.inference_cuda_graph_scope = InferenceCudaGraphScope.layer
+    return problem
 
 
 def delete_graphs_of(model: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.bench import engines, runner
+from megatron_hybrid_prefix.bench.floor import floor_bytes
 from megatron_hybrid_prefix.bench.forced import forced_answers
 from megatron_hybrid_prefix.bench.stats import Metric, median, percentile, ratio, rotated, summarise
 from megatron_hybrid_prefix.cli import bench
@@ -30,6 +31,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 SMALL = {
     "shared_prefix": ("--shared-tokens", 512, "--own-tokens", 300, "--cold-prompts", 2, "--generate", 2),
     "no_reuse": ("--requests", 3, "--prompt-tokens", 300, "--generate", 5),
+    "decode": ("--requests", 3, "--prompt-tokens", 40, "--generate", 12),
     "pressure": ("--prefixes", 8, "--shared-tokens", 512, "--requests", 12, "--generate", 3, "--running", 2),
     "multi_turn": ("--turns", 3, "--new-tokens", 150, "--generate", 6),
     "first_sighting": ("--shared-tokens", 512, "--own-tokens", 300, "--generate", 2),
@@ -137,6 +139,18 @@ BAD_OPTIONS = {
     "no scenario": ([], "required: SCENARIO"),
     "unknown scenario": (["everything"], "invalid choice: 'everything'"),
     "unknown engine": (["no_reuse", "--engine", "off,best"], "no engine 'best'; there are: off, upstream, ours"),
+    "unknown setting": (["decode", "--engine", "off-fast"], "off-fast has no setting 'fast'; there are: layer, block"),
+    "two settings": (["decode", "--engine", "off-fp32-bf16"], "off-fp32-bf16 has two settings of one option"),
+    "a kind with a setting": (["decode", "--engine", "best-fp32"], "no engine 'best'; there are: off, upstream, ours"),
+    "an engine twice": (["decode", "--engine", "off-fp32,off-fp32"], "names an engine twice"),
+    "a scope without graphs": (
+        ["decode", "--engine", "off-block"],
+        "--engine off-block: a graph scope needs --cuda-graphs",
+    ),
+    "too short to measure": (
+        ["decode", "--generate", "5"],
+        "--generate 5: no 6 steps in which all 4 rows decode: raise it",
+    ),
     "another scenario's size": (["no_reuse", "--shared-tokens", "8"], "unrecognized arguments: --shared-tokens 8"),
     "no repeats": (["index", "--repeats", "0"], "argument --repeats: '0' is not a whole number above 0"),
     "bad fraction": (["pressure", "--budget-fraction", "half"], "'half' is not a number above 0"),
@@ -322,6 +336,40 @@ def test_no_reuse(measure: Any) -> None:
         rates, walls = (samples(data, name, engine) for name in ("tokens_per_second", "wall_s"))
         assert rates == pytest.approx([15 / wall_s for wall_s in walls])
     assert set(data["metrics"]["tokens_per_second"]["ratio"]) == {"upstream/off", "ours/off", "ours/upstream"}
+
+
+def test_decode(measure: Any) -> None:
+    """Settings reach their engine alone; a prompt token is no decode step."""
+    data = measure("decode", "--repeats", 2, "--engine", "off,off-bf16-async,ours-async")
+    settings = {name: (one["fields"].get("async_sched_mode")) for name, one in data["engines"].items()}
+    assert settings == {"off": None, "off-bf16-async": "async", "ours-async": "async"}
+    rates = {name: samples(data, "tokens_per_second", name) for name in settings}
+    floors = {name: samples(data, "floor_ms", name) for name in settings}
+    for name in settings:
+        # 12 tokens: a row has its last one after it decoded, the first four steps warm up, and n ends bound n - 1 steps.
+        assert samples(data, "steps", name) == [6, 6]
+        assert samples(data, "failed_requests", name) == [0, 0]
+        steps_ms = samples(data, "step_ms", name)
+        assert rates[name] == pytest.approx([3e3 / ms for ms in steps_ms])
+        assert samples(data, "step_over_floor", name) == pytest.approx(
+            [ms / floor for ms, floor in zip(steps_ms, floors[name], strict=True)]
+        )
+    best = [max(pair) for pair in zip(rates["off"], rates["off-bf16-async"], strict=True)]
+    assert samples(data, "over_best_off", "ours-async") == pytest.approx(
+        [rate / off for rate, off in zip(rates["ours-async"], best, strict=True)]
+    )
+    assert floors["off"] == floors["ours-async"] and floors["off-bf16-async"][0] < floors["off"][0]
+
+
+def test_what_a_decode_step_must_move(tiny: Any) -> None:
+    """Weights without the input embedding; two rows' states twice and keys and values of 40 tokens."""
+    from megatron_hybrid_prefix.mcore import build_engine
+    from tests.harness.engine_helpers import state_bytes
+
+    weights = sum(weight.nbytes for name, weight in tiny.named_parameters() if not name.startswith("embedding."))
+    config = tiny.hybrid_config
+    token = 2 * config.count("*") * config.num_query_groups * config.kv_channels * 4
+    assert floor_bytes(build_engine(tiny), 2, 40) == weights + 2 * (2 * state_bytes(tiny) + 40 * token)
 
 
 def assert_same_memory(data: dict[str, Any]) -> None:

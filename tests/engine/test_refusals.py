@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
-from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, get_preset
+from megatron_hybrid_prefix.mcore.entrypoints import build as entrypoint
+from megatron_hybrid_prefix.models import HybridModelConfig, build, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.upstream import mixer
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 
@@ -97,3 +100,50 @@ def test_a_model_without_attention():
 def test_cuda_graphs_without_a_gpu(platform):
     with pytest.raises(ValueError, match="cuda_graph_impl='local' needs a CUDA device"):
         build_hybrid_model("tiny", platform=platform, cuda_graph_impl="local")
+
+
+@pytest.mark.parametrize(
+    ("fields", "pp", "used", "said"),
+    [
+        ({}, 1, "block", ""),
+        ({"inference_cuda_graph_scope": "layer"}, 1, "layer", ""),
+        ({"cuda_graph_modules": ["mamba"]}, 1, "layer", ""),
+        ({}, 2, "layer", ""),
+        (
+            {"inference_cuda_graph_scope": "block"},
+            2,
+            "layer",
+            "a pipeline stage receives its input in other memory each time",
+        ),
+        ({"inference_cuda_graph_scope": "block", "fp8": "e4m3"}, 1, "layer", "megatron captures fp8 and fp4 by layer"),
+    ],
+)
+def test_what_a_graph_captures(platform, caplog, fields, pp, used, said):
+    stages = dataclasses.replace(platform, pp=pp)
+    config = build._transformer_config(get_preset("tiny"), stages, {"cuda_graph_impl": "local"} | fields)
+    assert config.inference_cuda_graph_scope.name == used
+    lines = [f"inference_cuda_graph_scope='block': {said}; 'layer' is used"] if said else []
+    assert [record.message for record in caplog.records if "graph_scope" in record.message] == lines
+
+
+def test_an_unknown_graph_scope(platform):
+    with pytest.raises(ValueError, match="inference_cuda_graph_scope='whole': use 'block' or 'layer'"):
+        build_hybrid_model("tiny", platform=platform, inference_cuda_graph_scope="whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "drafts", "why"),
+    [
+        ({"fp8": "e4m3"}, 0, "megatron captures fp8"),
+        ({"sequence_parallel": True}, 1, "with sequence_parallel the layers that draft"),
+    ],
+)
+def test_graphs_of_a_model_built_elsewhere(platform, monkeypatch, changes, drafts, why):
+    """Refused where they would be wrong: its layers have their graphs, or have none, since it was built."""
+    model = build_hybrid_model("tiny-mtp" if drafts else "tiny", platform=platform)
+    scope = type(model.config.inference_cuda_graph_scope)
+    monkeypatch.setattr(entrypoint, "patched_machine", lambda: None)  # this machine captures nothing
+    for name, value in ({"cuda_graph_impl": "local", "inference_cuda_graph_scope": scope.block} | changes).items():
+        monkeypatch.setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=f"^inference_cuda_graph_scope='block': {why}"):
+        build_engine(model, HybridPrefixConfig(mamba_gb=0.01), num_speculative_tokens=drafts)

@@ -20,19 +20,21 @@ from collections import Counter
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.bench.floor import copy_bandwidth, floor_bytes
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.measure import BLOCK_TOKENS, synchronize
-from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, state_bytes
+from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget
 
 PREFILL_TOKENS = 4096  # of a step
 # Parts of a step by the names of kernels: the first pattern that is found.
 PARTS = {
     "products": r"gemm|nvjet|xmma|splitk|gemv",
     "attention": r"flash|attention|fmha|append_key",
-    "state update": r"selective_scan_update|mamba_decode|delta_step|_step_kernel",
+    # `_update_kernel` is that of Mamba2 and that of Gated DeltaNet in this package, the second is megatron's.
+    "state update": r"^_update_kernel|selective_scan_update|^_gates_kernel",
     "convolution": r"conv",
     "norms": r"norm|rms",
     "sampling": r"softmax|argmax|sort|topk|multinomial|philox|radix",
@@ -42,35 +44,6 @@ PARTS = {
 
 def part_of(kernel: str) -> str:
     return next((part for part, words in PARTS.items() if re.search(words, kernel, re.IGNORECASE)), "other")
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of a plain copy of 1 GiB."""
-    source = torch.empty(2**30 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best_s = float("inf")
-    for _ in range(12):
-        synchronize()
-        start_s = time.perf_counter()
-        for _ in range(5):
-            target.copy_(source)
-        synchronize()
-        best_s = min(best_s, (time.perf_counter() - start_s) / 5)
-    return 2 * source.numel() / best_s
-
-
-def floor_bytes(model, rows: int, tokens: int, state_dtype: torch.dtype | None) -> int:
-    """What a step must read and write."""
-    embedding = model.embedding.word_embeddings.weight
-    tied = model.share_embeddings_and_output_weights
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    weights -= 0 if tied else embedding.numel() * embedding.element_size()
-    states = state_bytes(model) * (
-        2 if state_dtype is torch.float32 and model.config.params_dtype is not torch.float32 else 1
-    )
-    config, layers = model.config, model.hybrid_config.count("*")
-    kv = 2 * layers * config.num_query_groups * config.kv_channels * tokens * embedding.element_size()
-    return weights + rows * (2 * states + kv)
 
 
 class Engine:
@@ -177,7 +150,7 @@ def main() -> None:
         print(f"{'rows':>5} {'step':>7} {'busy':>7} {'floor':>7}  step/floor  by part, ms")
         for count in rows:
             step_ms, busy_ms, parts, kernels = engine.measure(count, profile=True)
-            floor_ms = floor_bytes(engine.model, count, args.tokens, engine.state_dtype) / bandwidth * 1e3
+            floor_ms = floor_bytes(engine.engine, count, args.tokens) / bandwidth * 1e3
             listed = ", ".join(f"{part} {ms:.2f}" for part, ms in parts.most_common())
             print(
                 f"{count:5d} {step_ms:7.2f} {busy_ms:7.2f} {floor_ms:7.2f} {step_ms / floor_ms:8.2f}    {listed}",

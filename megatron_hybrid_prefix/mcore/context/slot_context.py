@@ -23,6 +23,7 @@ from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.upstream.config import InferenceConfig
 from megatron_hybrid_prefix.upstream.context import ContextSeam, one_thread
 from megatron_hybrid_prefix.upstream.contract import check_contract
+from megatron_hybrid_prefix.upstream.graphs import block_problem
 from megatron_hybrid_prefix.upstream.mixer import replays_chunks
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
 
@@ -70,6 +71,9 @@ class SlotContext(ContextSeam):
                     "batch_invariant_mode=True: megatron's decode then reads inputs of the running chunk that only its own prefill "
                     "keeps, and no cached state; use False, and HybridPrefixConfig(exact='bits') for equal bits in any batch"
                 )
+            problem = block_problem(model_config, inference_config.num_speculative_tokens)
+            if problem is not None:
+                raise ValueError(f"inference_cuda_graph_scope='block': {problem}; build the model with 'layer'")
             state_config = with_state_dtype(state_config, None)
             inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
             self.model_states = states_of_config(state_config)

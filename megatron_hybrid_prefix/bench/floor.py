@@ -1,0 +1,71 @@
+"""The least time of a decode step: what it must read and write, at the bandwidth of a plain copy."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_COPY_BYTES = {"cpu": 2**24, "cuda": 2**30}
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written, of a plain copy on an idle device: the best of 12 rounds of 5 copies."""
+    import torch
+
+    source = torch.empty(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best_s = float("inf")
+    for _ in range(12):
+        _finish(device)
+        start_s = time.perf_counter()
+        for _ in range(5):
+            target.copy_(source)
+        _finish(device)
+        best_s = min(best_s, (time.perf_counter() - start_s) / 5)
+    return 2 * source.numel() / best_s
+
+
+def floor_bytes(engine: Any, rows: int, tokens: int) -> int:
+    """Bytes that a decode step of an engine must read and write on this rank.
+
+    These are its weights once, without the input embedding unless it is tied to the output; each row's state, read and
+    written; each row's keys and values. All experts count, so with few rows a model with experts may need less.
+
+    Args:
+        engine: Any engine.
+        rows: Requests that decode.
+        tokens: Of each, in the KV cache.
+    """
+    from megatron_hybrid_prefix.mcore.state.layout import state_bytes
+    from megatron_hybrid_prefix.upstream.config import get_attr_wrapped_model
+
+    model = engine.controller.inference_wrapped_model.model
+    model = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    weights: int = sum(weight.nbytes for weight in model.parameters())
+    if model.pre_process and not (model.post_process and model.share_embeddings_and_output_weights):
+        weights -= model.embedding.word_embeddings.weight.nbytes
+    states = engine.context.config.mamba_inference_state_config
+    return weights + rows * (2 * state_bytes(states) + tokens * kv_token_bytes(model.config, states))
+
+
+def kv_token_bytes(config: Any, states: Any) -> int:
+    """Bytes of a token's keys and values on this rank.
+
+    Args:
+        config: The model's.
+        states: Megatron's description of its recurrent states.
+    """
+    # With more tensor-parallel ranks than key/value heads, several ranks hold the same head.
+    heads: int = max(1, config.num_query_groups // config.tensor_model_parallel_size)
+    attention_layers = sum(symbol == "*" for symbol in states.layer_type_list)
+    return 2 * attention_layers * heads * int(config.kv_channels * config.params_dtype.itemsize)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
