@@ -44,7 +44,10 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "no": (),
     },
     # Whether clients can abort a request, and get its new tokens.
-    "aborts and new tokens": {"yes": (f"{_INFERENCE}.headers:Request.ABORT_REQUEST",), "no": ()},
+    "aborts and new tokens": {
+        "yes": (f"{_INFERENCE}.headers:Request.ABORT_REQUEST", f"{_ENGINE}._try_send_streaming_partials"),
+        "no": (),
+    },
     "trainers look requests up": {
         "yes": (
             f"{_ENGINE}._send_request_records_to_coordinator",

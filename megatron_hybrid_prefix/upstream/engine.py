@@ -282,11 +282,23 @@ class EngineSeam(DynamicInferenceEngine):
     def send_partials(self, outputs: Sequence[dict[str, Any]]) -> None:
         """Send the coordinator new output of unfinished requests, each with its ``request_id``, in megatron's own message.
 
-        Its contents are ours. What megatron's main puts there lacks the number of cached tokens, and skips tokens of a request that
-        was preempted.
+        Its contents are ours: what megatron's main puts there lacks the number of cached tokens.
         """
         if outputs:
             self.tell_coordinator(*streamed(PARTIAL, outputs))
+
+    def _try_send_streaming_partials(self) -> None:
+        """Shows megatron the whole answers of preempted requests. Of their last parts it would skip the tokens that it counts as sent."""
+        records = {number: entry.record for number, entry in self.requests.items() if len(entry.record.requests) > 1}
+        for number, record in records.items():
+            whole = record.merge()
+            whole.stop_word_ids = record[-1].stop_word_ids
+            self.requests[number].record = DynamicInferenceRequestRecord(requests=[whole])
+        try:
+            super()._try_send_streaming_partials()
+        finally:
+            for number, record in records.items():
+                self.requests[number].record = record
 
     def tell_coordinator(self, *frames: bytes) -> None:
         """Send the coordinator a message; only the first rank of a replica does."""

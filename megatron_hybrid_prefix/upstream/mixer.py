@@ -16,9 +16,8 @@ from megatron_hybrid_prefix.upstream.modules import ROWS_OF_A_STEP
 class StepSeam(MambaMixer):
     """Megatron's mixer: `prefill` and `decode` replace its own in a step of a context of this package."""
 
-    _is_slot_step = (
-        False  # whether the running forward is of such a step: megatron tells its decode nothing of the context
-    )
+    # Whether the running forward is of such a step. Megatron tells its decode nothing of the context.
+    _is_slot_step = False
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
         """Notes whose step it is."""

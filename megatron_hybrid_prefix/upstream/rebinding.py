@@ -158,10 +158,20 @@ class _AfterImport(MetaPathFinder):
 
 
 def apply(rebindings: Iterable[Rebinding], applied: Applied) -> None:
-    """Apply ``rebindings`` in order; if one fails, undo everything in ``applied`` and raise."""
+    """Apply ``rebindings`` in order; if some fail, undo everything in ``applied`` and raise.
+
+    Raises:
+        UpstreamDriftError: Names that do not exist or whose signature differs: all of them.
+    """
+    problems: list[str] = []
     try:
         for rebinding in rebindings:
-            applied.rebind(rebinding)
+            try:
+                applied.rebind(rebinding)
+            except UpstreamDriftError as error:
+                problems.append(str(error))
+        if problems:
+            raise UpstreamDriftError("; ".join(problems))
     except BaseException:
         applied.undo()
         raise

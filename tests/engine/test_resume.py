@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
@@ -14,8 +16,10 @@ from megatron.core.inference.engines.dynamic_engine import EngineState, EngineSu
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.upstream.capabilities import form_of
+from megatron_hybrid_prefix.upstream.coordinator import PARTIAL
 from tests.harness.engine_helpers import assert_matches, greedy
-from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, raising, tokens
 from tests.harness.named_models import named
 from tests.harness.refits import WAYS, copy_in_place
 from tests.harness.selection import mostly_slow_rows
@@ -382,3 +386,25 @@ def test_a_model_that_was_built_in_inference_mode_is_refreshed_outside(platform)
     served.engine.invalidate()
     (mixer, *_) = mixers(model)
     assert torch.equal(mixer._A_neg_exp_cache, -torch.exp(mixer.A_log))
+
+
+@pytest.mark.skipif(form_of("aborts and new tokens") == "no", reason="this megatron streams no new tokens")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stream_goes_on_after_the_request_was_preempted(model, mode):
+    """Megatron counts the tokens of an answer that are sent, and a resumed request has those of its last part only."""
+    served, messages = EngineHarness(model, async_sched_mode=mode, kv_cache_management_mode=RECOMPUTE), []
+    engine = served.engine
+    engine.socket_for_receiving_requests = SimpleNamespace(send=messages.append)
+    engine.is_mp_coordinator, engine.ep_world_size = True, 1
+    number = served.add(tokens(1, 9, seed=1), 20, streaming=True)
+    engine.use_coordinator = True
+    served.step(5)
+    engine.use_coordinator = False  # as if the coordinator had suspended it
+    served.suspend_and_resume()
+    engine.use_coordinator = True
+    while number not in served.finished:
+        served.step()
+    contents = [content for header, content in map(msgpack.unpackb, messages) if header == PARTIAL]
+    sent = [token for partials in contents for partial in partials for token in partial["new_tokens"]]
+    assert sent == served.finished[number].generated_tokens[:-1]
+    assert engine.requests == {}
