@@ -61,7 +61,8 @@ def kv_token_bytes(config: Any, states: Any) -> int:
     # With more tensor-parallel ranks than key/value heads, several ranks hold the same head.
     heads: int = max(1, config.num_query_groups // config.tensor_model_parallel_size)
     attention_layers: int = sum(symbol == "*" for symbol in states.layer_type_list)
-    return 2 * attention_layers * heads * int(config.kv_channels) * int(config.params_dtype.itemsize)
+    token_bytes: int = 2 * attention_layers * heads * config.kv_channels * config.params_dtype.itemsize
+    return token_bytes
 
 
 def _finish(device: torch.device) -> None:

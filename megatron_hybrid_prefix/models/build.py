@@ -46,8 +46,8 @@ def build_hybrid_model(
             of the weights. Nothing is downloaded.
         platform: The result of `ensure_platform`; by default the running platform (tp=1, pp=1 where none runs).
         on_read: As of `load_hf_weights`.
-        **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``, whose graphs are then of the
-            whole forward (``inference_cuda_graph_scope="block"``) wherever that is right. ``transformer_impl`` is
+        **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``. Graphs of the
+            whole forward (``inference_cuda_graph_scope="block"``) that would be wrong are made of layers. ``transformer_impl`` is
             "transformer_engine" or "local" (megatron-core's own linear layers and PyTorch's norms); by default Transformer
             Engine on a GPU where it is installed.
 
@@ -206,17 +206,11 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
     scope = overrides.get("inference_cuda_graph_scope")
     if getattr(scope, "name", scope) not in (None, "none", "layer", BLOCK):
         raise ValueError(f"inference_cuda_graph_scope={scope!r}: use {BLOCK!r} or 'layer'")
-    if overrides.get("cuda_graph_impl") == "local" and not overrides.keys() & {
-        "cuda_graph_modules",
-        "cuda_graph_scope",
-    }:
-        # One launch a step: as fast as graphs of layers or faster, most of all with few rows.
-        fields["inference_cuda_graph_scope"] = BLOCK
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # about its own default
         made = TransformerConfig(**(fields | overrides))
     problem = use_layers_where_blocks_are_wrong(made)
-    if problem is not None and scope is not None and os.environ.get("RANK", "0") == "0":
+    if problem is not None and os.environ.get("RANK", "0") == "0":
         logger.warning("inference_cuda_graph_scope='block': %s; 'layer' is used", problem)
     return made
 

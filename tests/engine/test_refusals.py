@@ -105,10 +105,9 @@ def test_cuda_graphs_without_a_gpu(platform):
 @pytest.mark.parametrize(
     ("fields", "pp", "used", "said"),
     [
-        ({}, 1, "block", ""),
-        ({"inference_cuda_graph_scope": "layer"}, 1, "layer", ""),
+        ({}, 1, "layer", ""),
+        ({"inference_cuda_graph_scope": "block"}, 1, "block", ""),
         ({"cuda_graph_modules": ["mamba"]}, 1, "layer", ""),
-        ({}, 2, "layer", ""),
         (
             {"inference_cuda_graph_scope": "block"},
             2,

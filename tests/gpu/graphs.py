@@ -151,6 +151,7 @@ def addresses_of(context):
 def without_drafts(preset):
     """Eager runs and runs with graphs."""
     found = {"eager": run(preset, graphs=False), "alone": run(preset, graphs=False, together=False)}
+    found["uncached_graphs"] = run(preset, graphs=True, cached=False)
     for mode in ("legacy", "async"):
         found[f"graphs_{mode}"] = run(preset, graphs=True, mode=mode)
     found["graphs_tight"] = run(preset, graphs=True, mode="async", tight=True)

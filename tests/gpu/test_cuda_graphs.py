@@ -23,7 +23,7 @@ def check_counts(found):
     """Checks that graphs were replayed in decode and in steps with prefills, that prefixes were reused and drafts accepted."""
     for name, run in found.items():
         counts = run["counts"]
-        if name.startswith("graphs"):
+        if "graphs" in name:
             assert counts["graph_decode"] > 0.9 * counts["decode"] > 0, (name, counts)
             assert counts["graph_prefill"] > 0, (name, counts)
         else:
@@ -79,7 +79,7 @@ def test_float32_says_the_same_tokens(tmp_path, preset):
 def test_bfloat16_is_within_the_noise_of_two_runs_that_batch_differently(tmp_path, preset):
     found = run(tmp_path, preset)
     check_counts(found)
-    check_noise(found, preset, "alone")
+    check_noise(found, preset, "alone", "uncached_graphs")
 
 
 @pytest.mark.gpu(gib=8, seconds=120)
@@ -91,12 +91,13 @@ def test_bfloat16_drafts_are_within_the_noise_of_drafts_without_the_cache(tmp_pa
     check_noise(found, preset, "uncached_drafts")
 
 
-def check_noise(found, preset, reference):
-    """Checks that no run is further from ``eager`` than the run ``reference``, whose tokens are mostly those of ``eager``."""
-    noise, compared = error(found, reference)
-    print(f"{preset}: mean |log-prob difference|: {reference} {noise:.5f} over {compared} tokens, which is the noise")
-    assert compared > sum(map(len, found["eager"]["tokens"])) / 2
-    for name in found.keys() - {"eager", "alone", reference}:
+def check_noise(found, preset, *references):
+    """Checks that no run is further from ``eager`` than those of ``references``, whose tokens are mostly those of ``eager``."""
+    noises = {name: error(found, name) for name in references}
+    noise = max(noise for noise, _ in noises.values())
+    print(f"{preset}: mean |log-prob difference|, tokens: {noises}; the largest is the noise")
+    assert min(count for _, count in noises.values()) > sum(map(len, found["eager"]["tokens"])) / 2
+    for name in found.keys() - {"eager", "alone", *references}:
         own, count = error(found, name)
         print(f"{preset}: mean |log-prob difference|: {name} {own:.5f} over {count} tokens; noise {noise:.5f}")
         assert own <= 1.5 * noise
