@@ -19,6 +19,7 @@ _CONTEXTS = f"{_INFERENCE}.contexts"
 _CONTEXT = f"{_CONTEXTS}.dynamic_context:DynamicInferenceContext"
 _BLOCKS = f"{_CONTEXTS}.kv_block_allocator:KVBlockAllocator"
 _ENGINE = f"{_INFERENCE}.engines.dynamic_engine:DynamicInferenceEngine"
+_COORDINATOR = f"{_INFERENCE}.data_parallel_inference_coordinator.coordinator:DataParallelInferenceCoordinator"
 _SSM = "megatron.core.ssm"
 _MIXER = f"{_SSM}.mamba_mixer:MambaMixer"
 
@@ -45,7 +46,11 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     # Whether clients can abort a request, and get its new tokens.
     "aborts and new tokens": {
-        "yes": (f"{_INFERENCE}.headers:Request.ABORT_REQUEST", f"{_ENGINE}._try_send_streaming_partials"),
+        "yes": (
+            f"{_INFERENCE}.headers:Request.ABORT_REQUEST",
+            f"{_ENGINE}._try_send_streaming_partials",
+            f"{_COORDINATOR}.client_request_to_request_id",
+        ),
         "no": (),
     },
     "trainers look requests up": {

@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 import zmq
 from megatron.core.inference.contexts.dynamic_context import ContextOverflowError
-from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron.core.inference.data_parallel_inference_coordinator.coordinator import DataParallelInferenceCoordinator
 from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
 
@@ -85,6 +85,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
     """
 
     router_socket: Any
+    client_request_to_request_id: dict[Any, int]  # where clients can abort
     _handlers: dict[Headers, Callable[..., bool | None]]
     most_queued = 2**14
     _unregistered: frozenset[bytes] = frozenset()
@@ -97,6 +98,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         own = {
             "SUBMIT_REQUEST": partial(self._submit, self._handlers[Headers.SUBMIT_REQUEST]),
             "ABORT_REQUEST": self._abort,
+            "ENGINE_REPLY_PARTIAL": self._pass_on,
             "SUBMIT_REQUEST_WITH_KV": self._refuse_handoff,
             "RELEASE_KV": lambda *message: None,
         }
@@ -129,7 +131,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
             self._reply_refused((client, message[1]), "this engine takes no KV cache of another engine")
 
     def _pass_on(self, _: Any, replica: bytes, message: Sequence[Any]) -> None:
-        """New tokens of unfinished requests go to their clients, as with megatron's main."""
+        """New tokens of unfinished requests go to their clients, as with megatron's main, which ends at a forgotten request."""
         del replica
         for output in message[1]:
             client = self.client_of(output["request_id"])
@@ -230,6 +232,8 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
         client = self.client_of(request_id)
         self.request_id_to_client_id.pop(request_id, None)
         self.request_id_to_client_request_id.pop(request_id, None)
+        if _HAS_ABORTS:
+            self.client_request_to_request_id.pop(client, None)
         replica = self.request_id_to_rank.pop(request_id, None)
         if replica in self.identity_to_rank_index:
             self._pending_counts[self.identity_to_rank_index[replica]] -= 1

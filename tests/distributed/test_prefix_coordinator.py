@@ -14,6 +14,7 @@ from megatron.core.inference.headers import Headers
 
 from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
 from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, LOST, SUBMIT, Routing, pack, unpack
+from megatron_hybrid_prefix.upstream.capabilities import form_of
 from megatron_hybrid_prefix.upstream.client import ClientSeam
 from megatron_hybrid_prefix.upstream.coordinator import ABORT, MARK, PARTIAL, CoordinatorSeam, streamed
 from tests.harness.defects import expected
@@ -164,6 +165,7 @@ def test_a_removed_replica_is_not_heard_and_each_client_learns_what_it_lost():
     for request_id, (client, own, rank) in enumerate([(b"client", 7, 0), (b"other", 7, 1), (b"client", 8, 1)]):
         made.request_id_to_client_id[request_id], made.request_id_to_client_request_id[request_id] = client, own
         made.request_id_to_rank[request_id] = RANKS[rank]
+        made.client_request_to_request_id[client, own] = request_id  # where clients can abort
         made._pending_counts[rank] += 1
     made.known_clients.add(b"other")
     sent = made.router_socket.messages
@@ -172,6 +174,8 @@ def test_a_removed_replica_is_not_heard_and_each_client_learns_what_it_lost():
     assert sorted(sent) == [[b"client", LOST, 1, [8]], [b"other", LOST, 1, [7]]]
     assert made._take(RANKS[1], [b"megatron's"]) is None and made._take(RANKS[0], [b"megatron's"]) == b"megatron's"
     assert list(made.request_id_to_rank) == [0] and made.pending_requests == [1]
+    if form_of("aborts and new tokens") == "yes":
+        assert made.client_request_to_request_id == {(b"client", 7): 0}
 
 
 @pytest.fixture
@@ -346,3 +350,7 @@ def test_requests_of_a_replica_that_leaves_are_refused_and_so_is_what_comes_to_n
     made._handle_rank_registration(RANKS[1])
     talks(made, peers, asking(11, [4]))
     assert [unpack(peers[RANKS[1]].recv())[2] for _ in range(2)] == [[2], [4]]
+    if form_of("aborts and new tokens") == "yes":  # new tokens of a request of before, which is forgotten
+        made._handlers[Headers.ENGINE_REPLY_PARTIAL](made, RANKS[1], [0, [{"request_id": 1, "tokens": [5]}]])
+    with pytest.raises(zmq.Again):
+        peers[b"client"].recv(zmq.NOBLOCK)
