@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from megatron_hybrid_prefix.bench.engines import synchronize
+
 if TYPE_CHECKING:
     import torch
 
@@ -19,11 +21,11 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     best_s = float("inf")
     for _ in range(12):
-        _finish(device)
+        synchronize()
         start_s = time.perf_counter()
         for _ in range(5):
             target.copy_(source)
-        _finish(device)
+        synchronize()
         best_s = min(best_s, (time.perf_counter() - start_s) / 5)
     return 2 * source.numel() / best_s
 
@@ -63,10 +65,3 @@ def kv_token_bytes(config: Any, states: Any) -> int:
     attention_layers: int = sum(symbol == "*" for symbol in states.layer_type_list)
     token_bytes: int = 2 * attention_layers * heads * config.kv_channels * config.params_dtype.itemsize
     return token_bytes
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
