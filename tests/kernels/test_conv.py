@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_hybrid_prefix.platform.kernels import conv
 from megatron_hybrid_prefix.platform.kernels.conv import (
     causal_conv1d_update,
+    causal_conv1d_varlen_carry_states,
     causal_conv1d_varlen_fn,
     causal_conv1d_varlen_states,
 )
@@ -211,7 +212,7 @@ def test_decode_gives_the_bits_of_a_prefill_wherever_the_token_sits(dtype):
     seed=st.integers(0, 1000),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_final_states_are_the_last_inputs_with_zeros_before_them(lengths, state_len, seed, dtype):
+def test_final_states_are_the_last_inputs_with_zeros_or_an_earlier_state_before_them(lengths, state_len, seed, dtype):
     n = sum(lengths)
     x = make(seed, 2, n + 2, 1, dtype=dtype)[0]
     x[n:] = NAN
@@ -223,3 +224,8 @@ def test_final_states_are_the_last_inputs_with_zeros_before_them(lengths, state_
             back = state_len - j  # the newest input is last
             expected = x[end - back] if back <= lengths[i] else torch.zeros(DIM, dtype=dtype)
             assert torch.equal(states[i, :, j], expected)
+    earlier = make(seed + 1, 2, 1, len(lengths), state_len, torch.float32)[3]
+    carried = causal_conv1d_varlen_carry_states(x, cumulative(lengths), earlier)
+    for i, end in enumerate(cumulative(lengths)[1:].tolist()):
+        history = torch.cat([earlier[i], x[end - lengths[i] : end].T.float()], 1)
+        assert torch.equal(carried[i], history[:, lengths[i] :])

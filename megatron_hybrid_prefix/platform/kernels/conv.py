@@ -177,14 +177,8 @@ def causal_conv1d_varlen_states(x: torch.Tensor, cu_seqlens: torch.Tensor, state
     Returns:
         (batch, dim, state_len) in x's dtype, a transposed view of a contiguous (batch, state_len, dim).
     """
-    start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    if not x.shape[0]:
-        return x.new_zeros(start.shape[0], state_len, x.shape[1]).transpose(1, 2)
-    source = end[:, None] + torch.arange(-state_len, 0, device=x.device)  # (batch, state_len)
-    inside = (source >= start[:, None]) & (source < end[:, None])
-    # A boolean index would synchronise with a GPU.
-    states = x[source.clamp(0, x.shape[0] - 1)].masked_fill(~inside[:, :, None], 0)
-    return states.transpose(1, 2)
+    requests = cu_seqlens.shape[0] - 1
+    return causal_conv1d_varlen_carry_states(x, cu_seqlens, x.new_zeros(requests, x.shape[1], state_len))
 
 
 @torch.no_grad()
@@ -199,14 +193,15 @@ def causal_conv1d_varlen_carry_states(
         previous_states: (requests, dim, state_len).
 
     Returns:
-        (requests, dim, state_len) in the dtype of ``previous_states``.
+        (requests, dim, state_len) in the dtype of ``previous_states``, a transposed view of a contiguous (requests, state_len, dim).
     """
     state_len = previous_states.shape[-1]
     length = (cu_seqlens[1:] - cu_seqlens[:-1]).long()[:, None]
     column = torch.arange(state_len, device=x.device) + length  # of the earlier state and the sequence in a row
-    kept = previous_states.gather(2, column.clamp(max=state_len - 1)[:, None].expand_as(previous_states))
-    if not x.shape[0]:
-        return kept
-    source = (cu_seqlens[:-1].long()[:, None] + column - state_len).clamp(0, x.shape[0] - 1)
-    new = x[source].transpose(1, 2).to(previous_states.dtype)
-    return torch.where((column >= state_len)[:, None], new, kept)
+    earlier = previous_states.transpose(1, 2)
+    states = earlier.gather(1, column.clamp(max=state_len - 1)[:, :, None].expand_as(earlier))
+    if x.shape[0]:
+        source = (cu_seqlens[:-1].long()[:, None] + column - state_len).clamp(0, x.shape[0] - 1)
+        # A boolean index would synchronise with a GPU.
+        states = torch.where((column >= state_len)[:, :, None], x[source].to(states.dtype), states)
+    return states.transpose(1, 2)
