@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problems:
         return 1
     if not options.check:
-        print(*differences(written, rows), sep="\n")
+        for difference in differences(written, rows):
+            print(difference)
         rows = merged(written, rows)
         path.write_text(text_of(rows), encoding="utf-8")
     print(f"{len(rows)} rows in {path}{' are up to date' if options.check else ''}")
