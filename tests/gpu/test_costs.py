@@ -38,7 +38,7 @@ def test_keeping_states_moves_no_state(preset):
     assert found["largest_copy_bytes"] < 0.1 * found["state_bytes_of_a_layer"]
 
 
-@pytest.mark.gpu(gib=6, seconds=60)
+@pytest.mark.gpu(gib=8, seconds=60)
 def test_a_decode_of_recurrent_layers_is_that_of_float64():
     """And a table of its times, which nothing judges."""
     print(run_script("decode_speed.py"))
