@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from megatron.core.inference.sampling.base import Sampling
+from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+
+from megatron_hybrid_prefix.upstream.sampling import QueuedSampling
 
 # Options of each request's log-probs: rows of the context's tables.
 _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs")
@@ -19,9 +22,12 @@ class ControllerSeam(TextGenerationController):
     _sampling: Sampling
 
     def _init_dynamic_sampling_tensors(self) -> None:
-        """Our sampling is put around megatron's."""
+        """Our sampling is put around megatron's, which does not wait for the device then."""
         super()._init_dynamic_sampling_tensors()
-        self._sampling = self.sampling_around(self._sampling)
+        backend = self._sampling
+        if type(backend) is TorchSampling:
+            backend = QueuedSampling(backend._rng, backend._vocab_size)
+        self._sampling = self.sampling_around(backend)
 
     def _dynamic_step_forward_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """A forward is published once it is launched, and copies to the host are launched after it."""

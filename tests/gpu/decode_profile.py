@@ -85,8 +85,8 @@ class Engine:
         self.steps, self.tokens, self.next_id = args.steps, args.tokens, 0
 
     @torch.inference_mode()
-    def measure(self, rows: int, profile: bool) -> tuple[float, float, Counter[str], Counter[str]]:
-        """Milliseconds of a step; of it busy; by part; by kernel."""
+    def measure(self, rows: int, profile: bool) -> tuple[float, float, Counter[str], Counter[str], Counter[str]]:
+        """Milliseconds of a step; of it busy; by part; by kernel; in which the GPU waits, by the kernels around."""
         dice = random.Random(rows)
         for _ in range(rows):
             prompt = [dice.randrange(self.vocabulary) for _ in range(self.tokens)]
@@ -103,7 +103,7 @@ class Engine:
         synchronize()
         assert self.engine.context.total_request_count == rows, "a row has ended: its answer is too short"
         step_ms = (time.perf_counter() - start_s) * 1e3 / self.steps
-        parts, kernels, busy = Counter(), Counter(), 0.0
+        parts, kernels, gaps, busy = Counter(), Counter(), Counter(), 0.0
         if profile and torch.cuda.is_available():
             count = 4
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
@@ -113,16 +113,19 @@ class Engine:
             spans = []
             for event in profiled.events():
                 if event.device_type == torch.autograd.DeviceType.CUDA:
-                    spans.append((event.time_range.start, event.time_range.end))
+                    spans.append((event.time_range.start, event.time_range.end, event.name))
                     ms = (event.time_range.end - event.time_range.start) / 1e3 / count
                     kernels[event.name[:90]] += ms
                     parts[part_of(event.name)] += ms
-            end = 0.0
-            for start, stop in sorted(spans):
+            end, last = 0.0, ""
+            for start, stop, name in sorted(spans):
+                if last and start > end:
+                    gaps[f"{last[:44]} ... {name[:44]}"] += (start - end) / 1e3 / count
                 busy += max(0.0, stop - max(start, end)) / 1e3 / count
-                end = max(end, stop)
+                if stop > end:
+                    end, last = stop, name
         self.engine.reset()
-        return step_ms, busy, parts, kernels
+        return step_ms, busy, parts, kernels, gaps
 
 
 def main() -> None:
@@ -134,7 +137,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--graphs", type=int, default=16, help="number of CUDA graphs; 0: none")
     parser.add_argument("--ways", default="off-layer,ours-layer,ours-block,ours-layer-async")
-    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels of each")
+    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels and gaps of each")
     args = parser.parse_args()
     platform = ensure_platform(device=args.device)
     print(platform.describe(), flush=True)
@@ -149,7 +152,7 @@ def main() -> None:
         print(f"\n{way}: ready after {time.monotonic() - start_s:.0f} s", flush=True)
         print(f"{'rows':>5} {'step':>7} {'busy':>7} {'floor':>7}  step/floor  by part, ms")
         for count in rows:
-            step_ms, busy_ms, parts, kernels = engine.measure(count, profile=True)
+            step_ms, busy_ms, parts, kernels, gaps = engine.measure(count, profile=True)
             floor_ms = floor_bytes(engine.engine, count, args.tokens) / bandwidth * 1e3
             listed = ", ".join(f"{part} {ms:.2f}" for part, ms in parts.most_common())
             print(
@@ -158,6 +161,8 @@ def main() -> None:
             )
             for kernel, ms in kernels.most_common(args.kernels):
                 print(f"        {ms:8.3f}  {kernel}")
+            for around, ms in gaps.most_common(args.kernels):
+                print(f"        {ms:8.3f}  gap: {around}")
         release_engine(engine.engine)
         del engine
     shut_down()

@@ -26,6 +26,12 @@ PREFIX_TOKENS = 1024
 SHORT_TOKENS, LONG_TOKENS = 300, 2600
 SIZES = {"block_tokens": 256, "max_requests": 8}
 BLOCKS = 120
+# Sampling with which a decode step of asynchronous scheduling waits for no forward.
+ASYNC_OPTIONS = {
+    "greedy": {},
+    "sampled": {"top_k": 0, "top_p": 0.9, "temperature": 0.7},
+    "log-probs": {"top_k": 0, "return_log_probs": True},
+}
 
 
 @contextmanager
@@ -87,10 +93,10 @@ def waits(caught):
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
-def counted(engine, prompt, request_id):
+def counted(engine, prompt, request_id, **options):
     """Synchronising calls of a request: of its admission and first step, and the least of the decode steps after it."""
     found = []
-    engine.add_request(request_id, prompt, greedy(6, return_log_probs=False))
+    engine.add_request(request_id, prompt, greedy(6, **{"return_log_probs": False} | options))
     while engine.has_unfinished_requests():
         with warnings.catch_warnings(record=True) as caught, mode("warn"):
             warnings.simplefilter("always")
@@ -138,6 +144,13 @@ def main(preset="small"):
             for seed in (1, 2):  # as above
                 found[f"{name}, moves"] = move_memory(engine, seed)
         found["memory use"] = dataclasses.asdict(engine.context.prefix_cache.memory_use())
+        from megatron_hybrid_prefix.upstream.config import AsyncScheduleMode  # needs a platform that runs
+
+        engine = build_engine(model, engines["ours"], async_sched_mode=AsyncScheduleMode.ASYNC, **fields)
+        for number, (name, options) in enumerate(ASYNC_OPTIONS.items()):
+            prompt = random_tokens(SHORT_TOKENS, seed=3)
+            for again in range(2):  # the first compiles kernels
+                found[f"async, {name}"] = counted(engine, prompt, 2 * number + again, **options)
     print(json.dumps(found))
     shut_down()
 

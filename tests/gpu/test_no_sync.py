@@ -28,5 +28,6 @@ def test_plan_publish_and_forward_do_not_wait_and_steps_wait_no_more_often_than_
         assert ours["decode"] <= off["decode"], kind
     moved = found["memory use"]
     assert min(moved["pages_to_states"], moved["pages_to_kv"], moved["moved_blocks"]) > 0
+    assert [found[f"async, {sampling}"]["decode"] for sampling in ("greedy", "sampled", "log-probs")] == [0, 0, 0]
     for kind in ("prefill", "decode"):
         assert found["ours, moves"][kind] <= found["off, moves"][kind]
