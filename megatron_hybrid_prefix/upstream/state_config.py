@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.inference.config import MambaInferenceStateConfig
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+    is_linear_attention_variant,
+)
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer import TransformerConfig
 
 RECURRENT = Symbols.MAMBA
 """Symbol of the layers that megatron's context gives live states."""
@@ -55,21 +61,27 @@ def process_groups(model: Any) -> Any:
 
 
 def pattern_of_all_stages(model: Any) -> str | None:
-    """Symbols of the layers of all pipeline stages; None for a model that does not have them."""
+    """Symbols of the layers of all pipeline stages; None for a ``HybridModel`` that does not have them.
+
+    A layer of a ``GPTModel`` is attention or, as its config says, a Gated DeltaNet; its MLP or experts have no symbol.
+    """
     owner: HybridModel = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    if isinstance(decoder(model), TransformerBlock):
+        config: TransformerConfig = owner.config
+        if not is_linear_attention_variant(config.experimental_attention_variant):
+            return Symbols.ATTENTION * config.num_layers
+        return "".join(Symbols.GDN if linear else Symbols.ATTENTION for linear in get_linear_attention_pattern(config))
     return getattr(owner, "hybrid_layer_pattern", None)
 
 
-def has_layer_types(model: Any) -> bool:
-    """Whether the model's layers have symbols, as those of a ``HybridModel``."""
-    return getattr(decoder(model), "layer_type_list", None) is not None
-
-
 def decoder_layers(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    """Symbol and module of each layer of a model's decoder on this pipeline stage; none for a model without a pattern."""
+    """Symbol and module of each layer of the decoder of a ``HybridModel`` or ``GPTModel`` on this pipeline stage."""
     stack: Any = decoder(model)
     symbols = getattr(stack, "layer_type_list", None)
-    return [] if symbols is None else list(zip(symbols, stack.layers, strict=True))
+    if symbols is None:
+        pattern = pattern_of_all_stages(model) or ""
+        symbols = [pattern[layer.layer_number - 1] for layer in stack.layers]
+    return list(zip(symbols, stack.layers, strict=True))
 
 
 def mixer_name(layer: Any) -> str:

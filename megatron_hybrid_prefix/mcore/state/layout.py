@@ -21,7 +21,6 @@ from megatron_hybrid_prefix.upstream.state_config import (
     RecurrentStateConfig,
     decoder,
     decoder_layers,
-    has_layer_types,
     mixer_name,
     needs_a_kind,
     pattern_of_all_stages,
@@ -127,12 +126,6 @@ def mamba_state_config(
         ValueError: A recurrent layer is of no known kind, layers of one kind differ in their states, or a model with
             recurrent layers has no layer pattern.
     """
-    if not has_layer_types(model):
-        if kinds_in(model):
-            raise ValueError(
-                f"layers of kind {_names(kinds_in(model))} in a model without a layer pattern: build it as HybridModel"
-            )
-        return None
     models_own = None if ssm_dtype is not None else getattr(getattr(model, "hybrid_config", None), "state_dtype", None)
     state_dtype = None if models_own is None else getattr(torch, models_own)
     layers = decoder_layers(model)
@@ -201,7 +194,7 @@ def config_beyond_megatrons(
     """
     symbols = [symbol for symbol, _ in decoder_layers(model)]
     own = set(kinds_in(model)) - {MAMBA2.name} or any(needs_a_kind(symbol) for symbol in symbols if symbol != RECURRENT)
-    if not own and (stage_count(process_groups(model)) == 1 or not (has_layer_types(model) and _may_recur(model))):
+    if not own and (stage_count(process_groups(model)) == 1 or not _may_recur(model)):
         return None
     config = mamba_state_config(model, conv_dtype, ssm_dtype)
     return config if config is not None and (needs_this_package(config) or RECURRENT not in symbols) else None
