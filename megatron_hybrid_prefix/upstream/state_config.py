@@ -61,27 +61,37 @@ def process_groups(model: Any) -> Any:
 
 
 def pattern_of_all_stages(model: Any) -> str | None:
-    """Symbols of the layers of all pipeline stages; None for a ``HybridModel`` that does not have them.
-
-    A layer of a ``GPTModel`` is attention or, as its config says, a Gated DeltaNet; its MLP or experts have no symbol.
-    """
+    """Symbols of the layers of all pipeline stages; None for a ``HybridModel`` that does not have them."""
+    stack: Any = decoder(model)
+    if isinstance(stack, TransformerBlock):
+        return _pattern_of_gpt(stack.config)
+    if getattr(stack, "layer_type_list", None) is None:
+        return ""
     owner: HybridModel = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
-    if isinstance(decoder(model), TransformerBlock):
-        config: TransformerConfig = owner.config
-        if not is_linear_attention_variant(config.experimental_attention_variant):
-            return Symbols.ATTENTION * config.num_layers
-        return "".join(Symbols.GDN if linear else Symbols.ATTENTION for linear in get_linear_attention_pattern(config))
     return getattr(owner, "hybrid_layer_pattern", None)
 
 
+def _pattern_of_gpt(config: TransformerConfig) -> str:
+    """Symbols of the layers of a ``GPTModel``: attention, or a Gated DeltaNet. The MLP or the experts of a layer have none."""
+    if not is_linear_attention_variant(config.experimental_attention_variant):
+        return Symbols.ATTENTION * config.num_layers
+    return "".join(Symbols.GDN if linear else Symbols.ATTENTION for linear in get_linear_attention_pattern(config))
+
+
+def has_latent_attention(model: Any) -> bool:
+    """Whether the attention of a ``GPTModel`` is multi-latent."""
+    stack = decoder(model)
+    return isinstance(stack, TransformerBlock) and bool(stack.config.multi_latent_attention)
+
+
 def decoder_layers(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    """Symbol and module of each layer of the decoder of a ``HybridModel`` or ``GPTModel`` on this pipeline stage."""
+    """Symbol and module of each layer of a ``HybridModel``'s or ``GPTModel``'s decoder on this pipeline stage; none for others."""
     stack: Any = decoder(model)
     symbols = getattr(stack, "layer_type_list", None)
-    if symbols is None:
-        pattern = pattern_of_all_stages(model) or ""
+    if isinstance(stack, TransformerBlock):
+        pattern = _pattern_of_gpt(stack.config)
         symbols = [pattern[layer.layer_number - 1] for layer in stack.layers]
-    return list(zip(symbols, stack.layers, strict=True))
+    return [] if symbols is None else list(zip(symbols, stack.layers, strict=True))
 
 
 def mixer_name(layer: Any) -> str:

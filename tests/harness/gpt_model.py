@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -49,9 +49,7 @@ def as_gpt_model(hybrid: Any, **changes: Any) -> Any:
     first, pp = get_transformer_layer_offset(config), parallel_state.get_pipeline_model_parallel_world_size()
     model = GPTModel(
         config,
-        TransformerBlockSubmodules(
-            layer_specs=layers[first : first + len(layers) // pp], layer_norm=WrappedTorchNorm
-        ),
+        TransformerBlockSubmodules(layer_specs=layers[first : first + len(layers) // pp], layer_norm=WrappedTorchNorm),
         vocab_size=dimensions.vocab_size,
         max_sequence_length=dimensions.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
