@@ -25,8 +25,6 @@ from megatron_hybrid_prefix.models.build import local_layer_specs
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from megatron_hybrid_prefix.upstream.moe import get_moe_module_spec
 
-ATTENTION, REST = ("input_layernorm", "self_attention"), ("pre_mlp_layernorm", "mlp")
-
 
 def as_gpt_model(hybrid: Any, **changes: Any) -> Any:
     """The model with ``experimental_attention_variant="gated_delta_net"``, from megatron's own layers.
@@ -34,6 +32,9 @@ def as_gpt_model(hybrid: Any, **changes: Any) -> Any:
     Args:
         hybrid: A model of `build_hybrid_model` with local layers, whose symbols come in pairs: G or *, then - or E.
         **changes: Fields of the config.
+
+    Returns:
+        The model; its ``hybrid_config``, which helpers read, is that of ``hybrid``.
     """
     dimensions = hybrid.hybrid_config
     pattern = dimensions.layer_pattern.replace("|", "")
@@ -62,6 +63,7 @@ def as_gpt_model(hybrid: Any, **changes: Any) -> Any:
         if dimensions.mtp_num_layers
         else None,
     )
+    model.hybrid_config = dimensions
     copy_weights(hybrid, model)
     return model.requires_grad_(False).eval()
 
