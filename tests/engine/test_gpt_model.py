@@ -168,6 +168,11 @@ def test_latent_attention_beside_recurrent_layers_is_named(pairs):
     assert refusal(model) == "multi_latent_attention=True is not supported beside layers of kind gated_delta_net"
 
 
+def test_bits_are_refused(pairs):
+    prefix = HybridPrefixConfig(mamba_gb=0.01, exact="bits")
+    assert refusal(as_gpt_model(pairs["dense"][0]), prefix) == "exact='bits': the model is no HybridModel"
+
+
 def test_layers_that_the_config_does_not_name_run_in_one_stage_only(pairs, monkeypatch):
     """Other stages see the config alone, and would cache as transformers do."""
     hybrid, model = pairs["dense"]
