@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.multi_token_prediction import (
@@ -26,31 +29,33 @@ from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from megatron_hybrid_prefix.upstream.moe import get_moe_module_spec
 
 
-def as_gpt_model(hybrid: Any, **changes: Any) -> Any:
+def as_gpt_model(hybrid: Any) -> Any:
     """The model with ``experimental_attention_variant="gated_delta_net"``, from megatron's own layers.
 
+    Where Transformer Engine's layers are in the other, it is built as in Megatron-Bridge: by megatron's function, with
+    zero-centred norms.
+
     Args:
-        hybrid: A model of `build_hybrid_model` with local layers, whose symbols come in pairs: G or *, then - or E.
-        **changes: Fields of the config.
+        hybrid: A model of `build_hybrid_model`, whose symbols come in pairs: G or *, then - or E. With pipeline stages, these
+            have the same number of layers.
 
     Returns:
         The model; its ``hybrid_config``, which helpers read, is that of ``hybrid``.
     """
-    dimensions = hybrid.hybrid_config
+    dimensions, is_local = hybrid.hybrid_config, any(isinstance(part, torch.nn.RMSNorm) for part in hybrid.modules())
     pattern = dimensions.layer_pattern.replace("|", "")
-    mixers, rests = pattern[::2], pattern[1::2]
     config = copy.copy(hybrid.config)
-    config.num_layers, config.is_hybrid_model = len(mixers), False
+    config.num_layers, config.is_hybrid_model = len(pattern) // 2, False
     config.experimental_attention_variant = "gated_delta_net"
-    config.linear_attention_freq = [int(mixer == "G") for mixer in mixers]
-    config.moe_layer_freq = [int(rest == "E") for rest in rests]
-    for name, value in changes.items():
-        setattr(config, name, value)
-    layers = [_layer_spec(mixer, rest, config) for mixer, rest in zip(mixers, rests, strict=True)]
-    first, pp = get_transformer_layer_offset(config), parallel_state.get_pipeline_model_parallel_world_size()
+    config.linear_attention_freq = [int(symbol == "G") for symbol in pattern[::2]]
+    config.moe_layer_freq = [int(symbol == "E") for symbol in pattern[1::2]]
+    config.layernorm_zero_centered_gamma = not is_local
+    drafting = dimensions.mtp_layer_pattern
     model = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=layers[first : first + len(layers) // pp], layer_norm=WrappedTorchNorm),
+        _local_block(pattern, config)
+        if is_local
+        else get_transformer_block_with_experimental_attention_variant_spec(config),
         vocab_size=dimensions.vocab_size,
         max_sequence_length=dimensions.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -59,11 +64,13 @@ def as_gpt_model(hybrid: Any, **changes: Any) -> Any:
         position_embedding_type="none" if dimensions.rotary_base is None else "rope",
         rotary_base=dimensions.rotary_base or 10000,
         rotary_percent=dimensions.rotary_fraction,
-        mtp_block_spec=_drafting_spec(_layer_spec(*dimensions.mtp_layer_pattern, config), dimensions.mtp_num_layers)
-        if dimensions.mtp_num_layers
-        else None,
+        mtp_block_spec=_drafting_block(drafting, config) if drafting else None,
     )
     model.hybrid_config = dimensions
+    model.to(next(hybrid.parameters()).device)
+    for module in model.modules():
+        if isinstance(module, torch.nn.RMSNorm):  # made in float32
+            module.to(config.params_dtype)
     copy_weights(hybrid, model)
     return model.requires_grad_(False).eval()
 
@@ -74,7 +81,17 @@ def copy_weights(hybrid: Any, model: Any) -> None:
     given = {_gpt_name(name): value for name, value in parameters_by_global_name(hybrid)}
     for name, value in parameters_by_global_name(model):
         value.copy_(given.pop(name))
+        if model.config.layernorm_zero_centered_gamma and name.endswith(("norm.weight", "norm_weight")):
+            value.sub_(1.0)
     assert not given, f"the GPTModel lacks {sorted(given)}"
+
+
+def _local_block(pattern: str, config: Any) -> Any:
+    """The layers of this pipeline stage."""
+    layers = [_layer_spec(mixer, rest, config) for mixer, rest in zip(pattern[::2], pattern[1::2], strict=True)]
+    first, pp = get_transformer_layer_offset(config), parallel_state.get_pipeline_model_parallel_world_size()
+    own = layers[first : first + len(layers) // pp]
+    return TransformerBlockSubmodules(layer_specs=own, layer_norm=WrappedTorchNorm)
 
 
 def _layer_spec(mixer: str, rest: str, config: Any) -> Any:
@@ -86,12 +103,14 @@ def _layer_spec(mixer: str, rest: str, config: Any) -> Any:
     return ModuleSpec(module=TransformerLayer, submodules=dataclasses.replace(attention, **own))
 
 
-def _drafting_spec(layer: Any, depths: int) -> Any:
+def _drafting_block(pattern: str, config: Any) -> Any:
+    """The layers that draft."""
     norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
-    submodules = MultiTokenPredictionLayerSubmodules(**norms, eh_proj=ColumnParallelLinear, mtp_model_layer=layer)
-    return MultiTokenPredictionBlockSubmodules(
-        layer_specs=[ModuleSpec(module=MultiTokenPredictionLayer, submodules=submodules)] * depths
+    submodules = MultiTokenPredictionLayerSubmodules(
+        **norms, eh_proj=ColumnParallelLinear, mtp_model_layer=_layer_spec(*pattern, config)
     )
+    layer = ModuleSpec(module=MultiTokenPredictionLayer, submodules=submodules)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
 
 
 def _gpt_name(name: str) -> str:
