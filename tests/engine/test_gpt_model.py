@@ -24,7 +24,7 @@ from tests.engine.test_prefix_exact import (
     tails,
 )
 from tests.engine.test_prefix_speculative import check_accepted_drafts
-from tests.harness.engine_helpers import greedy, random_tokens
+from tests.harness.engine_helpers import assert_same, described, greedy, random_tokens
 from tests.harness.gpt_model import as_gpt_model
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.mutants import mutated_resume
@@ -62,6 +62,31 @@ def test_log_probs_and_tokens_are_those_of_the_hybrid_model(pairs, name):
         for kind in ("generated_log_probs", "prompt_log_probs"):
             theirs, ours = (torch.tensor(getattr(request, kind)) for request in (right, found))
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+class ZeroCentredNorm(torch.nn.RMSNorm):
+    """Stands for Transformer Engine's, which Megatron-Bridge builds with ``layernorm_zero_centered_gamma``."""
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+def test_zero_centred_norms(platform):
+    hybrid = build_hybrid_model(DIMENSIONS["experts"], seed=0, platform=platform)
+    for number, norm in enumerate(part for part in hybrid.modules() if isinstance(part, torch.nn.RMSNorm)):
+        norm.weight.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(number))
+    model = as_gpt_model(hybrid)
+    model.config.layernorm_zero_centered_gamma = True
+    for norm in [part for part in model.modules() if isinstance(part, torch.nn.RMSNorm)]:
+        norm.__class__ = ZeroCentredNorm
+        norm.weight.sub_(1)
+    answers = []
+    for served in (EngineHarness(hybrid, slots=None), EngineHarness(model)):
+        for own in (3, 9):
+            served.send(tokens(2, 0, seed=1) + random_tokens(own, seed=own), count=8)
+        answers.append(described(served.finished))
+    assert answers[1][1]["cached_tokens"] == 2 * BLOCK
+    assert assert_same(answers[1], answers[0]) <= 2e-5
 
 
 RUNS = [
