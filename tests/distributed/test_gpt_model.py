@@ -10,7 +10,7 @@ from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_same, described
 from tests.harness.lifecycle_helpers import EngineHarness
 from tests.harness.selection import mostly_slow
 from tests.harness.workers import gpt_model as worker
-from tests.harness.workers.launch import run_ranks
+from tests.harness.workers.launch import need_ranks, run_ranks
 from tests.harness.workers.qwen3_next import prompts
 
 pytestmark = pytest.mark.multi
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.multi
 @pytest.fixture(scope="module", params=mostly_slow(worker.LAYOUTS, "pp2-plain"))
 def case(request, platform, tmp_path_factory):
     """The ``HybridModel`` on one rank, its answers without a cache, and each rank's findings."""
+    need_ranks(2)
     hybrid = worker.hybrid_model(request.param, platform)
     served = EngineHarness(hybrid, slots=None)
     for batch in prompts():

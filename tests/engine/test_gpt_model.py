@@ -28,9 +28,9 @@ from tests.harness.engine_helpers import assert_same, described, greedy, random_
 from tests.harness.gpt_model import as_gpt_model
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.mutants import mutated_resume
-from tests.harness.selection import mostly_slow_rows
+from tests.harness.selection import mostly_slow, mostly_slow_rows
 
-# Layers of megatron's, and in order not every fourth one is attention.
+# Of either every layer of a GPTModel is a pair of symbols. Attention is not every second or fourth layer of the first.
 DIMENSIONS = {
     "dense": get_preset("tiny-gdn", layer_pattern="G-*-G-G-*-"),
     "experts": get_preset("tiny-qwen3-next"),  # and gated attention with normalised queries and keys, partial rotary
@@ -111,7 +111,7 @@ def test_hits_say_what_misses_say(pairs, name, scenario, mutant):
     session.check_mutant(mutant)
 
 
-@pytest.mark.parametrize("name", DIMENSIONS)
+@pytest.mark.parametrize("name", mostly_slow(DIMENSIONS, "dense"))
 def test_chunked_prompts(pairs, name):
     session = chunked_session(pairs[name][1], BLOCK, "async")
     for cut_tokens in (5, 63, 97):
@@ -119,7 +119,7 @@ def test_chunked_prompts(pairs, name):
     session.check_mutant(None)
 
 
-@pytest.mark.parametrize("name", DIMENSIONS)
+@pytest.mark.parametrize("name", mostly_slow(DIMENSIONS, "dense"))
 def test_the_next_turn_resumes_from_a_state_of_the_decode_and_from_the_host(pairs, name):
     served = EngineHarness(pairs[name][1], slots=2, blocks=16, host_gb=0.05, max_requests=2)
     prompt = tokens(1, 9, seed=1)
