@@ -123,7 +123,8 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
     def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Norm of each head, times its gate: (..., value heads, V) to (..., inner width)."""
         norm = self.out_norm
-        if isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None and norm.eps is not None:
+        is_plain = isinstance(norm, torch.nn.RMSNorm) and not self.config.layernorm_zero_centered_gamma
+        if is_plain and norm.weight is not None and norm.eps is not None:
             return gated_head_norm(y, z, norm.weight, norm.eps)
         normed: torch.Tensor = norm(y.reshape(-1, self.value_head_dim)).view(y.shape)
         gate: torch.Tensor = self.act_fn(z.float())

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.inference.config import MambaInferenceStateConfig
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+    is_linear_attention_variant,
+)
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer import TransformerConfig
 
 RECURRENT = Symbols.MAMBA
 """Symbol of the layers that megatron's context gives live states."""
@@ -55,20 +61,36 @@ def process_groups(model: Any) -> Any:
 
 
 def pattern_of_all_stages(model: Any) -> str | None:
-    """Symbols of the layers of all pipeline stages; None for a model that does not have them."""
+    """Symbols of the layers of all pipeline stages; None for a ``HybridModel`` that does not have them."""
+    stack: Any = decoder(model)
+    if isinstance(stack, TransformerBlock):
+        return _pattern_of_gpt(stack.config)
+    if getattr(stack, "layer_type_list", None) is None:
+        return ""
     owner: HybridModel = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
     return getattr(owner, "hybrid_layer_pattern", None)
 
 
-def has_layer_types(model: Any) -> bool:
-    """Whether the model's layers have symbols, as those of a ``HybridModel``."""
-    return getattr(decoder(model), "layer_type_list", None) is not None
+def _pattern_of_gpt(config: TransformerConfig) -> str:
+    """Symbols of the layers of a ``GPTModel``: attention, or a Gated DeltaNet. The MLP or the experts of a layer have none."""
+    if not is_linear_attention_variant(config.experimental_attention_variant):
+        return Symbols.ATTENTION * config.num_layers
+    return "".join(Symbols.GDN if linear else Symbols.ATTENTION for linear in get_linear_attention_pattern(config))
+
+
+def has_latent_attention(model: Any) -> bool:
+    """Whether the attention of a ``GPTModel`` is multi-latent."""
+    stack = decoder(model)
+    return isinstance(stack, TransformerBlock) and bool(stack.config.multi_latent_attention)
 
 
 def decoder_layers(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    """Symbol and module of each layer of a model's decoder on this pipeline stage; none for a model without a pattern."""
+    """Symbol and module of each layer of a ``HybridModel``'s or ``GPTModel``'s decoder on this pipeline stage; none for others."""
     stack: Any = decoder(model)
     symbols = getattr(stack, "layer_type_list", None)
+    if isinstance(stack, TransformerBlock):
+        pattern = _pattern_of_gpt(stack.config)
+        symbols = [pattern[layer.layer_number - 1] for layer in stack.layers]
     return [] if symbols is None else list(zip(symbols, stack.layers, strict=True))
 
 

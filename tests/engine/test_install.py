@@ -35,6 +35,7 @@ from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
 from tests.harness.engine_helpers import random_tokens
+from tests.harness.gpt_model import as_gpt_model
 from tests.harness.workers.launch import run_prepared
 
 BLOCK = 64
@@ -257,22 +258,38 @@ def test_recurrent_layers_of_no_kind_are_named_by_a_cache_and_left_to_megatron_w
         build_engine(model, PREFIX)
 
 
-def test_a_model_without_a_layer_pattern(tiny_gdn):
-    """Stands for megatron's ``GPTModel`` with ``experimental_attention_variant="gated_delta_net"``, which needs TE."""
+@pytest.mark.parametrize(
+    "config", [{"layer_pattern": "G-*-G-G-*-"}, {"layer_pattern": "GE*EG-*-", "num_moe_experts": 4}]
+)
+def test_a_gpt_model(platform, config):
+    """As Megatron-Bridge builds models with Gated DeltaNet layers: attention, and MLP or experts, in one layer."""
+    hybrid = build_hybrid_model(get_preset("tiny-gdn", **config), seed=0, platform=platform)
+    model = as_gpt_model(hybrid)
+    expected = TOKENS(build_engine(hybrid, block_size_tokens=BLOCK))
+    before = CONFIG(model)
+    assert before.mamba_inference_state_config is None
+    install()
+    plain = ENGINE(model, CONFIG(model))
+    assert classes(plain) == our_classes(cached=False)
+    assert TOKENS(plain) == expected and skipped(plain) == 0
+    with pytest.raises(ValueError, match=f"the InferenceConfig describes none: {ASK_AGAIN}"):
+        ENGINE(model, before)
+    with installed(PREFIX):
+        engine = ENGINE(model, CONFIG(model))
+        llm = MegatronLLM(model=model, tokenizer=TOKENIZER, inference_config=CONFIG(model), use_coordinator=False)
+    assert classes(engine) == classes(llm.engine) == our_classes()
+    assert TOKENS(engine) == expected and skipped(engine) == 4 * BLOCK
+    assert [llm.generate(PROMPT, PARAMS())[0].generated_tokens for _ in range(2)] == expected
+    assert skipped(llm.engine) == 4 * BLOCK
+
+
+def test_a_gpt_model_without_recurrent_layers_stays_megatrons(tiny_gdn):
     config = copy.copy(tiny_gdn.config)
     config.num_layers = 2
     model = GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"), 512, 512)
     install(PREFIX)
-    plain = CONFIG(model)
-    assert plain.mamba_inference_state_config is None
-    model.decoder.layers[0].self_attention = tiny_gdn.decoder.layers[0].self_attention
-    message = "layers of kind gated_delta_net in a model without a layer pattern: build it as HybridModel"
-    for build in (lambda: CONFIG(model), lambda: build_engine(model), lambda: build_engine(model, PREFIX)):
-        with pytest.raises(ValueError) as error:
-            build()
-        assert str(error.value) == message
-    with pytest.raises(ValueError, match=f"the InferenceConfig describes none: {ASK_AGAIN}"):
-        ENGINE(model, plain)
+    assert CONFIG(model).mamba_inference_state_config is None
+    assert classes(ENGINE(model, CONFIG(model))) == upstream_classes()
 
 
 def test_from_model_is_megatrons_where_that_is_enough(tiny, tiny_gdn, monkeypatch):

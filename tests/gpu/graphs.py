@@ -16,9 +16,8 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
-from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.gpu.models import layers_for
+from tests.gpu.models import GPT, built
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, random_tokens, run_to_end
 from tests.harness.named_models import named
@@ -46,7 +45,7 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
     """Tokens and log-probs of every request, and how many steps of each kind replayed graphs.
 
     Args:
-        preset: The model.
+        preset: The model, as of `built`.
         graphs: Whether to capture and replay CUDA graphs.
         mode: "legacy" or "async" scheduling.
         together: False: one request after another.
@@ -59,9 +58,8 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
     """
     gc.collect()  # the model of the run before
     torch.cuda.empty_cache()
-    config = named(preset)
-    overrides = layers_for(config) | ({"cuda_graph_impl": "local"} if graphs else {})
-    model = build_hybrid_model(config, seed=0, **overrides)
+    model = built(preset, **({"cuda_graph_impl": "local"} if graphs else {}))
+    config = model.hybrid_config
     if graphs:
         fields["num_cuda_graphs"] = 8
     drafts = fields.get("num_speculative_tokens", 0)
@@ -182,7 +180,7 @@ def finish(found, out):
 
 def main(preset, out):
     print(ensure_platform().describe(), flush=True)
-    found = (with_drafts if named(preset).mtp_num_layers else without_drafts)(preset)
+    found = (with_drafts if named(preset.removeprefix(GPT)).mtp_num_layers else without_drafts)(preset)
     finish(found, out)
 
 

@@ -10,10 +10,21 @@ from megatron_hybrid_prefix.tokenizer import load_tokenizer
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.named_models import named
 
+GPT = "gpt:"
+
 
 def layers_for(config):
     """Fields of `build_hybrid_model`: local layers in float32, because Transformer Engine multiplies float32 in TF32."""
     return {"transformer_impl": "local"} if config.dtype == "float32" else {}
+
+
+def built(preset, **fields):
+    """A preset, or a model of ``tests/harness/named_models.py``; with `GPT` before its name as a ``GPTModel``."""
+    config = named(preset.removeprefix(GPT))
+    model = build_hybrid_model(config, seed=0, **layers_for(config), **fields)
+    from tests.harness.gpt_model import as_gpt_model  # imports megatron, so the platform has to run
+
+    return as_gpt_model(model) if preset.startswith(GPT) else model
 
 
 class Source:

@@ -52,7 +52,9 @@ def error(found, name):
 
 
 @pytest.mark.gpu(gib=3, seconds=100)
-@pytest.mark.parametrize("preset", ["tiny", "tiny-gdn", "tiny-mtp", "tiny-gdn-mtp", "tiny-mamba-mtp"])
+@pytest.mark.parametrize(
+    "preset", ["tiny", "tiny-gdn", "gpt:tiny-gdn-pairs", "tiny-mtp", "tiny-gdn-mtp", "tiny-mamba-mtp"]
+)
 def test_float32_says_the_same_tokens(tmp_path, preset):
     """Also with drafts, which a layer of attention or of Mamba2 predicts, with the cache on and off."""
     found = run(tmp_path, preset)
@@ -89,6 +91,14 @@ def test_bfloat16_drafts_are_within_the_noise_of_drafts_without_the_cache(tmp_pa
     found = run(tmp_path, preset)
     check_counts(found)
     check_noise(found, preset, "uncached_drafts")
+
+
+@pytest.mark.gpu(gib=6, seconds=90)
+def test_a_gpt_model_is_within_the_noise_of_the_hybrid_model(tmp_path):
+    """In bfloat16, with Transformer Engine's layers and zero-centred norms where it is installed."""
+    found = run(tmp_path, "small-gdn-pairs", "gpt_model.py")
+    check_counts(found)
+    check_noise(found, "small-gdn-pairs", "alone")
 
 
 def check_noise(found, preset, *references):

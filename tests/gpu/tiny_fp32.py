@@ -11,12 +11,10 @@ import sys
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.gpu.models import layers_for
+from tests.gpu.models import built
 from tests.harness.engine_helpers import NOISES, assert_matches, greedy, kv_budget, random_tokens, run_to_end
 from tests.harness.naive_model import UNIT_ROUNDOFF, NaiveHybridModel
-from tests.harness.named_models import named
 
 LENGTHS = (2, 65, 129, 200)
 MAX_REQUESTS, BLOCKS = 16, 5 * 16
@@ -49,7 +47,7 @@ def assert_prompt_matches(reference, request, tolerance):
 
 def main(tolerance, preset):
     print(ensure_platform().describe())
-    model = build_hybrid_model(named(preset), seed=0, **layers_for(named(preset)))
+    model = built(preset)
     fields = {"max_sequence_length": 1024, "max_requests": MAX_REQUESTS}
     fields |= kv_budget(model, BLOCKS, block_tokens=256, max_requests=MAX_REQUESTS)
     engine = build_engine(model, **fields)
@@ -74,7 +72,7 @@ def main(tolerance, preset):
         run_to_end(engine, finished)
         cases = [(prefix, mode) for prefix in (None, HybridPrefixConfig(cache_gb=0.02)) for mode in ("legacy", "async")]
         chunked = [request for case in cases for request in prompts_in_chunks(model, *case)]
-    reference = NaiveHybridModel(model.cpu(), named(preset))
+    reference = NaiveHybridModel(model.cpu(), model.hybrid_config)
     for request in finished.values():
         request.prompt_tokens = request.prompt_tokens.cpu()
         assert_matches(reference, request, tolerance=tolerance)

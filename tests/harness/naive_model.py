@@ -4,6 +4,7 @@ kernels.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
@@ -37,7 +38,22 @@ def local_weights(model: Any) -> dict[str, torch.Tensor]:
             name = f"{owner.removesuffix(linear)}{FUSED_NORMS[linear]}.weight"
         if last != "_extra_state":
             weights[name] = value
-    return weights
+    return weights if "decoder.final_layernorm.weight" not in weights else _of_hybrid(weights)
+
+
+def _of_hybrid(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a ``GPTModel`` by the names of a ``HybridModel``, whose layers are a mixer, or an MLP or experts."""
+    found: dict[str, torch.Tensor] = {}
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name, value in weights.items():
+        name = name.replace("decoder.final_layernorm", "decoder.final_norm")
+        if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
+            name = f"decoder.layers.{2 * int(match[1]) + match[2].startswith(('mlp', 'pre_mlp'))}.{match[2]}"
+        if match := re.match(r"(.*\.experts)\.local_experts\.\d+\.(\w+)\.weight", name):
+            experts.setdefault(f"{match[1]}.{match[2]}_weight", []).append(value)  # in the order of their numbers
+        else:
+            found[name] = value
+    return found | {name: torch.stack(stack) for name, stack in experts.items()}
 
 
 class NaiveHybridModel:

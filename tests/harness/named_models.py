@@ -21,6 +21,9 @@ MORE = {
     "tiny-mamba-mtp": get_preset("tiny", mtp_num_layers=2, mtp_layer_pattern="M-"),
     "small-mamba-mtp": get_preset("small", mtp_num_layers=2, mtp_layer_pattern="M-"),
     "small-mixed": get_preset("small-gdn", layer_pattern="M-G-M*-G-M-G*-M-G-"),
+    # Pairs of layers, which are one layer each in a GPTModel.
+    "tiny-gdn-pairs": get_preset("tiny-gdn", layer_pattern="G-*-G-*-"),
+    "small-gdn-pairs": get_preset("small-gdn", layer_pattern="G-G-G-*-" * 2),
     # Qwen3-Next's layers with its heads (attention's of 256 channels) and fewer, smaller experts.
     "small-qwen3-next": get_preset(
         "qwen3-next-80b-a3b",

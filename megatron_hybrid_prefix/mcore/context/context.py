@@ -111,8 +111,10 @@ class HybridPrefixContext(SlotContext):
         if prefix is None:
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb)
         if state_config is None:
+            variant = model_config.experimental_attention_variant
+            named = "" if variant is None else f"experimental_attention_variant={variant!r}: "
             raise ValueError(
-                f"the InferenceConfig describes no recurrent layers: {DESCRIBE_ALL}; "
+                f"{named}the InferenceConfig describes no recurrent layers: {DESCRIBE_ALL}; "
                 "for a model without recurrent layers use megatron's own prefix cache"
             )
         _check_exact(model_config)

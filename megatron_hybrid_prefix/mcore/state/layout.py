@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.upstream.state_config import (
     RecurrentStateConfig,
     decoder,
     decoder_layers,
-    has_layer_types,
+    has_latent_attention,
     mixer_name,
     needs_a_kind,
     pattern_of_all_stages,
@@ -124,15 +124,9 @@ def mamba_state_config(
         None where no stage has a recurrent layer.
 
     Raises:
-        ValueError: A recurrent layer is of no known kind, layers of one kind differ in their states, or a model with
-            recurrent layers has no layer pattern.
+        ValueError: A recurrent layer is of no known kind, or not in the pattern that the stages know; layers of one kind differ
+            in their states; or a ``GPTModel`` has recurrent layers beside multi-latent attention.
     """
-    if not has_layer_types(model):
-        if kinds_in(model):
-            raise ValueError(
-                f"layers of kind {_names(kinds_in(model))} in a model without a layer pattern: build it as HybridModel"
-            )
-        return None
     models_own = None if ssm_dtype is not None else getattr(getattr(model, "hybrid_config", None), "state_dtype", None)
     state_dtype = None if models_own is None else getattr(torch, models_own)
     layers = decoder_layers(model)
@@ -153,11 +147,19 @@ def mamba_state_config(
             raise ValueError(f"layer {number}: its states differ from those of other layers of kind {kind.name!r}")
         found[kind.name] = replace(layout, layers=layout.layers + 1), quantum
         kind_of_layer.append(kind.name)
-    for stage in of_all_stages(found, process_groups(model)) if _may_recur(model) else [found]:
+    groups, may_recur = process_groups(model), _may_recur(model)
+    if found and not may_recur and stage_count(groups) > 1:
+        raise ValueError(
+            f"layers of kind {_names(found)} are in no pattern, so other pipeline stages do not know of them: set the model's "
+            "experimental_attention_variant and linear_attention_freq, or its hybrid_layer_pattern"
+        )
+    for stage in of_all_stages(found, groups) if may_recur else [found]:
         for name, (layout, quantum) in stage.items():
             found.setdefault(name, (replace(layout, layers=0), quantum))
     if not found:
         return None
+    if has_latent_attention(model):
+        raise ValueError(f"multi_latent_attention=True is not supported beside layers of kind {_names(found)}")
     kinds = [kind for kind in layer_kinds() if kind.name in found]  # the same order on all stages
     states = ModelStates(
         slots=SlotLayout(tuple(found[kind.name][0] for kind in kinds)),
@@ -201,7 +203,7 @@ def config_beyond_megatrons(
     """
     symbols = [symbol for symbol, _ in decoder_layers(model)]
     own = set(kinds_in(model)) - {MAMBA2.name} or any(needs_a_kind(symbol) for symbol in symbols if symbol != RECURRENT)
-    if not own and (stage_count(process_groups(model)) == 1 or not (has_layer_types(model) and _may_recur(model))):
+    if not own and (stage_count(process_groups(model)) == 1 or not _may_recur(model)):
         return None
     config = mamba_state_config(model, conv_dtype, ssm_dtype)
     return config if config is not None and (needs_this_package(config) or RECURRENT not in symbols) else None
