@@ -3,7 +3,7 @@
     python -m tests.gpu.decode_profile [--preset hybrid-4b] [--rows 1,8,32,64,128,256] [--tokens 600] [--ways ours-layer,...]
 
 A way is an engine and what its CUDA graphs capture, such as ``off-layer``, ``ours-block``, ``ours-layer-async`` or
-``off-layer-fp32`` (states in float32; else as the parameters). "off" is megatron-core without caching, by its own classes.
+``off-layer-fp32`` (states in float32; else as the parameters) or ``ours-block-bits`` (``exact="bits"``). "off" is megatron-core without caching, by its own classes.
 ``step``: milliseconds of a step, over ``--steps`` steps without a profiler. ``busy``: time in which a kernel ran, with one.
 ``floor``: (weights but the input embedding + states read and written + KV read) / bandwidth of a plain copy, measured here.
 ``--preset tiny --device cpu --rows 2 --tokens 40`` tries the script.
@@ -27,6 +27,7 @@ from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.measure import BLOCK_TOKENS, synchronize
 from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget
+from tests.harness.named_models import named
 
 PREFILL_TOKENS = 4096  # of a step
 # Parts of a step by the names of kernels: the first pattern that is found.
@@ -55,7 +56,7 @@ class Engine:
 
         kind, scope, *more = way.split("-")
         fields = {"cuda_graph_impl": "local", "inference_cuda_graph_scope": scope} if args.graphs else {}
-        self.model = build_hybrid_model(args.preset, seed=0, **fields)
+        self.model = build_hybrid_model(named(args.preset), seed=0, **fields)
         self.state_dtype = torch.float32 if "fp32" in more else None
         # The first row decodes while the others are prefilled.
         self.answer = args.steps + 32 + 2 * most_rows * args.tokens // PREFILL_TOKENS
@@ -77,8 +78,9 @@ class Engine:
             fields["mamba_inference_state_config"] = state
         sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": most_rows}
         if kind == "ours":
-            gb = cache_gb_for(self.model, blocks, states=2 * most_rows + 8, **sizes)
-            self.engine = build_engine(self.model, HybridPrefixConfig(cache_gb=gb), **fields)
+            gb = cache_gb_for(self.model, blocks, states=(4 if "bits" in more else 2) * most_rows + 8, **sizes)
+            config = HybridPrefixConfig(cache_gb=gb, exact="bits" if "bits" in more else None)
+            self.engine = build_engine(self.model, config, **fields)
         else:
             self.engine = build_upstream_engine(self.model, **kv_budget(self.model, 2 * blocks, **sizes), **fields)
         self.vocabulary = self.model.hybrid_config.vocab_size
