@@ -144,7 +144,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--megatron", metavar="VERSION|CHECKOUT", help="another megatron-core")
-    parser.add_argument("--transformers", metavar="VERSION", help="another transformers, with what it needs as it is here")
+    parser.add_argument(
+        "--transformers", metavar="VERSION", help="another transformers, with what it needs as it is here"
+    )
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a package to leave out")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="link no packages but these (globs)"
