@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -16,7 +18,8 @@ from megatron_hybrid_prefix.models.hf.family import FAMILIES
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
 from tests.harness.hf_helpers import NEMOTRON_H, config_json, make_folder
-from tests.packaging.documents import DOCS, fences
+from tests.harness.limits import HANG_S
+from tests.packaging.documents import DOCS, ROOT, fences
 
 (SOURCE,) = (
     text for language, text in fences((DOCS / "models.md").read_text(encoding="utf-8")) if language == "python"
@@ -70,6 +73,23 @@ def test_one_file_adds_a_family(plugged, folder, platform, tmp_path, capsys):
         assert name == wanted_name and torch.equal(value, wanted), name
     assert plan.main(["--hf", str(folder), "--gpu-gb", "80"]) == 0
     assert "Tandem-1B" in capsys.readouterr().out
+
+
+def test_its_dimensions_are_read_without_torch(plugged, folder):
+    code = (
+        "import sys; sys.modules.update(torch=None, megatron=None); from megatron_hybrid_prefix.models import open_folder; "
+        "print(open_folder(sys.argv[1]).config.layer_pattern)"
+    )
+    path = os.pathsep.join(filter(None, (str(folder.parent), str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{NEMOTRON_H.layer_pattern}\n"), done.stderr[-3000:]
 
 
 def test_its_models_are_saved_as_its_own(plugged, folder, platform, tmp_path):
