@@ -88,8 +88,29 @@ class NaiveHybridModel:
         w = self.weights
         self.router_scores = []  # of each layer with experts, (tokens, experts)
         x = w["embedding.word_embeddings.weight"][tokens]
-        for i, symbol in enumerate(self.config.layer_pattern):
-            prefix = f"decoder.layers.{i}."
+        x = self._layers(x, self.config.layer_pattern, "decoder.", zero_ssm_at, zero_conv_at)
+        return self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T
+
+    def draft_logits(self, hidden: torch.Tensor, tokens: list[int], depth: int = 0) -> torch.Tensor:
+        """Logits of a depth of multi-token prediction: (rows, vocabulary), float64.
+
+        Args:
+            hidden: (rows, hidden size), the normed output of the decoder, or that of the depth before.
+            tokens: Of each row, the next token.
+            depth: Which depth.
+
+        Megatron gives a draft no keys and values of earlier tokens: its attention sees the rows before it.
+        """
+        prefix, self.router_scores = f"mtp.layers.{depth}.", []
+        new = self._norm(self.weights["embedding.word_embeddings.weight"][tokens], prefix + "enorm.weight")
+        both = torch.cat([new, self._norm(hidden.double(), prefix + "hnorm.weight")], dim=-1)
+        x = both @ self.weights[prefix + "eh_proj.weight"].T
+        x = self._layers(x, self.config.mtp_layer_pattern, prefix + "mtp_model_layer.")
+        return self._norm(x, prefix + "final_layernorm.weight") @ self.weights["output_layer.weight"].T
+
+    def _layers(self, x, pattern, of, zero_ssm_at=None, zero_conv_at=None):
+        for i, symbol in enumerate(pattern):
+            prefix = f"{of}layers.{i}."
             if symbol == "M":
                 x = x + self._mamba(self._norm(x, prefix + "norm.weight"), prefix + "mixer.", zero_ssm_at, zero_conv_at)
             elif symbol == "G":
@@ -100,7 +121,7 @@ class NaiveHybridModel:
             else:
                 layer = self._experts if symbol == "E" else self._mlp
                 x = x + layer(self._norm(x, prefix + "pre_mlp_layernorm.weight"), prefix + "mlp.")
-        return self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T
+        return x
 
     def noise(self, tokens: list[int], seeds: int = 4) -> torch.Tensor:
         """Effect of float32 rounding on each log-prob, for any machine: (tokens, vocabulary), float64.
@@ -159,13 +180,25 @@ class NaiveHybridModel:
 
     def _experts(self, x, prefix):
         scores = x @ self.weights[prefix + "router.weight"].T
-        self.router_scores.append(scores)
-        best = scores.topk(self.config.moe_router_topk, dim=-1)
+        if self.config.moe_router_score == "sigmoid":
+            chosen_by = scores.sigmoid() + self.weights[prefix + "router.expert_bias"]
+            best = chosen_by.topk(self.config.moe_router_topk, dim=-1).indices
+            values = scores.sigmoid().gather(1, best)
+            values = values / values.sum(-1, keepdim=True) * self.config.moe_router_scaling
+        else:
+            chosen_by = scores
+            values, best = scores.topk(self.config.moe_router_topk, dim=-1)
+            values = values.softmax(-1)
+        self.router_scores.append(chosen_by)
         weights = torch.zeros(len(x), self.config.num_moe_experts, dtype=torch.float64, device=x.device)
-        weights.scatter_(1, best.indices, best.values.softmax(-1))
+        weights.scatter_(1, best, values)
         stacks = zip(*(self.weights[f"{prefix}experts.linear_fc{number}_weight"] for number in (1, 2)), strict=True)
-        outputs = [self._feed_forward(x, first, second) for first, second in stacks]
+        latent = self.config.moe_latent_size
+        narrow = x @ self.weights[prefix + "fc1_latent_proj.weight"].T if latent else x
+        outputs = [self._feed_forward(narrow, first, second) for first, second in stacks]
         routed = torch.einsum("te,eth->th", weights, torch.stack(outputs))
+        if latent:
+            routed = routed @ self.weights[prefix + "fc2_latent_proj.weight"].T
         if not self.config.moe_shared_expert_intermediate_size:
             return routed
         shared = self._mlp(x, prefix + "shared_experts.")

@@ -242,7 +242,7 @@ def test_the_recompute_knows_the_names_of_fused_norms(tiny):
 
 
 def test_unknown_presets_name_the_known_ones():
-    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, tiny-gdn, tiny-qwen3-next, small"):
+    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, tiny-gdn, tiny-qwen3-next, tiny-nemotron-3, small"):
         get_preset("huge")
 
 
