@@ -132,6 +132,8 @@ class HybridModelConfig:
                 f"mtp_layer_pattern={self.mtp_layer_pattern!r}, mtp_num_layers={self.mtp_num_layers}: "
                 "give both, the pattern in the symbols M, *, - and E, or neither"
             )
+        if self.mtp_use_repeated_layer and not self.mtp_num_layers:
+            raise ValueError("mtp_use_repeated_layer=True needs mtp_num_layers")
         self._check_dimensions()
         if self.has_experts and not 2 <= self.moe_router_topk <= self.num_moe_experts:
             raise ValueError(
