@@ -97,10 +97,9 @@ def parameter_count(config: HybridModelConfig) -> int:
     }
     embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * hidden
     # A depth of multi-token prediction has three norms, a projection of two inputs, and its layers.
-    depths = 1 if config.mtp_use_repeated_layer else config.mtp_num_layers
-    pattern = config.layer_pattern.replace("|", "") + depths * config.mtp_layer_pattern
-    own = depths * hidden * (3 + 2 * hidden)
-    return embeddings + hidden + own + sum(hidden + layers[symbol] for symbol in pattern)
+    heads = config.mtp_heads * hidden * (3 + 2 * hidden)
+    pattern = config.layer_pattern.replace("|", "") + config.mtp_heads * config.mtp_layer_pattern
+    return embeddings + hidden + heads + sum(hidden + layers[symbol] for symbol in pattern)
 
 
 # --- A shared folder -------------------------------------------------------------------------------------------------

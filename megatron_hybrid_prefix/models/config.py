@@ -234,6 +234,11 @@ class HybridModelConfig:
         return "E" in self.symbols
 
     @property
+    def mtp_heads(self) -> int:
+        """Depths of multi-token prediction that have weights of their own."""
+        return 1 if self.mtp_use_repeated_layer else self.mtp_num_layers
+
+    @property
     def expert_ffn_hidden_size(self) -> int:
         """Width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
