@@ -17,7 +17,7 @@ from megatron.core.inference.utils import InferenceMode
 
 from megatron_hybrid_prefix.models import build_hybrid_model, open_folder, save_hf_folder
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.hf_helpers import NEMOTRON_H, PromptLogits
+from tests.harness.hf_helpers import CONFIGS, NEMOTRON_H, PromptLogits
 from tests.harness.hf_state_dict import hf_shapes
 from tests.harness.limits import HANG_S
 from tests.harness.naive_model import NaiveHybridModel
@@ -98,10 +98,18 @@ def test_what_cannot_be_saved(platform, tmp_path, trained, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def drafting(platform):
+    """Latent experts, and a head that drafts."""
+    heads = {"mtp_num_layers": 1, "mtp_layer_pattern": "*E", "mtp_use_repeated_layer": True}
+    return build_hybrid_model(replace(CONFIGS["nemotron_3"], **heads), seed=3, platform=platform)
+
+
 @pytest.mark.slow
-def test_transformers_gives_the_same_logits(trained, platform, tmp_path):
+@pytest.mark.parametrize("name", ["trained", "drafting"])
+def test_transformers_gives_the_same_logits(request, name, platform, tmp_path):
     pytest.importorskip("transformers")
-    save_hf_folder(trained, tmp_path, dtype="float32")
+    save_hf_folder(request.getfixturevalue(name), tmp_path, dtype="float32")
     assert json.loads((tmp_path / "config.json").read_text())["time_step_min"] == 0.0  # else it clamps the step size
     done = subprocess.run(
         [sys.executable, "-c", TRANSFORMERS, str(tmp_path), ",".join(map(str, TOKENS))],
