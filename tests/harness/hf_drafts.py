@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 
-def draft_logits(weights: Mapping[str, torch.Tensor], data: Mapping[str, Any], hidden: torch.Tensor, tokens: list[int]):
+def draft_logits(weights: Mapping[str, torch.Tensor], data: Mapping[str, Any], hidden: torch.Tensor, tokens: list[int], head=0):
     """What one head says, in float64: (rows, hidden size) and (rows, vocabulary).
 
     Args:
@@ -17,16 +17,18 @@ def draft_logits(weights: Mapping[str, torch.Tensor], data: Mapping[str, Any], h
         data: Its ``config.json``.
         hidden: (rows, hidden size), what the output layer reads, or what the head said for the token before.
         tokens: Of each row, the token after.
+        head: Which head; its layers come after those of the heads before it.
 
     Of a row the layers see those before it and nothing else: that is how megatron drafts.
     """
     w = {name: value.double() for name, value in weights.items()}
-    of = "mtp.layers.0."
+    pattern = data["mtp_hybrid_override_pattern"]
+    first = head * len(pattern)
+    of = f"mtp.layers.{first}."
     new = w["model.embeddings.weight"][tokens]
     both = torch.cat([_norm(new, w[of + "enorm.weight"]), _norm(hidden.double(), w[of + "hnorm.weight"])], dim=-1)
     x = F.linear(both, w[of + "eh_proj.weight"])
-    pattern = data["mtp_hybrid_override_pattern"]
-    for number, symbol in enumerate(pattern):
+    for number, symbol in enumerate(pattern, start=first):
         of = f"mtp.layers.{number}."
         mixer = {name.removeprefix(f"{of}mixer."): value for name, value in w.items() if name.startswith(f"{of}mixer.")}
         normed = _norm(x, w[of + "norm.weight"])

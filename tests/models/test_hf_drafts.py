@@ -55,18 +55,18 @@ def write(folder, data, weights):
 class Heads:
     """A model of a folder, and how far its drafts are off those of the formulas."""
 
-    def __init__(self, folder, platform):
-        self.data, self.weights = config_json("nemotron_3") | ONE, lively(config_json("nemotron_3") | ONE)
+    def __init__(self, folder, platform, said=ONE):
+        self.data = config_json("nemotron_3") | said
+        self.weights = lively(self.data)
         self.model = build_hybrid_model(hf=write(folder, self.data, self.weights), platform=platform)
         self.hidden = torch.randn(len(TOKENS), 64, generator=torch.Generator().manual_seed(4))
 
-    def drafted(self, hidden, tokens):
+    def drafted(self, hidden, tokens, depth=0):
         InferenceMode.set_active()
         with torch.inference_mode():
             positions = torch.arange(len(tokens))[None]
-            said, logits = self.model.compute_mtp_single_step(
-                hidden.float()[:, None], torch.tensor([tokens]), positions
-            )
+            given = hidden.float()[:, None], torch.tensor([tokens]), positions
+            said, logits = self.model.compute_mtp_single_step(*given, depth=depth)
         return said[:, 0], logits[:, 0]
 
     def gap(self):
@@ -88,6 +88,13 @@ def test_a_draft_is_what_the_formulas_say_and_so_is_the_next(heads):
         ours, logits = heads.drafted(ours, tokens)
         assert right.std() > 0.5
         torch.testing.assert_close(logits.double(), right, rtol=0, atol=1e-4)
+
+
+def test_heads_of_two_depths_are_those_of_the_formulas(platform, tmp_path):
+    two = Heads(tmp_path / "model", platform, TWO)
+    for depth in (0, 1):
+        right = draft_logits(two.weights, two.data, two.hidden, TOKENS, depth)[1]
+        torch.testing.assert_close(two.drafted(two.hidden, TOKENS, depth)[1].double(), right, rtol=0, atol=1e-4)
 
 
 def test_swapping_any_two_weights_of_equal_shape_shows(heads):
