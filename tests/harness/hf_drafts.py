@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 
-def draft_logits(weights: Mapping[str, torch.Tensor], data: Mapping[str, Any], hidden: torch.Tensor, tokens: list[int], head=0):
+def draft_logits(
+    weights: Mapping[str, torch.Tensor], data: Mapping[str, Any], hidden: torch.Tensor, tokens: list[int], head=0
+):
     """What one head says, in float64: (rows, hidden size) and (rows, vocabulary).
 
     Args:
