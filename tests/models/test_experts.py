@@ -269,7 +269,7 @@ def test_hits_with_latent_experts_say_what_the_reference_says(tiny_nemotron_3):
 
 
 def test_a_latent_size_that_grouped_products_do_not_take_works_one_by_one(platform):
-    changes = {"layer_pattern": "*E", "mtp_num_layers": 0, "mtp_layer_pattern": "", "moe_latent_size": 30}
+    changes = {"layer_pattern": "*E", "moe_latent_size": 30}
     config = get_preset("tiny-nemotron-3", **changes)
     model = build_hybrid_model(config, platform=platform)
     layer = layer_of(model)
