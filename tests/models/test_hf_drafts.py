@@ -22,7 +22,7 @@ from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.hf_drafts import draft_logits
 from tests.harness.hf_families import MODELS
-from tests.harness.hf_helpers import NEW_TOKENS, config_json, make_references
+from tests.harness.hf_helpers import NEW_TOKENS, config_json, load_reference, logits_of_transformers, make_references
 from tests.harness.hf_state_dict import copy_hf_weights, hf_shapes
 from tests.harness.workers.launch import run_ranks
 
@@ -222,6 +222,15 @@ def reference(tmp_path_factory):
     return write(
         folder, data | {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"]}, kept | drafts
     )
+
+
+@pytest.mark.slow
+def test_transformers_reads_a_folder_that_was_saved_with_heads(platform, reference, tmp_path):
+    save_hf_folder(build_hybrid_model(hf=reference, platform=platform), tmp_path, dtype="float32")
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    case = load_reference(reference)["cases"][-1]
+    found = logits_of_transformers({tmp_path: case["tokens"]})[tmp_path]
+    assert found["wrong"] == [] and (found["logits"] - case["logits"]).abs().max() <= 1e-4
 
 
 @pytest.mark.slow
