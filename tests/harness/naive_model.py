@@ -88,29 +88,8 @@ class NaiveHybridModel:
         w = self.weights
         self.router_scores = []  # of each layer with experts, (tokens, experts)
         x = w["embedding.word_embeddings.weight"][tokens]
-        x = self._layers(x, self.config.layer_pattern, "decoder.", zero_ssm_at, zero_conv_at)
-        return self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T
-
-    def draft_logits(self, hidden: torch.Tensor, tokens: list[int], depth: int = 0) -> torch.Tensor:
-        """Logits of a depth of multi-token prediction: (rows, vocabulary), float64.
-
-        Args:
-            hidden: (rows, hidden size), the normed output of the decoder, or that of the depth before.
-            tokens: Of each row, the next token.
-            depth: Which depth.
-
-        Megatron gives a draft no keys and values of earlier tokens: its attention sees the rows before it.
-        """
-        prefix, self.router_scores = f"mtp.layers.{depth}.", []
-        new = self._norm(self.weights["embedding.word_embeddings.weight"][tokens], prefix + "enorm.weight")
-        both = torch.cat([new, self._norm(hidden.double(), prefix + "hnorm.weight")], dim=-1)
-        x = both @ self.weights[prefix + "eh_proj.weight"].T
-        x = self._layers(x, self.config.mtp_layer_pattern, prefix + "mtp_model_layer.")
-        return self._norm(x, prefix + "final_layernorm.weight") @ self.weights["output_layer.weight"].T
-
-    def _layers(self, x, pattern, of, zero_ssm_at=None, zero_conv_at=None):
-        for i, symbol in enumerate(pattern):
-            prefix = f"{of}layers.{i}."
+        for i, symbol in enumerate(self.config.layer_pattern):
+            prefix = f"decoder.layers.{i}."
             if symbol == "M":
                 x = x + self._mamba(self._norm(x, prefix + "norm.weight"), prefix + "mixer.", zero_ssm_at, zero_conv_at)
             elif symbol == "G":
@@ -121,7 +100,7 @@ class NaiveHybridModel:
             else:
                 layer = self._experts if symbol == "E" else self._mlp
                 x = x + layer(self._norm(x, prefix + "pre_mlp_layernorm.weight"), prefix + "mlp.")
-        return x
+        return self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T
 
     def noise(self, tokens: list[int], seeds: int = 4) -> torch.Tensor:
         """Effect of float32 rounding on each log-prob, for any machine: (tokens, vocabulary), float64.
