@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from megatron_hybrid_prefix.lab.capacity import sizes_of, sizes_of_config
 from megatron_hybrid_prefix.models import get_preset
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
+from tests.harness.limits import HANG_S
 
 FOLDER = Path(__file__).parent / "hf_configs"
 PRESETS = {
@@ -77,3 +80,13 @@ def test_what_cannot_be_run_is_one_line_that_names_it(name, changes, message):
     with pytest.raises(ValueError, match=message) as error:
         dimensions_of(read(name) | changes, "DIR/config.json")
     assert str(error.value).startswith("DIR/config.json: ") and "\n" not in str(error.value)
+
+
+def test_no_torch_is_imported():
+    code = (
+        "import sys; sys.modules.update(torch=None, megatron=None); "
+        "from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of, family_of; "
+        f"config = dimensions_of({read('qwen3_next_new')!r}, 'c'); print(family_of(config, 'qwen3_next').name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stdout) == (0, "qwen3_next\n"), done.stderr[-3000:]
