@@ -123,6 +123,14 @@ def tiny_qwen3_next(platform):
 
 
 @pytest.fixture(scope="session")
+def tiny_nemotron_3(platform):
+    """The ``tiny-nemotron-3`` preset with seed 0."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+
+    return build_hybrid_model("tiny-nemotron-3", seed=0, platform=platform)
+
+
+@pytest.fixture(scope="session")
 def tiny_gdn_mtp(platform):
     """Mamba2 and Gated DeltaNet layers, and depths of multi-token prediction."""
     from megatron_hybrid_prefix.models import build_hybrid_model

@@ -61,10 +61,8 @@ def make_parser() -> ArgumentParser:
     options.add_options(parser, "--hf", "--tp", "--state-dtype", title="model")
     group = parser.add_argument_group("budget per rank")
     memory = {"help": "GiB for KV, checkpoints and states of running requests together"}
-    shared = ("--cache-gb", "--mamba-gb", "--host-gb", "--block-size-tokens", "--max-requests")
+    shared = ("--cache-gb", "--mamba-gb", "--host-gb", "--block-size-tokens", "--max-requests", "--speculative-tokens")
     options.add_options(group, *shared, cache_gb=memory, max_requests={"default": 64})
-    text = "draft tokens of speculative decoding (default: %(default)s)"
-    group.add_argument("--speculative-tokens", type=options.whole_number, default=0, metavar="N", help=text)
     add = parser.add_argument_group("what fits").add_argument
     text = "memory of one GPU, in GB (10^9 bytes), such as 80, instead of --cache-gb; needs --hf or a preset"
     add("--gpu-gb", type=options.positive_float, metavar="X", help=text)

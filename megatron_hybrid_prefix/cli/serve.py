@@ -90,9 +90,8 @@ def make_parser() -> ArgumentParser:
 
     group = parser.add_argument_group("engine")
     # A server computes long prompts in chunks unless told otherwise.
-    options.add_options(
-        group, "--max-sequence-length", *(name for name in options.ENGINE_OPTIONS if name != "--chunked-prefill")
-    )
+    shared = [name for name in options.ENGINE_OPTIONS if name != "--chunked-prefill"]
+    options.add_options(group, "--max-sequence-length", *shared, "--speculative-tokens")
     add = group.add_argument
     text = "share of the hits, 0 to 1, to compute without the cache, too, and compare (default: %(default)s)"
     add("--verify-hits", type=share, default=0.0, metavar="SHARE", help=text)

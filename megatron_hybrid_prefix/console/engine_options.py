@@ -292,6 +292,12 @@ OPTIONS: dict[str, Option] = {
     **_TEXT,
     "--max-sequence-length": _count("longest prompt plus answer, in tokens (default: the model's)"),
     **_ENGINE,
+    "--speculative-tokens": _option(
+        "tokens that the model's multi-token prediction drafts and a step then checks (default: %(default)s)",
+        type=whole_number,
+        default=0,
+        metavar="N",
+    ),
     "--json": _path("write all results as JSON"),
     "--plot": _path("draw the results, as PNG or SVG"),
 }
@@ -390,6 +396,7 @@ def engine_fields(
         "enable_chunked_prefill": args.chunked_prefill,
         "max_sequence_length": max_sequence_length,
         "num_cuda_graphs": args.cuda_graphs or None,
+        "num_speculative_tokens": getattr(args, "speculative_tokens", None) or None,
     }
     if args.async_scheduling:
         fields["async_sched_mode"] = AsyncScheduleMode.ASYNC

@@ -70,7 +70,7 @@ def fits(
 
 
 def parameter_count(config: HybridModelConfig) -> int:
-    """Parameters of a model, without layers of multi-token prediction."""
+    """Parameters of a model."""
     hidden, gated = config.hidden_size, 3 if config.activation == "swiglu" else 2
     inner = config.mamba_num_heads * config.mamba_head_dim
     conv = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
@@ -78,6 +78,7 @@ def parameter_count(config: HybridModelConfig) -> int:
     values = config.gdn_num_value_heads * config.gdn_value_head_dim
     heads, kv = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
     experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
+    latent = config.moe_latent_size
     biases = experts if config.moe_router_score == "sigmoid" else 0
     layers = {
         "M": hidden * (inner + conv + config.mamba_num_heads + inner)
@@ -90,12 +91,15 @@ def parameter_count(config: HybridModelConfig) -> int:
         + config.gdn_value_head_dim,
         "*": hidden * ((2 + config.attention_output_gate) * heads + 2 * kv) + 2 * config.kv_channels * config.qk_norm,
         "-": gated * hidden * config.ffn_hidden_size,
-        "E": hidden * (experts + gated * (experts * config.expert_ffn_hidden_size + shared))
-        + hidden * config.moe_shared_expert_gate
+        "E": gated * experts * config.expert_ffn_hidden_size * (latent or hidden)
+        + hidden * (experts + 2 * latent + gated * shared + config.moe_shared_expert_gate)
         + biases,
     }
     embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * hidden
-    return embeddings + hidden + sum(config.count(symbol) * (hidden + count) for symbol, count in layers.items())
+    # A depth of multi-token prediction has three norms, a projection of two inputs, and its layers.
+    drafting = config.mtp_heads * hidden * (3 + 2 * hidden)
+    pattern = config.layer_pattern.replace("|", "") + config.mtp_heads * config.mtp_layer_pattern
+    return embeddings + hidden + drafting + sum(hidden + layers[symbol] for symbol in pattern)
 
 
 # --- A shared folder -------------------------------------------------------------------------------------------------

@@ -173,6 +173,7 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         pipeline_model_parallel_size=platform.pp,
         expert_model_parallel_size=platform.ep,
         mtp_num_layers=config.mtp_num_layers or None,
+        mtp_use_repeated_layer=config.mtp_use_repeated_layer,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Weights are filled in afterwards, the same for every layout.
@@ -197,6 +198,7 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
             moe_router_group_topk=config.moe_router_topk_groups or None,
             moe_router_topk_scaling_factor=None if config.moe_router_scaling == 1.0 else config.moe_router_scaling,
             moe_ffn_hidden_size=config.expert_ffn_hidden_size,
+            moe_latent_size=config.moe_latent_size or None,
             moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size or None,
             moe_shared_expert_gate=config.moe_shared_expert_gate,
             moe_router_load_balancing_type="none",

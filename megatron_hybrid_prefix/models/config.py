@@ -57,10 +57,13 @@ class HybridModelConfig:
         moe_router_topk_groups: See ``moe_router_groups``.
         moe_router_scaling: The experts' weights are multiplied by it.
         moe_ffn_hidden_size: Width of an expert; 0: that of an MLP layer.
+        moe_latent_size: Channels that a token has in the experts that the router chooses, after one projection and before
+            another; 0: those of the residual stream. Router and shared expert read the latter.
         moe_shared_expert_intermediate_size: Width of the expert that every token goes through, too; 0: there is none.
         moe_shared_expert_gate: Multiply the shared expert's output by the sigmoid of a learned score of the token.
         mtp_num_layers: Depths of multi-token prediction: so many tokens can be drafted for speculative decoding.
         mtp_layer_pattern: Layers of one depth, in the same symbols.
+        mtp_use_repeated_layer: All depths have the same weights, so that more tokens than ``mtp_num_layers`` may be drafted.
     """
 
     layer_pattern: str
@@ -99,10 +102,12 @@ class HybridModelConfig:
     moe_router_topk_groups: int = 0
     moe_router_scaling: float = 1.0
     moe_ffn_hidden_size: int = 0
+    moe_latent_size: int = 0
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
     mtp_num_layers: int = 0
     mtp_layer_pattern: str = ""
+    mtp_use_repeated_layer: bool = False
 
     def __post_init__(self) -> None:
         unknown = set(self.layer_pattern) - set(LAYER_SYMBOLS) - {"|"}
@@ -127,6 +132,8 @@ class HybridModelConfig:
                 f"mtp_layer_pattern={self.mtp_layer_pattern!r}, mtp_num_layers={self.mtp_num_layers}: "
                 "give both, the pattern in the symbols M, *, - and E, or neither"
             )
+        if self.mtp_use_repeated_layer and not self.mtp_num_layers:
+            raise ValueError("mtp_use_repeated_layer=True needs mtp_num_layers")
         self._check_dimensions()
         if self.has_experts and not 2 <= self.moe_router_topk <= self.num_moe_experts:
             raise ValueError(
@@ -154,7 +161,10 @@ class HybridModelConfig:
         for name in used:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "mtp_num_layers"):
+        for name in (
+            *("num_moe_experts", "moe_ffn_hidden_size", "moe_latent_size", "moe_shared_expert_intermediate_size"),
+            "mtp_num_layers",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
         if not 0 < self.layernorm_epsilon < float("inf"):
@@ -222,6 +232,11 @@ class HybridModelConfig:
     def has_experts(self) -> bool:
         """Whether a layer is a mixture of experts."""
         return "E" in self.symbols
+
+    @property
+    def mtp_heads(self) -> int:
+        """Depths of multi-token prediction that have weights of their own."""
+        return 1 if self.mtp_use_repeated_layer else self.mtp_num_layers
 
     @property
     def expert_ffn_hidden_size(self) -> int:
@@ -365,6 +380,34 @@ _QWEN3_NEXT_80B = HybridModelConfig(
     moe_shared_expert_gate=True,
 )
 
+# True dimensions of nvidia/NVIDIA-Nemotron-3-Super-120B-A12B, with latent experts and a repeated head for drafts; the weights
+# are random.
+_NEMOTRON_3_SUPER = HybridModelConfig(
+    layer_pattern="MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME",
+    hidden_size=4096,
+    vocab_size=131072,
+    max_sequence_length=262144,
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=8,
+    num_attention_heads=32,
+    num_query_groups=2,
+    kv_channels=128,
+    ffn_hidden_size=2688,
+    state_dtype="float32",
+    num_moe_experts=512,
+    moe_router_topk=22,
+    moe_router_score="sigmoid",
+    moe_router_scaling=5.0,
+    moe_ffn_hidden_size=2688,
+    moe_latent_size=1024,
+    moe_shared_expert_intermediate_size=5376,
+    mtp_num_layers=1,
+    mtp_layer_pattern="*E",
+    mtp_use_repeated_layer=True,
+)
+
 PRESETS: dict[str, HybridModelConfig] = {
     "tiny": _TINY,
     "tiny-mtp": replace(_TINY, mtp_num_layers=3, mtp_layer_pattern="*-"),
@@ -398,6 +441,21 @@ PRESETS: dict[str, HybridModelConfig] = {
         moe_ffn_hidden_size=32,
         moe_shared_expert_intermediate_size=32,
     ),
+    "tiny-nemotron-3": replace(
+        _TINY,
+        layer_pattern="MEM*EM*E",
+        state_dtype="float32",
+        num_moe_experts=16,
+        moe_router_topk=4,
+        moe_router_score="sigmoid",
+        moe_router_scaling=2.5,
+        moe_ffn_hidden_size=48,
+        moe_latent_size=32,
+        moe_shared_expert_intermediate_size=96,
+        mtp_num_layers=1,
+        mtp_layer_pattern="*E",
+        mtp_use_repeated_layer=True,
+    ),
     "small": _SMALL,
     "small-gdn": replace(
         _SMALL,
@@ -427,6 +485,24 @@ PRESETS: dict[str, HybridModelConfig] = {
         layer_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
         vocab_size=131072,
     ),
+    # True dimensions of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B; the weights are random.
+    "nemotron-3-nano-30b-a3b": replace(
+        _NEMOTRON_3_SUPER,
+        layer_pattern="MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME",
+        hidden_size=2688,
+        mamba_num_heads=64,
+        ffn_hidden_size=1856,
+        num_moe_experts=128,
+        moe_router_topk=6,
+        moe_router_scaling=2.5,
+        moe_ffn_hidden_size=1856,
+        moe_latent_size=0,
+        moe_shared_expert_intermediate_size=3712,
+        mtp_num_layers=0,
+        mtp_layer_pattern="",
+        mtp_use_repeated_layer=False,
+    ),
+    "nemotron-3-super-120b-a12b": _NEMOTRON_3_SUPER,
     "qwen3-next-80b-a3b": _QWEN3_NEXT_80B,
 }
 

@@ -1,8 +1,8 @@
 """A mixture-of-experts layer for inference: all experts in two grouped matrix products, without Transformer Engine.
 
-`ExpertsLayer` is megatron's ``MoELayer`` with two parts of ours. `ExpertDispatcher` sorts the tokens by expert;
-`GroupedExperts` computes all experts of this rank with ``torch.nn.functional.grouped_mm``. Router and shared expert are
-megatron's.
+`ExpertsLayer` is megatron's ``MoELayer`` with parts of ours. `ExpertDispatcher` sorts the tokens by expert;
+`GroupedExperts` computes all experts of this rank with ``torch.nn.functional.grouped_mm``. With latent experts
+(``moe_latent_size``) a `LatentProjection` comes before them, and one after. Router and shared expert are megatron's.
 
 Host synchronisation: with expert-parallel size 1 there is none in bfloat16 on a Hopper or Blackwell GPU, so a CUDA graph
 can capture the layer: the number of rows is tokens x top-k, and the rows of each expert are counted on the device. Three
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class GroupedExperts(torch.nn.Module):
 
     Attributes:
         linear_fc1_weight: (experts, width or 2 x width, hidden), the second with a gate: its rows first.
-        linear_fc2_weight: (experts, hidden, width). ``width`` is this tensor-parallel rank's part of an expert.
+        linear_fc2_weight: (experts, hidden, width). ``width`` is this tensor-parallel rank's part of an expert; ``hidden`` is
+            ``moe_latent_size`` where there is one.
 
     Args:
         num_local_experts: Experts of this rank.
@@ -61,17 +63,9 @@ class GroupedExperts(torch.nn.Module):
             raise ValueError(f"grouped experts: {missing}")
         width = config.moe_ffn_hidden_size // self.tp_group.size()
         first = 2 * width if config.gated_linear_unit else width
-        self.linear_fc1_weight = self._weights(first, config.hidden_size, config.init_method)
-        self.linear_fc2_weight = self._weights(config.hidden_size, width, config.output_layer_init_method)
-
-    def _weights(self, rows: int, columns: int, fill: Callable[[torch.Tensor], Any]) -> torch.nn.Parameter:
-        """(experts, rows, columns); filled only where the config says so."""
-        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
-        values = torch.empty(self.num_local_experts, rows, columns, dtype=self.config.params_dtype, device=device)
-        if self.config.perform_initialization:
-            for expert in values:
-                fill(expert)
-        return torch.nn.Parameter(values)
+        hidden = config.moe_latent_size or config.hidden_size
+        self.linear_fc1_weight = _weights(config, config.init_method, num_local_experts, first, hidden)
+        self.linear_fc2_weight = _weights(config, config.output_layer_init_method, num_local_experts, hidden, width)
 
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -174,11 +168,48 @@ class GroupedExperts(torch.nn.Module):
         return moe.ShardedTensorFactory(key, weights, build, merge, replica_id)
 
 
+def _weights(config: Any, fill: Callable[[torch.Tensor], Any], *shape: int) -> torch.nn.Parameter:
+    """(..., rows, columns); filled, matrix by matrix, only where the config says so."""
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    values = torch.empty(shape, dtype=config.params_dtype, device=device)
+    if config.perform_initialization:
+        for matrix in values.view(-1, *shape[-2:]):
+            fill(matrix)
+    return torch.nn.Parameter(values)
+
+
+class LatentProjection(torch.nn.Module):
+    """A linear layer that every tensor-parallel rank has whole, between a token's channels and those of latent experts.
+
+    Megatron's needs Transformer Engine (``TELinear`` with ``parallel_mode="duplicated"``). Checkpoints have its names and
+    pieces: each loads what the other saved.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        fill: Fills the weight, as the config says.
+        rows: Channels of the output.
+        columns: Channels of the input.
+    """
+
+    def __init__(self, config: Any, fill: Callable[[torch.Tensor], Any], rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = _weights(config, fill, rows, columns)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """(..., columns) to (..., rows); and no bias."""
+        return F.linear(x, self.weight), None
+
+    def get_extra_state(self) -> None:
+        """None, by name, as of `GroupedExperts`."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing is kept of it."""
+
+
 def what_is_missing(config: Any, tp: int) -> str | None:
     """Why `GroupedExperts` cannot compute the experts of this config, in a few words; None if it can."""
     wanted = {
         "experts with a bias (add_bias_linear)": config.add_bias_linear,
-        "moe_latent_size": config.moe_latent_size,
         "fp8 or fp4": config.fp8 or config.fp4,
         "moe_apply_probs_on_input": config.moe_apply_probs_on_input,
         "activation_func_clamp_value": config.activation_func_clamp_value is not None,
@@ -195,7 +226,7 @@ def what_is_missing(config: Any, tp: int) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"grouped_mm does not take {dtype}"
     for what, count in (
-        ("hidden_size", config.hidden_size),
+        ("moe_latent_size", config.moe_latent_size) if config.moe_latent_size else ("hidden_size", config.hidden_size),
         ("moe_ffn_hidden_size/tp", config.moe_ffn_hidden_size // tp),
     ):
         if count * dtype.itemsize % ROW_BYTES:
@@ -323,9 +354,14 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
 
 
 class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
-    """Megatron's layer with `ExpertDispatcher`.
+    """Megatron's layer with `ExpertDispatcher`, and with `LatentProjection` where experts are latent.
 
     Megatron's dispatcher stays where ours does not apply: with sequence parallelism, and where experts drop tokens.
+
+    Attributes:
+        fc1_latent_proj: From the channels of a token to those of the experts that the router chooses; with
+            ``moe_latent_size`` only.
+        fc2_latent_proj: Back, after the sum of a token's experts.
 
     Args:
         config: Megatron's ``TransformerConfig``.
@@ -350,7 +386,20 @@ class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
     ) -> None:
         check_layer(vars(config))
         groups = moe.get_default_pg_collection() if pg_collection is None else pg_collection
-        super().__init__(config, submodules, layer_number, groups, is_mtp_layer, name)
+        # With a latent size megatron's constructor asks for Transformer Engine; without one it would build other experts.
+        latent, config.moe_latent_size = config.moe_latent_size, None
+        try:
+            others = replace(submodules, experts=lambda *_, **__: None)
+            super().__init__(config, others, layer_number, groups, is_mtp_layer, name)
+        finally:
+            config.moe_latent_size = latent
+        self.submodules = submodules
+        own_name = None if name is None else f"{name}.experts"
+        self.experts = submodules.experts(self.num_local_experts, config, pg_collection=groups, name=own_name)
+        if latent:
+            hidden = config.hidden_size
+            self.fc1_latent_proj = LatentProjection(config, config.init_method, latent, hidden)
+            self.fc2_latent_proj = LatentProjection(config, config.output_layer_init_method, hidden, latent)
         if _dispatches(vars(config)):
             self.token_dispatcher = ExpertDispatcher(config, groups)
 

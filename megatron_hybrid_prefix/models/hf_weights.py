@@ -43,8 +43,8 @@ def plan_copies(
 
     Args:
         model: This rank's shard, as `build_hybrid_model` returned it.
-        state_dict: Unsharded weights by name: what has their ``shape``. Weights of multi-token-prediction layers (``mtp.``)
-            are left out.
+        state_dict: Unsharded weights by name: what has their ``shape``. Weights of multi-token prediction (``mtp.``) are left
+            out where ``config`` has none.
         config: The whole model's dimensions.
         model_type: Hugging Face's name of the family; None: the one that has such dimensions.
         source: What errors call the state dict.
@@ -61,7 +61,7 @@ def plan_copies(
     weights = {}
     for name, value in state_dict.items():
         canonical = family.canonical(name)
-        if canonical is not None:
+        if canonical is not None and (config.mtp_num_layers or not canonical.startswith("mtp.")):
             weights[canonical] = value
     if config.tie_embeddings and "lm_head.weight" in weights:
         raise ValueError(f"tie_embeddings=True, but {source} has an lm_head.weight: use tie_embeddings=False")
@@ -138,11 +138,9 @@ def _belongs_here(model: Any, config: HybridModelConfig) -> Callable[[str], bool
         if target == OUTPUT and config.tie_embeddings:
             return False
         layer = re.match(r"decoder\.layers\.(\d+)\.", target)
-        if layer is None:
-            return bool(model.post_process)
+        here = bool(model.post_process) if layer is None else first <= int(layer[1]) < end
         expert = re.search(r"\.local_experts\.(\d+)\.", target)
-        here = expert is None or first_expert <= int(expert[1]) < first_expert + experts
-        return here and first <= int(layer[1]) < end
+        return here and (expert is None or first_expert <= int(expert[1]) < first_expert + experts)
 
     return belongs_here
 

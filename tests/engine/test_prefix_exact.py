@@ -111,6 +111,7 @@ SCENARIOS = (tails, lengths_around_blocks, junctions, mixed_batches)
 MODELS = [
     *(("tiny", 96, "legacy"), ("tiny", 256, "async"), ("tiny_two_taps", 96, "legacy")),
     *(("tiny_gdn", 192, "async"), ("tiny_mixed", 64, "async"), ("tiny_qwen3_next", 64, "async")),
+    ("tiny_nemotron_3", 96, "async"),
 ]
 # Zeros beside Mamba2 say nothing of one kind alone.
 GDN_MUTANTS = [
@@ -122,9 +123,10 @@ RUNS = [
     *((scenario, *model, None) for scenario in SCENARIOS for model in MODELS),
     *((scenario, "tiny", 96, "legacy", mutant) for scenario in SCENARIOS for mutant in MUTANTS),
     (tails, "tiny_two_taps", 96, "legacy", "conv_zeroed"),
+    *((tails, "tiny_nemotron_3", 96, "async", mutant) for mutant in MUTANTS),
     *((scenario, name, 64, "async", mutant) for scenario, name, mutant in GDN_MUTANTS),
     *((preempted, "tiny", 64, "legacy", None), (preempted, "tiny", 64, "async", "conv_zeroed")),
-    *((preempted, name, 64, "async", None) for name in ("tiny_mixed", "tiny_qwen3_next")),
+    *((preempted, name, 64, "async", None) for name in ("tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3")),
 ]
 FAST = [
     *((scenario, *model, None) for scenario in SCENARIOS for model in (MODELS[0], MODELS[4])),
@@ -225,8 +227,10 @@ def test_chunked_prefill_with_cuts_at_every_residue(tiny, case, monkeypatch):
     session.check_mutant(None)
 
 
-@pytest.mark.parametrize("name", mostly_slow(["tiny_mixed", "tiny_gdn", "tiny_qwen3_next"], "tiny_mixed"))
-def test_chunked_prefill_of_gated_delta_net(request, name):
+@pytest.mark.parametrize(
+    "name", mostly_slow(["tiny_mixed", "tiny_gdn", "tiny_qwen3_next", "tiny_nemotron_3"], "tiny_mixed")
+)
+def test_chunked_prefill_of_other_layers(request, name):
     session = chunked_session(request.getfixturevalue(name), 64, "async")
     for cut_tokens in (5, 63, 97):
         assert [request.num_cached_tokens for request in cut_prompts(session, cut_tokens)] == [0, 64, 256]

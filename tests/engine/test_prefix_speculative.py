@@ -34,6 +34,11 @@ def test_drafts_of_qwen3_next(platform):
     check_accepted_drafts(build_hybrid_model(config, seed=0, platform=platform), 2, "async", range(2, 3))
 
 
+def test_drafts_of_nemotron_3(tiny_nemotron_3):
+    """One head of attention and latent experts drafts three tokens."""
+    check_accepted_drafts(tiny_nemotron_3, 3, "async", range(2, 4))
+
+
 def test_drafts_of_mamba2(platform):
     """A Mamba2 layer that drafts keeps no state; the states of the cache are those of the other layers."""
     config = get_preset("tiny", mtp_num_layers=2, mtp_layer_pattern="M-")

@@ -85,7 +85,7 @@ def test_bfloat16_is_within_the_noise_of_two_runs_that_batch_differently(tmp_pat
 
 
 @pytest.mark.gpu(gib=8, seconds=120)
-@pytest.mark.parametrize("preset", ["small-mtp", "small-mamba-mtp"])
+@pytest.mark.parametrize("preset", ["small-mtp", "small-mamba-mtp", "small-nemotron-3"])
 def test_bfloat16_drafts_are_within_the_noise_of_drafts_without_the_cache(tmp_path, preset):
     """On an H200 drafts changed more than batching did, with the cache off, too."""
     found = run(tmp_path, preset)

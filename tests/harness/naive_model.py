@@ -175,13 +175,25 @@ class NaiveHybridModel:
 
     def _experts(self, x, prefix):
         scores = x @ self.weights[prefix + "router.weight"].T
-        self.router_scores.append(scores)
-        best = scores.topk(self.config.moe_router_topk, dim=-1)
+        if self.config.moe_router_score == "sigmoid":
+            chosen_by = scores.sigmoid() + self.weights[prefix + "router.expert_bias"]
+            best = chosen_by.topk(self.config.moe_router_topk, dim=-1).indices
+            values = scores.sigmoid().gather(1, best)
+            values = values / values.sum(-1, keepdim=True) * self.config.moe_router_scaling
+        else:
+            chosen_by = scores
+            values, best = scores.topk(self.config.moe_router_topk, dim=-1)
+            values = values.softmax(-1)
+        self.router_scores.append(chosen_by)
         weights = torch.zeros(len(x), self.config.num_moe_experts, dtype=torch.float64, device=x.device)
-        weights.scatter_(1, best.indices, best.values.softmax(-1))
+        weights.scatter_(1, best, values)
         stacks = zip(*(self.weights[f"{prefix}experts.linear_fc{number}_weight"] for number in (1, 2)), strict=True)
-        outputs = [self._feed_forward(x, first, second) for first, second in stacks]
+        latent = self.config.moe_latent_size
+        narrow = x @ self.weights[prefix + "fc1_latent_proj.weight"].T if latent else x
+        outputs = [self._feed_forward(narrow, first, second) for first, second in stacks]
         routed = torch.einsum("te,eth->th", weights, torch.stack(outputs))
+        if latent:
+            routed = routed @ self.weights[prefix + "fc2_latent_proj.weight"].T
         if not self.config.moe_shared_expert_intermediate_size:
             return routed
         shared = self._mlp(x, prefix + "shared_experts.")

@@ -35,6 +35,21 @@ MORE = {
         num_moe_experts=64,
         moe_router_topk=4,
     ),
+    # Nemotron 3 Super's layers with its heads, latent experts and head that drafts; fewer and smaller.
+    "small-nemotron-3": get_preset(
+        "nemotron-3-super-120b-a12b",
+        layer_pattern="MEMEM*EMEM*E",
+        hidden_size=1024,
+        vocab_size=32768,
+        max_sequence_length=65536,
+        mamba_num_heads=32,
+        num_attention_heads=8,
+        num_moe_experts=64,
+        moe_router_topk=6,
+        moe_ffn_hidden_size=672,
+        moe_latent_size=256,
+        moe_shared_expert_intermediate_size=1344,
+    ),
     # That of megatron-core's `TestChunkedPrefillCudaGraphs`.
     "upstream-test": HybridModelConfig(
         layer_pattern="M*-",

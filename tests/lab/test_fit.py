@@ -21,7 +21,10 @@ from tests.harness.hf_state_dict import hf_shapes
 GIB = 2**30
 
 
-PRESETS = {"nemotron-h-8b": "nemotron_h", "qwen3-next-80b-a3b": "qwen3_next"}
+PRESETS = {
+    **{"nemotron-h-8b": "nemotron_h", "qwen3-next-80b-a3b": "qwen3_next"},
+    **dict.fromkeys(["nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b", "tiny-nemotron-3"], "nemotron_h"),
+}
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *MODELS])

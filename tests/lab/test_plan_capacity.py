@@ -106,7 +106,10 @@ def test_gated_delta_net(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("preset", "drafts"),
-    [("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3), ("tiny-gdn", 0), ("tiny-gdn-mtp", 3), ("tiny-qwen3-next", 0)],
+    [
+        *(("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3), ("tiny-gdn", 0), ("tiny-gdn-mtp", 3), ("tiny-qwen3-next", 0)),
+        *(("tiny-nemotron-3", 0), ("tiny-nemotron-3", 3)),
+    ],
 )
 def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, drafts):
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
@@ -127,6 +130,22 @@ def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, d
     context = engine.context
     assert context.block_size_bytes == sizes.kv_block_bytes(context.block_size_tokens)
     assert context.states.memory.buffer.numel() == 4 * sizes.live_bytes(drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["nemotron-h-8b", "nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b"])
+def test_bytes_of_real_dimensions_are_those_that_megatron_allocates(platform, preset):
+    """Of a layer of each kind; in bfloat16, with states in the dtype that the model says."""
+    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
+    from megatron_hybrid_prefix.models import build_hybrid_model
+
+    whole, drafts = PRESETS[preset], {"mtp_num_layers": 0, "mtp_layer_pattern": "", "mtp_use_repeated_layer": False}
+    config = replace(whole, layer_pattern="M*", vocab_size=512, **drafts)
+    model = build_hybrid_model(config, platform=platform)
+    fields = {"max_requests": 4, "max_tokens": 256, "buffer_size_gb": 0.1, "max_sequence_length": 256}
+    context, sizes = build_engine(model, **fields).context, sizes_of(preset)
+    assert context.states.memory.buffer.numel() * whole.count("M") == 4 * sizes.state_bytes
+    assert context.block_size_bytes * whole.count("*") == sizes.kv_block_bytes(context.block_size_tokens)
 
 
 @pytest.mark.parametrize(

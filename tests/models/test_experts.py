@@ -156,7 +156,8 @@ def run_without_values(layer, count, monkeypatch):
         return rows.new_empty(len(rows), weights.shape[-1])
 
     mode = FakeTensorMode()
-    weights = {name: mode.from_tensor(value.data) for name, value in layer.named_parameters()}
+    values = [*layer.named_parameters(), *layer.named_buffers()]
+    weights = {name: mode.from_tensor(value.data) for name, value in values}
     with monkeypatch.context() as patch, torch.no_grad(), mode:
         patch.setattr(F, "grouped_mm", product)
         hidden = torch.empty(count, 1, layer.config.hidden_size)
@@ -217,6 +218,131 @@ def test_a_reference_without_a_part_differs(shared, wrong):
     assert (right - other).abs().gather(1, best).median() >= 1e-3
 
 
+# -- latent experts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def latent(tiny_nemotron_3):
+    """A layer whose experts see 32 of a token's 64 channels; the routers' biases are random, too."""
+    generator = torch.Generator().manual_seed(11)
+    for name, bias in tiny_nemotron_3.named_buffers():
+        if name.endswith("expert_bias"):
+            bias.copy_(torch.rand(bias.shape, generator=generator) - 0.5)
+    yield layer_of(tiny_nemotron_3)
+    for name, bias in tiny_nemotron_3.named_buffers():
+        if name.endswith("expert_bias"):
+            bias.zero_()
+
+
+def latent_gap(layer, model, changed=None):
+    """Of a layer's output to that of the float64 reference, in which a weight has other values."""
+    hidden = torch.randn(40, 1, 64, generator=torch.Generator().manual_seed(4))
+    naive = NaiveHybridModel(model, model.hybrid_config)
+    naive.router_scores, prefix = [], "decoder.layers.1.mlp."
+    for name, change in (changed or {}).items():
+        naive.weights[prefix + name] = change(naive.weights[prefix + name])
+    with torch.inference_mode():
+        return float((layer(hidden)[0][:, 0] - naive._experts(hidden[:, 0].double(), prefix)).abs().max())
+
+
+def test_latent_experts_say_what_the_reference_says(latent, tiny_nemotron_3):
+    assert layer_of(tiny_nemotron_3) is latent and type(latent.experts) is experts.GroupedExperts
+    assert latent.experts.linear_fc1_weight.shape == (16, 48, 32)
+    assert latent_gap(latent, tiny_nemotron_3) <= 1e-5
+    for name in (
+        *("fc1_latent_proj.weight", "fc2_latent_proj.weight", "router.weight", "router.expert_bias"),
+        *("shared_experts.linear_fc1.weight", "experts.linear_fc1_weight"),
+    ):
+        assert latent_gap(latent, tiny_nemotron_3, {name: lambda weight: weight.roll(1, dims=0)}) >= 1e-3, name
+
+
+def test_a_forward_of_latent_experts_waits_for_no_value(latent, monkeypatch):
+    assert run_without_values(latent, 9, monkeypatch) == [16, 16]
+
+
+def test_hits_with_latent_experts_say_what_the_reference_says(tiny_nemotron_3):
+    served = EngineHarness(tiny_nemotron_3)
+    prefix = tokens(2, 0, seed=1)
+    served.send([*prefix, 1, 2])
+    assert served.send([*prefix, 3], [*prefix, 4, 5, 6]).num_cached_tokens == len(prefix)
+    served.check()
+
+
+def test_a_latent_size_that_grouped_products_do_not_take_works_one_by_one(platform):
+    changes = {"layer_pattern": "*E", "moe_latent_size": 30}
+    config = get_preset("tiny-nemotron-3", **changes)
+    model = build_hybrid_model(config, platform=platform)
+    layer = layer_of(model)
+    assert type(layer.experts).__name__ == "SequentialMLP"
+    naive = NaiveHybridModel(model, config)
+    for number in (1, 2):
+        names = [
+            f"decoder.layers.1.mlp.experts.local_experts.{expert}.linear_fc{number}.weight" for expert in range(16)
+        ]
+        stack = torch.stack([naive.weights[name] for name in names])
+        naive.weights[f"decoder.layers.1.mlp.experts.linear_fc{number}_weight"] = stack
+    naive.router_scores, hidden = [], torch.randn(40, 1, 64)
+    with torch.inference_mode():
+        wanted = naive._experts(hidden[:, 0].double(), "decoder.layers.1.mlp.")
+        torch.testing.assert_close(layer(hidden)[0][:, 0].double(), wanted, rtol=0, atol=1e-5)
+
+
+class DuplicatedLinear(torch.nn.Linear):
+    """Names and pieces of ``TELinear`` with ``parallel_mode="duplicated"``, which needs a GPU."""
+
+    def __init__(self, columns, rows, *, parallel_mode, config, bias, **_):
+        assert parallel_mode == "duplicated" and not bias
+        super().__init__(columns, rows, bias=False, dtype=config.params_dtype)
+
+    def forward(self, x):
+        return super().forward(x), None
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        pass
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            None,
+            sharded_offsets,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+@pytest.fixture
+def megatrons_latent(platform, monkeypatch):
+    """A model of megatron's own latent layers, experts one by one."""
+    from megatron.core.transformer.moe import moe_layer
+
+    monkeypatch.setattr(moe_layer, "HAVE_TE", True)
+    monkeypatch.setattr(moe_layer, "TELinear", DuplicatedLinear)
+    monkeypatch.setattr(experts, "what_is_missing", lambda config, tp: "a reason")
+    monkeypatch.setattr(experts, "ExpertsLayer", moe_layer.MoELayer)
+    model = build_hybrid_model("tiny-nemotron-3", seed=6, platform=platform)
+    monkeypatch.undo()
+    assert type(layer_of(model)) is moe_layer.MoELayer
+    return model
+
+
+def test_latent_checkpoints_go_to_megatrons_layers_and_back(tiny_nemotron_3, megatrons_latent, platform, tmp_path):
+    other = build_hybrid_model("tiny-nemotron-3", seed=6, platform=platform)
+    assert unequal(other, megatrons_latent) == [] and unequal(other, tiny_nemotron_3)
+    for saved, path in ((tiny_nemotron_3, tmp_path / "ours"), (megatrons_latent, tmp_path / "theirs")):
+        save_checkpoint(saved, path)
+    load_checkpoint(megatrons_latent, tmp_path / "ours")
+    assert unequal(megatrons_latent, tiny_nemotron_3) == []
+    for value in other.parameters():
+        value.zero_()
+    load_checkpoint(other, tmp_path / "theirs")
+    assert unequal(other, build_hybrid_model("tiny-nemotron-3", seed=6, platform=platform)) == []
+
+
 # -- one by one --------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +398,9 @@ def unequal(model, right):
         ({"moe_ffn_hidden_size": 48}, 8, "moe_ffn_hidden_size/tp=6 is not a multiple of 4"),
         ({"moe_ffn_hidden_size": 48}, 5, "tp=5 does not divide moe_ffn_hidden_size=48"),
         ({"params_dtype": torch.bfloat16, "moe_ffn_hidden_size": 12}, 1, "=12 is not a multiple of 8"),
+        ({"moe_latent_size": 30, "hidden_size": 64}, 1, "moe_latent_size=30 is not a multiple of 4"),
+        ({"moe_latent_size": 32, "hidden_size": 62}, 1, None),
+        ({"moe_latent_size": None, "hidden_size": 62}, 1, "hidden_size=62 is not a multiple of 4"),
         ({"params_dtype": torch.float64}, 1, "does not take torch.float64"),
         ({"add_bias_linear": True}, 1, "a bias"),
         ({"moe_apply_probs_on_input": True}, 1, "moe_apply_probs_on_input"),

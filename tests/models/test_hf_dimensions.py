@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hybrid_prefix.lab.capacity import sizes_of
+from megatron_hybrid_prefix.lab.capacity import sizes_of, sizes_of_config
 from megatron_hybrid_prefix.models import get_preset
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
 
 FOLDER = Path(__file__).parent / "hf_configs"
 PRESETS = {
     "nemotron_h": replace(get_preset("nemotron-h-8b"), max_sequence_length=8192, state_dtype="float32"),
+    "nemotron_3_nano": get_preset("nemotron-3-nano-30b-a3b"),
+    "nemotron_3_super": get_preset("nemotron-3-super-120b-a12b"),
     "qwen3_next": get_preset("qwen3-next-80b-a3b"),
 }
 
@@ -29,8 +31,8 @@ def test_either_spelling_is_the_published_model(family, spelling):
     assert dimensions_of(read(f"{family}_{spelling}"), "c") == PRESETS[family]
     by_hand = sizes_of(str(FOLDER / f"{family}_{spelling}.json"))
     assert by_hand.state_dtype == PRESETS[family].state_dtype
-    preset = {"nemotron_h": "nemotron-h-8b", "qwen3_next": "qwen3-next-80b-a3b"}[family]
-    assert by_hand.kv_token_bytes == sizes_of(preset).kv_token_bytes
+    planned = sizes_of_config(family, PRESETS[family])
+    assert (by_hand.kv_token_bytes, by_hand.state_bytes) == (planned.kv_token_bytes, planned.state_bytes)
 
 
 EXPERTS = {

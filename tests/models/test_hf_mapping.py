@@ -179,7 +179,7 @@ def test_a_model_gets_every_weight_of_either_spelling(platform, stacked):
             r"nemotron_h has activation='relu2' \(not 'gelu'\), rotary_base=None \(not 10000\)$",
         ),
         (replace(NEMOTRON_H_EXPERTS, moe_router_score="softmax"), "nemotron_h", "has moe_router_score='sigmoid' .not"),
-        (replace(NEMOTRON_H, mtp_num_layers=1, mtp_layer_pattern="*"), "nemotron_h", "has mtp_num_layers=0 .not 1.*'."),
+        (replace(QWEN3_NEXT, mtp_num_layers=1, mtp_layer_pattern="*"), "qwen3_next", "has mtp_num_layers=0 .not 1.*'."),
         (replace(QWEN3_NEXT, qk_norm=False), "qwen3_next", r"qwen3_next has qk_norm=True \(not False\)$"),
         (replace(QWEN3_NEXT, moe_shared_expert_gate=False), "qwen3_next", "qwen3_next has moe_shared_expert_gate=True"),
         (replace(QWEN3_NEXT, rotary_base=None, rotary_fraction=1.0), "qwen3_next", "has rotary_base=10000 .not None"),
@@ -291,7 +291,7 @@ def test_a_tied_output_layer_is_the_embedding(platform):
         ("model.embeddings.weight", "model.embeddings.weight"),
         ("model.layers.0.backbone.weight", "model.layers.0.backbone.weight"),
         ("backbone.layers.0.backbone.weight", "model.layers.0.backbone.weight"),
-        ("mtp.layers.0.norm.weight", None),
+        ("mtp.layers.0.norm.weight", "mtp.layers.0.norm.weight"),
     ],
 )
 def test_the_prefix_of_nemotron_h_on_the_hub(name, canonical):

@@ -12,7 +12,7 @@ pytest.importorskip("safetensors")
 
 from megatron.core.inference.utils import InferenceMode
 
-from megatron_hybrid_prefix.models import build_hybrid_model, open_folder, save_hf_folder
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, open_folder, save_hf_folder
 from megatron_hybrid_prefix.models.hf.family import FAMILIES
 from megatron_hybrid_prefix.models.hf.mapping import PLUS_ONE, Finish, Rule, Source
 from megatron_hybrid_prefix.models.hf_save import _write
@@ -119,7 +119,8 @@ def test_what_cannot_be_saved(platform, tmp_path, trained, monkeypatch):
     with pytest.raises(ValueError, match=r"linear_fc1\.weight has shape .*sharded"):
         save_hf_folder(trained, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    model = build_hybrid_model("tiny-mtp", seed=0, platform=platform)
-    with pytest.raises(ValueError, match=r"; nemotron_h has mtp_num_layers=0 \(not 3\), mtp_layer_pattern='' \(not"):
+    config = get_preset("tiny-qwen3-next", mtp_num_layers=1, mtp_layer_pattern="*E")
+    model = build_hybrid_model(config, seed=0, platform=platform)
+    with pytest.raises(ValueError, match=r"; qwen3_next has mtp_num_layers=0 \(not 1\), mtp_layer_pattern='' \(not"):
         save_hf_folder(model, tmp_path)
     assert list(tmp_path.iterdir()) == []

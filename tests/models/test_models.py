@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
 
+from megatron_hybrid_prefix.lab.fit import parameter_count
 from megatron_hybrid_prefix.models import PRESETS, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.build import _layer_specs
 from megatron_hybrid_prefix.models.config import split_into_stages
@@ -115,6 +116,14 @@ def test_presets_have_the_published_dimensions():
     qwen = PRESETS["qwen3-next-80b-a3b"]
     assert (qwen.num_layers, qwen.count("G"), qwen.count("*"), qwen.count("E")) == (96, 36, 12, 48)
     assert set(PRESETS["tiny-qwen3-next"].layer_pattern) == set(qwen.layer_pattern)
+    for name, layers, billions in (
+        ("nemotron-3-nano-30b-a3b", (52, 23, 6, 23), 31.6),
+        ("nemotron-3-super-120b-a12b", (88, 40, 8, 40), 123.6),  # 120.7 and the head that drafts
+    ):
+        config = PRESETS[name]
+        assert (config.num_layers, *map(config.count, "M*E")) == layers
+        assert round(parameter_count(config) / 1e9, 1) == billions
+        assert set(PRESETS["tiny-nemotron-3"].layer_pattern) == set(config.layer_pattern)
     four = PRESETS["hybrid-4b"]
     assert (four.count("M"), four.count("*"), four.count("-")) == (13, 3, 13)
     assert PRESETS["tiny"].vocab_size >= 256
@@ -136,6 +145,8 @@ def test_presets_have_the_published_dimensions():
         ({"layer_pattern": "M*E", "num_moe_experts": 4, "moe_router_topk": 1}, "E layers need moe_router_topk=1"),
         ({"moe_ffn_hidden_size": -1}, "must not be negative"),
         ({"num_moe_experts": -1}, "^num_moe_experts=-1: must not be negative"),
+        ({"moe_latent_size": -1}, "^moe_latent_size=-1: must not be negative"),
+        ({"mtp_use_repeated_layer": True}, "^mtp_use_repeated_layer=True needs mtp_num_layers$"),
         ({"mtp_num_layers": -1}, "^mtp_num_layers=-1: must not be negative"),
         *(
             ({name: 0}, f"^{name}=0: must be at least 1$")
@@ -242,7 +253,7 @@ def test_the_recompute_knows_the_names_of_fused_norms(tiny):
 
 
 def test_unknown_presets_name_the_known_ones():
-    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, tiny-gdn, tiny-qwen3-next, small"):
+    with pytest.raises(ValueError, match="tiny, tiny-mtp, tiny-moe, tiny-gdn, tiny-qwen3-next, tiny-nemotron-3, small"):
         get_preset("huge")
 
 

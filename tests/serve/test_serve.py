@@ -60,11 +60,12 @@ class Server(Endpoint):
         slots: int = 64,
         cache_gb: float | None = None,
         engine_fields: dict[str, Any] | None = None,
+        engine: Any = None,
         header_s: float = 60.0,
         **options: Any,
     ) -> None:
         budget = {"mamba_gb": slots * state_bytes(model) / 2**30} if cache_gb is None else {"cache_gb": cache_gb}
-        self.engine = build_engine(
+        self.engine = engine or build_engine(
             model,
             HybridPrefixConfig(**budget, retention_interval_tokens=0),
             tokenizer=TOKENIZER,
@@ -209,6 +210,16 @@ def check_hits(server: Endpoint, model: Any, salt: str) -> None:
 
 def test_the_second_call_is_cached_and_says_the_same(server, tiny):
     check_hits(server, tiny, "hits")
+
+
+def test_drafts_change_no_answer(tiny_nemotron_3, platform):
+    """The engine is what the command's options make."""
+    args = ["--speculative-tokens", "3", "--max-requests", "4", "--block-size-tokens", str(BLOCK), "--cache-gb", "0.05"]
+    args = serve.make_parser().parse_args([*args, "--max-sequence-length", str(LIMIT_TOKENS)])
+    engine = serve.make_engine(tiny_nemotron_3, TOKENIZER, platform, args)
+    assert engine.num_speculative_tokens == 3
+    with running(tiny_nemotron_3, engine=engine) as server:
+        check_hits(server, tiny_nemotron_3, "hits")
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -777,6 +788,7 @@ def test_a_chat_template_cannot_leave_its_sandbox(template):
         (["--api-keys", "nowhere"], "cannot read nowhere"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
         (["--host", "a" * 300 + ".."], "cannot listen on aaa"),
+        (["--speculative-tokens", "1", "--port", "0"], "num_speculative_tokens=1: the model has no multi-token"),
         (["--drain-time", "-1"], "'-1' is not a number, 0 or above"),
         (["--cache-gb", "1e9", "--port", "0"], "--cache-gb 1e+09: 1e+09 GiB of host memory are needed, "),
         (["--mamba-gb", "1e9", "--port", "0"], "--mamba-gb 1e+09: the most for checkpoints in --cache-gb 0.3, so"),

@@ -52,6 +52,10 @@ class Family(ABC):
         `config_json_of` adds the model's type, class and dtypes, and whether embeddings are tied.
         """
 
+    def as_stored(self, config: HybridModelConfig, names: Collection[str]) -> HybridModelConfig:
+        """Dimensions of a folder with weights of these names; ``config`` is what its ``config.json`` says."""
+        return config
+
     def canonical(self, name: str) -> str | None:
         """The name that the rules have for a tensor of a state dict; None: it is not read."""
         return name

@@ -20,6 +20,7 @@ from typing import Any
 from megatron_hybrid_prefix.hf_tokens import GENERATION_CONFIG, end_token_ids, read_object
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
+from megatron_hybrid_prefix.models.hf.family import FAMILIES
 
 _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
 _INDEX = "model.safetensors.index.json"
@@ -118,6 +119,7 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
     if "lm_head.weight" in weights:
         # transformers' Nemotron-H does not tie them whatever config.json says; other families have the same values twice.
         config = replace(config, tie_embeddings=False)
+    config = FAMILIES[data["model_type"]].as_stored(config, weights)
     opened = HfFolder(
         path=folder,
         model_type=str(data.get("model_type")),

@@ -1,8 +1,10 @@
-"""Nemotron-H: layers of Mamba2, attention, an MLP or experts, one norm each."""
+"""Nemotron-H, Nemotron 3: layers of Mamba2, attention, an MLP or experts, one norm each; and heads that draft."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
@@ -28,7 +30,7 @@ _LAYERS = {
 
 
 class NemotronH(Family):
-    """``NemotronHForCausalLM`` without latent experts.
+    """``NemotronHForCausalLM``, also with latent experts, and with the heads of multi-token prediction that transformers leaves out.
 
     Two things are not weights: Hugging Face clamps the step size dt from below at its ``time_step_min``, megatron does not
     clamp it; and the gated norm of megatron's mixer has an epsilon of 1e-5 whatever the config says.
@@ -41,7 +43,7 @@ class NemotronH(Family):
     def dimensions(self, given: Given) -> HybridModelConfig:
         old = {new: given.data[name] for name, new in _OLD_NAMES.items() if name in given}
         given = Given({**given.data, **old}, given.name)
-        pattern = _pattern(given)
+        pattern, drafts = _pattern(given), _drafts_of(given)
         for name in ("use_bias", "mlp_bias", "mamba_proj_bias", "residual_in_fp32"):
             given.only(name, False)
         given.only("use_conv_bias", True)
@@ -59,8 +61,17 @@ class NemotronH(Family):
             d_conv=given.whole("conv_kernel", default=4),
             activation="relu2",
             layernorm_epsilon=epsilon,
-            **(_experts_of(given) if "E" in pattern else {}),
+            **(_experts_of(given) if "E" in pattern + drafts.get("mtp_layer_pattern", "") else {}),
+            **drafts,
         )
+
+    def as_stored(self, config: HybridModelConfig, names: Collection[str]) -> HybridModelConfig:
+        """Without weights there are no heads that draft. One head is applied again at each depth, unless each has its own."""
+        stored = {int(found[1]) for name in names if (found := re.match(r"mtp\.layers\.(\d+)\.", name))}
+        if not config.mtp_num_layers or not stored:
+            return replace(config, mtp_num_layers=0, mtp_layer_pattern="", mtp_use_repeated_layer=False)
+        one = config.mtp_use_repeated_layer and max(stored) < len(config.mtp_layer_pattern)
+        return replace(config, mtp_use_repeated_layer=one)
 
     def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
         """A ``time_step_min`` of 0 is none: megatron's mixer does not clamp the step size."""
@@ -78,7 +89,13 @@ class NemotronH(Family):
             "layer_norm_epsilon": config.layernorm_epsilon,
             "time_step_min": 0.0,
         }
-        if "E" in pattern:
+        if config.mtp_num_layers:
+            data |= {
+                "num_nextn_predict_layers": config.mtp_num_layers,
+                "mtp_hybrid_override_pattern": config.mtp_layer_pattern,
+                "mtp_use_repeated_layer": config.mtp_use_repeated_layer,
+            }
+        if config.has_experts:
             data |= {
                 "n_routed_experts": config.num_moe_experts,
                 "num_experts_per_tok": config.moe_router_topk,
@@ -86,14 +103,13 @@ class NemotronH(Family):
                 "topk_group": config.moe_router_topk_groups or 1,
                 "routed_scaling_factor": config.moe_router_scaling,
                 "moe_intermediate_size": config.expert_ffn_hidden_size,
+                "moe_latent_size": config.moe_latent_size or None,
                 "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
             }
         return data
 
     def canonical(self, name: str) -> str | None:
-        """On the Hub names begin with ``backbone.``; ``mtp.`` is multi-token prediction."""
-        if name.startswith("mtp."):
-            return None
+        """On the Hub names begin with ``backbone.``."""
         return f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
@@ -101,42 +117,86 @@ class NemotronH(Family):
         hidden = config.hidden_size
         vocabulary = config.vocab_size, hidden
         yield made_of("embedding.word_embeddings.weight", {"model.embeddings.weight": vocabulary})
-        stacked = any(name.endswith(".mixer.experts.down_proj") for name in names)
-        parts = {"M": mamba_parts(config), "*": attention_parts(config), "-": _mlp(config), "E": _shared(config)}
-        for layer, symbol in enumerate(config.layer_pattern.replace("|", "")):
-            ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-            for target in NORMS[symbol]:
-                yield made_of(ours + target, {f"{theirs}norm.weight": (hidden,)})
-            yield from rules_of(parts[symbol], ours, f"{theirs}mixer.")
-            if symbol == "E":
-                yield from _experts(f"{ours}mlp.experts.local_experts.", f"{theirs}mixer.experts.", config, stacked)
+        yield from _layers(config, config.layer_pattern.replace("|", ""), "decoder.", "model.", 0, names)
         yield made_of("decoder.final_norm.weight", {"model.norm_f.weight": (hidden,)})
         yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
+        # Of heads that draft, all layers are numbered; the first and the last have what is around a head's layers.
+        pattern = config.mtp_layer_pattern
+        for depth in range(config.mtp_heads):
+            ours, first = f"mtp.layers.{depth}.", depth * len(pattern)
+            for name, shape in {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)}.items():
+                yield made_of(f"{ours}{name}.weight", {f"mtp.layers.{first}.{name}.weight": shape})
+            yield from _layers(config, pattern, f"{ours}mtp_model_layer.", "mtp.", first, names)
+            last = f"mtp.layers.{first + len(pattern) - 1}."
+            yield made_of(f"{ours}final_layernorm.weight", {f"{last}final_layernorm.weight": (hidden,)})
+
+
+def _layers(
+    config: HybridModelConfig, pattern: str, ours: str, theirs: str, first: int, names: Collection[str]
+) -> Iterator[Rule]:
+    """Layers with these symbols; ``first`` is the number that the first one has in Hugging Face's names."""
+    parts = {"M": mamba_parts(config), "*": attention_parts(config), "-": _mlp(config), "E": _shared(config)}
+    for number, symbol in enumerate(pattern):
+        our_layer, their_layer = f"{ours}layers.{number}.", f"{theirs}layers.{first + number}."
+        for target in NORMS[symbol]:
+            yield made_of(our_layer + target, {f"{their_layer}norm.weight": (config.hidden_size,)})
+        mixer = f"{their_layer}mixer."
+        yield from rules_of(parts[symbol], our_layer, mixer)
+        if symbol == "E":
+            stacked = f"{mixer}experts.down_proj" in names
+            yield from _experts(f"{our_layer}mlp.experts.local_experts.", f"{mixer}experts.", config, stacked)
 
 
 def _pattern(given: Given) -> str:
-    kinds = given.texts("layers_block_type", "layer_types")
-    if kinds is not None:
-        for kind in kinds:
-            if kind not in _LAYERS:
-                raise given.error(f"layers_block_type has {kind!r}, none of {', '.join(_LAYERS)}")
-        return "".join(_LAYERS[kind] for kind in kinds)
-    pattern = given.get("hybrid_override_pattern")
-    if not isinstance(pattern, str):
+    pattern = _symbols(given, "layers_block_type", "layer_types")
+    if pattern is not None:
+        return pattern
+    if given.get("hybrid_override_pattern") is None:
         raise given.error("neither layers_block_type nor hybrid_override_pattern says which layers there are")
-    if other := set(pattern) - set(_LAYERS.values()):
-        raise given.error(f"hybrid_override_pattern has {min(other)!r}, none of M, *, - and E")
+    pattern = _written(given, "hybrid_override_pattern")
     if given.whole("num_hidden_layers", default=len(pattern)) != len(pattern):
         raise given.error(f"hybrid_override_pattern has {len(pattern)} layers, num_hidden_layers is another number")
     return pattern
 
 
+def _symbols(given: Given, *names: str) -> str | None:
+    """Layers that one of these names lists; None: the file has none of them."""
+    kinds = given.texts(*names)
+    for kind in kinds or ():
+        if kind not in _LAYERS:
+            raise given.error(f"{names[0]} has {kind!r}, none of {', '.join(_LAYERS)}")
+    return None if kinds is None else "".join(_LAYERS[kind] for kind in kinds)
+
+
+def _written(given: Given, name: str) -> str:
+    """Layers whose symbols the file has under this name."""
+    pattern = str(given.get(name))
+    if other := set(pattern) - set(_LAYERS.values()):
+        raise given.error(f"{name} has {min(other)!r}, none of M, *, - and E")
+    return pattern
+
+
+def _drafts_of(given: Given) -> dict[str, Any]:
+    """Fields of multi-token prediction. As in transformers, the newer name counts unless it says the default.
+
+    ``mtp_use_repeated_layer`` is a name of Megatron-Bridge; what NVIDIA has published is repeated.
+    """
+    depths = given.whole("num_nextn_predict_layers", default=0)
+    if not depths:
+        return {}
+    pattern = _symbols(given, "mtp_layers_block_type") or "*E"
+    if pattern == "*E" and given.get("mtp_hybrid_override_pattern") is not None:
+        pattern = _written(given, "mtp_hybrid_override_pattern")
+    return {
+        "mtp_num_layers": depths,
+        "mtp_layer_pattern": pattern,
+        "mtp_use_repeated_layer": given.flag("mtp_use_repeated_layer", True),
+    }
+
+
 def _experts_of(given: Given) -> dict[str, Any]:
     """Fields of layers of experts."""
-    if given.get("moe_latent_size") is not None:
-        raise given.error("moe_latent_size: experts of a latent size are not supported")
     given.only("norm_topk_prob", True)
-    given.only("n_shared_experts", 1)
     experts, chosen = given.whole("n_routed_experts", "num_local_experts"), given.whole("num_experts_per_tok")
     groups, chosen_groups = given.whole("n_group", default=1), given.whole("topk_group", default=1)
     if chosen_groups == groups:  # all of them: no choice
@@ -156,6 +216,7 @@ def _experts_of(given: Given) -> dict[str, Any]:
         "moe_router_topk_groups": chosen_groups,
         "moe_router_scaling": given.real("routed_scaling_factor", default=1.0),
         "moe_ffn_hidden_size": given.whole("moe_intermediate_size"),
+        "moe_latent_size": given.whole("moe_latent_size", default=0),
         "moe_shared_expert_intermediate_size": shared,
     }
 
@@ -170,7 +231,12 @@ def _mlp(config: HybridModelConfig) -> Parts:
 def _shared(config: HybridModelConfig) -> Parts:
     """Of a layer of experts: all but the experts that a router chooses."""
     hidden, experts, width = config.hidden_size, config.num_moe_experts, config.moe_shared_expert_intermediate_size
-    return {
+    latent = config.moe_latent_size
+    projections: Parts = {
+        "mlp.fc1_latent_proj.weight": ({"fc1_latent_proj.weight": (latent, hidden)}, None),
+        "mlp.fc2_latent_proj.weight": ({"fc2_latent_proj.weight": (hidden, latent)}, None),
+    }
+    return (projections if latent else {}) | {
         "mlp.router.weight": ({"gate.weight": (experts, hidden)}, None),
         "mlp.router.expert_bias": ({"gate.e_score_correction_bias": (experts,)}, None),
         "mlp.shared_experts.linear_fc1.weight": ({"shared_experts.up_proj.weight": (width, hidden)}, None),
@@ -180,7 +246,8 @@ def _shared(config: HybridModelConfig) -> Parts:
 
 def _experts(ours: str, theirs: str, config: HybridModelConfig, stacked: bool) -> Iterator[Rule]:
     width, experts = config.expert_ffn_hidden_size, config.num_moe_experts
-    shapes = {"up_proj": (width, config.hidden_size), "down_proj": (config.hidden_size, width)}
+    inner = config.moe_latent_size or config.hidden_size
+    shapes = {"up_proj": (width, inner), "down_proj": (inner, width)}
     for expert in range(experts):
         for target, (part, shape) in zip(("linear_fc1", "linear_fc2"), shapes.items(), strict=True):
             if stacked:

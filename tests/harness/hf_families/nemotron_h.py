@@ -33,6 +33,16 @@ EXPERTS = DIMENSIONS | {
     "moe_intermediate_size": 40,
     "moe_shared_expert_intermediate_size": 48,
 }
+# Nemotron 3: experts see fewer channels than the residual stream has.
+LATENT = DIMENSIONS | {
+    "hybrid_override_pattern": "MEM*EM*E",
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 5,
+    "routed_scaling_factor": 5.0,
+    "moe_intermediate_size": 40,
+    "moe_latent_size": 24,
+    "moe_shared_expert_intermediate_size": 48,
+}
 _CLASSES = {"config_class": "NemotronHConfig", "model_class": "NemotronHForCausalLM", "model_type": "nemotron_h"}
 MODELS = {
     "nemotron_h": Model(**_CLASSES, dimensions=DIMENSIONS),
@@ -44,6 +54,9 @@ MODELS = {
             {"moe_router_groups": 0, "moe_router_topk_groups": 0},
             {"moe_router_topk": 2},
         ),
+    ),
+    "nemotron_3": Model(
+        **_CLASSES, dimensions=LATENT, changes=({"moe_router_scaling": 2.5}, {"moe_router_topk": 4}), seed=2
     ),
 }
 
@@ -71,6 +84,9 @@ HONOURED = {
     "topk_group": (1, "moe_router_topk_groups"),
     "moe_intermediate_size": (99, "moe_ffn_hidden_size"),
     "moe_shared_expert_intermediate_size": (99, "moe_shared_expert_intermediate_size"),
+    "moe_latent_size": (16, "moe_latent_size"),
+    "num_nextn_predict_layers": (2, "mtp_num_layers"),
+    "mtp_layers_block_type": (["full_attention", "mlp"], "mtp_layer_pattern"),
 }
 # A value that this package cannot compute with.
 REFUSED = {
@@ -82,8 +98,6 @@ REFUSED = {
     "time_step_limit": [0.0, 0.1],
     "use_conv_bias": False,
     "mamba_proj_bias": True,
-    "n_shared_experts": 2,
-    "moe_latent_size": 16,
     "norm_topk_prob": False,
     "use_bias": True,
     "layer_norm_epsilon": 1e-6,
@@ -96,9 +110,9 @@ NO_EFFECT = {
     "time_step_max": "initial values",
     "time_step_floor": "initial values",
     "rescale_prenorm_residual": "initial values",
-    "num_nextn_predict_layers": "multi-token prediction is left out",
-    "mtp_layers_block_type": "multi-token prediction is left out",
+    "n_shared_experts": "the width of all of them is moe_shared_expert_intermediate_size",
 }
+_MTP = {"num_nextn_predict_layers": 2, "mtp_hybrid_override_pattern": "M-"}
 # Names of transformers 4, and of NVIDIA's own files: what is changed, a field here, and its value.
 OLD = (
     ({"layers_block_type": ..., "hybrid_override_pattern": "M*M"}, "layer_pattern", "M*M"),
@@ -108,10 +122,20 @@ OLD = (
     ({"mamba_n_groups": 4}, "mamba_num_groups", 4),
     ({"mamba_d_conv": 3}, "d_conv", 3),
     ({"n_routed_experts": ..., "num_local_experts": 8}, "num_moe_experts", 8),
+    ({"num_nextn_predict_layers": 1}, "mtp_layer_pattern", "*E"),
+    ({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*-"}, "mtp_layer_pattern", "*-"),
+    ({"mtp_layers_block_type": ["attention", "moe"], **_MTP}, "mtp_layer_pattern", "M-"),  # as in transformers
+    ({"mtp_layers_block_type": ["attention", "mlp"], **_MTP}, "mtp_layer_pattern", "*-"),
+    ({"mtp_hybrid_override_pattern": "*-"}, "mtp_layer_pattern", ""),
+    (_MTP, "mtp_use_repeated_layer", True),
+    (_MTP | {"mtp_use_repeated_layer": False}, "mtp_use_repeated_layer", False),  # Megatron-Bridge's name
     ({"rope_theta": 99}, "rotary_base", None),
     ({"use_sliding_window": False, "sliding_window": 9}, "hidden_size", 64),
 )
 OLD_REFUSED = (
+    (_MTP | {"mtp_hybrid_override_pattern": "*X"}, "mtp_hybrid_override_pattern has 'X', none of M"),
+    (_MTP | {"mtp_layers_block_type": ["conv"]}, "mtp_layers_block_type has 'conv', none of mamba"),
+    (_MTP | {"mtp_use_repeated_layer": 1}, "mtp_use_repeated_layer is 1, neither true nor false"),
     ({"mamba_conv_bias": False}, "use_conv_bias is False"),
     ({"mamba_dt_limit": [0.0, 0.1]}, "time_step_limit is"),
     ({"layer_norm_epsilon": ..., "norm_eps": 1e-6}, "layer_norm_epsilon is 1e-06"),
@@ -125,8 +149,12 @@ FIELDS = [
         given={name: value for name, value in EXPERTS.items() if name != "hybrid_override_pattern"}
         | {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
         honoured=HONOURED,
-        among_others=frozenset({"layers_block_type"}),
-        together={"num_experts_per_tok": {"topk_group": 1}, "topk_group": {"num_experts_per_tok": 2}},
+        among_others=frozenset({"layers_block_type", "mtp_layers_block_type"}),
+        together={
+            "mtp_layers_block_type": {"num_nextn_predict_layers": 1},
+            "num_experts_per_tok": {"topk_group": 1},
+            "topk_group": {"num_experts_per_tok": 2},
+        },
         refused=REFUSED,
         no_effect=NO_EFFECT,
         read=frozenset({"time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"}),

@@ -35,7 +35,7 @@ SHARED = {
 LAYOUTS = {
     (1, 2): get_preset("tiny-moe"),
     (2, 1): get_preset("tiny-qwen3-next", layer_pattern="GE*E", num_query_groups=1),
-    (2, 2): get_preset("tiny-moe", **SHARED | {"num_query_groups": 2}),
+    (2, 2): get_preset("tiny-moe", **SHARED | {"num_query_groups": 2, "moe_latent_size": 32}),
 }
 
 
