@@ -38,6 +38,10 @@ class HybridModelConfig:
         rotary_fraction: Part of each head's channels that rotary embeddings turn, the first ones.
         attention_output_gate: Multiply the output of each attention head by the sigmoid of a projection of its input.
         qk_norm: RMS norm of each query and each key head before its rotary embedding.
+        attention_multiplier: Queries times keys are multiplied by it before the softmax; None: by 1 / sqrt(kv_channels).
+        embedding_multiplier: The embeddings of tokens are multiplied by it.
+        residual_multiplier: The output of every layer is multiplied by it before the residual is added.
+        logits_scaling: The logits are divided by it.
         layernorm_epsilon: Epsilon of the RMS norms.
         dtype: Parameters' dtype: "float32" or "bfloat16".
         float32_norms: Keep the weights of RMS norms in float32 whatever ``dtype`` is. For families whose norms multiply by
@@ -86,6 +90,10 @@ class HybridModelConfig:
     rotary_fraction: float = 1.0
     attention_output_gate: bool = False
     qk_norm: bool = False
+    attention_multiplier: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     layernorm_epsilon: float = 1e-5
     dtype: str = "bfloat16"
     float32_norms: bool = False
@@ -157,8 +165,11 @@ class HybridModelConfig:
         for name in ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "mtp_num_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
-        if not 0 < self.layernorm_epsilon < float("inf"):
-            raise ValueError(f"layernorm_epsilon={self.layernorm_epsilon}: must be above 0")
+        for name in ("layernorm_epsilon", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+        if self.attention_multiplier is not None and not 0 < self.attention_multiplier < float("inf"):
+            raise ValueError(f"attention_multiplier={self.attention_multiplier}: must be above 0")
 
     def _ffn_names(self) -> list[str]:
         """Fields with the width of the MLP layers and experts that there are."""
