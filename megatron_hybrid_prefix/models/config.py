@@ -376,6 +376,32 @@ _QWEN3_NEXT_80B = HybridModelConfig(
     moe_shared_expert_gate=True,
 )
 
+# True dimensions of ibm-granite/granite-4.0-h-small (32B, 9B of them active); the weights are random.
+_GRANITE_4_H_SMALL = HybridModelConfig(
+    layer_pattern="ME" * 5 + ("*E" + "ME" * 9) * 3 + "*E" + "ME" * 4,
+    hidden_size=4096,
+    vocab_size=100352,
+    max_sequence_length=131072,
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=1,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=768,
+    activation="swiglu",
+    attention_multiplier=0.0078125,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    logits_scaling=16.0,
+    tie_embeddings=True,
+    num_moe_experts=72,
+    moe_router_topk=10,
+    moe_ffn_hidden_size=768,
+    moe_shared_expert_intermediate_size=1536,
+)
+
 PRESETS: dict[str, HybridModelConfig] = {
     "tiny": _TINY,
     "tiny-mtp": replace(_TINY, mtp_num_layers=3, mtp_layer_pattern="*-"),
@@ -439,6 +465,7 @@ PRESETS: dict[str, HybridModelConfig] = {
         vocab_size=131072,
     ),
     "qwen3-next-80b-a3b": _QWEN3_NEXT_80B,
+    "granite-4.0-h-small": _GRANITE_4_H_SMALL,
 }
 
 
