@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu(gib=2, seconds=60)
 
 @pytest.mark.parametrize(
     ("preset", "precision", "tolerance"),
-    [("tiny", "tf32", 5e-3), ("tiny", "ieee", 5e-5), ("tiny-gdn", "ieee", 5e-5), ("tiny-mixed", "ieee", 5e-5)],
+    [("tiny", "tf32", 5e-3), *((name, "ieee", 5e-5) for name in ("tiny", "tiny-gdn", "tiny-mixed", "tiny-granite"))],
 )
 def test_matches_the_recompute(preset, precision, tolerance):
     """Mamba2's scan uses TF32 on the tensor cores unless told otherwise, and the bound is TF32's then."""
