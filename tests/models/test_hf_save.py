@@ -17,7 +17,7 @@ from megatron.core.inference.utils import InferenceMode
 
 from megatron_hybrid_prefix.models import build_hybrid_model, open_folder, save_hf_folder
 from tests.harness.engine_helpers import random_tokens
-from tests.harness.hf_helpers import NEMOTRON_H, NEMOTRON_H_EXPERTS, PromptLogits
+from tests.harness.hf_helpers import NEMOTRON_H, PromptLogits
 from tests.harness.hf_state_dict import hf_shapes
 from tests.harness.limits import HANG_S
 from tests.harness.naive_model import NaiveHybridModel
@@ -89,12 +89,9 @@ def test_every_weight_comes_back(trained, platform, tmp_path, dtype):
 
 
 def test_what_cannot_be_saved(platform, tmp_path, trained, monkeypatch):
-    monkeypatch.setattr(trained, "hybrid_config", NEMOTRON_H_EXPERTS)
-    with pytest.raises(ValueError, match="only Nemotron-H without experts is saved"):
-        save_hf_folder(trained, tmp_path)
-    monkeypatch.setattr(trained, "hybrid_config", replace(NEMOTRON_H, float32_norms=True))
-    with pytest.raises(ValueError, match=r"config\.json cannot say what this model is"):
-        save_hf_folder(trained, tmp_path)
+    monkeypatch.setattr(trained, "hybrid_config", replace(NEMOTRON_H, qk_norm=True))
+    with pytest.raises(ValueError, match=r"^nemotron_h has qk_norm=False \(not True\)$"):
+        save_hf_folder(trained, tmp_path, model_type="nemotron_h")
     monkeypatch.setattr(trained, "hybrid_config", replace(NEMOTRON_H, ffn_hidden_size=64))
     with pytest.raises(ValueError, match=r"linear_fc1\.weight has shape .*sharded"):
         save_hf_folder(trained, tmp_path)
