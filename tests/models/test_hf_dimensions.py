@@ -16,6 +16,12 @@ FOLDER = Path(__file__).parent / "hf_configs"
 PRESETS = {
     "nemotron_h": replace(get_preset("nemotron-h-8b"), max_sequence_length=8192, state_dtype="float32"),
     "qwen3_next": get_preset("qwen3-next-80b-a3b"),
+    "granitemoehybrid": get_preset("granite-4.0-h-small"),
+}
+NAMES = {
+    "nemotron_h": "nemotron-h-8b",
+    "qwen3_next": "qwen3-next-80b-a3b",
+    "granitemoehybrid": "granite-4.0-h-small",
 }
 
 
@@ -29,8 +35,7 @@ def test_either_spelling_is_the_published_model(family, spelling):
     assert dimensions_of(read(f"{family}_{spelling}"), "c") == PRESETS[family]
     by_hand = sizes_of(str(FOLDER / f"{family}_{spelling}.json"))
     assert by_hand.state_dtype == PRESETS[family].state_dtype
-    preset = {"nemotron_h": "nemotron-h-8b", "qwen3_next": "qwen3-next-80b-a3b"}[family]
-    assert by_hand.kv_token_bytes == sizes_of(preset).kv_token_bytes
+    assert by_hand.kv_token_bytes == sizes_of(NAMES[family]).kv_token_bytes
 
 
 EXPERTS = {

@@ -140,6 +140,14 @@ def test_qwen3_next_has_the_published_number_of_parameters():
     assert shapes["model.layers.47.mlp.experts.511.down_proj.weight"] == (2048, 512)
 
 
+def test_granite_4_small_has_the_published_number_of_parameters():
+    """Its files take 59.99 GiB, and its embedding is its output layer."""
+    shapes = hf_shapes(get_preset("granite-4.0-h-small"), "granitemoehybrid")
+    del shapes["lm_head.weight"]
+    assert round(sum(map(math.prod, shapes.values())) * 2 / 2**30, 2) == 59.99
+    assert shapes["model.layers.39.block_sparse_moe.output_linear.weight"] == (72, 4096, 768)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_model_gets_every_weight_of_either_spelling(platform, stacked):
     config = get_preset("tiny-qwen3-next")
