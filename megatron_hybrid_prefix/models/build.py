@@ -101,6 +101,7 @@ def build_hybrid_model(
         rotary_percent=config.rotary_fraction,
     )
     model.hybrid_config = config
+    model.hf_model_type = None if folder is None else folder.model_type
     scale_attention(model)
     if platform.has_transformer_engine and not use_te:
         _use_local_final_norm(model)

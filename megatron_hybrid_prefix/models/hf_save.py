@@ -33,7 +33,8 @@ def save_hf_folder(
         path: The folder; it is made where there is none.
         dtype: Of the stored weights, all of them: "bfloat16" or "float32".
         generation: Values of ``generation_config.json``, such as ``eos_token_id``; None: no such file.
-        model_type: Hugging Face's name of the family; None: the first one that has such dimensions.
+        model_type: Hugging Face's name of the family; None: that of the folder that the model was built from, or the first
+            family that has such dimensions.
 
     Raises:
         ValueError: No family here has such dimensions, or the model is sharded, or has a weight that the family lacks.
@@ -41,7 +42,7 @@ def save_hf_folder(
     from safetensors.torch import save_file
 
     config: HybridModelConfig = replace(model.hybrid_config, dtype=dtype)
-    family = family_of(config, model_type)
+    family = family_of(config, model_type or model.hf_model_type)
     rules = {rule.target: rule for rule in family.rules(config)}
     weights: dict[str, torch.Tensor] = {}
     written = set[tuple[str, int | None]]()

@@ -18,7 +18,7 @@ from tests.harness.hf_families import MODELS
 from tests.harness.hf_state_dict import hf_shapes
 from tests.harness.limits import HANG_S
 
-REFERENCE = Path(__file__).parent / "workers" / "hf_reference.py"
+WORKERS = Path(__file__).parent / "workers"
 NEW_TOKENS = 8
 
 
@@ -86,15 +86,29 @@ def make_references(asked: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, A
     for folder, wanted in asked.items():
         folder.mkdir(exist_ok=True)
         (folder / "asked.json").write_text(json.dumps(wanted))
+    run_transformers("hf_reference.py", *asked)
+    return {folder: load_reference(folder) for folder in asked}
+
+
+def logits_of_transformers(tokens: dict[Path, list[int]]) -> dict[Path, dict[str, Any]]:
+    """What `tests/harness/workers/hf_logits.py` finds for each folder."""
+    for folder, wanted in tokens.items():
+        (folder / "tokens.json").write_text(json.dumps(wanted))
+    run_transformers("hf_logits.py", *tokens)
+    return {folder: torch.load(folder / "logits.pt", weights_only=True) for folder in tokens}
+
+
+def run_transformers(worker: str, *folders: Path) -> None:
+    """Runs a worker in a process that sees no GPU and no network."""
     result = subprocess.run(
-        [sys.executable, str(REFERENCE), *map(str, asked)],
+        [sys.executable, str(WORKERS / worker), *map(str, folders)],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=HANG_S,
+        check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    return {folder: load_reference(folder) for folder in asked}
 
 
 def load_reference(folder: Path) -> dict[str, Any]:

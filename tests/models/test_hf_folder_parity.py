@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("transformers")
 
 from megatron_hybrid_prefix.cli import convert
-from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder
+from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder, save_hf_folder
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.hf_families import MODELS
 from tests.harness.hf_helpers import (
@@ -26,6 +26,7 @@ from tests.harness.hf_helpers import (
     PromptLogits,
     answers_of_a_batch,
     assert_same_answer,
+    logits_of_transformers,
     make_references,
 )
 from tests.harness.hf_state_dict import copy_hf_weights
@@ -77,6 +78,20 @@ def test_logits_tokens_and_log_probs(platform, references, folder):
         assert gap <= 1e-4, f"prompt of {len(case['tokens'])} tokens"
     for number, request in answers_of_a_batch(model, reference).items():
         assert_same_answer(request, reference["cases"][number])
+
+
+def test_transformers_reads_what_is_saved(platform, references):
+    """The very values that it gave; also where norms multiply by 1 + weight, and with embeddings of each kind."""
+    tokens = {}
+    for folder, reference in references.items():
+        model = build_hybrid_model(hf=folder, platform=platform)
+        save_hf_folder(model, folder / "saved", dtype="float32")
+        tokens[folder / "saved"] = reference["cases"][-1]["tokens"]
+    for folder, found in logits_of_transformers(tokens).items():
+        asked = ASKED[folder.parent.name]
+        assert (found["class"], found["wrong"]) == (asked["model_class"], []), folder
+        gap = (found["logits"] - references[folder.parent]["cases"][-1]["logits"]).abs().max()
+        assert gap <= 1e-4, folder
 
 
 # -- what is wrong shows ---------------------------------------------------------------------------------------------------
@@ -191,6 +206,7 @@ def test_two_ranks(platform, references, tmp_path, layout):
             assert found.get("logits_gap", 0.0) <= 1e-4 and found["log_probs_gap"] <= 1e-4, name
             assert found["values_read"] == found["values_held"], name
             assert found.get("unequal", []) == [], name
+            assert "sharded" in found["not_saved"] and not (asked[name] / "part").exists(), name
     for name in converted:
         right = build_hybrid_model(hf=asked[name], platform=platform)
         model = build_hybrid_model(open_folder(asked[name]).config, seed=5, platform=platform)
