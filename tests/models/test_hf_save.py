@@ -63,6 +63,12 @@ def test_the_training_forward_is_the_model(trained):
     torch.testing.assert_close(training_logits(trained, torch.tensor([TOKENS]))[0].double(), naive, rtol=0, atol=1e-4)
 
 
+def test_likewise_with_multipliers(tiny_granite_dense):
+    naive = NaiveHybridModel(tiny_granite_dense, tiny_granite_dense.hybrid_config).logits(TOKENS)
+    found = training_logits(tiny_granite_dense, torch.tensor([TOKENS]))[0].double()
+    torch.testing.assert_close(found, naive, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
