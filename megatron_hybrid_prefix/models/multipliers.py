@@ -1,7 +1,7 @@
 """The four multipliers of `HybridModelConfig`, as Granite 4 has them. They are applied, and weights stay those of the checkpoint.
 
-Multiplying a weight is exact for powers of two only, and tied embeddings have one weight for two multipliers. Applying costs two small
-kernels a forward, on the embeddings and on the logits: the others are arguments of kernels that run anyway.
+Multiplying a weight is exact for powers of two only, and tied embeddings are one weight with two multipliers. Applying costs two
+small kernels a forward, on the embeddings and on the logits; the other two are arguments of kernels that run anyway.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def multiplier_fields(config: HybridModelConfig) -> dict[str, Any]:
     if (config.embedding_multiplier, config.logits_scaling) != (1.0, 1.0):
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        HybridModel.mup_warning_printed = True  # it warns of training, under a name that no user of these models knows
+        HybridModel.mup_warning_printed = True  # "MuP is experimental": in training
         fields |= dict(
             use_mup=True,
             mup_embedding_mult=config.embedding_multiplier,
@@ -43,7 +43,7 @@ def multiplier_fields(config: HybridModelConfig) -> dict[str, Any]:
 
 
 def scale_attention(model: Any) -> None:
-    """Give each attention layer of a built model ``softmax_scale``: megatron's dynamic engine reads it there, and nobody sets it."""
+    """Give each attention layer of a built model ``softmax_scale``: megatron's dynamic engine looks for it there, not in the config."""
     from megatron.core.transformer.attention import SelfAttention
 
     for module in model.modules():

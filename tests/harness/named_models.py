@@ -47,9 +47,11 @@ MORE = {
         tie_embeddings=False,
         num_moe_experts=24,
         moe_router_topk=4,
-        logits_scaling=1.0,
+        **MULTIPLIERS | {"attention_multiplier": 0.05},
     ),
-    "small-granite-dense": get_preset("small", ffn_hidden_size=2816, activation="swiglu", **MULTIPLIERS),
+    "small-granite-dense": get_preset(
+        "small", ffn_hidden_size=2816, activation="swiglu", **MULTIPLIERS | {"attention_multiplier": 0.08}
+    ),
     "tiny-granite-dense": get_preset("tiny", layer_pattern="M-*-M-", activation="swiglu", **MULTIPLIERS),
     # Qwen3-Next's layers with its heads (attention's of 256 channels) and fewer, smaller experts.
     "small-qwen3-next": get_preset(

@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
-from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.build import local_layer_specs
-from megatron_hybrid_prefix.models.multipliers import scale_residuals
+from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_residuals
 from tests.harness.named_models import named
 
 
@@ -32,6 +32,12 @@ def test_a_residual_is_added_alike_everywhere_in_a_tensor(layer, name):
     assert torch.equal(whole, torch.cat(parts))
     torch.testing.assert_close(whole, residual + 0.22 * x)
     torch.testing.assert_close(add((x, bias), residual, 0.0), residual + 0.22 * (x + bias))
+
+
+def test_scores_keep_their_scale_where_only_embeddings_are_multiplied():
+    """Megatron's MuP would divide them by the channels of a head."""
+    assert multiplier_fields(get_preset("tiny", embedding_multiplier=2.0))["softmax_scale"] == 16**-0.5
+    assert multiplier_fields(get_preset("tiny")) == {}
 
 
 def test_a_model_with_multipliers_is_built_without_a_warning(platform, caplog):
