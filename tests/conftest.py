@@ -131,6 +131,24 @@ def tiny_nemotron_3(platform):
 
 
 @pytest.fixture(scope="session")
+def tiny_granite(platform):
+    """Multipliers of embeddings, scores, residuals and logits; experts."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from tests.harness.named_models import named
+
+    return build_hybrid_model(named("tiny-granite"), seed=0, platform=platform)
+
+
+@pytest.fixture(scope="session")
+def tiny_granite_dense(platform):
+    """The same multipliers, without experts."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from tests.harness.named_models import named
+
+    return build_hybrid_model(named("tiny-granite-dense"), seed=0, platform=platform)
+
+
+@pytest.fixture(scope="session")
 def tiny_gdn_mtp(platform):
     """Mamba2 and Gated DeltaNet layers, and depths of multi-token prediction."""
     from megatron_hybrid_prefix.models import build_hybrid_model

@@ -90,7 +90,8 @@ class InvariantAttention(SelfAttentionSeam):
             sizes = max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqlens_k
             return super().flash_decode_and_prefill(q, k, v, *sizes, block_table, is_decode_only, softmax_offset)
         starts = range(len(seqlens_k) + 1) if is_decode_only else cu_seqlens_q.tolist()
-        queries, lengths, scale = q.squeeze(1), seqlens_k.tolist(), q.shape[-1] ** -0.5
+        queries, lengths = q.squeeze(1), seqlens_k.tolist()
+        scale = getattr(self, "softmax_scale", None) or q.shape[-1] ** -0.5
         out = attend_paged(queries, k, v, starts=list(starts), lengths=lengths, block_table=block_table, scale=scale)
         return out.unsqueeze(1)
 

@@ -14,6 +14,7 @@ import torch
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
+from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals
 from megatron_hybrid_prefix.models.norms import Float32RMSNorm
 from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
@@ -101,6 +102,7 @@ def build_hybrid_model(
     )
     model.hybrid_config = config
     model.hf_model_type = None if folder is None else folder.model_type
+    scale_attention(model)
     if platform.has_transformer_engine and not use_te:
         _use_local_final_norm(model)
     model.requires_grad_(False)
@@ -165,6 +167,7 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         gated_linear_unit=config.activation == "swiglu",
         attention_output_gate=config.attention_output_gate,
         qk_layernorm=config.qk_norm,
+        **multiplier_fields(config),
         add_bias_linear=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -265,6 +268,7 @@ def _layer_specs(config: HybridModelConfig, *, use_te: bool) -> Any:
         spec = _te_layer_specs(config.num_moe_experts, qk_norm=config.qk_norm)
     else:
         spec = local_layer_specs(config.num_moe_experts, qk_norm=config.qk_norm)
+    spec = scale_residuals(spec, config.residual_multiplier)
     mamba = spec.submodules.mamba_layer
     mixer = dataclasses.replace(
         mamba.submodules.mixer, params={"chunk_size": config.chunk_size, "d_conv": config.d_conv}

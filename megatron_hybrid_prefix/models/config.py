@@ -38,6 +38,10 @@ class HybridModelConfig:
         rotary_fraction: Part of each head's channels that rotary embeddings turn, the first ones.
         attention_output_gate: Multiply the output of each attention head by the sigmoid of a projection of its input.
         qk_norm: RMS norm of each query and each key head before its rotary embedding.
+        attention_multiplier: Queries times keys are multiplied by it before the softmax; None: by 1 / sqrt(kv_channels).
+        embedding_multiplier: The embeddings of tokens are multiplied by it.
+        residual_multiplier: The output of every layer is multiplied by it before the residual is added.
+        logits_scaling: The logits are divided by it.
         layernorm_epsilon: Epsilon of the RMS norms.
         dtype: Parameters' dtype: "float32" or "bfloat16".
         float32_norms: Keep the weights of RMS norms in float32 whatever ``dtype`` is. For families whose norms multiply by
@@ -89,6 +93,10 @@ class HybridModelConfig:
     rotary_fraction: float = 1.0
     attention_output_gate: bool = False
     qk_norm: bool = False
+    attention_multiplier: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     layernorm_epsilon: float = 1e-5
     dtype: str = "bfloat16"
     float32_norms: bool = False
@@ -167,8 +175,11 @@ class HybridModelConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
-        if not 0 < self.layernorm_epsilon < float("inf"):
-            raise ValueError(f"layernorm_epsilon={self.layernorm_epsilon}: must be above 0")
+        for name in ("layernorm_epsilon", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+        if self.attention_multiplier is not None and not 0 < self.attention_multiplier < float("inf"):
+            raise ValueError(f"attention_multiplier={self.attention_multiplier}: must be above 0")
 
     def _ffn_names(self) -> list[str]:
         """Fields with the width of the MLP layers and experts that there are."""
@@ -408,6 +419,32 @@ _NEMOTRON_3_SUPER = HybridModelConfig(
     mtp_use_repeated_layer=True,
 )
 
+# True dimensions of ibm-granite/granite-4.0-h-small (32B, 9B of them active); the weights are random.
+_GRANITE_4_H_SMALL = HybridModelConfig(
+    layer_pattern="ME" * 5 + ("*E" + "ME" * 9) * 3 + "*E" + "ME" * 4,
+    hidden_size=4096,
+    vocab_size=100352,
+    max_sequence_length=131072,
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=1,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=768,
+    activation="swiglu",
+    attention_multiplier=0.0078125,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    logits_scaling=16.0,
+    tie_embeddings=True,
+    num_moe_experts=72,
+    moe_router_topk=10,
+    moe_ffn_hidden_size=768,
+    moe_shared_expert_intermediate_size=1536,
+)
+
 PRESETS: dict[str, HybridModelConfig] = {
     "tiny": _TINY,
     "tiny-mtp": replace(_TINY, mtp_num_layers=3, mtp_layer_pattern="*-"),
@@ -504,6 +541,7 @@ PRESETS: dict[str, HybridModelConfig] = {
     ),
     "nemotron-3-super-120b-a12b": _NEMOTRON_3_SUPER,
     "qwen3-next-80b-a3b": _QWEN3_NEXT_80B,
+    "granite-4.0-h-small": _GRANITE_4_H_SMALL,
 }
 
 

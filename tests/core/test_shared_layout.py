@@ -103,7 +103,7 @@ def test_little_is_lost_for_any_preset(name):
                 continue
             check_little_is_lost(*sizes)
             tried += 1
-    assert tried >= 8
+    assert tried >= (4 if PRESETS[name].mamba_num_groups == 1 else 8)
 
 
 @given(block=st.integers(1, 2**14), blocks_of_state=st.floats(0.05, 100))

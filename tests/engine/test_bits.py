@@ -73,6 +73,7 @@ def test_chunks_hits_turns_batches_and_preempted_requests_have_the_bits_of_a_req
 TRAFFIC = [
     *(("tiny", 0), ("tiny", 1), ("tiny", 4), ("tiny", 6)),
     *(("both_kinds", 0), ("both_kinds", 3), ("both_kinds", 4), ("tiny_gdn", 2)),
+    ("tiny_granite_dense", 1),
 ]
 
 
@@ -84,6 +85,14 @@ def test_random_requests(request, name, seed):
     traffic.run()
     assert traffic.harness.context.prefix_stats().reused_tokens > 0
     assert traffic.differing() == []
+
+
+def test_multipliers_are_applied(tiny_granite_dense):
+    """The model has the bits of a request alone also if both leave out a multiplier."""
+    harness = exact_harness(tiny_granite_dense, block_size_tokens=96)
+    prompt = tokens(0, 200, seed=1)
+    harness.send(prompt, prompt + tokens(0, 9, seed=2))
+    harness.finish()
 
 
 # -- what would spoil it -------------------------------------------------------------------------------------------------

@@ -112,12 +112,14 @@ MODELS = [
     *(("tiny", 96, "legacy"), ("tiny", 256, "async"), ("tiny_two_taps", 96, "legacy")),
     *(("tiny_gdn", 192, "async"), ("tiny_mixed", 64, "async"), ("tiny_qwen3_next", 64, "async")),
     ("tiny_nemotron_3", 96, "async"),
+    ("tiny_granite", 64, "async"),
 ]
 # Zeros beside Mamba2 say nothing of one kind alone.
 GDN_MUTANTS = [
     *((tails, "tiny_gdn", "conv_zeroed"), (junctions, "tiny_gdn", "ssm_zeroed"), (tails, "tiny_mixed", "ssm_zeroed")),
     *((lengths_around_blocks, "tiny_mixed", "ssm_zeroed"), (mixed_batches, "tiny_mixed", "other_depth")),
     *((junctions, "tiny_qwen3_next", "ssm_zeroed"), (junctions, "tiny_qwen3_next", "conv_zeroed")),
+    (tails, "tiny_granite", "ssm_zeroed"),
 ]
 RUNS = [
     *((scenario, *model, None) for scenario in SCENARIOS for model in MODELS),
@@ -126,7 +128,10 @@ RUNS = [
     *((tails, "tiny_nemotron_3", 96, "async", mutant) for mutant in MUTANTS),
     *((scenario, name, 64, "async", mutant) for scenario, name, mutant in GDN_MUTANTS),
     *((preempted, "tiny", 64, "legacy", None), (preempted, "tiny", 64, "async", "conv_zeroed")),
-    *((preempted, name, 64, "async", None) for name in ("tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3")),
+    *(
+        (preempted, name, 64, "async", None)
+        for name in ("tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite")
+    ),
 ]
 FAST = [
     *((scenario, *model, None) for scenario in SCENARIOS for model in (MODELS[0], MODELS[4])),
@@ -135,6 +140,7 @@ FAST = [
         for scenario, mutant in zip(SCENARIOS, (*MUTANTS, "ssm_zeroed"), strict=True)
     ),
     *((tails, "tiny_mixed", 64, "async", "ssm_zeroed"), (junctions, "tiny_qwen3_next", 64, "async", "ssm_zeroed")),
+    *((tails, "tiny_granite", 64, "async", None), (tails, "tiny_granite", 64, "async", "ssm_zeroed")),
     *((preempted, "tiny", 64, "legacy", None), (preempted, "tiny_mixed", 64, "async", None)),
 ]
 
@@ -228,7 +234,7 @@ def test_chunked_prefill_with_cuts_at_every_residue(tiny, case, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(["tiny_mixed", "tiny_gdn", "tiny_qwen3_next", "tiny_nemotron_3"], "tiny_mixed")
+    "name", mostly_slow(["tiny_mixed", "tiny_gdn", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite"], "tiny_mixed")
 )
 def test_chunked_prefill_of_other_layers(request, name):
     session = chunked_session(request.getfixturevalue(name), 64, "async")

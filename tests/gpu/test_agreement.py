@@ -18,6 +18,7 @@ NEEDS = {
     "small-gdn": {"gib": 4, "seconds": 60},
     "small-mixed": {"gib": 4, "seconds": 70},
     "small-qwen3-next": {"gib": 8, "seconds": 80},
+    "small-granite": {"gib": 5, "seconds": 80},
     "nemotron-h-8b": {"gib": 26, "seconds": 120},
 }
 

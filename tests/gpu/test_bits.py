@@ -22,7 +22,7 @@ def test_rows_of_each_kernel_do_not_depend_on_each_other():
 
 
 @pytest.mark.gpu(gib=8, seconds=120)
-@pytest.mark.parametrize("preset", ["small", "small-gdn", "small-mixed", "tiny"])
+@pytest.mark.parametrize("preset", ["small", "small-gdn", "small-mixed", "small-granite-dense", "tiny"])
 def test_a_request_has_the_same_bits_alone_and_in_random_schedules(preset, tmp_path):
     print(run_script("bits.py", preset, "--out", tmp_path))
     check(json.loads((tmp_path / f"bits_{preset}_tp1.json").read_text()))

@@ -53,7 +53,8 @@ def error(found, name):
 
 @pytest.mark.gpu(gib=3, seconds=100)
 @pytest.mark.parametrize(
-    "preset", ["tiny", "tiny-gdn", "gpt:tiny-gdn-pairs", "tiny-mtp", "tiny-gdn-mtp", "tiny-mamba-mtp"]
+    "preset",
+    ["tiny", "tiny-gdn", "gpt:tiny-gdn-pairs", "tiny-mtp", "tiny-gdn-mtp", "tiny-mamba-mtp", "tiny-granite-dense"],
 )
 def test_float32_says_the_same_tokens(tmp_path, preset):
     """Also with drafts, which a layer of attention or of Mamba2 predicts, with the cache on and off."""
@@ -76,6 +77,7 @@ def test_float32_says_the_same_tokens(tmp_path, preset):
         pytest.param("small", marks=pytest.mark.gpu(gib=6, seconds=90)),
         pytest.param("small-mixed", marks=pytest.mark.gpu(gib=6, seconds=100)),
         pytest.param("small-qwen3-next", marks=pytest.mark.gpu(gib=12, seconds=120)),
+        pytest.param("small-granite", marks=pytest.mark.gpu(gib=8, seconds=120)),
     ],
 )
 def test_bfloat16_is_within_the_noise_of_two_runs_that_batch_differently(tmp_path, preset):

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.gpu(gib=2, seconds=60)
 @pytest.mark.parametrize(
     ("preset", "precision", "tolerance"),
     [
-        *(("tiny", "tf32", 5e-3), ("tiny", "ieee", 5e-5), ("tiny-gdn", "ieee", 5e-5), ("tiny-mixed", "ieee", 5e-5)),
+        ("tiny", "tf32", 5e-3),
+        *((name, "ieee", 5e-5) for name in ("tiny", "tiny-gdn", "tiny-mixed", "tiny-granite")),
         *(("gpt:tiny-gdn-pairs", "ieee", 5e-5), ("gpt:tiny-qwen3-next", "ieee", 5e-5)),
     ],
 )

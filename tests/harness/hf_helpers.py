@@ -153,8 +153,7 @@ class PromptLogits:
     def __call__(self, tokens: list[int]) -> torch.Tensor:
         """(tokens, vocabulary), on the CPU; nothing of use on a pipeline stage without an output layer."""
         seen: list[torch.Tensor] = []
-        last = self.model.output_layer if self.model.post_process else self.model.decoder
-        hook = last.register_forward_hook(lambda module, args, output: seen.append(output[0].detach().clone()))
+        hook = self.model.register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
         try:
             self.engine.add_request(self.next_id, tokens, greedy(1, skip_prompt_log_probs=False))
             self.next_id += 1

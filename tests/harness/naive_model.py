@@ -101,22 +101,24 @@ class NaiveHybridModel:
             zero_ssm_at: Position before which every recurrent layer's matrix state is replaced by zeros.
             zero_conv_at: The same for the convolution windows.
         """
-        w = self.weights
+        w, by = self.weights, self.config.residual_multiplier
         self.router_scores = []  # of each layer with experts, (tokens, experts)
-        x = w["embedding.word_embeddings.weight"][tokens]
+        x = w["embedding.word_embeddings.weight"][tokens] * self.config.embedding_multiplier
         for i, symbol in enumerate(self.config.layer_pattern):
             prefix = f"decoder.layers.{i}."
             if symbol == "M":
-                x = x + self._mamba(self._norm(x, prefix + "norm.weight"), prefix + "mixer.", zero_ssm_at, zero_conv_at)
+                normed = self._norm(x, prefix + "norm.weight")
+                x = x + by * self._mamba(normed, prefix + "mixer.", zero_ssm_at, zero_conv_at)
             elif symbol == "G":
                 normed = self._norm(x, prefix + "input_layernorm.weight")
-                x = x + self._delta_net(normed, prefix + "self_attention.", zero_ssm_at, zero_conv_at)
+                x = x + by * self._delta_net(normed, prefix + "self_attention.", zero_ssm_at, zero_conv_at)
             elif symbol == "*":
-                x = x + self._attention(self._norm(x, prefix + "input_layernorm.weight"), prefix + "self_attention.")
+                normed = self._norm(x, prefix + "input_layernorm.weight")
+                x = x + by * self._attention(normed, prefix + "self_attention.")
             else:
                 layer = self._experts if symbol == "E" else self._mlp
-                x = x + layer(self._norm(x, prefix + "pre_mlp_layernorm.weight"), prefix + "mlp.")
-        return self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T
+                x = x + by * layer(self._norm(x, prefix + "pre_mlp_layernorm.weight"), prefix + "mlp.")
+        return self._norm(x, "decoder.final_norm.weight") @ w["output_layer.weight"].T / self.config.logits_scaling
 
     def noise(self, tokens: list[int], seeds: int = 4) -> torch.Tensor:
         """Effect of float32 rounding on each log-prob, for any machine: (tokens, vocabulary), float64.
@@ -203,6 +205,7 @@ class NaiveHybridModel:
 
     def _attention(self, x, prefix):
         c, w, n = self.config, self.weights, len(x)
+        scale = c.kv_channels**-0.5 if c.attention_multiplier is None else c.attention_multiplier
         per_group = c.num_attention_heads // c.num_query_groups
         heads = [per_group, per_group * c.attention_output_gate, 1, 1]
         qkv = (x @ w[prefix + "linear_qkv.weight"].T).view(n, c.num_query_groups, sum(heads), c.kv_channels)
@@ -215,7 +218,7 @@ class NaiveHybridModel:
         out = []
         for at in range(0, n, PIECE):
             end = min(at + PIECE, n)
-            scores = torch.einsum("tgqd,sgd->gqts", q[at:end], k[:end]) * c.kv_channels**-0.5
+            scores = torch.einsum("tgqd,sgd->gqts", q[at:end], k[:end]) * scale
             scores.masked_fill_(
                 torch.ones(end - at, end, dtype=torch.bool, device=x.device).triu(at + 1), float("-inf")
             )

@@ -7,6 +7,12 @@ from typing import Any
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 
+MULTIPLIERS = {
+    "attention_multiplier": 0.6,
+    "embedding_multiplier": 0.4,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.8,
+}
 MORE = {
     # Mamba2 and Gated DeltaNet layers side by side, and experts.
     "tiny-mixed": get_preset("tiny-gdn", layer_pattern="MG*EG*-", num_moe_experts=4),
@@ -24,6 +30,32 @@ MORE = {
     # Pairs of layers, which are one layer each in a GPTModel.
     "tiny-gdn-pairs": get_preset("tiny-gdn", layer_pattern="G-*-G-*-"),
     "small-gdn-pairs": get_preset("small-gdn", layer_pattern="G-G-G-*-" * 2),
+    # Granite 4's layers and multipliers, with experts and without.
+    "tiny-granite": get_preset(
+        "tiny",
+        layer_pattern="ME*EME*E",
+        activation="swiglu",
+        num_moe_experts=8,
+        moe_ffn_hidden_size=32,
+        moe_shared_expert_intermediate_size=48,
+        **MULTIPLIERS,
+    ),
+    "small-granite": get_preset(
+        "granite-4.0-h-small",
+        layer_pattern="MEME*EMEME*E",
+        hidden_size=1024,
+        vocab_size=32768,
+        mamba_num_heads=32,
+        num_attention_heads=8,
+        tie_embeddings=False,
+        num_moe_experts=24,
+        moe_router_topk=4,
+        **MULTIPLIERS | {"attention_multiplier": 0.05},
+    ),
+    "small-granite-dense": get_preset(
+        "small", ffn_hidden_size=2816, activation="swiglu", **MULTIPLIERS | {"attention_multiplier": 0.08}
+    ),
+    "tiny-granite-dense": get_preset("tiny", layer_pattern="M-*-M-", activation="swiglu", **MULTIPLIERS),
     # Qwen3-Next's layers with its heads (attention's of 256 channels) and fewer, smaller experts.
     "small-qwen3-next": get_preset(
         "qwen3-next-80b-a3b",

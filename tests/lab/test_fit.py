@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 PRESETS = {
-    **{"nemotron-h-8b": "nemotron_h", "qwen3-next-80b-a3b": "qwen3_next"},
+    **{"nemotron-h-8b": "nemotron_h", "qwen3-next-80b-a3b": "qwen3_next", "granite-4.0-h-small": "granitemoehybrid"},
     **dict.fromkeys(["nemotron-3-nano-30b-a3b", "nemotron-3-super-120b-a12b", "tiny-nemotron-3"], "nemotron_h"),
 }
 
@@ -33,9 +33,9 @@ def test_parameters_are_those_of_the_files(name):
         (get_preset(name), PRESETS[name]) if name in PRESETS else (CONFIGS[name], MODELS[name].model_type)
     )
     shapes = hf_shapes(config, model_type)
-    assert parameter_count(config) == sum(map(math.prod, shapes.values()))
-    tied = replace(config, tie_embeddings=True)
-    assert parameter_count(config) - parameter_count(tied) == config.vocab_size * config.hidden_size
+    tied, untied = (replace(config, tie_embeddings=tie) for tie in (True, False))
+    assert parameter_count(untied) == sum(map(math.prod, shapes.values()))
+    assert parameter_count(untied) - parameter_count(tied) == config.vocab_size * config.hidden_size
 
 
 def test_the_budget_fills_what_the_weights_leave_and_no_more():

@@ -104,11 +104,20 @@ def test_gated_delta_net(tmp_path, capsys):
     assert capsys.readouterr().err == "error: KV blocks of 96 tokens: Gated DeltaNet layers need a multiple of 64\n"
 
 
+def test_granite(capsys):
+    """Dimensions of Granite-4.0-H-Small, whose Mamba heads are one group."""
+    sizes = sizes_of("granite-4.0-h-small")
+    matrices, windows = 128 * 64 * 128 * 2, (128 * 64 + 2 * 128) * 4 * 2  # of a layer, all in bfloat16
+    assert (sizes.state_bytes, sizes.kv_token_bytes) == (36 * (matrices + windows), 2 * 4 * 8 * 128 * 2)
+    assert run("granite-4.0-h-small", "--cache-gb", 1, "--tp", 2) == 2
+    assert capsys.readouterr().err == "error: granite-4.0-h-small: tp=2 does not divide mamba_num_groups=1\n"
+
+
 @pytest.mark.parametrize(
     ("preset", "drafts"),
     [
         *(("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3), ("tiny-gdn", 0), ("tiny-gdn-mtp", 3), ("tiny-qwen3-next", 0)),
-        *(("tiny-nemotron-3", 0), ("tiny-nemotron-3", 3)),
+        *(("tiny-nemotron-3", 0), ("tiny-nemotron-3", 3), ("tiny-granite", 0)),
     ],
 )
 def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, drafts):

@@ -63,6 +63,12 @@ def test_the_training_forward_is_the_model(trained):
     torch.testing.assert_close(training_logits(trained, torch.tensor([TOKENS]))[0].double(), naive, rtol=0, atol=1e-4)
 
 
+def test_likewise_with_multipliers(tiny_granite_dense):
+    naive = NaiveHybridModel(tiny_granite_dense, tiny_granite_dense.hybrid_config).logits(TOKENS)
+    found = training_logits(tiny_granite_dense, torch.tensor([TOKENS]))[0].double()
+    torch.testing.assert_close(found, naive, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
@@ -92,7 +98,7 @@ def test_every_weight_comes_back(platform, tmp_path, kind, tied, dtype):
 
 
 def test_matrices_go_back_to_their_stack():
-    """No family here is saved with stacks; one that has them only in its rules is."""
+    """In any order, with rows in another order and values that are finished."""
     stack, weights = torch.rand(3, 4, 2), {}
     for number in reversed(range(3)):
         source = Source(name="experts", shape=(3, 4, 2), at=number)

@@ -124,6 +124,8 @@ def test_presets_have_the_published_dimensions():
         assert (config.num_layers, *map(config.count, "M*E")) == layers
         assert round(parameter_count(config) / 1e9, 1) == billions
         assert set(PRESETS["tiny-nemotron-3"].layer_pattern) == set(config.layer_pattern)
+    granite = PRESETS["granite-4.0-h-small"]
+    assert (granite.num_layers, granite.count("M"), granite.count("*"), granite.count("E")) == (80, 36, 4, 40)
     four = PRESETS["hybrid-4b"]
     assert (four.count("M"), four.count("*"), four.count("-")) == (13, 3, 13)
     assert PRESETS["tiny"].vocab_size >= 256
@@ -144,6 +146,11 @@ def test_presets_have_the_published_dimensions():
         ({"layer_pattern": "M*E"}, "moe_router_topk=2 from 2 to num_moe_experts=0"),
         ({"layer_pattern": "M*E", "num_moe_experts": 4, "moe_router_topk": 1}, "E layers need moe_router_topk=1"),
         ({"moe_ffn_hidden_size": -1}, "must not be negative"),
+        *(
+            ({name: value}, f"^{name}={value}: must be above 0")
+            for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+            for value in (0.0, -1.0, float("inf"), float("nan"))
+        ),
         ({"num_moe_experts": -1}, "^num_moe_experts=-1: must not be negative"),
         ({"moe_latent_size": -1}, "^moe_latent_size=-1: must not be negative"),
         ({"mtp_use_repeated_layer": True}, "^mtp_use_repeated_layer=True needs mtp_num_layers$"),

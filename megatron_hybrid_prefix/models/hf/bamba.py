@@ -11,6 +11,8 @@ from megatron_hybrid_prefix.models.hf.given import (
     Given,
     attention,
     attention_json,
+    mamba,
+    mamba_json,
     norm_epsilon,
     rotary,
     rotary_json,
@@ -26,37 +28,19 @@ class Bamba(Family):
     architecture = "BambaForCausalLM"
 
     def dimensions(self, given: Given) -> HybridModelConfig:
-        for name in ("mlp_bias", "mamba_proj_bias"):
-            given.only(name, False)
-        given.only("mamba_conv_bias", True)
-        given.only("hidden_act", "silu")
-        given.check_step_limits()
+        given.only("mlp_bias", False)
         given.only("partial_rotary_factor", 0.5)  # transformers takes 0.5, and another value from rope_parameters only
         layers, indices = given.whole("num_hidden_layers"), given.get("attn_layer_indices") or []
         if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < layers for index in indices):
             raise given.error(f"attn_layer_indices is {indices!r}, no list of layers from 0 to {layers - 1}")
         pattern = "".join("*-" if number in indices else "M-" for number in range(layers))
         base, fraction = rotary(given, default_fraction=0.5)
-        heads = given.whole("mamba_n_heads")
-        inner = given.whole("mamba_expand", default=2) * given.whole("hidden_size")
-        head_dim = (
-            inner // max(1, heads) if given.get("mamba_d_head") in (None, "auto") else given.whole("mamba_d_head")
-        )
-        if heads * head_dim != inner:
-            raise given.error(
-                f"mamba_n_heads x mamba_d_head is {heads * head_dim}, mamba_expand x hidden_size is {inner}"
-            )
-        fields = attention(given, kv_heads=8)
+        fields = attention(given, kv_heads=8) | mamba(given)
         if (turned := given.whole("attn_rotary_emb", default=0)) and turned != fraction * fields["kv_channels"]:
             raise given.error(f"attn_rotary_emb is {turned}; transformers turns {fraction:g} x {fields['kv_channels']}")
         return HybridModelConfig(
             layer_pattern=pattern,
             **fields,
-            mamba_num_heads=heads,
-            mamba_head_dim=head_dim,
-            mamba_state_dim=given.whole("mamba_d_state"),
-            mamba_num_groups=given.whole("mamba_n_groups"),
-            d_conv=given.whole("mamba_d_conv", default=4),
             activation="swiglu",
             rotary_base=base,
             rotary_fraction=fraction,
@@ -67,16 +51,10 @@ class Bamba(Family):
         mixers = config.layer_pattern.replace("|", "")[::2]
         return {
             **attention_json(config),
+            **mamba_json(config),
             **rotary_json(config),
             "num_hidden_layers": len(mixers),
             "attn_layer_indices": [number for number, symbol in enumerate(mixers) if symbol == "*"],
-            "mamba_n_heads": config.mamba_num_heads,
-            "mamba_d_head": config.mamba_head_dim,
-            "mamba_expand": config.mamba_num_heads * config.mamba_head_dim // config.hidden_size,
-            "mamba_d_state": config.mamba_state_dim,
-            "mamba_n_groups": config.mamba_num_groups,
-            "mamba_d_conv": config.d_conv,
-            "mamba_chunk_size": config.chunk_size,
             "rms_norm_eps": config.layernorm_epsilon,
         }
 

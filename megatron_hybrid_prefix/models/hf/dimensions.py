@@ -10,13 +10,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
-from megatron_hybrid_prefix.models.hf import bamba, nemotron_h, qwen3_next  # noqa: F401  (they register their families)
+from megatron_hybrid_prefix.models.hf import bamba, granite, nemotron_h, qwen3_next  # noqa: F401  (they register their families)
 from megatron_hybrid_prefix.models.hf.family import FAMILIES, Family
 from megatron_hybrid_prefix.models.hf.given import Given
 
 _REFUSED = {
-    "granitemoehybrid": "megatron's layers have no embedding_multiplier, attention_multiplier, residual_multiplier and "
-    "logits_scaling",
     "falcon_h1": "megatron has no layer of attention and Mamba2 side by side",
     "jamba": "its recurrent layers are Mamba1",
     "zamba2": "its attention layers share weights",

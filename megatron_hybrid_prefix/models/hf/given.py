@@ -49,12 +49,12 @@ class Given:
             raise self.error(f"{names[0]} {'is missing' if value is None else f'is {value!r}, not a whole number'}")
         return value
 
-    def real(self, *names: str, default: float) -> float:
+    def real(self, *names: str, default: float | None = None) -> float:
         """The first of these names with a value, as a number."""
         value = self.get(*names)
         value = default if value is None else value
-        if type(value) not in (int, float):
-            raise self.error(f"{names[0]} is {value!r}, not a number")
+        if value is None or type(value) not in (int, float):
+            raise self.error(f"{names[0]} {'is missing' if value is None else f'is {value!r}, not a number'}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -156,7 +156,39 @@ def rotary_json(config: HybridModelConfig) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": fraction}}
 
 
-def norm_epsilon(given: Given, pattern: str, *names: str, default: float) -> float:
+def mamba(given: Given) -> dict[str, Any]:
+    """Fields of Mamba2 layers as Bamba and Granite 4 name them, but for the epsilon of their norm (`norm_epsilon`)."""
+    given.only("mamba_proj_bias", False)
+    given.only("mamba_conv_bias", True)
+    given.only("hidden_act", "silu")  # also that of MLPs
+    given.check_step_limits()
+    heads, inner = given.whole("mamba_n_heads"), given.whole("mamba_expand", default=2) * given.whole("hidden_size")
+    head_dim = inner // max(1, heads) if given.get("mamba_d_head") in (None, "auto") else given.whole("mamba_d_head")
+    if heads * head_dim != inner:
+        raise given.error(f"mamba_n_heads x mamba_d_head is {heads * head_dim}, mamba_expand x hidden_size is {inner}")
+    return {
+        "mamba_num_heads": heads,
+        "mamba_head_dim": head_dim,
+        "mamba_state_dim": given.whole("mamba_d_state"),
+        "mamba_num_groups": given.whole("mamba_n_groups"),
+        "d_conv": given.whole("mamba_d_conv", default=4),
+    }
+
+
+def mamba_json(config: HybridModelConfig) -> dict[str, Any]:
+    """`mamba` the other way round."""
+    return {
+        "mamba_n_heads": config.mamba_num_heads,
+        "mamba_d_head": config.mamba_head_dim,
+        "mamba_expand": config.mamba_num_heads * config.mamba_head_dim // config.hidden_size,
+        "mamba_d_state": config.mamba_state_dim,
+        "mamba_n_groups": config.mamba_num_groups,
+        "mamba_d_conv": config.d_conv,
+        "mamba_chunk_size": config.chunk_size,
+    }
+
+
+def norm_epsilon(given: Given, pattern: str, *names: str, default: float | None = None) -> float:
     """Epsilon of the norms; that of the gated norm in megatron's Mamba mixer cannot be set."""
     epsilon = given.real(*names, default=default)
     if "M" in pattern and epsilon != _GATED_NORM_EPSILON:

@@ -1,10 +1,11 @@
 """The families of Hugging Face models that the tests know, a module each."""
 
-from tests.harness.hf_families import bamba, nemotron_h, qwen3_next
+from tests.harness.hf_families import bamba, granite, nemotron_h, qwen3_next
 from tests.harness.hf_families.entry import Fields, Model
 
 _FAMILIES = (
     bamba,
+    granite,
     nemotron_h,
     qwen3_next,
 )

@@ -1,0 +1,145 @@
+"""Granite 4: layers of Mamba2 or attention, each with experts or a gated MLP after it. One layer of Hugging Face is two of megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from megatron_hybrid_prefix.models.config import HybridModelConfig
+from megatron_hybrid_prefix.models.hf.family import Family, register_family
+from megatron_hybrid_prefix.models.hf.given import (
+    Given,
+    attention,
+    attention_json,
+    mamba,
+    mamba_json,
+    norm_epsilon,
+    rotary,
+    rotary_json,
+)
+from megatron_hybrid_prefix.models.hf.mapping import Rule, Source, made_of
+from megatron_hybrid_prefix.models.hf.parts import NORMS, attention_parts, mamba_parts, rules_of
+
+_MIXERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}
+_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+# What names end with in a model in memory, and in files.
+_IN_FILES = {
+    "experts.gate_up_proj": "input_linear.weight",
+    "experts.down_proj": "output_linear.weight",
+    "router.weight": "router.layer.weight",
+}
+
+
+class Granite(Family):
+    """``GraniteMoeHybridForCausalLM``. As in Nemotron-H, the epsilon of the gated norm in megatron's mixer is 1e-5."""
+
+    model_types = ("granitemoehybrid",)
+    architecture = "GraniteMoeHybridForCausalLM"
+
+    def dimensions(self, given: Given) -> HybridModelConfig:
+        given.only("position_embedding_type", "nope", "rope")
+        fields = attention(given, kv_heads=None) | mamba(given)
+        fields |= {name: given.real(name, default=1.0) for name in _MULTIPLIERS}
+        experts, shared = given.whole("num_local_experts"), given.whole("shared_intermediate_size")
+        if experts:
+            fields |= {
+                "num_moe_experts": experts,
+                "moe_router_topk": given.whole("num_experts_per_tok", default=2),
+                "moe_ffn_hidden_size": fields["ffn_hidden_size"],
+                "moe_shared_expert_intermediate_size": shared,
+            }
+            if not shared:
+                raise given.error("shared_intermediate_size is 0: layers without a shared expert are not supported")
+        else:
+            fields["ffn_hidden_size"] = shared
+        if given.get("position_embedding_type") == "rope":
+            fields["rotary_base"], fraction = rotary(given, default_fraction=1.0)
+            if fraction != 1.0:
+                raise given.error(f"partial_rotary_factor is {fraction:g}; transformers turns whole heads")
+        kinds, layers = given.texts("layer_types", "layers_block_type"), given.whole("num_hidden_layers")
+        if kinds is None or len(kinds) != layers or set(kinds) - set(_MIXERS):
+            raise given.error(f"layer_types must be {layers} times mamba or attention")
+        pattern = "".join(_MIXERS[kind] + ("E" if experts else "-") for kind in kinds)
+        return HybridModelConfig(
+            layer_pattern=pattern,
+            **fields,
+            activation="swiglu",
+            layernorm_epsilon=norm_epsilon(given, pattern, "rms_norm_eps"),
+        )
+
+    def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
+        mixers = config.layer_pattern.replace("|", "")[::2]
+        multipliers = {name: getattr(config, name) for name in _MULTIPLIERS}
+        if config.attention_multiplier is None:
+            multipliers["attention_multiplier"] = config.kv_channels**-0.5
+        data = {
+            **attention_json(config),
+            **mamba_json(config),
+            **rotary_json(config),
+            **multipliers,
+            "position_embedding_type": "nope" if config.rotary_base is None else "rope",
+            "num_hidden_layers": len(mixers),
+            "layer_types": ["attention" if symbol == "*" else "mamba" for symbol in mixers],
+            "num_local_experts": config.num_moe_experts if config.has_experts else 0,
+            "shared_intermediate_size": config.ffn_hidden_size,
+            "rms_norm_eps": config.layernorm_epsilon,
+        }
+        if config.has_experts:
+            data |= {
+                "num_experts_per_tok": config.moe_router_topk,
+                "intermediate_size": config.expert_ffn_hidden_size,
+                "shared_intermediate_size": config.moe_shared_expert_intermediate_size,
+            }
+        return data
+
+    def canonical(self, name: str) -> str | None:
+        """The names of files."""
+        layer, moe, last = name.partition(".block_sparse_moe.")
+        return layer + moe + _IN_FILES.get(last, last)
+
+    def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
+        hidden, vocabulary = (config.hidden_size,), (config.vocab_size, config.hidden_size)
+        yield made_of("embedding.word_embeddings.weight", {"model.embed_tokens.weight": vocabulary})
+        mixers = {"M": ("mamba.", mamba_parts(config)), "*": ("self_attn.", attention_parts(config))}
+        pattern = config.layer_pattern.replace("|", "")
+        for number, (mixer, feed_forward) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
+            theirs = f"model.layers.{number}."
+            ours = f"decoder.layers.{2 * number}."
+            for target in NORMS[mixer]:
+                yield made_of(ours + target, {f"{theirs}input_layernorm.weight": hidden})
+            prefix, parts = mixers[mixer]
+            yield from rules_of(parts, ours, theirs + prefix)
+            ours = f"decoder.layers.{2 * number + 1}."
+            for target in NORMS[feed_forward]:
+                yield made_of(ours + target, {f"{theirs}post_attention_layernorm.weight": hidden})
+            if feed_forward == "E":
+                yield from _experts(f"{ours}mlp.", f"{theirs}block_sparse_moe.", config)
+            shared, width = (
+                ("mlp.shared_experts.", config.moe_shared_expert_intermediate_size)
+                if feed_forward == "E"
+                else ("mlp.", config.ffn_hidden_size)
+            )
+            for target, source, shape in _gated(*hidden, width):
+                yield made_of(f"{ours}{shared}{target}", {f"{theirs}shared_mlp.{source}": shape})
+        yield made_of("decoder.final_norm.weight", {"model.norm.weight": hidden})
+        yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
+
+
+def _gated(hidden: int, width: int) -> list[tuple[str, str, tuple[int, int]]]:
+    """Of a gated MLP megatron's names, theirs and the shapes: gate and up projection are one matrix there, too."""
+    return [
+        ("linear_fc1.weight", "input_linear.weight", (2 * width, hidden)),
+        ("linear_fc2.weight", "output_linear.weight", (hidden, width)),
+    ]
+
+
+def _experts(ours: str, theirs: str, config: HybridModelConfig) -> Iterator[Rule]:
+    hidden, experts = config.hidden_size, config.num_moe_experts
+    yield made_of(f"{ours}router.weight", {f"{theirs}router.layer.weight": (experts, hidden)})
+    for expert in range(experts):
+        for target, name, shape in _gated(hidden, config.expert_ffn_hidden_size):
+            source = Source(name=theirs + name, shape=(experts, *shape), at=expert)
+            yield Rule(target=f"{ours}experts.local_experts.{expert}.{target}", sources=(source,))
+
+
+register_family(Granite())
