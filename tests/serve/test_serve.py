@@ -61,13 +61,14 @@ class Server(Endpoint):
         cache_gb: float | None = None,
         engine_fields: dict[str, Any] | None = None,
         header_s: float = 60.0,
+        tokenizer: Any = TOKENIZER,
         **options: Any,
     ) -> None:
         budget = {"mamba_gb": slots * state_bytes(model) / 2**30} if cache_gb is None else {"cache_gb": cache_gb}
         self.engine = build_engine(
             model,
             HybridPrefixConfig(**budget, retention_interval_tokens=0),
-            tokenizer=TOKENIZER,
+            tokenizer=tokenizer,
             **{"max_sequence_length": LIMIT_TOKENS, "max_requests": max_requests, "max_tokens": LIMIT_TOKENS}
             | {"block_size_tokens": BLOCK}
             | kv_budget(model, blocks, block_tokens=BLOCK, max_requests=max_requests)
@@ -75,7 +76,7 @@ class Server(Endpoint):
         )
         self.app = make_app(
             self.engine,
-            TOKENIZER,
+            tokenizer,
             **{"model": "tiny", "vocab_size": 512, "chat": ChatForm(), "admin_token": ADMIN} | options,
         )
         self.listener = serve.listen("127.0.0.1", 0)
