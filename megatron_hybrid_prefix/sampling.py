@@ -52,6 +52,7 @@ class SamplingOptions:
         presence_penalty: Subtracted from the logits of tokens in the answer.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or answer.
         logit_bias: Token ids, and what to add to their logits.
+        min_tokens: The answer's first tokens, this many, are no end tokens: the logits of those are masked.
 
     Raises:
         FieldError: A value has the wrong type, is not finite or is out of range.
@@ -66,6 +67,7 @@ class SamplingOptions:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -73,6 +75,7 @@ class SamplingOptions:
         if self.top_p == 0:
             raise FieldError("top_p", "top_p=0 keeps no token: it must be above 0")
         check_integer("top_k", self.top_k, 0)
+        check_integer("min_tokens", self.min_tokens, 0)
         if self.seed is not None:
             check_integer("seed", self.seed)
         for token, value in self.logit_bias:
@@ -97,6 +100,11 @@ class SamplingOptions:
     @property
     def are_megatrons(self) -> bool:
         """Whether megatron's ``temperature``, ``top_k`` and ``top_p`` say the same."""
+        return not self.min_tokens and self.are_megatrons_later
+
+    @property
+    def are_megatrons_later(self) -> bool:
+        """The same, once the answer has ``min_tokens`` tokens."""
         if self.logit_bias or self.has_penalties:
             return False
         both = self.top_k > 0 and self.top_p < 1
@@ -123,7 +131,7 @@ class SamplingOptions:
         fields: dict[str, Any] = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}  # greedy
         if not self.are_megatrons:
             fields["sampling_options"] = self.as_dict()
-        elif not self.is_greedy:
+        if self.are_megatrons_later and not self.is_greedy:
             fields |= {"temperature": float(self.temperature), "top_k": int(self.top_k)}
             fields["top_p"] = 0.0 if self.top_p == 1 else float(self.top_p)
         return fields

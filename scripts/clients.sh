@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs public clients against the server: litellm, lm-eval and guidellm, in an environment apart (.venv-clients), since
-# their pins clash with ours. Makes both environments if needed (the second takes some minutes and 1 GB); the clients then
+# Runs public clients against the server: litellm, renderers, lm-eval and guidellm, in an environment apart (.venv-clients),
+# since their pins clash with ours. Makes both environments if needed (the second takes some minutes and 1 GB); the clients then
 # run without network. Arguments go to pytest: scripts/clients.sh -k guidellm -s
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"

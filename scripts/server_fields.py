@@ -9,8 +9,24 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ExplainBody, TokenizeBody
-from megatron_hybrid_prefix.serve.fields import OF_ALL, OF_CHATS, OF_COMPLETIONS, OF_TOKENIZE, Fields, Unless
+from megatron_hybrid_prefix.serve.bodies import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ExplainBody,
+    TokenizeBody,
+)
+from megatron_hybrid_prefix.serve.fields import (
+    OF_ALL,
+    OF_CHATS,
+    OF_COMPLETIONS,
+    OF_GENERATE,
+    OF_TOKENIZE,
+    Fields,
+    Unless,
+)
+from megatron_hybrid_prefix.serve.generate_body import GenerateBody
 
 _HEAD = """# Fields of the server's requests
 
@@ -21,6 +37,7 @@ as absent. `curl` examples, other status codes, and what an answer says of the c
 BODIES: dict[str, type[Fields]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/inference/v1/generate": GenerateBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/admin/explain": ExplainBody,
@@ -36,9 +53,10 @@ _RANGES = {
     "maxProperties": "at most {}",
 }
 _OTHERS: dict[str, dict[str, Unless]] = {
-    "completions and chats": OF_ALL,
+    "completions, chats and `/inference/v1/generate`": OF_ALL,
     "completions": OF_COMPLETIONS,
     "chats": OF_CHATS,
+    "route `/inference/v1/generate`": OF_GENERATE,
     "route `/tokenize`": OF_TOKENIZE,
 }
 
@@ -51,7 +69,8 @@ def document() -> str:
 
 def _section(route: str, model: type[Fields]) -> Iterator[str]:
     schema = model.model_json_schema()
-    shared = set(CompletionBody.model_fields) & set(ChatBody.model_fields) if model is ChatBody else set()
+    is_other = issubclass(model, Body) and model is not CompletionBody
+    shared = set(CompletionBody.model_fields) & set(model.model_fields) if is_other else set()
     yield f"## `POST {route}`\n"
     if shared:
         others = ", ".join(f"`{name}`" for name in CompletionBody.model_fields if name not in shared)

@@ -58,7 +58,7 @@ def make_parser() -> ArgumentParser:
     group = options.add_several_engines(parser, "--compare", "off")
     text = "send prompts one by one or all at once (default: batch; conversations and sessions: sequential)"
     group.add_argument("--concurrency", choices=("sequential", "batch"), help=text)
-    options.add_options(group, "--max-sequence-length")
+    options.add_options(group, "--max-sequence-length", "--num-speculative-tokens")
     parser.set_defaults(compare="off")
     prompts.add_sampling_options(parser)
     options.add_options(parser, "--json", title="output")

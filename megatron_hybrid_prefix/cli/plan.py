@@ -3,7 +3,7 @@
 examples:
     hybrid-prefix plan --hf ./NVIDIA-Nemotron-Nano-9B-v2 --gpu-gb 80
     hybrid-prefix plan nemotron-h-8b --cache-gb 40 --host-gb 64
-    hybrid-prefix plan arguments.yaml --cache-gb 40 --tp 2 --speculative-tokens 3
+    hybrid-prefix plan arguments.yaml --cache-gb 40 --tp 2 --num-speculative-tokens 3
     hybrid-prefix plan config.json --cache-gb 40 --trace trace.jsonl --json plan.json
 
 MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face config.json (or its folder). Budgets are
@@ -61,7 +61,14 @@ def make_parser() -> ArgumentParser:
     options.add_options(parser, "--hf", "--tp", "--state-dtype", title="model")
     group = parser.add_argument_group("budget per rank")
     memory = {"help": "GiB for KV, checkpoints and states of running requests together"}
-    shared = ("--cache-gb", "--mamba-gb", "--host-gb", "--block-size-tokens", "--max-requests", "--speculative-tokens")
+    shared = (
+        "--cache-gb",
+        "--mamba-gb",
+        "--host-gb",
+        "--block-size-tokens",
+        "--max-requests",
+        "--num-speculative-tokens",
+    )
     options.add_options(group, *shared, cache_gb=memory, max_requests={"default": 64})
     add = parser.add_argument_group("what fits").add_argument
     text = "memory of one GPU, in GB (10^9 bytes), such as 80, instead of --cache-gb; needs --hf or a preset"
@@ -88,7 +95,7 @@ def usage_of(args: argparse.Namespace, conversation_tokens: int) -> Usage:
         block_tokens=args.block_size_tokens,
         conversation_tokens=conversation_tokens,
         max_requests=args.max_requests,
-        drafts=args.speculative_tokens,
+        drafts=args.num_speculative_tokens,
         host_bytes=bytes_of(args.host_gb or 0, GIB, "--host-gb"),
     )
 
@@ -142,7 +149,7 @@ def run_budget(argv: Sequence[str] | None, args: argparse.Namespace, sizes: Size
     if args.trace:
         trace = read_trace(args.trace, limit=args.limit)
         memory = Memory(
-            cache_bytes=cache_bytes - (plan.own_bytes if args.speculative_tokens else 0),
+            cache_bytes=cache_bytes - (plan.own_bytes if args.num_speculative_tokens else 0),
             block_bytes=sizes.kv_block_bytes(trace.block_tokens),
             state_bytes=sizes.state_bytes,
             mamba_bytes=mamba_bytes,
@@ -170,7 +177,7 @@ def run_budget(argv: Sequence[str] | None, args: argparse.Namespace, sizes: Size
         "host_bytes": usage.host_bytes,
         "checkpoint_bytes": sizes.state_bytes,
         "next_logits_bytes": sizes.next_logits_bytes,
-        "live_request_bytes": sizes.live_bytes(args.speculative_tokens),
+        "live_request_bytes": sizes.live_bytes(args.num_speculative_tokens),
         "plan": asdict(plan),
         "break_even_tokens": pays or None,
         "expected_reuse": reuse,

@@ -8,6 +8,7 @@ examples:
 
 routes:
     POST /v1/completions, /v1/chat/completions   streamed or not; for the `openai` client
+    POST /inference/v1/generate                  token ids in, token ids out, as vLLM's
     POST /tokenize, /detokenize; GET /tokenizer_info   as vLLM's
     GET  /v1/models, /version, /health, /health_generate, /metrics   /metrics is for Prometheus
     POST /admin/reset_cache                      empties the prefix cache; needs --admin-token
@@ -90,8 +91,12 @@ def make_parser() -> ArgumentParser:
 
     group = parser.add_argument_group("engine")
     # A server computes long prompts in chunks unless told otherwise.
-    shared = [name for name in options.ENGINE_OPTIONS if name != "--chunked-prefill"]
-    options.add_options(group, "--max-sequence-length", *shared, "--speculative-tokens")
+    options.add_options(
+        group,
+        "--max-sequence-length",
+        "--num-speculative-tokens",
+        *(name for name in options.ENGINE_OPTIONS if name != "--chunked-prefill"),
+    )
     add = group.add_argument
     text = "share of the hits, 0 to 1, to compute without the cache, too, and compare (default: %(default)s)"
     add("--verify-hits", type=share, default=0.0, metavar="SHARE", help=text)

@@ -291,13 +291,13 @@ OPTIONS: dict[str, Option] = {
     ),
     **_TEXT,
     "--max-sequence-length": _count("longest prompt plus answer, in tokens (default: the model's)"),
-    **_ENGINE,
-    "--speculative-tokens": _option(
-        "tokens that the model's multi-token prediction drafts and a step then checks (default: %(default)s)",
+    "--num-speculative-tokens": _option(
+        "tokens to draft in each decode step, for models with multi-token prediction such as tiny-mtp (default: none)",
         type=whole_number,
         default=0,
         metavar="N",
     ),
+    **_ENGINE,
     "--json": _path("write all results as JSON"),
     "--plot": _path("draw the results, as PNG or SVG"),
 }
@@ -366,6 +366,10 @@ def check_engine_options(args: argparse.Namespace) -> HybridModelConfig:
         raise InputError(f"--max-tokens {args.max_tokens} is not a multiple of {STEP_TOKENS_MULTIPLE}")
     if (getattr(args, "max_sequence_length", None) or 0) > config.max_sequence_length:
         raise InputError(f"--max-sequence-length: {args.preset} has at most {config.max_sequence_length}")
+    drafts, depths = getattr(args, "num_speculative_tokens", 0), config.mtp_num_layers
+    if drafts > depths and not config.mtp_use_repeated_layer:
+        most = f"drafts at most {depths}" if depths else "has no multi-token prediction, which drafts tokens: use 0"
+        raise InputError(f"--num-speculative-tokens {drafts}: {args.preset} {most}")
     if getattr(args, "load", None) is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
     check_output(args)
@@ -396,7 +400,7 @@ def engine_fields(
         "enable_chunked_prefill": args.chunked_prefill,
         "max_sequence_length": max_sequence_length,
         "num_cuda_graphs": args.cuda_graphs or None,
-        "num_speculative_tokens": getattr(args, "speculative_tokens", None) or None,
+        "num_speculative_tokens": getattr(args, "num_speculative_tokens", 0) or None,
     }
     if args.async_scheduling:
         fields["async_sched_mode"] = AsyncScheduleMode.ASYNC

@@ -116,6 +116,7 @@ def make_app(
         gives_prompt_log_probs=not context.config.materialize_only_last_token_logits,
         default_sampling=default_sampling or {},
         caches=caches,
+        has_drafts=engine.num_speculative_tokens > 0,
     )
     metrics = ServerMetrics(replicas)
     backend = (make_backend or partial(EngineLoop, engine))(metrics.first_token)
@@ -149,6 +150,7 @@ class Api:
         routes = [
             post("/v1/completions", partial(self._generate, kind="completions")),
             post("/v1/chat/completions", partial(self._generate, kind="chat")),
+            post("/inference/v1/generate", partial(self._generate, kind="generate")),
             get("/v1/models", self._models),
             get("/v1/models/{name:path}", self._model),
             post("/tokenize", self._tokenize),

@@ -248,13 +248,18 @@ class Body(Fields, ABC):
     )
     min_tokens: MostTokens = Field(
         0,
-        description="refused unless 0, or with `ignore_eos` and without stop texts and tokens, where nothing ends earlier",
+        description="no end token among so many first tokens of the answer; stop texts count only after them",
     )
     prompt_logprobs: TopCount | None = Field(
         None,
         description="log-probs of the prompt's tokens, and of this many of the most likely ones at each position, as vLLM's; "
         "not with `stream`",
     )
+    return_token_ids: bool = Field(
+        False,
+        description="`token_ids` of each choice and chunk, and `prompt_token_ids`; log-probs then have one entry for each of these ids",
+    )
+    return_tokens_as_token_ids: bool = Field(False, description="log-probs name tokens `token_id:5`, not by their text")
 
     cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = Field(
         None, description="requests with different salts share nothing"
@@ -318,13 +323,9 @@ class Body(Fields, ABC):
             raise bad("'prompt_logprobs' is not available when 'stream' is true.", "prompt_logprobs")
         if self.best_of not in (None, self.n):
             raise bad("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
-        if self.min_tokens and (not self.ignore_eos or self.stop or self.stop_token_ids):
-            raise bad(
-                "'min_tokens' is not supported by this server unless it is 0, or with 'ignore_eos' and without 'stop' and "
-                "'stop_token_ids'.",
-                "min_tokens",
-                "unsupported_parameter",
-            )
+        if self.most_tokens == 0 and not self.echoes and self.prompt_logprobs is None:
+            others = "'echo' or " * ("echo" in type(self).model_fields)
+            raise bad(f"'max_tokens' must be at least 1 unless {others}'prompt_logprobs' is set.", "max_tokens")
         if self.most_tokens is not None and self.min_tokens > self.most_tokens:
             raise bad(f"'min_tokens' must be at most {self.most_tokens}, the most tokens to generate.", "min_tokens")
         return self
@@ -362,8 +363,6 @@ class CompletionBody(Body):
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
-        if self.most_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise bad("'max_tokens' must be at least 1 unless 'echo' or 'prompt_logprobs' is set.", "max_tokens")
         if self.cache_breakpoints and len(self.prompt) > 1:
             raise bad("'cache_breakpoints' needs a single prompt.", "cache_breakpoints")
         return self
@@ -402,8 +401,6 @@ class ChatBody(Body):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if self.most_tokens == 0 and self.prompt_logprobs is None:
-            raise bad("'max_tokens' must be at least 1 unless 'prompt_logprobs' is set.", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         if self.tools and self.tool_choice != "none":

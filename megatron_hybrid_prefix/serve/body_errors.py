@@ -20,6 +20,7 @@ _EXPECTED = {
     "cache_breakpoints": "an array of integers",
     "logit_bias": "an object of numbers by token id",
     "stop_token_ids": "an array of integers",
+    "token_ids": "an array of integers",
     "content": "a string or an array of parts",
     "messages": "an array of objects",
     "prompt": "a string, or an array of strings, of token ids or of arrays of token ids",

@@ -6,7 +6,7 @@ The text depends on the tokens alone, not on how many arrive at a time. So a str
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_hybrid_prefix.tokenizer import Tokenizer
@@ -31,6 +31,10 @@ class TokenNote:
     log_prob: float | None
     top: tuple[TokenNote, ...] = ()
     offset: int = 0
+
+    def named_by_id(self) -> TokenNote:
+        """The note with ids in place of texts: ``token_id:5``."""
+        return replace(self, text=f"token_id:{self.token}", top=tuple(other.named_by_id() for other in self.top))
 
 
 def note_of(
@@ -71,10 +75,15 @@ class TextStream:
     Args:
         tokenizer: Decodes the tokens.
         stop: Stop strings. The answer ends before the first one that is complete.
+        min_tokens: Stop strings are looked for in the text after this many tokens.
+        all_notes: Every token has a note, also without a log-prob, or if its text belongs to a stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0, all_notes: bool = False
+    ) -> None:
         self._tokenizer, self._stop = tokenizer, stop
+        self._to_come, self._all_notes = min_tokens, all_notes
         self._decoder = tokenizer.decoder()
         self._held = ""  # decoded, but may be the start of a stop string
         self._length = 0  # characters decoded in all
@@ -94,7 +103,8 @@ class TextStream:
             silent: The token adds no text to the answer.
         """
         assert not self.stopped
-        if log_prob is not None:
+        self._to_come -= 1
+        if log_prob is not None or self._all_notes:
             self._notes.append(note_of(self._tokenizer, token, log_prob, top, self._length))
         if silent:
             return ""
@@ -113,7 +123,7 @@ class TextStream:
     def notes(self, *, last: bool = False) -> list[TokenNote]:
         """Tokens whose text has been returned; with ``last`` also trailing tokens without text."""
         count = len(self._notes)
-        if self.stopped or not last:
+        if not last or (self.stopped and not self._all_notes):
             count = next((i for i, note in enumerate(self._notes) if note.offset >= self._given), count)
         found, self._notes = self._notes[:count], self._notes[count:]
         return found
@@ -121,12 +131,13 @@ class TextStream:
     def _take(self, new: str) -> str:
         self._length += len(new)
         text = self._held + new
-        found = [(at + len(word), at) for word in self._stop if (at := text.find(word)) >= 0]
+        words = self._stop if self._to_come < 0 else ()
+        found = [(at + len(word), at) for word in words if (at := text.find(word)) >= 0]
         if found:
             self.stopped = True
             self._held, out = "", text[: min(found)[1]]
         else:
-            held = max((_overlap(text, word) for word in self._stop), default=0)
+            held = max((_overlap(text, word) for word in words), default=0)
             self._held, out = text[len(text) - held :], text[: len(text) - held]
         self._given += len(out)
         return out

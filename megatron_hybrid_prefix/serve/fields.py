@@ -82,7 +82,7 @@ OF_ALL = {
     **unless(
         """
         use_beam_search early_stopping watermark watermarking no_stop_trim include_stop_str_in_output return_full_text
-        return_tokens_as_token_ids return_token_ids return_prompt_token_ids return_prompt_text return_token_offsets
+        return_prompt_token_ids return_prompt_text return_token_offsets
         return_hidden_states return_routed_experts return_cached_tokens_details return_meta_info store
         """,
         False,
@@ -108,6 +108,10 @@ OF_CHATS = {
     **unless("modalities", ["text"]),
     **unless("verbosity", "medium"),
 }
+
+OF_GENERATE = unless("features content_parts reasoning_parser_kwargs token_offsets reasoning_ended") | unless(
+    "output_mode", "tokens"
+)
 
 OF_TOKENIZE = {
     **unless("chat_template chat_template_kwargs tools mm_processor_kwargs"),

@@ -40,7 +40,8 @@ class Choice:
         tokenizer: Tokenizer,
     ) -> None:
         self.index, self.prompt, self.task = index, prompt, task
-        self.text = TextStream(tokenizer, task.stop)
+        all_notes = request.is_ids or request.body.return_token_ids
+        self.text = TextStream(tokenizer, task.stop, min_tokens=request.body.min_tokens, all_notes=all_notes)
         self._most_tokens, self._stop_tokens, self._tokenizer = most_tokens, request.stop_tokens, tokenizer
         self._ends = request.stop_tokens | {task.sampling["termination_id"]}
         self._request = request
@@ -81,7 +82,7 @@ class Choice:
             text += self.text.finish()
             at_end = not self.text.stopped and self.tokens >= self._most_tokens
             self.finish_reason = "length" if at_end and not ended else "stop"
-        return text, self.text.notes(last=self.finish_reason is not None)
+        return text, self.text.notes(last=self.finish_reason is not None or self._request.is_ids)
 
     def _take_prompt(self, update: Update) -> None:
         body, tokens, log_probs = self._request.body, self.prompt.tokens, update.prompt_log_probs
@@ -214,20 +215,22 @@ class Generation:
         for choice in self.choices:
             entry: dict[str, Any] = {
                 "index": choice.index,
-                "logprobs": self._logprobs(choice, notes[choice.index], with_prompt=True),
+                "logprobs": self._logprobs(choice, notes[choice.index], is_first=True),
                 "finish_reason": choice.finish_reason,
+                **self._ids(notes[choice.index]),
+                **self._prompt_ids(choice, of_choice=True),
             }
             if self.request.is_chat:
                 entry["message"] = {"role": "assistant", "content": texts[choice.index], "refusal": None}
-            else:
+            elif self.request.is_completion:
                 entry["text"] = texts[choice.index]
                 if self.request.body.prompt_logprobs is not None:
                     entry["prompt_logprobs"] = choice.prompt_logprobs
             choices.append(entry)
         answer = self._envelope("", choices) | {"usage": self.usage()}
-        if self.request.is_chat and self.request.body.prompt_logprobs is not None:
+        if not self.request.is_completion and self.request.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self.choices[0].prompt_logprobs
-        return answer
+        return answer | self._prompt_ids(self.choices[0], of_choice=False)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a streamed response. The first one comes with the first token.
@@ -242,14 +245,14 @@ class Generation:
             last = choice.finish_reason
             if self.request.is_chat:
                 if is_first:
-                    yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, None, None)
+                    yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, [], is_first=True)
                 if text or notes:
-                    yield self._chunk(choice, {"content": text}, self._logprobs(choice, notes), None)
+                    yield self._chunk(choice, {"content": text}, notes)
                 if last is not None:
-                    yield self._chunk(choice, {}, None, last)
+                    yield self._chunk(choice, {}, [], last)
             else:
                 shown = self._shown_prompt(choice) if is_first else ""
-                yield self._chunk(choice, shown + text, self._logprobs(choice, notes, with_prompt=is_first), last)
+                yield self._chunk(choice, shown + text, notes, last, is_first=is_first)
         if self.request.body.stream_options.include_usage:
             yield self._envelope(".chunk", []) | {"usage": self.usage()}
 
@@ -257,27 +260,47 @@ class Generation:
         return choice.prompt.text if self.request.body.echoes else ""
 
     def _chunk(
-        self, choice: Choice, delta: dict[str, Any] | str, logprobs: dict[str, Any] | None, finish_reason: str | None
+        self,
+        choice: Choice,
+        delta: dict[str, Any] | str,
+        notes: list[TokenNote],
+        finish_reason: str | None = None,
+        *,
+        is_first: bool = False,
     ) -> dict[str, Any]:
-        name = "delta" if self.request.is_chat else "text"
-        entry = {"index": choice.index, name: delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        chunk = self._envelope(".chunk", [entry])
+        said = {} if self.request.is_ids else {"delta" if self.request.is_chat else "text": delta}
+        logprobs = self._logprobs(choice, notes, is_first=is_first)
+        entry: dict[str, Any] = {"index": choice.index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
+        entry |= self._ids(notes) | (self._prompt_ids(choice, of_choice=True) if is_first else {})
+        chunk = self._envelope(".chunk", [entry]) | (self._prompt_ids(choice, of_choice=False) if is_first else {})
         if self.request.body.stream_options.continuous_usage_stats:
             return chunk | {"usage": self.usage()}
         return chunk | {"usage": None} if self.request.body.stream_options.include_usage else chunk
 
-    def _logprobs(self, choice: Choice, notes: list[TokenNote], *, with_prompt: bool = False) -> dict[str, Any] | None:
-        before = choice.prompt_notes if with_prompt else []
+    def _ids(self, notes: list[TokenNote]) -> dict[str, list[int]]:
+        is_asked = self.request.is_ids or self.request.body.return_token_ids
+        return {"token_ids": [note.token for note in notes]} if is_asked else {}
+
+    def _prompt_ids(self, choice: Choice, *, of_choice: bool) -> dict[str, list[int]]:
+        """As vLLM has them: of completions, which may have several prompts, they are in the choice."""
+        is_here = self.request.body.return_token_ids and of_choice == self.request.is_completion
+        return {"prompt_token_ids": choice.prompt.tokens} if is_here else {}
+
+    def _logprobs(self, choice: Choice, notes: list[TokenNote], *, is_first: bool) -> dict[str, Any] | None:
+        before = choice.prompt_notes if is_first else []
         if self.request.body.top_tokens is None or (self.request.body.stream and not notes and not before):
             return None
-        if self.request.is_chat:
+        if self.request.is_ids or self.request.body.return_tokens_as_token_ids:
+            before, notes = [note.named_by_id() for note in before], [note.named_by_id() for note in notes]
+        if not self.request.is_completion:
             return chat_logprobs(notes)
         moved = [replace(note, offset=note.offset + len(self._shown_prompt(choice))) for note in notes]
         return completion_logprobs([*before, *moved])
 
     def _envelope(self, suffix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = f"chat.completion{suffix}" if self.request.is_chat else "text_completion"
-        return {"id": self.id, "object": name, "created": self.created, "model": self._model, "choices": choices}
+        kind = {"request_id": self.id} if self.request.is_ids else {"object": name}
+        return {"id": self.id, **kind, "created": self.created, "model": self._model, "choices": choices}
 
 
 def _by_id(top: dict[str, float], count: int | None) -> dict[int, float]:

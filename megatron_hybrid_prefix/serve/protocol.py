@@ -14,10 +14,16 @@ from megatron_hybrid_prefix.sampling import SamplingOptions, check_tokens
 from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, read_fields
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
+from megatron_hybrid_prefix.serve.generate_body import GenerateBody
 from megatron_hybrid_prefix.tokenizer import Tokenizer, begun, other_ends, prompt_tokens
 
 # A request that sets one of these says how to sample, so that the model's defaults for them do not count.
 _HOW = ("temperature", "top_k", "top_p", "min_p")
+KINDS: dict[str, type[CompletionBody | ChatBody | GenerateBody]] = {
+    "completions": CompletionBody,
+    "chat": ChatBody,
+    "generate": GenerateBody,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,7 @@ class GenerationRequest:
         tenant: Name of the API key.
     """
 
-    body: CompletionBody | ChatBody
+    body: CompletionBody | ChatBody | GenerateBody
     prompts: list[Prompt]
     most_tokens: list[int]
     sampling: dict[str, Any]
@@ -62,8 +68,18 @@ class GenerationRequest:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a chat, and no completion."""
+        """Whether it is a chat."""
         return isinstance(self.body, ChatBody)
+
+    @property
+    def is_completion(self) -> bool:
+        """Whether it is a completion."""
+        return isinstance(self.body, CompletionBody)
+
+    @property
+    def is_ids(self) -> bool:
+        """Whether it is neither, and its answer has ids in place of a text."""
+        return isinstance(self.body, GenerateBody)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +98,7 @@ class ServedModel:
         default_sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p`` of requests that set none of these; other fields, such
             as ``repetition_penalty``, of requests that do not set them.
         caches: False: no request reads or writes the cache, whatever it asks for.
+        has_drafts: Whether the engine decodes with drafts, and so without penalties.
     """
 
     model: str
@@ -94,6 +111,7 @@ class ServedModel:
     gives_prompt_log_probs: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     caches: bool = True
+    has_drafts: bool = False
 
     def tokenizer_info(self) -> dict[str, str | None]:
         """Special tokens as text, and the chat template; None: there is none, or it has no text."""
@@ -114,7 +132,7 @@ def read_request(
 
     Args:
         values: The JSON object.
-        kind: "completions" or "chat".
+        kind: One of `KINDS`.
         served: The served model.
         tenant: Tenant of the request's API key, which becomes part of the salt. None: the server has no keys.
         check: Called between parts of the work. What it raises ends the work.
@@ -122,23 +140,27 @@ def read_request(
     Raises:
         ApiError: The request is invalid.
     """
+    if kind == "generate" and isinstance(inner := values.get("sampling_params"), dict):
+        values = inner | values
     says_how = any(values.get(name) is not None for name in _HOW)
     values = values | {
         name: value
         for name, value in served.default_sampling.items()
         if values.get(name) is None and not (says_how and name in _HOW)
     }
-    body: CompletionBody | ChatBody
-    body = read_fields(values, ChatBody) if kind == "chat" else read_fields(values, CompletionBody)
+    body = read_fields(values, KINDS[kind])
     check()
     if body.model != served.model:
         raise model_not_found(body.model)
-    if isinstance(body, ChatBody):
-        param = "messages"
-        read: list[Callable[[], Prompt]] = [partial(_chat_prompt, body, served, check)]
-    else:
+    if isinstance(body, CompletionBody):
         param = "prompt"
-        read = [partial(_prompt, item, body, served) for item in body.prompt]
+        read: list[Callable[[], Prompt]] = [partial(_prompt, param, item, body, served) for item in body.prompt]
+    elif isinstance(body, ChatBody):
+        param = "messages"
+        read = [partial(_chat_prompt, body, served, check)]
+    else:
+        param = "token_ids"
+        read = [partial(_prompt, param, body.token_ids, body, served)]
     if len(read) * body.n > MOST_SEQUENCES:
         raise bad(f"{len(read)} prompts with n={body.n}: a request may have at most {MOST_SEQUENCES} answers.", "n")
     if (body.echoes_log_probs or body.prompt_logprobs is not None) and not served.gives_prompt_log_probs:
@@ -147,10 +169,8 @@ def read_request(
             f"{name} needs log-probs of the prompt, for which this server was not started (--prompt-log-probs).",
             param.strip("'"),
         )
-    sampling = _sampling(body, served, tenant)
     stop_tokens = frozenset([*body.stop_token_ids, *(() if body.ignore_eos else other_ends(served.tokenizer))])
-    if stop_tokens:
-        sampling["stop_token_ids"] = sorted(stop_tokens)
+    sampling = _sampling(body, served, tenant, stop_tokens)
     prompts, most_tokens = [], []
     for make in read:
         check()
@@ -168,21 +188,31 @@ def read_request(
     )
 
 
-def _sampling(body: Body, served: ServedModel, tenant: str | None) -> dict[str, Any]:
+def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: frozenset[int]) -> dict[str, Any]:
+    end = -1 if served.tokenizer.eod is None or body.ignore_eos else served.tokenizer.eod
     asked = {field.name: getattr(body, field.name) for field in dataclasses.fields(SamplingOptions)}
     options = SamplingOptions(
         **asked
         | {"temperature": 0.0 if body.is_greedy else body.temperature, "logit_bias": tuple(body.logit_bias.items())}
         | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
+        | {"min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0}  # else nothing ends an answer early
     )
+    if served.has_drafts and options.has_penalties:
+        penalties = (field for field in dataclasses.fields(options) if field.name.endswith("_penalty"))
+        wrong = next(field.name for field in penalties if getattr(options, field.name) != field.default)
+        raise bad(
+            f"'{wrong}' is not supported by this server, which was started with --num-speculative-tokens.",
+            wrong,
+            "unsupported_parameter",
+        )
     try:
         options.check_vocabulary(served.vocab_size)
         check_tokens("stop_token_ids", body.stop_token_ids, served.vocab_size)
     except FieldError as error:
         raise bad(f"{error}.", error.field) from None
-    eod = served.tokenizer.eod
     fields: dict[str, Any] = options.as_fields() | {
-        "termination_id": -1 if eod is None or body.ignore_eos else eod,
+        "termination_id": end,
+        "stop_token_ids": sorted(stop_tokens) or None,
         "return_log_probs": body.top_tokens is not None or body.prompt_logprobs is not None,
         "skip_prompt_log_probs": not body.echoes and body.prompt_logprobs is None,
         "top_n_logprobs": max(body.top_tokens or 0, body.prompt_logprobs or 0),
@@ -214,16 +244,16 @@ def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedMo
     return wanted
 
 
-def _prompt(item: str | list[int], body: CompletionBody, served: ServedModel) -> Prompt:
+def _prompt(param: str, item: str | list[int], body: Body, served: ServedModel) -> Prompt:
     if isinstance(item, str):
         text, tokens = item, text_tokens(item, served, add_special_tokens=body.add_special_tokens)
     elif all(0 <= token < served.vocab_size for token in item):
-        is_shown = body.echo and len(item) <= served.limit_tokens  # longer prompts are refused later
+        is_shown = body.echoes and len(item) <= served.limit_tokens  # longer prompts are refused later
         text, tokens = served.tokenizer.detokenize(item, skip_special_tokens=True) if is_shown else "", item
     else:
-        raise bad(f"'prompt' has token ids outside the vocabulary of {served.vocab_size} tokens.", "prompt")
+        raise bad(f"'{param}' has token ids outside the vocabulary of {served.vocab_size} tokens.", param)
     if not tokens:
-        raise bad("'prompt' must not be empty.", "prompt")
+        raise bad(f"'{param}' must not be empty.", param)
     breakpoints = body.cache_breakpoints or []
     for position in breakpoints:
         if not 0 < position <= len(tokens):

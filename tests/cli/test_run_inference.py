@@ -100,6 +100,14 @@ BAD_OPTIONS = {
         "engine off: not enough memory; lower --cache-gb, --max-requests or --max-tokens, or run fewer",
     ),
     "too large a number": (["x", "--max-requests", "9" * 30], "is too large: it must have at most 9 digits"),
+    "drafts of a model that has none": (
+        ["x", "--num-speculative-tokens", "2"],
+        "--num-speculative-tokens 2: tiny has no multi-token prediction",
+    ),
+    "more drafts than the model has": (
+        ["x", "--preset", "tiny-mtp", "--num-speculative-tokens", "4"],
+        "--num-speculative-tokens 4: tiny-mtp drafts at most 3",
+    ),
     "no such checkpoint": (["x", "--load", "absent"], "--load: there is no folder absent"),
     "no such tokenizer": (["x", "--tokenizer", "absent"], "no tokenizer at absent"),
     "top-p with top-k of megatron": (
@@ -353,6 +361,15 @@ def test_options_of_the_engine(folder: Path) -> None:
         other = requests_of(run_json(folder, CONTEXT, "--num-tokens-to-generate", 4, *options))[0]
         assert other["generated"] == plain["generated"]
         assert other["log_probs"] == pytest.approx(plain["log_probs"], abs=LOG_PROB_NOISE)
+
+
+def test_drafts(folder: Path) -> None:
+    fields = ("--preset", "tiny-mtp", "--ignore-eos", "--num-tokens-to-generate", 12, "--compare", "ours")
+    plain, drafted = (run_json(folder, CONTEXT, *fields, "--num-speculative-tokens", drafts) for drafts in (0, 2))
+    assert drafted["engine_fields"]["num_speculative_tokens"] == 2
+    (one,), (other,) = requests_of(plain, "ours"), requests_of(drafted, "ours")
+    assert one["generated"] == other["generated"]
+    assert one["log_probs"] == pytest.approx(other["log_probs"], abs=LOG_PROB_NOISE)
 
 
 def test_exact_to_the_bit(folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""The server and three clients that nobody here wrote, each with its own verdict: litellm, lm-eval, guidellm. (openai: tests/serve.)
+"""The server and four clients that nobody here wrote, each with its own verdict: litellm, renderers, lm-eval, guidellm. (openai:
+tests/serve.)
 
 They run in an environment apart (``scripts/clients.sh`` makes it), because their pins clash with ours, and without network.
 What the model should say comes from the float64 model.
@@ -22,7 +23,7 @@ from tests.clients.tokenizer_folder import CHAT_TEMPLATE, make_folder
 from tests.clients.with_prompts import MESSAGES, PROMPT
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
-from tests.harness.server_process import LIMIT_TOKENS, Server, started
+from tests.harness.server_process import BLOCK, LIMIT_TOKENS, Server, started
 
 pytestmark = pytest.mark.clients
 HERE = Path(__file__).parent
@@ -143,6 +144,23 @@ def test_litellm(server, expected, tmp_path):
     assert found["chat"] == expected.greedy(chat_text(MESSAGES))[0]
     assert found["marked"] == [0, 1]
     assert found["too_long"] == "ContextWindowExceededError"
+
+
+def test_an_agent_on_renderers(server, expected, folder, tmp_path):
+    """Ten turns in ids: each goes on at the last answer's last block, and the log-probs are the float64 model's."""
+    output = run_client(str(HERE / "with_renderers.py"), server.url, str(folder), cwd=tmp_path)
+    turns = json.loads(output.splitlines()[-1])
+    assert len(turns) == 10
+    assert turns[0]["prompt_ids"] == list(expected.tokens(chat_text(MESSAGES)))
+    computed = 0
+    for turn in turns:
+        prompt, answer = turn["prompt_ids"], turn["completion_ids"]
+        assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == computed // BLOCK * BLOCK
+        assert 50 < len(answer) <= 60 and turn["finish_reason"] in ("stop", "length")
+        rows = expected.log_probs((*prompt, *answer))[len(prompt) - 1 :]
+        right = [float(row[token]) for row, token in zip(rows, answer, strict=False)]
+        assert turn["completion_logprobs"] == pytest.approx(right, abs=LOG_PROB_NOISE)
+        computed = len(prompt) + len(answer) - 1  # the last id was never computed
 
 
 def lm_eval_task(folder: Path, name: str, rows: list[dict[str, Any]], **fields: Any) -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of, reject_ends
+from megatron_hybrid_prefix.sampling import SamplingOptions
 from tests.harness.defect_helpers import WrongAnswer, defect, make_side
 from tests.harness.drafts import Drafting, forced_drafts
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
-from tests.harness.lifecycle_helpers import MODES, EngineHarness, known_answer, tokens
+from tests.harness.lifecycle_helpers import MODES, EngineHarness, IdTokenizer, known_answer, tokens
 from tests.harness.selection import mostly_slow_rows
 
 COUNT = 10
@@ -143,6 +144,61 @@ def test_a_request_with_an_id_of_before_has_its_own_end_tokens(tiny_mtp):
         number = served.ask(prompt, stop_token_ids=[token])
         served.run()
         served.check_ends(number)
+
+
+@pytest.mark.parametrize(("drafts", "mode"), mostly_slow_rows(CASES, (0, "async"), (3, "async")))
+def test_no_end_before_min_tokens(tiny_mtp, drafts, mode):
+    """Drafts are right but for what is barred; each token is the likeliest of those that are not barred."""
+    served = Ending(tiny_mtp, drafts, async_sched_mode=mode)
+    prompt = tokens(1, -3, seed=drafts)
+    plain = known_answer(served.plain, prompt, COUNT)
+    ends = plain[4:9:2]
+    numbers = {
+        served.ask(prompt, sampling_options={"temperature": 0.0, "min_tokens": least}, stop_token_ids=ends): least
+        for least in range(COUNT + 1)
+    }
+    served.run()
+    for number, least in numbers.items():
+        answer = list(served.finished[number].generated_tokens)
+        assert len(served.finished[number].generated_log_probs) == len(answer)
+        logits = served.reference.logits(prompt + answer)[len(prompt) - 1 :]
+        for place, (token, scores) in enumerate(zip(answer, logits, strict=False)):
+            if place < least:
+                scores[ends] = float("-inf")
+            assert scores[token] >= scores.max() - 1e-4
+            assert token not in ends or (place >= least and place == len(answer) - 1)
+    assert not drafts or served.engine._spec_tokens_accepted_per_pos.sum() > 0
+    served.check_drained()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_processed_log_probs_know_what_is_barred(tiny, mode):
+    """They are those of the distribution that is sampled from; the end tokens in the prompt keep theirs."""
+    served = EngineHarness(
+        tiny, async_sched_mode=mode, logprobs_mode="processed_logprobs", materialize_only_last_token_logits=False
+    )
+    prompt, ends = tokens(1, 5, seed=3), [7, 9]
+    prompt[5:7] = ends
+    options = {"seed": 1, "min_tokens": 3, "logit_bias": [[7, 90.0], [9, 90.0]]}
+    fields = {"skip_prompt_log_probs": False}
+    number = served.add(prompt, 8, params=fields, stop_token_ids=ends, sampling_options=options)
+    served.run()
+    request = served.finished[number]
+    answer = list(request.generated_tokens)
+    assert len(answer) == 4 and answer[3] in ends and not {*ends} & {*answer[:3]}
+    logits = served.reference.logits(prompt + answer)
+    logits[:, ends] += 90
+    logits[len(prompt) - 1 : len(prompt) + 2, ends] = float("-inf")
+    right = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(prompt + answer)[1:, None]).squeeze(1)
+    found = torch.tensor([*request.prompt_log_probs, *request.generated_log_probs], dtype=torch.float64)
+    torch.testing.assert_close(found, right, atol=1e-4, rtol=0)
+
+
+def test_min_tokens_and_stop_words_exclude_each_other(tiny):
+    served = EngineHarness(tiny, tokenizer=IdTokenizer())
+    with pytest.raises(ValueError, match="min_tokens does not go with stop_words"):
+        served.add([1, 2], params={"stop_words": ["5"]}, sampling_options={"min_tokens": 1})
+    assert SamplingOptions(top_k=5, min_tokens=2).as_fields()["top_k"] == 5, "megatron's, for what comes later"
 
 
 @pytest.mark.parametrize(

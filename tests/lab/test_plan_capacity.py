@@ -217,7 +217,7 @@ def test_what_a_budget_holds(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "add --trace to learn which budget to raise first" in said and "log-probs of prompts" in said
 
-    drafting = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8, "--speculative-tokens", 3)
+    drafting = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8, "--num-speculative-tokens", 3)
     assert drafting["live_request_bytes"] == 5 * STATE_BYTES
     assert drafting["cached_states"] == ((40 * 2**30 - 8 * 5 * STATE_BYTES) // block - 1) // 13
     assert "set aside for 8 requests with 3 drafts" in capsys.readouterr().out
@@ -288,7 +288,7 @@ def test_a_host_tier(tmp_path, capsys, trace_file):
         (["--cache-gb", "3", "--buffer-gb", "2"], "unrecognized arguments: --buffer-gb 2"),
         (["--cache-gb", "3", "--gpu-gb", "2"], "--cache-gb: does not go with --gpu-gb"),
         (["--cache-gb", "0.01"], "--cache-gb 0.01: a state and a KV block need 0.10"),
-        (["--cache-gb", "9", "--speculative-tokens", "9"], "--cache-gb 9: "),
+        (["--cache-gb", "9", "--num-speculative-tokens", "9"], "--cache-gb 9: "),
         (["--cache-gb", "1e300"], "--cache-gb 1e+300: more than any machine has"),
         (["--cache-gb", "9", "--host-gb", "0.01"], "--host-gb 0.01: a state and a KV block take 0.0526 GiB"),
         (["--gpu-gb", "80", "--host-gb", "1"], "give --cache-gb, or --gpu-gb alone"),
@@ -298,7 +298,9 @@ def test_bad_input_is_one_line(capsys, arguments, message):
     assert run("nemotron-h-8b", *arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {message}") and said.count("\n") == 1
-    assert ("(9 drafts take 34.29 GiB of them: lower --max-requests)" in said) == ("--speculative-tokens" in arguments)
+    assert ("(9 drafts take 34.29 GiB of them: lower --max-requests)" in said) == (
+        "--num-speculative-tokens" in arguments
+    )
 
 
 # -- a shared folder ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from megatron_hybrid_prefix.serve.bodies import (
 )
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.fields import Fields, Unless
+from megatron_hybrid_prefix.serve.generate_body import GenerateBody
 from tests.harness.limits import HANG_S
 from tests.serve.test_serve import ADMIN, Server, running
 
@@ -43,6 +44,7 @@ GOOD: dict[str, tuple[type[Fields], dict[str, Any]]] = {
         ChatBody,
         {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     ),
+    "/inference/v1/generate": (GenerateBody, {"model": "tiny", "token_ids": [5], "max_tokens": 1}),
     "/tokenize": (TokenizeBody, {"prompt": "x"}),
     "/detokenize": (DetokenizeBody, {"tokens": [1]}),
     "/admin/explain": (ExplainBody, {"request": {"prompt": "x"}}),
@@ -60,8 +62,11 @@ VALUES: dict[str, Any] = {
 REFUSED = {"tools": [[{"type": "function"}], "x", 1]}
 ACCEPTED = {
     *("user", "metadata", "service_tier", "prompt_cache_retention", "safety_identifier"),
+    *("skip_special_tokens", "detokenize", "output_kind"),
+    *("include_stop_str_in_output", "routed_experts_prompt_start"),
     *("request_id", "rid", "session_id", "custom_labels"),
 }
+OF_BODIES = {"request", "sampling_params"}
 MESSAGES: dict[str, Any] = {
     "no messages": [],
     "a message that is null": [None],
@@ -135,6 +140,12 @@ MORE: dict[str, tuple[str, Any]] = {
     "a stop token of none": ("/v1/completions", {"stop_token_ids": [512]}),
     "an empty stop": ("/v1/completions", {"stop": ""}),
     "another model": ("/v1/completions", {"model": "gpt"}),
+    "no ids": ("/inference/v1/generate", {"token_ids": []}),
+    "an id above the vocabulary": ("/inference/v1/generate", {"token_ids": [512]}),
+    "a breakpoint after the ids": ("/inference/v1/generate", {"cache_breakpoints": [2]}),
+    "no answer to ids": ("/inference/v1/generate", {"max_tokens": 0}),
+    "an unknown field of the sampling": ("/inference/v1/generate", {"sampling_params": {"colour": 1}}),
+    "too hot a sampling": ("/inference/v1/generate", {"sampling_params": {"temperature": 3}}),
     "another model of a chat": ("/v1/chat/completions", {"model": ""}),
     "top log-probs alone": ("/v1/chat/completions", {"top_logprobs": 1}),
     "a breakpoint at no message": ("/v1/chat/completions", {"cache_breakpoints": [1]}),
@@ -146,7 +157,12 @@ MORE: dict[str, tuple[str, Any]] = {
     "no token": ("/detokenize", {"tokens": [512]}),
 }
 # Where the error names another field than the changed one: whatever makes the whole too long, or is rendered.
-ANOTHER_FIELD = {"too long an answer": "prompt", "a variable of the server": "messages"}
+ANOTHER_FIELD = {
+    "an unknown field of the sampling": "colour",
+    "too hot a sampling": "temperature",
+    "too long an answer": "prompt",
+    "a variable of the server": "messages",
+}
 # What is no JSON, or none that this server accepts. "{}" is the rest of a good body.
 NOT_JSON = {
     "nothing": b"",
@@ -206,8 +222,8 @@ def schema_cases(path: str) -> Iterator[tuple[str, dict[str, Any], str | None]]:
             yield f"{name} is deep", good | {name: DEEP}, name
         if types & {"string", "array", "object"}:
             half = HALF if "string" in types else [HALF] if "array" in types else {HALF: 1}
-            # The request to explain is a body of its own: its field is named.
-            yield f"{name} has half a pair", good | {name: half}, None if name == "request" else name
+            # These are bodies of their own: their field is named.
+            yield f"{name} has half a pair", good | {name: half}, None if name in OF_BODIES else name
         if types & {"integer", "number"}:
             for huge in (10**30, -(10**30), 1e200, -1e200):
                 yield f"{name} {huge:.0e}", good | {name: huge}, name
@@ -308,8 +324,7 @@ def test_lengths_and_neutral_values_of_other_clients(path, fields, most_tokens):
 def test_what_is_asked_for_is_refused():
     model, good = GOOD["/v1/chat/completions"]
     for fields, message in (
-        ({"min_tokens": 1}, "'min_tokens' is not supported by this server unless it is 0, or with 'ignore_eos'"),
-        ({"min_tokens": 1, "ignore_eos": True, "stop": ["x"]}, "'min_tokens' is not supported"),
+        ({"min_tokens": 2}, "'min_tokens' must be at most 1"),
         ({"min_tokens": 2, "ignore_eos": True}, "'min_tokens' must be at most 1"),
         ({"length_penalty": 1.5}, "'length_penalty' is not supported by this server unless it is 1."),
         ({"use_beam_search": True}, "'use_beam_search' is not supported by this server unless it is false."),

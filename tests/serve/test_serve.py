@@ -62,13 +62,14 @@ class Server(Endpoint):
         engine_fields: dict[str, Any] | None = None,
         engine: Any = None,
         header_s: float = 60.0,
+        tokenizer: Any = TOKENIZER,
         **options: Any,
     ) -> None:
         budget = {"mamba_gb": slots * state_bytes(model) / 2**30} if cache_gb is None else {"cache_gb": cache_gb}
         self.engine = engine or build_engine(
             model,
             HybridPrefixConfig(**budget, retention_interval_tokens=0),
-            tokenizer=TOKENIZER,
+            tokenizer=tokenizer,
             **{"max_sequence_length": LIMIT_TOKENS, "max_requests": max_requests, "max_tokens": LIMIT_TOKENS}
             | {"block_size_tokens": BLOCK}
             | kv_budget(model, blocks, block_tokens=BLOCK, max_requests=max_requests)
@@ -76,7 +77,7 @@ class Server(Endpoint):
         )
         self.app = make_app(
             self.engine,
-            TOKENIZER,
+            tokenizer,
             **{"model": "tiny", "vocab_size": 512, "chat": ChatForm(), "admin_token": ADMIN} | options,
         )
         self.listener = serve.listen("127.0.0.1", 0)
@@ -214,7 +215,16 @@ def test_the_second_call_is_cached_and_says_the_same(server, tiny):
 
 def test_drafts_change_no_answer(tiny_nemotron_3, platform):
     """The engine is what the command's options make."""
-    args = ["--speculative-tokens", "3", "--max-requests", "4", "--block-size-tokens", str(BLOCK), "--cache-gb", "0.05"]
+    args = [
+        "--num-speculative-tokens",
+        "3",
+        "--max-requests",
+        "4",
+        "--block-size-tokens",
+        str(BLOCK),
+        "--cache-gb",
+        "0.05",
+    ]
     args = serve.make_parser().parse_args([*args, "--max-sequence-length", str(LIMIT_TOKENS)])
     engine = serve.make_engine(tiny_nemotron_3, TOKENIZER, platform, args)
     assert engine.num_speculative_tokens == 3
@@ -788,7 +798,7 @@ def test_a_chat_template_cannot_leave_its_sandbox(template):
         (["--api-keys", "nowhere"], "cannot read nowhere"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
         (["--host", "a" * 300 + ".."], "cannot listen on aaa"),
-        (["--speculative-tokens", "1", "--port", "0"], "num_speculative_tokens=1: the model has no multi-token"),
+        (["--num-speculative-tokens", "1", "--port", "0"], "--num-speculative-tokens 1: tiny has no multi-token"),
         (["--drain-time", "-1"], "'-1' is not a number, 0 or above"),
         (["--cache-gb", "1e9", "--port", "0"], "--cache-gb 1e+09: 1e+09 GiB of host memory are needed, "),
         (["--mamba-gb", "1e9", "--port", "0"], "--mamba-gb 1e+09: the most for checkpoints in --cache-gb 0.3, so"),

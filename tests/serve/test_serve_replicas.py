@@ -130,6 +130,7 @@ def test_streams_are_those_of_one_process(server, tiny):
         salt | {"temperature": 1.2, "seed": 8, "top_k": 20, "min_p": 0.01, "presence_penalty": 0.5},
         salt | {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {"66": 2.0}},
         salt | {"temperature": 0, "stop": ["A", "="], "n": 2},
+        salt | {"seed": 9, "n": 2, "return_token_ids": True, "stop_token_ids": [*range(64)], "min_tokens": 20},
     ]
     with running(tiny) as alone:
         expected = [without_log_probs(events(alone, **fields)) for fields in kinds]
@@ -142,6 +143,21 @@ def test_streams_are_those_of_one_process(server, tiny):
         assert by_choice[0] == by_choice[1]
         assert len(here) > 10  # token by token
         assert sorted(here_log_probs) == pytest.approx(sorted(there_log_probs), abs=LOG_PROB_NOISE)
+
+
+def test_ids_of_drafts_are_those_without(tmp_path, tiny_mtp):
+    """Two replicas that draft, against one process that does not: the ids of each answer, and a log-prob for each."""
+    fields = {"seed": 9, "n": 2, "return_token_ids": True, "stop_token_ids": [*range(64)], "min_tokens": 20}
+    options = ("--preset", "tiny-mtp", "--served-model-name", "tiny", "--num-speculative-tokens", "2")
+    with running(tiny_mtp) as alone, started(tmp_path, *options) as server:
+        ids: list[dict[int, list[int]]] = [{0: [], 1: []}, {0: [], 1: []}]
+        for found, endpoint in zip(ids, (alone, server), strict=True):
+            for event in events(endpoint, **fields):
+                (choice,) = event["choices"]
+                found[choice["index"]] += choice["token_ids"]
+                assert len(choice["token_ids"]) == len((choice["logprobs"] or {"tokens": []})["tokens"])
+    assert ids[0] == ids[1]
+    assert all(len(tokens) > 20 for tokens in ids[0].values())
 
 
 def decoded_blocks(server: Server) -> float:

@@ -104,6 +104,10 @@ class RequestRules:
             raise FieldError("stop_token_ids", "stop_token_ids do not work with megatron's own controller")
         if options is not None and options.has_penalties and self._engine.num_speculative_tokens:
             raise FieldError("sampling_options", "sampling_options: penalties do not work with drafts")
+        if options is not None and options.min_tokens and params.stop_words:
+            raise FieldError(
+                "sampling_options", "sampling_options: min_tokens does not go with stop_words, only with end tokens"
+            )
         wants_prompt = params.return_log_probs and not params.skip_prompt_log_probs
         if wants_prompt and self._engine.materialize_only_last_token_logits:
             raise FieldError(

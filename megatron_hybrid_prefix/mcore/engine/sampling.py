@@ -7,7 +7,7 @@ for legacy and asynchronous scheduling. So the requests' own lists have all toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +29,14 @@ class RowRequest:
         prompt: (tokens,) int64 on the host.
         answer: Tokens generated so far, without drafts.
         drafts_before: Drafts between the answer and the token to sample. Penalties do not see them.
+        barred: The request's end tokens, as long as ``min_tokens`` bars them.
     """
 
     options: SamplingOptions
     prompt: torch.Tensor
     answer: Sequence[int]
     drafts_before: int = 0
+    barred: tuple[int, ...] = ()
 
     @property
     def position(self) -> int:
@@ -48,7 +50,14 @@ class RowRequest:
         answer = first.generated_tokens
         if others:
             answer = [token for part in record.requests for token in part.generated_tokens]
-        return cls(options=options, prompt=first.prompt_tokens, answer=answer, drafts_before=drafts_before)
+        is_barred = len(answer) + drafts_before < options.min_tokens
+        return cls(
+            options=options,
+            prompt=first.prompt_tokens,
+            answer=answer,
+            drafts_before=drafts_before,
+            barred=end_tokens_of(first.sampling_params) if is_barred else (),
+        )
 
 
 class RowSampling(Sampling):
@@ -93,6 +102,8 @@ class RowSampling(Sampling):
             options = source.row_options.get(request_id)
             if options is not None:
                 request = RowRequest.of(source.record_of(request_id), options, drafts_before)
+                if options.are_megatrons_later and not request.barred:
+                    continue
                 own = logits[row] if gather_indices is None else logits[gather_indices[row : row + 1].long()][0]
                 tokens[row] = sample(own, request, self._generator)
         return tokens
@@ -107,11 +118,13 @@ class RowSampling(Sampling):
         source = self._source
         if source.row_options:
             ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
-            of_rows = range(len(ids)) if token_to_request_index is None else token_to_request_index.tolist()
-            for row, request_id in enumerate(ids[index] for index in of_rows):
-                options = source.row_options.get(request_id)
+            of_rows = [*range(len(ids))] if token_to_request_index is None else token_to_request_index.tolist()
+            for row, index in enumerate(of_rows):
+                options = source.row_options.get(ids[index])
                 if options is not None:
-                    request = RowRequest.of(source.record_of(request_id), options)
+                    request = RowRequest.of(source.record_of(ids[index]), options)
+                    if of_rows[row + 1 : row + 2] == [index]:  # the next token is one of the prompt
+                        request = replace(request, barred=())
                     log_probs[row] = processed_log_probs(logits[row], request)
         return log_probs
 
@@ -146,8 +159,12 @@ def processed_log_probs(logits: torch.Tensor, request: RowRequest) -> torch.Tens
 
 
 def adjusted(logits: torch.Tensor, request: RowRequest) -> torch.Tensor:
-    """Logits with bias and penalties: (vocabulary,) float64."""
+    """Logits with bias and penalties, and -inf for barred tokens: (vocabulary,) float64."""
     options, scores = request.options, logits.to(torch.float64, copy=True)
+    if request.barred:  # nothing that follows makes -inf likely
+        barred = [token for token in request.barred if token < len(scores)]
+        places = torch.tensor(barred, dtype=torch.int64).to(scores.device, non_blocking=True)  # so few are read at once
+        scores.index_fill_(0, places, float("-inf"))
     if options.logit_bias:
         ids, values = zip(*options.logit_bias, strict=True)
         scores[torch.tensor(ids).to(scores.device)] += torch.tensor(values, dtype=torch.float64).to(scores.device)

@@ -1,4 +1,4 @@
-"""`Rule`: one parameter, and the tensors of Hugging Face that it is made of. No torch.
+"""`Rule`: one parameter, and the tensors of Hugging Face that it is made of. Reading this module imports neither torch nor numpy.
 
 Every parameter is a choice of rows of its sources: q, k and v become one matrix by taking their rows in another order, and
 so do the halves of a gated MLP and the projections of a recurrent layer. A rule therefore is a list of row numbers, and no
@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
-RowNumbers = NDArray[np.int64]
+type RowNumbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +104,8 @@ class Rule:
                         yield Run(source=source, start=start, stop=stop)
                     above += count
             return
+        import numpy as np
+
         numbers = np.concatenate([self.order[begin:end] for begin, end in wanted])
         ends = np.cumsum(counts)
         owner = np.searchsorted(ends, numbers, side="right")
@@ -130,4 +131,6 @@ def made_of(
 
 def row_numbers(*counts: int) -> list[RowNumbers]:
     """Row numbers of tensors with so many rows, one below the other: pack them as their rows are to be packed."""
+    import numpy as np
+
     return np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])

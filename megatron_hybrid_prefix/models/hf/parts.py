@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.mapping import RowNumbers, Rule, made_of, row_numbers
 
@@ -47,6 +45,8 @@ def mamba_parts(config: HybridModelConfig) -> Parts:
 
 def attention_parts(config: HybridModelConfig) -> Parts:
     """An attention layer, likewise."""
+    import numpy as np
+
     heads, kv = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
     # Megatron's linear_qkv: for each query group its query heads, its key head, its value head.
     groups = [rows.reshape(config.num_query_groups, -1) for rows in row_numbers(heads, kv, kv)]

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import numpy as np
-
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.family import Family, register_family
 from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, rotary, rotary_json
@@ -161,6 +159,8 @@ def _norm(target: str, source: str, width: int) -> Rule:
 
 def _order_of_in_proj(config: HybridModelConfig) -> RowNumbers:
     """Theirs: for each key head q, k, and v and z of its value heads; then for each key head b and a. Ours: part by part."""
+    import numpy as np
+
     key_heads = config.gdn_num_key_heads
     shared = config.gdn_num_value_heads // key_heads  # value heads of a key head
     key, value = config.gdn_key_head_dim, shared * config.gdn_value_head_dim
@@ -185,6 +185,8 @@ def _attention_parts(config: HybridModelConfig) -> Parts:
 
 def _order_of_qkv(config: HybridModelConfig) -> RowNumbers:
     """Theirs: for each query head its query and its gate; keys; values. Ours: for each group queries, gates, key, value."""
+    import numpy as np
+
     groups, channels = config.num_query_groups, config.kv_channels
     heads, kv = config.num_attention_heads * channels, groups * channels
     q_and_gate, k, v = row_numbers(2 * heads, kv, kv)
