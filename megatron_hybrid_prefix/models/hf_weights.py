@@ -13,10 +13,14 @@ from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.bamba import Bamba
 from megatron_hybrid_prefix.models.hf.mapping import Family, Rule
 from megatron_hybrid_prefix.models.hf.nemotron_h import NemotronH
+from megatron_hybrid_prefix.models.hf.qwen3_5 import Qwen35, Qwen35Moe
 from megatron_hybrid_prefix.models.hf.qwen3_next import Qwen3Next
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name, ranges_of_this_rank
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (NemotronH(), Qwen3Next(), Bamba())}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (NemotronH(), Qwen3Next(), Qwen35(), Qwen35Moe(), Bamba())
+}
+FAMILIES |= {name: FAMILIES[f"{name}_text"] for name in ("qwen3_5", "qwen3_5_moe")}
 """By ``model_type``."""
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 

@@ -7,7 +7,7 @@ not say is what transformers' config class says. ``tests/models/test_hf_config_f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,14 @@ _REFUSED = {
     "jamba": "its recurrent layers are Mamba1",
     "zamba2": "its attention layers share weights",
     "lfm2": "its recurrent layers are short convolutions",
-    "qwen3_5": "it has images, and rules of its language model are missing",
 }
 _DTYPES = ("float32", "bfloat16")
 KV_DEFAULTS: dict[str, tuple[int | None, int | None]] = {
     "nemotron_h": (8, 128),
     "bamba": (8, None),
     "qwen3_next": (2, 256),
+    "qwen3_5_text": (4, 256),
+    "qwen3_5_moe_text": (2, 256),
 }
 """Key/value heads and channels where config.json has no such name; None, or no entry: they follow from the query heads."""
 _NEMOTRON_H_OLD_NAMES = {
@@ -36,6 +37,8 @@ _NEMOTRON_H_OLD_NAMES = {
     "mamba_dt_limit": "time_step_limit",
 }
 _ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_MROPE_NAMES = {"mrope_section", "mrope_interleaved"}
+_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 _GATED_NORM_EPSILON = 1e-5  # of megatron's Mamba mixer, whatever the model's is
 _NEMOTRON_H_LAYERS = {
     "mamba": "M",
@@ -136,7 +139,9 @@ def dimensions_of(data: Mapping[str, Any], name: str, *, dtype: str = "bfloat16"
         ValueError: The model is of no family here, needs what megatron's layers lack, or a value is missing or wrong.
     """
     given = Given(data, name)
-    model_type = data.get("model_type")
+    if data.get("model_type") in _WITH_IMAGES:
+        given = _language_model(given)
+    model_type = given.data.get("model_type")
     if model_type not in _READERS:
         known = ", ".join(_READERS)
         if model_type is None:
@@ -157,6 +162,17 @@ def dimensions_of(data: Mapping[str, Any], name: str, *, dtype: str = "bfloat16"
         if str(error).startswith(f"{name}: "):
             raise
         raise given.error(str(error)) from None
+
+
+def _language_model(given: Given) -> Given:
+    """The values of a model with images that say what its language model is."""
+    text = given.get("text_config")
+    if not isinstance(text, dict):
+        raise given.error("text_config, which has the dimensions of the language model, is missing")
+    both = {name: given.get(name) for name in ("dtype", "torch_dtype", "quantization_config")}
+    tied = given.flag("tie_word_embeddings", False) or text.get("tie_word_embeddings")
+    own = {"model_type": f"{given.data['model_type']}_text", "tie_word_embeddings": tied}
+    return Given({**both, **text, **own}, f"{given.name}: text_config")
 
 
 def _dtype(given: Given, *names: str) -> str | None:
@@ -278,16 +294,31 @@ def _nemotron_h_pattern(given: Given) -> str:
 
 
 def _qwen3_next(given: Given) -> HybridModelConfig:
-    given.only("hidden_act", "silu")
     experts = given.whole("num_experts", default=512)
-    pattern = _qwen3_next_pattern(given, experts)
-    base, fraction = _rotary(given, default_fraction=0.25)
+    without = given.get("mlp_only_layers") or []
+    step = max(1, given.whole("decoder_sparse_step", default=1))
+    after = [
+        "E" if experts and number not in without and (number + 1) % step == 0 else "-"
+        for number in range(given.whole("num_hidden_layers"))
+    ]
+    if "E" in after and not given.flag("norm_topk_prob", True):
+        raise given.error("norm_topk_prob is false: the router's weights here are a softmax over the chosen experts")
+    return _qwen(given, after, experts)
+
+
+def _qwen(given: Given, after: list[str], experts: int) -> HybridModelConfig:
+    """A model of Gated DeltaNet and gated attention; ``after`` has the symbol after each of these layers."""
+    given.only("hidden_act", "silu")
+    layers = given.whole("num_hidden_layers")
+    kinds = given.texts("layer_types")
+    if kinds is None:
+        every = max(1, given.whole("full_attention_interval", default=4))
+        kinds = ["full_attention" if number % every == 0 else "linear_attention" for number in range(1, layers + 1)]
+    symbols = {"linear_attention": "G", "full_attention": "*"}
+    if len(kinds) != layers or set(kinds) - set(symbols):
+        raise given.error(f"layer_types must be {layers} times linear_attention or full_attention")
     fields: dict[str, Any] = {}
-    if "E" in pattern:
-        if not given.flag("norm_topk_prob", True):
-            raise given.error(
-                "norm_topk_prob is false: the router's weights here are a softmax over the chosen experts"
-            )
+    if "E" in after:
         fields = {
             "num_moe_experts": experts,
             "moe_router_topk": given.whole("num_experts_per_tok"),
@@ -295,8 +326,9 @@ def _qwen3_next(given: Given) -> HybridModelConfig:
             "moe_shared_expert_intermediate_size": given.whole("shared_expert_intermediate_size"),
             "moe_shared_expert_gate": True,
         }
+    base, fraction = _rotary(given, default_fraction=0.25, ignored=_MROPE_NAMES)
     return HybridModelConfig(
-        layer_pattern=pattern,
+        layer_pattern="".join(symbols[kind] + symbol for kind, symbol in zip(kinds, after, strict=True)),
         **_attention(given),
         gdn_num_key_heads=given.whole("linear_num_key_heads"),
         gdn_num_value_heads=given.whole("linear_num_value_heads"),
@@ -314,32 +346,28 @@ def _qwen3_next(given: Given) -> HybridModelConfig:
     )
 
 
-def _qwen3_next_pattern(given: Given, experts: int) -> str:
-    layers = given.whole("num_hidden_layers")
-    kinds = given.texts("layer_types")
-    if kinds is None:
-        every = max(1, given.whole("full_attention_interval", default=4))
-        kinds = ["full_attention" if number % every == 0 else "linear_attention" for number in range(1, layers + 1)]
-    symbols = {"linear_attention": "G", "full_attention": "*"}
-    if len(kinds) != layers or set(kinds) - set(symbols):
-        raise given.error(f"layer_types must be {layers} times linear_attention or full_attention")
-    without = given.get("mlp_only_layers") or []
-    step = max(1, given.whole("decoder_sparse_step", default=1))
-    return "".join(
-        symbols[kind] + ("E" if experts and number not in without and (number + 1) % step == 0 else "-")
-        for number, kind in enumerate(kinds)
-    )
+def _qwen3_5(given: Given) -> HybridModelConfig:
+    given.only("attn_output_gate", True)
+    given.only("output_gate_type", "swish", "silu")
+    return _qwen(given, given.whole("num_hidden_layers") * ["-"], 0)
 
 
-def _rotary(given: Given, *, default_fraction: float) -> tuple[int, float]:
-    """Base and fraction of rotary embeddings, in ``rope_parameters`` or next to it."""
+def _qwen3_5_moe(given: Given) -> HybridModelConfig:
+    given.only("attn_output_gate", True)
+    given.only("output_gate_type", "swish", "silu")
+    given = Given({"intermediate_size": given.get("moe_intermediate_size")} | given.data, given.name)
+    return _qwen(given, given.whole("num_hidden_layers") * ["E"], given.whole("num_experts"))
+
+
+def _rotary(given: Given, *, default_fraction: float, ignored: Collection[str] = ()) -> tuple[int, float]:
+    """Base and fraction of rotary embeddings, in ``rope_parameters`` or next to it; ``ignored`` may be there, too."""
     rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise given.error("rope_parameters is not a mapping")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise given.error(f"rope_type {kind!r}: only rotary embeddings without scaling are supported")
-    if other := sorted(name for name, value in rope.items() if name not in _ROPE_NAMES and value is not None):
+    if other := sorted(name for name, value in rope.items() if name not in {*_ROPE_NAMES, *ignored} and value is not None):
         raise given.error(f"rope_parameters has {other[0]}, none of {', '.join(sorted(_ROPE_NAMES))}")
     both = Given({**given.data} | {name: value for name, value in rope.items() if value is not None}, given.name)
     base = both.whole("rope_theta", default=10_000)
@@ -395,5 +423,7 @@ def _epsilon(given: Given, pattern: str, *names: str, default: float) -> float:
 _READERS: dict[str, Callable[[Given], HybridModelConfig]] = {
     "nemotron_h": _nemotron_h,
     "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "bamba": _bamba,
 }

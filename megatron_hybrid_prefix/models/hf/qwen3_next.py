@@ -46,14 +46,14 @@ class Qwen3Next(Family):
         stacked = any(name.endswith(".mlp.experts.down_proj") for name in names)
         yield made_of("embedding.word_embeddings.weight", {"model.embed_tokens.weight": vocabulary})
         pattern = config.layer_pattern.replace("|", "")
-        qkv, in_proj = _order_of_qkv(config), _order_of_in_proj(config) if config.count("G") else None
+        qkv = _order_of_qkv(config)
         for number, (mixer, feed_forward) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
             theirs = f"model.layers.{number}."
             ours = f"decoder.layers.{2 * number}."
             yield _norm(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", hidden)
             if mixer == "G":
                 fused = "self_attention.in_proj.layer_norm_weight"
-                yield from _delta_net(f"{ours}self_attention.", f"{theirs}linear_attn.", config, in_proj)
+                yield from _delta_net(f"{ours}self_attention.", f"{theirs}linear_attn.", config, *self.in_proj(config))
             else:
                 fused = "self_attention.linear_qkv.layer_norm_weight"
                 yield from _attention(f"{ours}self_attention.", f"{theirs}self_attn.", config, qkv)
@@ -69,40 +69,39 @@ class Qwen3Next(Family):
         yield _norm("decoder.final_norm.weight", "model.norm.weight", hidden)
         yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
 
+    def in_proj(self, config: HybridModelConfig) -> tuple[dict[str, int], torch.Tensor | None]:
+        """Tensors of the projection into Gated DeltaNet with their rows, and the order of the rows in megatron's matrix.
+
+        Theirs: for each key head q, k, and v and z of its value heads; then for each key head b and a. Ours: part by part.
+        """
+        key_heads = config.gdn_num_key_heads
+        shared = config.gdn_num_value_heads // key_heads  # value heads of a key head
+        key, value = config.gdn_key_head_dim, shared * config.gdn_value_head_dim
+        rows = {"in_proj_qkvz": key_heads * (2 * key + 2 * value), "in_proj_ba": key_heads * 2 * shared}
+        qkvz, ba = row_numbers(*rows.values())
+        parts = [
+            *qkvz.view(key_heads, -1).split([key, key, value, value], dim=1),
+            *ba.view(key_heads, -1).split([shared, shared], dim=1),
+        ]
+        return rows, torch.cat([part.flatten() for part in parts])
+
 
 def _norm(target: str, source: str, shape: tuple[int, ...]) -> Rule:
     return Rule(target=target, sources=(Source(name=source, shape=shape),), finish=plus_one)
 
 
-def _delta_net(ours: str, theirs: str, config: HybridModelConfig, order: torch.Tensor | None) -> Iterator[Rule]:
+def _delta_net(
+    ours: str, theirs: str, config: HybridModelConfig, in_proj: dict[str, int], order: torch.Tensor | None
+) -> Iterator[Rule]:
     hidden, heads = config.hidden_size, config.gdn_num_value_heads
     keys, values = config.gdn_num_key_heads * config.gdn_key_head_dim, heads * config.gdn_value_head_dim
-    yield made_of(
-        f"{ours}in_proj.weight",
-        {
-            f"{theirs}in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
-            f"{theirs}in_proj_ba.weight": (2 * heads, hidden),
-        },
-        order,
-    )
+    projection = {f"{theirs}{name}.weight": (rows, hidden) for name, rows in in_proj.items()}
+    yield made_of(f"{ours}in_proj.weight", projection, order)
     yield made_of(f"{ours}conv1d.weight", {f"{theirs}conv1d.weight": (2 * keys + values, 1, config.d_conv)})
     yield made_of(f"{ours}dt_bias", {f"{theirs}dt_bias": (heads,)})
     yield made_of(f"{ours}A_log", {f"{theirs}A_log": (heads,)})
     yield made_of(f"{ours}out_norm.weight", {f"{theirs}norm.weight": (config.gdn_value_head_dim,)})
     yield made_of(f"{ours}out_proj.weight", {f"{theirs}out_proj.weight": (hidden, values)})
-
-
-def _order_of_in_proj(config: HybridModelConfig) -> torch.Tensor:
-    """Theirs: for each key head q, k, and v and z of its value heads; then for each key head b and a. Ours: part by part."""
-    key_heads = config.gdn_num_key_heads
-    shared = config.gdn_num_value_heads // key_heads  # value heads of a key head
-    key, value = config.gdn_key_head_dim, shared * config.gdn_value_head_dim
-    qkvz, ba = row_numbers(key_heads * (2 * key + 2 * value), key_heads * 2 * shared)
-    parts = [
-        *qkvz.view(key_heads, -1).split([key, key, value, value], dim=1),
-        *ba.view(key_heads, -1).split([shared, shared], dim=1),
-    ]
-    return torch.cat([part.flatten() for part in parts])
 
 
 def _attention(ours: str, theirs: str, config: HybridModelConfig, order: torch.Tensor) -> Iterator[Rule]:

@@ -1,7 +1,7 @@
 """Write a random model of Hugging Face, prompts, its greedy continuations and its logits to a folder.
 
 A process of its own: transformers must not see the mamba packages, whose compiled parts may be missing, and megatron
-must. Usage: ``python hf_reference.py FOLDER...``. FOLDER/asked.json holds "architecture" (such as "NemotronH"), "model" (fields
+must. Usage: ``python hf_reference.py FOLDER...``. FOLDER/asked.json holds "architecture" (such as "NemotronH", or a whole name of a class), "model" (fields
 of its config class), "prompt_lengths", "new_tokens", "seed" and perhaps "max_shard_size". FOLDER gets ``out.pt``, and what
 ``save_pretrained`` writes.
 """
@@ -76,15 +76,16 @@ def main(folder):
     folder = Path(folder)
     asked = json.loads((folder / "asked.json").read_text())
     generator = torch.Generator().manual_seed(asked["seed"])
-    config = getattr(transformers, f"{asked['architecture']}Config")(**asked["model"])
-    model = getattr(transformers, f"{asked['architecture']}ForCausalLM")(config).float().eval()
+    name = asked["architecture"]
+    model_class = getattr(transformers, name if "For" in name else f"{name}ForCausalLM")
+    model = model_class(model_class.config_class(**asked["model"])).float().eval()
     randomise(model, generator)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, float("inf"))  # megatron does not clamp dt
     cases, margins = [], watch_routers(model)
     for length in asked["prompt_lengths"]:
-        tokens = torch.randint(0, model.config.vocab_size, (1, length), generator=generator)
+        tokens = torch.randint(0, model.config.get_text_config().vocab_size, (1, length), generator=generator)
         for _ in range(asked["new_tokens"]):  # no cache: every step is one forward of the whole sequence
             logits = model(tokens, use_cache=False).logits
             tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
