@@ -1,4 +1,4 @@
-"""Plugins: modules of the user that register eviction policies, layer kinds and storage tiers.
+"""Plugins: modules of the user that register eviction policies, layer kinds, storage tiers and families of models.
 
 A plugin is a Python module that calls a register function, such as `register_eviction_policy`, when it is imported. The
 environment variable ``HYBRID_PREFIX_PLUGINS`` lists plugins, separated by commas. They must be on the import path. A

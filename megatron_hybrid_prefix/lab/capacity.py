@@ -17,7 +17,8 @@ from megatron_hybrid_prefix.console.hf import folder_of
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
 from megatron_hybrid_prefix.layers.components import gated_delta_net_components, mamba2_components
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
-from megatron_hybrid_prefix.models.hf.dimensions import Given, dimensions_of
+from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
+from megatron_hybrid_prefix.models.hf.given import Given
 from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES, SlotLayout, StateLayout
 from megatron_hybrid_prefix.pool.pages import own_bytes
 

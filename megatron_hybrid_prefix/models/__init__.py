@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig, get_preset
+from megatron_hybrid_prefix.models.hf.family import Family, register_family
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 
 if TYPE_CHECKING:
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRESETS",
+    "Family",
     "HfFolder",
     "HybridModelConfig",
     "build_hybrid_model",
     "get_preset",
     "load_checkpoint",
     "open_folder",
+    "register_family",
     "save_checkpoint",
     "save_hf_folder",
 ]

@@ -100,6 +100,7 @@ def build_hybrid_model(
         rotary_percent=config.rotary_fraction,
     )
     model.hybrid_config = config
+    model.hf_model_type = None if folder is None else folder.model_type
     if platform.has_transformer_engine and not use_te:
         _use_local_final_norm(model)
     model.requires_grad_(False)

@@ -21,6 +21,7 @@ import torch
 
 from megatron_hybrid_prefix.models.checkpoint import together
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, StoredWeight
+from megatron_hybrid_prefix.models.hf.mapping import Finish
 from megatron_hybrid_prefix.models.hf_weights import Copy, plan_copies
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 
@@ -84,7 +85,7 @@ class _Slice:
     stride_bytes: int
     pieces: int
     out: torch.Tensor
-    finish: Callable[[torch.Tensor], torch.Tensor] | None
+    finish: Finish | None
 
     @property
     def size_bytes(self) -> int:
@@ -180,7 +181,7 @@ class _Buffer:
             if slice_.finish is not None or values.dtype != slice_.out.dtype:
                 values = values.to(slice_.out.device, non_blocking=True)
             if slice_.finish is not None:
-                values = slice_.finish(values)
+                values = slice_.finish.apply(values)
             slice_.out.copy_(values, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()

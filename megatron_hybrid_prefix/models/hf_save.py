@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
-from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
+from megatron_hybrid_prefix.models.hf.dimensions import config_json_of, family_of
 from megatron_hybrid_prefix.models.hf.mapping import Rule
-from megatron_hybrid_prefix.models.hf_weights import family_of
+from megatron_hybrid_prefix.models.hf_weights import EMBEDDING, OUTPUT
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 
 
@@ -24,99 +24,59 @@ def save_hf_folder(
     *,
     dtype: str = "bfloat16",
     generation: Mapping[str, Any] | None = None,
+    model_type: str | None = None,
 ) -> None:
     """Write ``config.json``, ``model.safetensors`` and perhaps ``generation_config.json``; other files stay.
 
     Args:
-        model: The model, unsharded (tp = pp = ep = 1), of the family Nemotron-H without experts.
+        model: The model, unsharded (tp = pp = ep = 1).
         path: The folder; it is made where there is none.
         dtype: Of the stored weights, all of them: "bfloat16" or "float32".
         generation: Values of ``generation_config.json``, such as ``eos_token_id``; None: no such file.
+        model_type: Hugging Face's name of the family; None: that of the folder that the model was built from, or the first
+            family that has such dimensions.
 
     Raises:
-        ValueError: No family here has such dimensions, or it cannot be saved, or the model is sharded.
+        ValueError: No family here has such dimensions, or the model is sharded, or has a weight that the family lacks.
     """
     from safetensors.torch import save_file
 
-    config: HybridModelConfig = model.hybrid_config
-    family = family_of(config)
-    if family.model_type != "nemotron_h" or config.has_experts:
-        raise ValueError(
-            f"only Nemotron-H without experts is saved, not {family.model_type} with {config.layer_pattern}"
-        )
+    config: HybridModelConfig = replace(model.hybrid_config, dtype=dtype)
+    family = family_of(config, model_type or model.hf_model_type)
     rules = {rule.target: rule for rule in family.rules(config)}
     weights: dict[str, torch.Tensor] = {}
+    written = set[tuple[str, int | None]]()
     for name, parameter in parameters_by_global_name(model):
         if name not in rules or tuple(parameter.shape) != rules[name].shape:
             raise ValueError(
-                f"{name} has shape {tuple(parameter.shape)}: the model is sharded, or not of {family.model_type}"
+                f"{name} has shape {tuple(parameter.shape)}: the model is sharded, or not of {family.name}"
             )
-        weights |= _sources(rules[name], parameter.detach())
-    if config.tie_embeddings:  # transformers' Nemotron-H does not tie them
-        weights["lm_head.weight"] = weights["model.embeddings.weight"]
-    stored = {name: weight.to("cpu", getattr(torch, dtype)).contiguous().clone() for name, weight in weights.items()}
-    data = _nemotron_h(config, dtype)
-    read_back = replace(dimensions_of(data, "config.json"), chunk_size=config.chunk_size)
-    wanted = replace(
-        config,
-        layer_pattern=config.layer_pattern.replace("|", ""),
-        dtype=dtype,
-        tie_embeddings=False,
-        long_memory=False,
-    )
-    if read_back != wanted:
-        raise ValueError(f"config.json cannot say what this model is: {wanted} would be read as {read_back}")
+        for target in (name, OUTPUT) if name == EMBEDDING and config.tie_embeddings and not family.ties else (name,):
+            _write(rules[target], parameter.detach(), getattr(torch, dtype), weights)
+            written |= {(source.name, source.at) for source in rules[target].sources}
+    for rule in rules.values():
+        for source in rule.sources:
+            if (source.name, source.at) not in written and not (rule.target == OUTPUT and config.tie_embeddings):
+                raise ValueError(f"the model has no weight for {source.name}: it is sharded, or not of {family.name}")
+    data = config_json_of(family, replace(config, tie_embeddings=config.tie_embeddings and family.ties))
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(dict(generation), indent=2) + "\n", encoding="utf-8")
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _sources(rule: Rule, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`Rule.read` the other way round: the sources that the parameter is made of."""
-    if rule.finish is not None or any(source.at is not None for source in rule.sources):
-        raise ValueError(f"{rule.target} is computed from its sources: it cannot be saved")
+def _write(rule: Rule, values: torch.Tensor, dtype: torch.dtype, weights: dict[str, torch.Tensor]) -> None:
+    """Writes the sources of a parameter with these values, whole tensors or matrices of a stack, into ``weights``."""
+    if rule.finish is not None:
+        values = rule.finish.undo(values)
     if rule.order is not None:
-        rows = torch.empty_like(parameter)
-        rows[rule.order.to(parameter.device)] = parameter
-        parameter = rows
-    parts = parameter.split([source.part_shape[0] for source in rule.sources])
-    return {source.name: part for source, part in zip(rule.sources, parts, strict=True)}
-
-
-def _nemotron_h(config: HybridModelConfig, dtype: str) -> dict[str, Any]:
-    """``config.json``. A lower limit of 0 is none: megatron's mixer does not clamp the step size."""
-    data: dict[str, Any] = {
-        "model_type": "nemotron_h",
-        "architectures": ["NemotronHForCausalLM"],
-        "dtype": dtype,
-        "hybrid_override_pattern": config.layer_pattern.replace("|", ""),
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_sequence_length,
-        "tie_word_embeddings": False,
-        "layer_norm_epsilon": config.layernorm_epsilon,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_query_groups,
-        "head_dim": config.kv_channels,
-        "attention_bias": False,
-        "intermediate_size": config.ffn_hidden_size,
-        "mlp_hidden_act": "relu2",
-        "mlp_bias": False,
-        "mamba_num_heads": config.mamba_num_heads,
-        "mamba_head_dim": config.mamba_head_dim,
-        "ssm_state_size": config.mamba_state_dim,
-        "n_groups": config.mamba_num_groups,
-        "conv_kernel": config.d_conv,
-        "chunk_size": config.chunk_size,
-        "use_conv_bias": True,
-        "use_bias": False,
-        "mamba_hidden_act": "silu",
-        "time_step_min": 0.0,
-    }
-    if config.state_dtype is not None:
-        data["mamba_ssm_cache_dtype"] = config.state_dtype
-    return data
+        rows = torch.empty_like(values)
+        rows[torch.from_numpy(rule.order).to(values.device)] = values
+        values = rows
+    parts = values.split([source.part_shape[0] for source in rule.sources])
+    for source, part in zip(rule.sources, parts, strict=True):
+        if source.name not in weights:
+            weights[source.name] = torch.empty(source.shape, dtype=dtype)
+        (weights[source.name] if source.at is None else weights[source.name][source.at]).copy_(part)

@@ -10,18 +10,10 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
-from megatron_hybrid_prefix.models.hf.bamba import Bamba
-from megatron_hybrid_prefix.models.hf.mapping import Family, Rule
-from megatron_hybrid_prefix.models.hf.nemotron_h import NemotronH
-from megatron_hybrid_prefix.models.hf.qwen3_5 import Qwen35, Qwen35Moe
-from megatron_hybrid_prefix.models.hf.qwen3_next import Qwen3Next
+from megatron_hybrid_prefix.models.hf.dimensions import family_of
+from megatron_hybrid_prefix.models.hf.mapping import Rule
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name, ranges_of_this_rank
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (NemotronH(), Qwen3Next(), Qwen35(), Qwen35Moe(), Bamba())
-}
-FAMILIES |= {name: FAMILIES[f"{name}_text"] for name in ("qwen3_5", "qwen3_5_moe")}
-"""By ``model_type``."""
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -79,30 +71,12 @@ def plan_copies(
     copies, found = [], set[str]()
     for name, parameter in parameters_by_global_name(model):
         if name not in rules:
-            raise ValueError(f"the model has a weight that {family.model_type} lacks: {name}")
+            raise ValueError(f"the model has a weight that {family.name} lacks: {name}")
         part = _part_of_this_rank(name, parameter, config, rules[name].shape)
         copies.append(Copy(parameter=parameter, rule=rules[name], **part))
         found.add(name)
     _check_every_source_is_taken(rules.values(), found, model, config)
     return weights, copies
-
-
-def family_of(config: HybridModelConfig, model_type: str | None = None) -> Family:
-    """The family with this name, or the first that has such dimensions.
-
-    Raises:
-        ValueError: There is none; the message says what each family has instead.
-    """
-    if model_type is not None and model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is none of {', '.join(FAMILIES)}")
-    asked = FAMILIES.values() if model_type is None else [FAMILIES[model_type]]
-    mismatches = []
-    for family in asked:
-        mismatch = family.mismatch(config)
-        if mismatch is None:
-            return family
-        mismatches.append(f"{family.model_type} has {mismatch}")
-    raise ValueError("; ".join(mismatches))
 
 
 def shapes_of(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:

@@ -14,130 +14,29 @@ import torch
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
 from tests.harness.engine_helpers import greedy, run_to_end
+from tests.harness.hf_families import MODELS
 from tests.harness.hf_state_dict import hf_shapes
 from tests.harness.limits import HANG_S
 
-REFERENCE = Path(__file__).parent / "workers" / "hf_reference.py"
+WORKERS = Path(__file__).parent / "workers"
 NEW_TOKENS = 8
 
-# No two dimensions agree by chance: inner 96, conv 160, query heads 80, key and value heads 40.
-NEMOTRON_H_ASKED = {
-    "architecture": "NemotronH",
-    "model": {
-        "hybrid_override_pattern": "M*-M-*M",
-        "hidden_size": 64,
-        "vocab_size": 272,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 12,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "conv_kernel": 4,
-        "chunk_size": 32,  # another grid than megatron's: the result may not depend on it
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 20,
-        "intermediate_size": 112,
-        "mlp_hidden_act": "relu2",
-        "layer_norm_epsilon": 1e-5,
-        "use_conv_bias": True,
-        "use_bias": False,
-    },
-    "prompt_lengths": (1, 2, 3, 7, 64, 127, 128, 129, 300),
-    "new_tokens": NEW_TOKENS,
-    "seed": 1,
-}
 
-# The bias changes which experts are chosen; 2 of 4 groups; weights are scaled.
-NEMOTRON_H_EXPERTS_ASKED = NEMOTRON_H_ASKED | {
-    "model": NEMOTRON_H_ASKED["model"]
-    | {
-        "hybrid_override_pattern": "M*E-ME*M",
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.5,
-        "moe_intermediate_size": 40,
-        "moe_shared_expert_intermediate_size": 48,
-    },
-}
-
-# Three value heads share a key head, two query heads a key and value head. The last layer has an MLP and no experts.
-QWEN3_NEXT_ASKED = {
-    "architecture": "Qwen3Next",
-    "model": {
-        "hidden_size": 64,
-        "vocab_size": 272,
-        "num_hidden_layers": 5,
-        "layer_types": [*["linear_attention"] * 3, "full_attention", "linear_attention"],
-        "mlp_only_layers": [4],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 20,
-        "linear_value_head_dim": 12,
-        "linear_conv_kernel_dim": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 24,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        "intermediate_size": 112,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "shared_expert_intermediate_size": 48,
-        "rms_norm_eps": 1e-6,
-    },
-    "prompt_lengths": (1, 2, 3, 4, 63, 64, 65, 128, 300),
-    "new_tokens": NEW_TOKENS,
-    "seed": 8,  # no choice between two experts is close, see `router_margin`
-}
-
-BAMBA_ASKED = {
-    "architecture": "Bamba",
-    "model": {
-        "num_hidden_layers": 4,
-        "attn_layer_indices": [1, 3],
-        "hidden_size": 64,
-        "vocab_size": 272,
-        "mamba_n_heads": 8,
-        "mamba_d_head": "auto",
-        "mamba_d_state": 24,
-        "mamba_n_groups": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 112,
-        "rms_norm_eps": 1e-5,
-        "mamba_chunk_size": 32,
-    },
-    "prompt_lengths": (1, 3, 64, 129),
-    "new_tokens": NEW_TOKENS,
-    "seed": 1,
-}
+def config_json(kind: str, *, tied: bool = False) -> dict[str, Any]:
+    """What the ``config.json`` of a tiny model of `tests.harness.hf_families` says."""
+    model = MODELS[kind]
+    own = {"model_type": model.model_type, "dtype": "float32", "tie_word_embeddings": tied}
+    return {**model.dimensions, **own, "max_position_embeddings": 2048}
 
 
-def config_json(model_type: str, asked: dict[str, Any], *, tied: bool = False) -> dict[str, Any]:
-    """What a folder's ``config.json`` says."""
-    own = {"model_type": model_type.removesuffix("_experts"), "dtype": "float32", "tie_word_embeddings": tied}
-    return asked["model"] | own | {"max_position_embeddings": 1024}
-
-
-# By kind: the dimensions as the package reads them (parity with the answers of transformers shows that they are right), and what
-# transformers is asked for.
-MODELS = {
-    name: (dimensions_of(config_json(name, asked), name), asked)
-    for name, asked in {
-        "bamba": BAMBA_ASKED,
-        "nemotron_h": NEMOTRON_H_ASKED,
-        "nemotron_h_experts": NEMOTRON_H_EXPERTS_ASKED,
-        "qwen3_next": QWEN3_NEXT_ASKED,
-    }.items()
-}
-BAMBA, NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_NEXT = (config for config, _ in MODELS.values())
+# The dimensions as the package reads them; parity with the answers of transformers shows that they are right.
+CONFIGS = {kind: dimensions_of(config_json(kind), kind) for kind in MODELS}
+NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_NEXT = (CONFIGS[k] for k in ("nemotron_h", "nemotron_h_experts", "qwen3_next"))
 
 
 def make_folder(
     folder: Path,
-    model_type: str = "nemotron_h",
+    kind: str = "nemotron_h",
     *,
     shards: int = 1,
     tied: bool = False,
@@ -146,13 +45,12 @@ def make_folder(
     """A folder with random weights; returns them."""
     from safetensors.torch import save_file
 
-    config, asked = MODELS[model_type]
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_json(model_type, asked, tied=tied)))
+    (folder / "config.json").write_text(json.dumps(config_json(kind, tied=tied)))
     generator = torch.Generator().manual_seed(1)
     weights = {
         name: torch.randn(shape, generator=generator).to(dtype)
-        for name, shape in hf_shapes(config).items()
+        for name, shape in hf_shapes(CONFIGS[kind], MODELS[kind].model_type).items()
         if not (tied and name == "lm_head.weight")
     }
     if shards == 1:
@@ -188,15 +86,29 @@ def make_references(asked: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, A
     for folder, wanted in asked.items():
         folder.mkdir(exist_ok=True)
         (folder / "asked.json").write_text(json.dumps(wanted))
+    run_transformers("hf_reference.py", *asked)
+    return {folder: load_reference(folder) for folder in asked}
+
+
+def logits_of_transformers(tokens: dict[Path, list[int]]) -> dict[Path, dict[str, Any]]:
+    """What `tests/harness/workers/hf_logits.py` finds for each folder."""
+    for folder, wanted in tokens.items():
+        (folder / "tokens.json").write_text(json.dumps(wanted))
+    run_transformers("hf_logits.py", *tokens)
+    return {folder: torch.load(folder / "logits.pt", weights_only=True) for folder in tokens}
+
+
+def run_transformers(worker: str, *folders: Path) -> None:
+    """Runs a worker in a process that sees no GPU and no network."""
     result = subprocess.run(
-        [sys.executable, str(REFERENCE), *map(str, asked)],
+        [sys.executable, str(WORKERS / worker), *map(str, folders)],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=HANG_S,
+        check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    return {folder: load_reference(folder) for folder in asked}
 
 
 def load_reference(folder: Path) -> dict[str, Any]:

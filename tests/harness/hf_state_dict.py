@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.models import HybridModelConfig
+from megatron_hybrid_prefix.models.hf.dimensions import family_of
 from megatron_hybrid_prefix.models.hf.mapping import Rule
-from megatron_hybrid_prefix.models.hf_weights import family_of, plan_copies, shapes_of
+from megatron_hybrid_prefix.models.hf_weights import plan_copies, shapes_of
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def read(
             where = (*where, slice(*columns))
         pieces.append(weights[run.source.name][where])
     found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return found if rule.finish is None else rule.finish(found)
+    return found if rule.finish is None else rule.finish.apply(found)
 
 
 def hf_shapes(config: HybridModelConfig, model_type: str | None = None) -> dict[str, tuple[int, ...]]:

@@ -14,18 +14,22 @@ from megatron_hybrid_prefix.lab.budget import Usage, plan_budget
 from megatron_hybrid_prefix.lab.capacity import sizes_of_config
 from megatron_hybrid_prefix.lab.fit import KEPT_FREE, fits, parameter_count
 from megatron_hybrid_prefix.models import get_preset
-from tests.harness.hf_helpers import MODELS, make_folder
+from tests.harness.hf_families import MODELS
+from tests.harness.hf_helpers import CONFIGS, make_folder
 from tests.harness.hf_state_dict import hf_shapes
 
 GIB = 2**30
 
 
-@pytest.mark.parametrize(
-    "name", ["nemotron-h-8b", "qwen3-next-80b-a3b", "nemotron_h", "nemotron_h_experts", "qwen3_next", "bamba"]
-)
+PRESETS = {"nemotron-h-8b": "nemotron_h", "qwen3-next-80b-a3b": "qwen3_next"}
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *MODELS])
 def test_parameters_are_those_of_the_files(name):
-    config = MODELS[name][0] if name in MODELS else get_preset(name)
-    shapes = hf_shapes(config)
+    config, model_type = (
+        (get_preset(name), PRESETS[name]) if name in PRESETS else (CONFIGS[name], MODELS[name].model_type)
+    )
+    shapes = hf_shapes(config, model_type)
     assert parameter_count(config) == sum(map(math.prod, shapes.values()))
     tied = replace(config, tie_embeddings=True)
     assert parameter_count(config) - parameter_count(tied) == config.vocab_size * config.hidden_size

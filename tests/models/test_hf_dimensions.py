@@ -53,7 +53,11 @@ def test_experts_of_nemotron_h(groups, expected):
     ("name", "changes", "message"),
     [
         ("nemotron_h_old", {"model_type": None}, "model_type is missing"),
-        ("nemotron_h_old", {"model_type": "llama"}, "model_type 'llama' is not supported: it is none of nemotron_h"),
+        (
+            "nemotron_h_old",
+            {"model_type": "llama"},
+            "model_type 'llama' is not supported: it is none of bamba, nemotron_h",
+        ),
         ("nemotron_h_old", {"model_type": "granitemoehybrid"}, "'granitemoehybrid' .*logits_scaling"),
         ("nemotron_h_old", {"model_type": "falcon_h1"}, "'falcon_h1' .*side by side"),
         ("nemotron_h_old", {"torch_dtype": "float16"}, "dtype is 'float16', none of float32, bfloat16"),

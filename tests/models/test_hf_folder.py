@@ -12,25 +12,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_hybrid_prefix.models import build_hybrid_model, hf_load, open_folder
-from megatron_hybrid_prefix.models.hf_weights import family_of
+from megatron_hybrid_prefix.models.hf.dimensions import family_of
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
-from tests.harness.hf_helpers import MODELS, PromptLogits, make_folder
+from tests.harness.hf_families import MODELS
+from tests.harness.hf_helpers import CONFIGS, PromptLogits, make_folder
 from tests.harness.hf_state_dict import read as read_rule
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_type", MODELS)
-def test_a_model_has_the_weights_of_its_folder(platform, tmp_path, model_type, tied, shards):
-    weights = make_folder(tmp_path / "hf", model_type, shards=shards, tied=tied)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_has_the_weights_of_its_folder(platform, tmp_path, kind, tied, shards):
+    weights = make_folder(tmp_path / "hf", kind, shards=shards, tied=tied)
     folder = open_folder(tmp_path / "hf")
-    config = replace(MODELS[model_type][0], tie_embeddings=tied)
+    config = replace(CONFIGS[kind], tie_embeddings=tied)
     assert folder.config == config
     assert folder.weight_bytes == sum(weight.nbytes for weight in weights.values())
     read = []
     model = build_hybrid_model(hf=str(tmp_path / "hf"), platform=platform, on_read=lambda *values: read.append(values))
     assert model.hybrid_config == config
-    rules = {rule.target: rule for rule in family_of(config).rules(config)}
+    rules = {rule.target: rule for rule in family_of(config, folder.model_type).rules(config)}
     for name, parameter in parameters_by_global_name(model):
         assert torch.equal(parameter, read_rule(rules[name], weights)), name
     total = sum(parameter.numel() for _, parameter in parameters_by_global_name(model))

@@ -1,13 +1,13 @@
 """A folder that transformers saved, run by its name alone, gives transformers' answers (fp32, random weights).
 
-Each family with tied and untied embeddings, from one file and from several shards, with one rank, and two of every kind. And
-no weight is ignored, constant, or like another: what is wrong shows.
+Each model of `tests.harness.hf_families` with tied and untied embeddings, from one file and from several shards, with one rank,
+and two of every kind. And no weight is ignored, constant, or like another: what is wrong shows.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from itertools import combinations
 
@@ -17,17 +17,17 @@ import torch
 pytest.importorskip("transformers")
 
 from megatron_hybrid_prefix.cli import convert
-from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder
+from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder, save_hf_folder
+from megatron_hybrid_prefix.models.hf.family import FAMILIES
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
+from tests.harness.hf_families import MODELS
 from tests.harness.hf_helpers import (
-    BAMBA_ASKED,
-    MODELS,
-    NEMOTRON_H_ASKED,
-    NEMOTRON_H_EXPERTS_ASKED,
-    QWEN3_NEXT_ASKED,
+    CONFIGS,
+    NEW_TOKENS,
     PromptLogits,
     answers_of_a_batch,
     assert_same_answer,
+    logits_of_transformers,
     make_references,
 )
 from tests.harness.hf_state_dict import copy_hf_weights
@@ -36,28 +36,18 @@ from tests.harness.workers.launch import run_ranks
 pytestmark = pytest.mark.slow
 
 FAR = 1e-2  # a hundred times what is allowed
-LENGTHS = {"prompt_lengths": (1, 3, 64, 129)}
-STAGES = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]
-SHARDS = {"max_shard_size": "100KB"}
 
 
-def _tied(asked):
-    return asked | {"model": asked["model"] | {"tie_word_embeddings": True}}
+def _asked(kind, *, tied):
+    """What a folder is made of: several shards untied, one file and few prompts tied."""
+    asked = asdict(MODELS[kind]) | {"new_tokens": NEW_TOKENS}
+    if tied:
+        asked["dimensions"] = asked["dimensions"] | {"tie_word_embeddings": True}
+        return asked | {"prompt_lengths": (1, 64, 129), "seed": asked["seed"] + 1}
+    return asked | {"prompt_lengths": (*asked["prompt_lengths"], 1000), "max_shard_size": "100KB"}
 
 
-ASKED = {
-    "bamba": BAMBA_ASKED | SHARDS,
-    "bamba_tied": _tied(BAMBA_ASKED),
-    "nemotron_h": NEMOTRON_H_ASKED | LENGTHS | SHARDS,
-    "nemotron_h_tied": _tied(NEMOTRON_H_ASKED) | LENGTHS,
-    "nemotron_h_experts": NEMOTRON_H_EXPERTS_ASKED | LENGTHS | SHARDS,
-    "qwen3_next": QWEN3_NEXT_ASKED | LENGTHS,
-    "qwen3_next_stages": QWEN3_NEXT_ASKED
-    | {"model": QWEN3_NEXT_ASKED["model"] | {"layer_types": STAGES, "mlp_only_layers": []}}
-    | LENGTHS
-    | {"seed": 8},
-    "qwen3_next_tied": _tied(QWEN3_NEXT_ASKED) | LENGTHS | SHARDS | {"seed": 9},  # see `router_margin`
-}
+ASKED = {f"{kind}_tied" if tied else kind: _asked(kind, tied=tied) for kind in MODELS for tied in (False, True)}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +68,6 @@ def test_the_references_are_worth_a_comparison(references):
         for case in reference["cases"]:
             assert case["logits"].std() > 0.5
             assert len(set(case["tokens"][case["length"] :])) > 1
-        assert (reference["router_margin"] or 1) >= 1e-4, "rounding may choose another expert"
 
 
 def test_logits_tokens_and_log_probs(platform, references, folder):
@@ -92,34 +81,50 @@ def test_logits_tokens_and_log_probs(platform, references, folder):
         assert_same_answer(request, reference["cases"][number])
 
 
+def test_transformers_reads_what_is_saved(platform, references):
+    """The very values that it gave; also where norms multiply by 1 + weight, and with embeddings of each kind."""
+    tokens = {}
+    for folder, reference in references.items():
+        model = build_hybrid_model(hf=folder, platform=platform)
+        save_hf_folder(model, folder / "saved", dtype="float32")
+        tokens[folder / "saved"] = reference["cases"][-1]["tokens"]
+    for folder, found in logits_of_transformers(tokens).items():
+        asked = ASKED[folder.parent.name]
+        assert (found["class"], found["wrong"]) == (FAMILIES[asked["model_type"]].architecture, []), folder
+        gap = (found["logits"] - references[folder.parent]["cases"][-1]["logits"]).abs().max()
+        assert gap <= 1e-4, folder
+
+
 # -- what is wrong shows ---------------------------------------------------------------------------------------------------
 
 
-class Family:
-    """A family's model, the weights that transformers gave it, and how far a prompt's logits are off with others."""
+class Served:
+    """A model, the weights that transformers gave it, and how far a prompt's logits are off with others."""
 
-    def __init__(self, platform, references, name):
-        self.reference = next(reference for folder, reference in references.items() if folder.name == name)
-        self.config, self.weights = MODELS[name][0], self.reference["state_dict"]
+    def __init__(self, platform, references, kind):
+        self.reference = next(reference for folder, reference in references.items() if folder.name == kind)
+        self.config, self.model_type = CONFIGS[kind], MODELS[kind].model_type
+        read, weights = FAMILIES[self.model_type].canonical, self.reference["state_dict"]
+        self.weights = {name: weight for name, weight in weights.items() if read(name) is not None}
         self.model = build_hybrid_model(self.config, seed=9, platform=platform)
         self._logits = PromptLogits(self.model)
         self._case = next(case for case in self.reference["cases"] if case["length"] == 64)
         self.load(self.weights)
 
     def load(self, weights):
-        copy_hf_weights(self.model, weights, self.config)
+        copy_hf_weights(self.model, weights, self.config, self.model_type)
 
     def gap(self):
         return float((self._logits(self._case["tokens"]) - self._case["logits"]).abs().max())
 
 
 @pytest.fixture(scope="module")
-def family(platform, references):
-    return cache(lambda name: Family(platform, references, name))
+def served(platform, references):
+    return cache(lambda kind: Served(platform, references, kind))
 
 
-def test_weights_may_be_replaced_and_may_have_the_hubs_names(family):
-    nemotron = family("nemotron_h")
+def test_weights_may_be_replaced_and_may_have_the_hubs_names(served):
+    nemotron = served("nemotron_h")
     hub = {name.replace("model.", "backbone.", 1): value for name, value in nemotron.weights.items()}
     for weights in (nemotron.weights, hub | {"mtp.layers.0.norm.weight": torch.zeros(1)}):
         with torch.no_grad():
@@ -131,77 +136,59 @@ def test_weights_may_be_replaced_and_may_have_the_hubs_names(family):
             assert_same_answer(request, nemotron.reference["cases"][number])
 
 
-def test_a_perturbation_of_any_weight_shows(family):
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_perturbation_of_any_weight_shows(served, kind):
     """Changing any one weight by a few percent breaks the parity."""
-    nemotron = family("nemotron_h")
-    for name, weight in nemotron.weights.items():
+    model = served(kind)
+    for name, weight in model.weights.items():
         wrong = weight + 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-        nemotron.load(nemotron.weights | {name: wrong})
-        assert nemotron.gap() >= FAR, name
+        model.load(model.weights | {name: wrong})
+        assert model.gap() >= FAR, name
 
 
-@pytest.mark.parametrize(
-    ("name", "stacks", "least"),
-    [
-        ("nemotron_h_experts", ("model.layers.2.mixer.experts.up_proj", "model.layers.5.mixer.experts.down_proj"), 60),
-        ("qwen3_next", ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"), 150),
-    ],
-)
-def test_swapping_any_two_weights_of_equal_shape_shows(family, name, stacks, least):
-    """Also two experts of a layer, and one's gate and up projection; and the routers' bias is not ignored."""
-    served = family(name)
-    weights = served.weights
+@pytest.mark.parametrize("kind", MODELS)
+def test_swapping_any_two_weights_of_equal_shape_shows(served, kind):
+    """Also two experts of a layer, and the halves of one; and a bias of a router is not ignored."""
+    model = served(kind)
+    weights = model.weights
     wrong = {
         (one, other): {one: weights[other], other: weights[one]}
         for one, other in combinations(weights, 2)
         if weights[one].shape == weights[other].shape
     }
-    for stacked in stacks:
-        stack = weights[stacked]
-        for other in range(1, len(stack)):
-            order = [other, *range(1, other), 0, *range(other + 1, len(stack))]
-            wrong[stacked, other] = {stacked: stack[order]}
-        if "gate_up" in stacked:
-            wrong[stacked, "gate and up"] = {stacked: stack.roll(stack.shape[1] // 2, dims=1)}
-    for bias in weights:
-        if bias.endswith("e_score_correction_bias"):
-            wrong[bias, None] = {bias: torch.zeros_like(weights[bias])}
-    assert len(wrong) > least
+    assert len(wrong) > 20
+    for name, stack in weights.items():
+        if stack.dim() == 3 and stack.shape[0] == model.config.num_moe_experts:
+            for other in range(1, len(stack)):
+                order = [other, *range(1, other), 0, *range(other + 1, len(stack))]
+                wrong[name, other] = {name: stack[order]}
+            wrong[name, "halves"] = {name: stack.roll(stack.shape[1] // 2, dims=1)}
+        if name.endswith("e_score_correction_bias"):
+            wrong[name, None] = {name: torch.zeros_like(stack)}
     for pair, swapped in wrong.items():
-        served.load(weights | swapped)
-        assert served.gap() >= FAR, pair
+        model.load(weights | swapped)
+        assert model.gap() >= FAR, pair
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("nemotron_h_experts", {"moe_router_scaling": 1.0}),
-        ("nemotron_h_experts", {"moe_router_groups": 0, "moe_router_topk_groups": 0}),
-        ("nemotron_h_experts", {"moe_router_topk": 2}),
-        ("qwen3_next", {"rotary_base": 10_000}),
-        ("qwen3_next", {"rotary_fraction": 0.5}),
-        ("qwen3_next", {"moe_router_topk": 2}),
-        ("qwen3_next", {"layernorm_epsilon": 1e-3}),
-    ],
-    ids=str,
+    ("kind", "changes"), [(kind, changes) for kind, model in MODELS.items() for changes in model.changes], ids=str
 )
-def test_another_dimension_shows(platform, family, name, changes):
-    reference, config = family(name).reference, replace(MODELS[name][0], **changes)
-    model = build_hybrid_model(config, seed=9, platform=platform)
-    copy_hf_weights(model, reference["state_dict"], config)
-    case = reference["cases"][-1]
+def test_another_dimension_shows(platform, served, kind, changes):
+    reference = served(kind).reference
+    model = build_hybrid_model(replace(CONFIGS[kind], **changes), seed=9, platform=platform)
+    copy_hf_weights(model, reference["state_dict"], CONFIGS[kind], MODELS[kind].model_type)
+    case = next(case for case in reference["cases"] if case["length"] == 129)
     assert (PromptLogits(model)(case["tokens"]) - case["logits"]).abs().max() >= FAR
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------------
 
-# (tp, pp, ep), and the folders: every pipeline stage needs an attention layer, tied embeddings run without stages only.
+# (tp, pp, ep), and the folders. Tied embeddings run without stages only.
 LAYOUTS = {
     (2, 1, 1): list(ASKED),
-    (1, 2, 1): ["bamba", "nemotron_h", "nemotron_h_experts", "qwen3_next_stages"],
-    (1, 1, 2): ["nemotron_h_experts", "qwen3_next", "qwen3_next_tied"],
+    (1, 2, 1): [kind for kind, config in CONFIGS.items() if config.count("*") > 1],
+    (1, 1, 2): [name for name in ASKED if CONFIGS[name.removesuffix("_tied")].has_experts],
 }
-CONVERTED = ("bamba", "nemotron_h_experts", "qwen3_next_stages")
 
 
 @pytest.mark.multi
@@ -210,7 +197,8 @@ def test_two_ranks(platform, references, tmp_path, layout):
     """Also checkpoints: what `convert` wrote on one rank is read by two, and the other way round."""
     asked = {folder.name: folder for folder in references}
     folders = [asked[name] for name in LAYOUTS[layout]]
-    for name in set(CONVERTED) & set(LAYOUTS[layout]):
+    converted = set(CONFIGS) & set(LAYOUTS[layout])
+    for name in converted:
         shutil.rmtree(asked[name] / "mcore-again", ignore_errors=True)
         if not (asked[name] / "mcore").is_dir():
             assert convert.main(["--hf", str(asked[name]), "--out", str(asked[name] / "mcore"), "--device", "cpu"]) == 0
@@ -220,7 +208,8 @@ def test_two_ranks(platform, references, tmp_path, layout):
             assert found.get("logits_gap", 0.0) <= 1e-4 and found["log_probs_gap"] <= 1e-4, name
             assert found["values_read"] == found["values_held"], name
             assert found.get("unequal", []) == [], name
-    for name in set(CONVERTED) & set(LAYOUTS[layout]):
+            assert "sharded" in found["not_saved"] and not (asked[name] / "part").exists(), name
+    for name in converted:
         right = build_hybrid_model(hf=asked[name], platform=platform)
         model = build_hybrid_model(open_folder(asked[name]).config, seed=5, platform=platform)
         load_checkpoint(model, asked[name] / "mcore-again")

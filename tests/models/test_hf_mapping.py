@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,13 +14,23 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from megatron_hybrid_prefix.models.hf.mapping import Rule, Source
-from megatron_hybrid_prefix.models.hf_weights import _belongs_here, family_of
+from megatron_hybrid_prefix.models.hf.dimensions import family_of
+from megatron_hybrid_prefix.models.hf.mapping import Finish, Rule, Source
+from megatron_hybrid_prefix.models.hf_weights import _belongs_here
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
-from tests.harness.hf_helpers import BAMBA, NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_NEXT
+from tests.harness.hf_families import MODELS
+from tests.harness.hf_helpers import CONFIGS, NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_NEXT
 from tests.harness.hf_state_dict import copy_hf_weights, hf_shapes, read
 
-CONFIGS = {"nemotron_h": NEMOTRON_H, "nemotron_h_experts": NEMOTRON_H_EXPERTS, "qwen3_next": QWEN3_NEXT, "bamba": BAMBA}
+QWEN3_NEXT_80B = get_preset("qwen3-next-80b-a3b")
+
+
+def rules_of(kind):
+    return list(family_of(CONFIGS[kind], MODELS[kind].model_type).rules(CONFIGS[kind]))
+
+
+def random_weights(kind):
+    return {name: torch.rand(shape) for name, shape in hf_shapes(CONFIGS[kind], MODELS[kind].model_type).items()}
 
 
 @st.composite
@@ -36,11 +47,11 @@ def rules(draw):
         parts.append(value if at is None else value[at])
     whole, order = torch.cat(parts), None
     if draw(st.booleans()):
-        order = torch.tensor(draw(st.permutations(range(len(whole)))))
+        order = np.array(draw(st.permutations(range(len(whole)))))
         whole = whole[order]
-    finish = draw(st.sampled_from([None, torch.neg]))
+    finish = draw(st.sampled_from([None, Finish(apply=torch.neg, undo=torch.neg)]))
     rule = Rule(target="t", sources=tuple(sources), order=order, finish=finish)
-    return rule, weights, whole if finish is None else finish(whole)
+    return rule, weights, whole if finish is None else finish.apply(whole)
 
 
 class Noted:
@@ -69,18 +80,18 @@ def test_a_part_is_a_part_of_the_whole_and_nothing_else_is_read(case, data):
     assert torch.equal(read(rule, weights, columns=(0, 1)), whole[:, :1])
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_every_row_of_every_tensor_has_one_place(model_type):
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_row_of_every_tensor_has_one_place(kind):
     """A norm has two names, one of which a model has."""
-    config, uses = CONFIGS[model_type], dict[str, set[str]]()
-    for rule in family_of(config).rules(config):
+    uses = dict[str, set[str]]()
+    for rule in rules_of(kind):
         rows = sum(source.part_shape[0] for source in rule.sources)
-        assert rule.order is None or rule.order.sort().values.tolist() == list(range(rows)), rule.target
+        assert rule.order is None or sorted(rule.order.tolist()) == list(range(rows)), rule.target
         for source in rule.sources:
             uses.setdefault(source.name, set()).add(rule.target)
     for name, targets in uses.items():
         assert len(targets) == 1 or all("norm" in target for target in targets), (name, targets)
-    assert set(uses) == set(hf_shapes(config))
+    assert set(uses) == set(random_weights(kind))
 
 
 def test_the_qkv_of_qwen3_next_row_by_row():
@@ -97,7 +108,7 @@ def test_the_qkv_of_qwen3_next_row_by_row():
         for head in (range(shared * group, shared * (group + 1)) if part in ("q", "gate") else [group])
         for i in range(c.kv_channels)
     ]
-    assert _packed("decoder.layers.6.self_attention.linear_qkv.weight", [*q, *k, *v]) == packed
+    assert _packed("decoder.layers.2.self_attention.linear_qkv.weight", [*q, *k, *v]) == packed
 
 
 def test_the_projection_of_gated_delta_net_row_by_row():
@@ -118,13 +129,13 @@ def test_the_projection_of_gated_delta_net_row_by_row():
 
 
 def _packed(target, rows):
-    rule = next(rule for rule in family_of(QWEN3_NEXT).rules(QWEN3_NEXT) if rule.target == target)
+    rule = next(rule for rule in rules_of("qwen3_next") if rule.target == target)
     assert len(rows) == rule.shape[0]
     return [rows[number] for number in rule.order.tolist()]
 
 
 def test_qwen3_next_has_the_published_number_of_parameters():
-    shapes = hf_shapes(get_preset("qwen3-next-80b-a3b"))
+    shapes = hf_shapes(QWEN3_NEXT_80B, "qwen3_next")
     assert sum(map(math.prod, shapes.values())) == 79_674_391_296
     assert shapes["model.layers.47.mlp.experts.511.down_proj.weight"] == (2048, 512)
 
@@ -132,8 +143,9 @@ def test_qwen3_next_has_the_published_number_of_parameters():
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_model_gets_every_weight_of_either_spelling(platform, stacked):
     config = get_preset("tiny-qwen3-next")
-    rules, generator = list(family_of(config).rules(config)), torch.Generator().manual_seed(1)
-    weights = {name: torch.rand(shape, generator=generator) for name, shape in hf_shapes(config).items()}
+    rules, generator = family_of(config, "qwen3_next").rules(config), torch.Generator().manual_seed(1)
+    shapes = hf_shapes(config, "qwen3_next")
+    weights = {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
     right = {rule.target: read(rule, weights) for rule in rules}
     if stacked:
         for layer in range(4):
@@ -145,7 +157,7 @@ def test_a_model_gets_every_weight_of_either_spelling(platform, stacked):
             gate, up, down = map(torch.stack, parts)
             weights |= {f"{experts}gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}down_proj": down}
     model = build_hybrid_model(config, seed=0, platform=platform)
-    copy_hf_weights(model, weights, config)
+    copy_hf_weights(model, weights, config, "qwen3_next")
     for name, parameter in parameters_by_global_name(model):
         assert torch.equal(parameter, right[name]), name
     norm = dict(parameters_by_global_name(model))["decoder.final_norm.weight"]
@@ -155,12 +167,23 @@ def test_a_model_gets_every_weight_of_either_spelling(platform, stacked):
 @pytest.mark.parametrize(
     ("config", "model_type", "message"),
     [
-        (get_preset("tiny-gdn"), None, "nemotron_h has squared ReLU and no position embedding, .*; qwen3_next has a"),
-        (get_preset("tiny-moe"), "nemotron_h", "nemotron_h has experts with moe_router_score='sigmoid' and a shared"),
-        (replace(QWEN3_NEXT, qk_norm=False), "qwen3_next", "qwen3_next has attention_output_gate and qk_norm"),
-        (replace(QWEN3_NEXT, moe_shared_expert_gate=False), "qwen3_next", "qwen3_next has moe_shared_expert_gate"),
-        (replace(QWEN3_NEXT, rotary_base=None, rotary_fraction=1.0), "qwen3_next", "has swiglu and rotary_base"),
-        (QWEN3_NEXT, "bert", "model_type 'bert' is none of nemotron_h, qwen3_next, bamba"),
+        (
+            get_preset("tiny-gdn"),
+            None,
+            "nemotron_h: hybrid_override_pattern has 'G', none of M.*; qwen3_next has layer_pat",
+        ),
+        (get_preset("tiny-moe"), "nemotron_h", "nemotron_h: moe_shared_expert_intermediate_size is 0"),
+        (
+            replace(NEMOTRON_H, activation="gelu", rotary_base=10_000),
+            "nemotron_h",
+            r"nemotron_h has activation='relu2' \(not 'gelu'\), rotary_base=None \(not 10000\)$",
+        ),
+        (replace(NEMOTRON_H_EXPERTS, moe_router_score="softmax"), "nemotron_h", "has moe_router_score='sigmoid' .not"),
+        (replace(NEMOTRON_H, mtp_num_layers=1, mtp_layer_pattern="*"), "nemotron_h", "has mtp_num_layers=0 .not 1.*'."),
+        (replace(QWEN3_NEXT, qk_norm=False), "qwen3_next", r"qwen3_next has qk_norm=True \(not False\)$"),
+        (replace(QWEN3_NEXT, moe_shared_expert_gate=False), "qwen3_next", "qwen3_next has moe_shared_expert_gate=True"),
+        (replace(QWEN3_NEXT, rotary_base=None, rotary_fraction=1.0), "qwen3_next", "has rotary_base=10000 .not None"),
+        (QWEN3_NEXT, "bert", "model_type='bert': must be 'bamba' or 'nemotron_h'"),
     ],
 )
 def test_models_of_no_family_are_one_clear_line(config, model_type, message):
@@ -171,7 +194,7 @@ def test_models_of_no_family_are_one_clear_line(config, model_type, message):
 
 def test_a_model_of_other_dimensions_is_one_clear_line_and_keeps_its_weights(platform):
     config = get_preset("tiny-qwen3-next")
-    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
+    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config, "qwen3_next").items()}
     for changes, message in (
         ({"num_query_groups": 4}, "linear_qkv.weight of the model has shape"),
         ({"layer_pattern": "GEGEGE*EG-"}, "has a weight that qwen3_next lacks: decoder.layers.8"),
@@ -179,7 +202,7 @@ def test_a_model_of_other_dimensions_is_one_clear_line_and_keeps_its_weights(pla
         model = build_hybrid_model(replace(config, **changes), seed=0, platform=platform)
         before = [value.clone() for value in model.parameters()]
         with pytest.raises(ValueError, match=message):
-            copy_hf_weights(model, weights, config)
+            copy_hf_weights(model, weights, config, "qwen3_next")
         assert all(map(torch.equal, model.parameters(), before))
 
 
@@ -189,19 +212,19 @@ TAKEN = [
     ("nemotron_h", "M", "mixer.out_proj", "model.layers.0.mixer.out_proj.weight"),
     ("nemotron_h", "*", "input_layernorm", "model.layers.1.norm.weight"),
     ("nemotron_h", "-", "mlp.linear_fc2", "model.layers.2.mixer.down_proj.weight"),
-    ("qwen3_next", "*", "self_attention.q_layernorm", "model.layers.3.self_attn.q_norm.weight"),
+    ("qwen3_next", "*", "self_attention.q_layernorm", "model.layers.1.self_attn.q_norm.weight"),
     ("qwen3_next", "G", "self_attention.out_norm", "model.layers.0.linear_attn.norm.weight"),
     ("qwen3_next", "E", "mlp.shared_experts", "model.layers.0.mlp.shared_expert.*"),
     ("qwen3_next", "E", "mlp.experts", "model.layers.0.mlp.experts.0.gate_proj.weight"),
 ]
 
 
-@pytest.mark.parametrize(("model_type", "symbol", "path", "source"), TAKEN)
-def test_a_tensor_that_no_parameter_takes_is_one_clear_line(platform, model_type, symbol, path, source):
-    config = CONFIGS[model_type]
+@pytest.mark.parametrize(("kind", "symbol", "path", "source"), TAKEN)
+def test_a_tensor_that_no_parameter_takes_is_one_clear_line(platform, kind, symbol, path, source):
+    config = CONFIGS[kind]
     model = build_hybrid_model(config, seed=0, platform=platform)
-    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
-    copy_hf_weights(model, weights, config)
+    weights = random_weights(kind)
+    copy_hf_weights(model, weights, config, MODELS[kind].model_type)
     *modules, last = path.split(".")
     owner = model.decoder.layers[config.layer_pattern.index(symbol)]
     for name in modules:
@@ -209,27 +232,27 @@ def test_a_tensor_that_no_parameter_takes_is_one_clear_line(platform, model_type
     setattr(owner, last, None)
     before = [value.clone() for value in model.parameters()]
     with pytest.raises(ValueError, match=f"^no parameter of the model takes {source}.*: it has no decoder") as error:
-        copy_hf_weights(model, {name: value + 1 for name, value in weights.items()}, config)
+        copy_hf_weights(model, {name: value + 1 for name, value in weights.items()}, config, MODELS[kind].model_type)
     assert "\n" not in str(error.value)
     assert all(map(torch.equal, model.parameters(), before))
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_a_model_with_fewer_layers_is_noticed(platform, model_type):
-    config = CONFIGS[model_type]
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_with_fewer_layers_is_noticed(platform, kind):
+    config = CONFIGS[kind]
     fewer = config.layer_pattern[: config.layer_pattern.index("*") + 2]  # whole layers of Hugging Face
     assert len(fewer) < len(config.layer_pattern)
     model = build_hybrid_model(replace(config, layer_pattern=fewer), seed=0, platform=platform)
-    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
+    weights = random_weights(kind)
     with pytest.raises(
         ValueError, match=rf"^no parameter of the model takes model\.layers\..* no decoder\.layers\.{len(fewer)}\."
     ):
-        copy_hf_weights(model, weights, config)
+        copy_hf_weights(model, weights, config, MODELS[kind].model_type)
 
 
-@pytest.mark.parametrize(("model_type", "pp", "ep"), [("nemotron_h", 2, 1), ("qwen3_next", 1, 2), ("qwen3_next", 1, 4)])
-def test_every_parameter_belongs_to_one_stage_and_experts_to_one_rank(monkeypatch, model_type, pp, ep):
-    config, places = CONFIGS[model_type], dict[str, list[tuple[int, int]]]()
+@pytest.mark.parametrize(("kind", "pp", "ep"), [("nemotron_h", 2, 1), ("qwen3_next", 1, 2), ("qwen3_next", 1, 4)])
+def test_every_parameter_belongs_to_one_stage_and_experts_to_one_rank(monkeypatch, kind, pp, ep):
+    config, places = CONFIGS[kind], dict[str, list[tuple[int, int]]]()
     monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: ep)
     first = 1
     for stage, symbols in enumerate(config.check_parallel(tp=1, pp=pp, ep=ep).split("|")):
@@ -240,10 +263,10 @@ def test_every_parameter_belongs_to_one_stage_and_experts_to_one_rank(monkeypatc
         for rank in range(ep):
             monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda rank=rank: rank)
             belongs_here = _belongs_here(model, config)
-            for rule in family_of(config).rules(config):
+            for rule in rules_of(kind):
                 if belongs_here(rule.target):
                     places.setdefault(rule.target, []).append((stage, rank))
-    for rule in family_of(config).rules(config):
+    for rule in rules_of(kind):
         ranks = 1 if ".local_experts." in rule.target else ep
         assert len(places[rule.target]) == ranks, rule.target
         assert len({stage for stage, _ in places[rule.target]}) == 1, rule.target
@@ -252,7 +275,7 @@ def test_every_parameter_belongs_to_one_stage_and_experts_to_one_rank(monkeypatc
 def test_a_tied_output_layer_is_the_embedding(platform):
     config = replace(NEMOTRON_H, tie_embeddings=True)
     model = build_hybrid_model(config, seed=0, platform=platform)
-    weights = {name: torch.rand(shape) for name, shape in hf_shapes(config).items()}
+    weights = random_weights("nemotron_h")
     with pytest.raises(ValueError, match=r"^tie_embeddings=True, but the state dict has an lm_head\.weight: use tie"):
         copy_hf_weights(model, weights, config)
     del weights["lm_head.weight"]

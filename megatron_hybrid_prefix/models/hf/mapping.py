@@ -1,4 +1,4 @@
-"""`Rule`: one parameter, and the tensors of Hugging Face that it is made of. `Family`: the rules of one model type.
+"""`Rule`: one parameter, and the tensors of Hugging Face that it is made of. No torch.
 
 Every parameter is a choice of rows of its sources: q, k and v become one matrix by taking their rows in another order, and
 so do the halves of a gated MLP and the projections of a recurrent layer. A rule therefore is a list of row numbers, and no
@@ -7,14 +7,17 @@ function: a rank finds out which rows of which files its shard is, and reads onl
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from megatron_hybrid_prefix.models.config import HybridModelConfig
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RowNumbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,23 @@ class Run:
     stop: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """What is done to the values of a parameter, one by one.
+
+    Attributes:
+        apply: The parameter's values from those of its sources.
+        undo: The other way round, to save them.
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    undo: Callable[[Tensor], Tensor]
+
+
+PLUS_ONE = Finish(apply=lambda weight: weight.float() + 1.0, undo=lambda weight: weight.float() - 1.0)
+"""Weight of a norm that multiplies by 1 + weight, for a norm that multiplies by it; in float32."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rule:
     """How one parameter is made.
@@ -53,14 +73,14 @@ class Rule:
     Attributes:
         target: The parameter's name in the unsharded model (`parameters_by_global_name`).
         sources: Its parts, one below the other.
-        order: (rows,) int64, for each row of the parameter the row of the sources; None: all, in their order.
-        finish: Applied to each value; None: values stay as they are.
+        order: (rows,), for each row of the parameter the row of the sources; None: all, in their order.
+        finish: What is done to the values; None: nothing.
     """
 
     target: str
     sources: tuple[Source, ...]
-    order: torch.Tensor | None = None
-    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    order: RowNumbers | None = None
+    finish: Finish | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,59 +105,29 @@ class Rule:
                         yield Run(source=source, start=start, stop=stop)
                     above += count
             return
-        numbers = torch.cat([self.order[begin:end] for begin, end in wanted])
-        ends = torch.tensor(counts).cumsum(0)
-        owner = torch.bucketize(numbers, ends, right=True)
-        first = torch.ones(len(numbers), dtype=torch.bool)
-        first[1:] = (numbers.diff() != 1) | (owner.diff() != 0)
-        begins = first.nonzero().flatten().tolist()
+        numbers = np.concatenate([self.order[begin:end] for begin, end in wanted])
+        ends = np.cumsum(counts)
+        owner = np.searchsorted(ends, numbers, side="right")
+        first = np.ones(len(numbers), dtype=bool)
+        first[1:] = (np.diff(numbers) != 1) | (np.diff(owner) != 0)
+        begins = first.nonzero()[0].tolist()
         for begin, end in zip(begins, [*begins[1:], len(numbers)], strict=True):
             at = int(owner[begin])
             start = int(numbers[begin] - ends[at]) + counts[at]
             yield Run(source=self.sources[at], start=start, stop=start + end - begin)
 
 
-class Family(ABC):
-    """A model type of Hugging Face.
-
-    Attributes:
-        model_type: Its name in ``config.json``.
-    """
-
-    model_type: ClassVar[str]
-
-    @abstractmethod
-    def mismatch(self, config: HybridModelConfig) -> str | None:
-        """What of these dimensions no model of this family has, in a few words; None: nothing."""
-
-    def canonical(self, name: str) -> str | None:
-        """The name that the rules have for a tensor of a state dict; None: it is not read."""
-        return name
-
-    @abstractmethod
-    def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        """How every parameter is made, those of other ranks included.
-
-        A norm that Transformer Engine fuses into the next layer has two rules, one for each of its names.
-
-        Args:
-            config: The whole model's dimensions.
-            names: Canonical names of the state dict; they decide where a family writes one thing in two ways.
-        """
-
-
-def made_of(target: str, sources: Mapping[str, tuple[int, ...]], order: torch.Tensor | None = None) -> Rule:
+def made_of(
+    target: str,
+    sources: Mapping[str, tuple[int, ...]],
+    order: RowNumbers | None = None,
+    finish: Finish | None = None,
+) -> Rule:
     """The rule of a parameter that is made of these tensors: names with their shapes."""
     parts = tuple(Source(name=name, shape=shape) for name, shape in sources.items())
-    return Rule(target=target, sources=parts, order=order)
+    return Rule(target=target, sources=parts, order=order, finish=finish)
 
 
-def row_numbers(*counts: int) -> tuple[torch.Tensor, ...]:
+def row_numbers(*counts: int) -> list[RowNumbers]:
     """Row numbers of tensors with so many rows, one below the other: pack them as their rows are to be packed."""
-    parts: tuple[torch.Tensor, ...] = torch.arange(sum(counts)).split(counts)
-    return parts
-
-
-def plus_one(weight: torch.Tensor) -> torch.Tensor:
-    """Weight of a norm that multiplies by 1 + weight, for a norm that multiplies by it; in float32."""
-    return weight.float() + 1.0
+    return np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-
-import torch
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
-from megatron_hybrid_prefix.models.hf.mapping import Family, Rule, Source, made_of, row_numbers
+from megatron_hybrid_prefix.models.hf.family import Family, register_family
+from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, norm_epsilon
+from megatron_hybrid_prefix.models.hf.mapping import Rule, Source, made_of
+from megatron_hybrid_prefix.models.hf.parts import NORMS, Parts, attention_parts, mamba_parts, rules_of
 
-# Nemotron-H's name of a layer's norm, then megatron's: with local layers, and where Transformer Engine fuses it.
-NORMS = {
-    "M": ("norm.weight", "mixer.in_proj.layer_norm_weight"),
-    "*": ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-    "-": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-    "E": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+_OLD_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
+_LAYERS = {
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
 }
 
 
@@ -25,25 +34,61 @@ class NemotronH(Family):
     clamp it; and the gated norm of megatron's mixer has an epsilon of 1e-5 whatever the config says.
     """
 
-    model_type = "nemotron_h"
+    model_types = ("nemotron_h",)
+    architecture = "NemotronHForCausalLM"
+    ties = False
 
-    def mismatch(self, config: HybridModelConfig) -> str | None:
-        if config.activation != "relu2" or config.rotary_base is not None:
-            return (
-                f"squared ReLU and no position embedding, not activation={config.activation!r} "
-                f"and rotary_base={config.rotary_base}"
-            )
-        if other := set(config.layer_pattern) - set("M*-E|"):
-            return f"layers M, *, - and E, not {min(other)}"
-        if config.count("E") and (
-            config.moe_router_score != "sigmoid"
-            or config.moe_shared_expert_gate
-            or not config.moe_shared_expert_intermediate_size
-        ):
-            return "experts with moe_router_score='sigmoid' and a shared expert without gate"
-        if config.attention_output_gate or config.qk_norm:
-            return "neither attention_output_gate nor qk_norm"
-        return None
+    def dimensions(self, given: Given) -> HybridModelConfig:
+        old = {new: given.data[name] for name, new in _OLD_NAMES.items() if name in given}
+        given = Given({**given.data, **old}, given.name)
+        pattern = _pattern(given)
+        for name in ("use_bias", "mlp_bias", "mamba_proj_bias", "residual_in_fp32"):
+            given.only(name, False)
+        given.only("use_conv_bias", True)
+        given.only("mlp_hidden_act", "relu2")
+        given.only("mamba_hidden_act", "silu")
+        given.check_step_limits()
+        epsilon = norm_epsilon(given, pattern, "layer_norm_epsilon", "norm_eps", "rms_norm_eps", default=1e-5)
+        return HybridModelConfig(
+            layer_pattern=pattern,
+            **attention(given, kv_heads=8, channels=128),
+            mamba_num_heads=given.whole("mamba_num_heads"),
+            mamba_head_dim=given.whole("mamba_head_dim"),
+            mamba_state_dim=given.whole("ssm_state_size"),
+            mamba_num_groups=given.whole("n_groups"),
+            d_conv=given.whole("conv_kernel", default=4),
+            activation="relu2",
+            layernorm_epsilon=epsilon,
+            **(_experts_of(given) if "E" in pattern else {}),
+        )
+
+    def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
+        """A ``time_step_min`` of 0 is none: megatron's mixer does not clamp the step size."""
+        pattern = config.layer_pattern.replace("|", "")
+        data = {
+            **attention_json(config),
+            "hybrid_override_pattern": pattern,
+            "num_hidden_layers": len(pattern),
+            "mamba_num_heads": config.mamba_num_heads,
+            "mamba_head_dim": config.mamba_head_dim,
+            "ssm_state_size": config.mamba_state_dim,
+            "n_groups": config.mamba_num_groups,
+            "conv_kernel": config.d_conv,
+            "chunk_size": config.chunk_size,
+            "layer_norm_epsilon": config.layernorm_epsilon,
+            "time_step_min": 0.0,
+        }
+        if "E" in pattern:
+            data |= {
+                "n_routed_experts": config.num_moe_experts,
+                "num_experts_per_tok": config.moe_router_topk,
+                "n_group": config.moe_router_groups or 1,
+                "topk_group": config.moe_router_topk_groups or 1,
+                "routed_scaling_factor": config.moe_router_scaling,
+                "moe_intermediate_size": config.expert_ffn_hidden_size,
+                "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+            }
+        return data
 
     def canonical(self, name: str) -> str | None:
         """On the Hub names begin with ``backbone.``; ``mtp.`` is multi-token prediction."""
@@ -62,46 +107,56 @@ class NemotronH(Family):
             ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
             for target in NORMS[symbol]:
                 yield made_of(ours + target, {f"{theirs}norm.weight": (hidden,)})
-            for target, (sources, order) in parts[symbol].items():
-                yield made_of(ours + target, {f"{theirs}mixer.{name}": shape for name, shape in sources.items()}, order)
+            yield from rules_of(parts[symbol], ours, f"{theirs}mixer.")
             if symbol == "E":
                 yield from _experts(f"{ours}mlp.experts.local_experts.", f"{theirs}mixer.experts.", config, stacked)
         yield made_of("decoder.final_norm.weight", {"model.norm_f.weight": (hidden,)})
         yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
 
 
-# Of a layer: megatron's name to Nemotron-H's names with their shapes, and the order of their rows.
-Parts = dict[str, tuple[Mapping[str, tuple[int, ...]], torch.Tensor | None]]
+def _pattern(given: Given) -> str:
+    kinds = given.texts("layers_block_type", "layer_types")
+    if kinds is not None:
+        for kind in kinds:
+            if kind not in _LAYERS:
+                raise given.error(f"layers_block_type has {kind!r}, none of {', '.join(_LAYERS)}")
+        return "".join(_LAYERS[kind] for kind in kinds)
+    pattern = given.get("hybrid_override_pattern")
+    if not isinstance(pattern, str):
+        raise given.error("neither layers_block_type nor hybrid_override_pattern says which layers there are")
+    if other := set(pattern) - set(_LAYERS.values()):
+        raise given.error(f"hybrid_override_pattern has {min(other)!r}, none of M, *, - and E")
+    if given.whole("num_hidden_layers", default=len(pattern)) != len(pattern):
+        raise given.error(f"hybrid_override_pattern has {len(pattern)} layers, num_hidden_layers is another number")
+    return pattern
 
 
-def mamba_parts(config: HybridModelConfig) -> Parts:
-    """A Mamba2 mixer: megatron's names, and Hugging Face's below the mixer."""
-    heads, inner = config.mamba_num_heads, config.mamba_num_heads * config.mamba_head_dim
-    conv = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
+def _experts_of(given: Given) -> dict[str, Any]:
+    """Fields of layers of experts."""
+    if given.get("moe_latent_size") is not None:
+        raise given.error("moe_latent_size: experts of a latent size are not supported")
+    given.only("norm_topk_prob", True)
+    given.only("n_shared_experts", 1)
+    experts, chosen = given.whole("n_routed_experts", "num_local_experts"), given.whole("num_experts_per_tok")
+    groups, chosen_groups = given.whole("n_group", default=1), given.whole("topk_group", default=1)
+    if chosen_groups == groups:  # all of them: no choice
+        groups = chosen_groups = 0
+    elif chosen != 2 * chosen_groups:
+        raise given.error(
+            f"num_experts_per_tok is {chosen}, and topk_group {chosen_groups} of n_group {groups}: megatron rates a group by "
+            f"its {chosen // max(1, chosen_groups)} best experts, this model by its 2 best"
+        )
+    if not (shared := given.whole("moe_shared_expert_intermediate_size")):
+        raise given.error("moe_shared_expert_intermediate_size is 0: layers of experts have a shared expert")
     return {
-        # Both pack z (the gate), x, B, C, dt in this order.
-        "mixer.in_proj.weight": ({"in_proj.weight": (inner + conv + heads, config.hidden_size)}, None),
-        "mixer.conv1d_weight": ({"conv1d.weight": (conv, 1, config.d_conv)}, None),
-        "mixer.conv1d_bias": ({"conv1d.bias": (conv,)}, None),
-        "mixer.dt_bias": ({"dt_bias": (heads,)}, None),
-        "mixer.A_log": ({"A_log": (heads,)}, None),
-        "mixer.D": ({"D": (heads,)}, None),
-        "mixer.norm.weight": ({"norm.weight": (inner,)}, None),
-        "mixer.out_proj.weight": ({"out_proj.weight": (config.hidden_size, inner)}, None),
-    }
-
-
-def attention_parts(config: HybridModelConfig) -> Parts:
-    """An attention layer, likewise."""
-    heads, kv = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
-    # Megatron's linear_qkv: for each query group its query heads, its key head, its value head.
-    groups = [rows.view(config.num_query_groups, -1) for rows in row_numbers(heads, kv, kv)]
-    sources = {
-        f"{part}_proj.weight": (rows, config.hidden_size) for part, rows in zip("qkv", (heads, kv, kv), strict=True)
-    }
-    return {
-        "self_attention.linear_qkv.weight": (sources, torch.cat(groups, dim=1).flatten()),
-        "self_attention.linear_proj.weight": ({"o_proj.weight": (config.hidden_size, heads)}, None),
+        "num_moe_experts": experts,
+        "moe_router_topk": chosen,
+        "moe_router_score": "sigmoid",
+        "moe_router_groups": groups,
+        "moe_router_topk_groups": chosen_groups,
+        "moe_router_scaling": given.real("routed_scaling_factor", default=1.0),
+        "moe_ffn_hidden_size": given.whole("moe_intermediate_size"),
+        "moe_shared_expert_intermediate_size": shared,
     }
 
 
@@ -133,3 +188,6 @@ def _experts(ours: str, theirs: str, config: HybridModelConfig, stacked: bool) -
             else:
                 source = Source(name=f"{theirs}{expert}.{part}.weight", shape=shape)
             yield Rule(target=f"{ours}{expert}.{target}.weight", sources=(source,))
+
+
+register_family(NemotronH())

@@ -6,11 +6,17 @@ One layer of Hugging Face is two of megatron's. Norms multiply by 1 + weight the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any, ClassVar
 
-import torch
+import numpy as np
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
-from megatron_hybrid_prefix.models.hf.mapping import Family, Rule, Source, made_of, plus_one, row_numbers
+from megatron_hybrid_prefix.models.hf.family import Family, register_family
+from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, rotary, rotary_json
+from megatron_hybrid_prefix.models.hf.mapping import PLUS_ONE, RowNumbers, Rule, Source, made_of, row_numbers
+from megatron_hybrid_prefix.models.hf.parts import NORMS, Parts, gated_mlp, rules_of
+
+_MIXERS = {"linear_attention": "G", "full_attention": "*"}
 
 
 class Qwen3Next(Family):
@@ -18,23 +24,72 @@ class Qwen3Next(Family):
 
     A norm's 1 + weight stays in float32 (`HybridModelConfig.float32_norms`), as Hugging Face adds in float32. Transformer
     Engine's norms round it to the model's dtype.
+
+    Attributes:
+        kv_heads: Key/value heads where the file has no such name.
     """
 
-    model_type = "qwen3_next"
+    model_types = ("qwen3_next",)
+    architecture = "Qwen3NextForCausalLM"
+    kv_heads: ClassVar[int] = 2
 
-    def mismatch(self, config: HybridModelConfig) -> str | None:
+    def dimensions(self, given: Given) -> HybridModelConfig:
+        given.only("hidden_act", "silu")
+        experts = given.whole("num_experts", default=512)
+        pattern = _pattern(given, experts)
+        base, fraction = rotary(given, default_fraction=0.25)
+        fields: dict[str, Any] = {}
+        if "E" in pattern:
+            if not given.flag("norm_topk_prob", True):
+                raise given.error(
+                    "norm_topk_prob is false: the router's weights here are a softmax over the chosen experts"
+                )
+            fields = {
+                "num_moe_experts": experts,
+                "moe_router_topk": given.whole("num_experts_per_tok"),
+                "moe_ffn_hidden_size": given.whole("moe_intermediate_size"),
+                "moe_shared_expert_intermediate_size": given.whole("shared_expert_intermediate_size"),
+                "moe_shared_expert_gate": True,
+            }
+        return HybridModelConfig(
+            layer_pattern=pattern,
+            **attention(given, kv_heads=self.kv_heads, channels=256),
+            gdn_num_key_heads=given.whole("linear_num_key_heads"),
+            gdn_num_value_heads=given.whole("linear_num_value_heads"),
+            gdn_key_head_dim=given.whole("linear_key_head_dim"),
+            gdn_value_head_dim=given.whole("linear_value_head_dim"),
+            d_conv=given.whole("linear_conv_kernel_dim", default=4),
+            activation="swiglu",
+            rotary_base=base,
+            rotary_fraction=fraction,
+            attention_output_gate=True,
+            qk_norm=True,
+            float32_norms=True,
+            layernorm_epsilon=given.real("rms_norm_eps", default=1e-6),
+            **fields,
+        )
+
+    def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
         pattern = config.layer_pattern.replace("|", "")
-        if set(pattern[::2]) - set("G*") or set(pattern[1::2]) - set("E-") or len(pattern) % 2:
-            return f"a layer G or *, then one E or -, and so on, not layer_pattern={config.layer_pattern!r}"
-        if config.activation != "swiglu" or config.rotary_base is None:
-            return f"swiglu and rotary_base, not {config.activation!r} and rotary_base={config.rotary_base}"
-        if not (config.attention_output_gate and config.qk_norm):
-            return "attention_output_gate and qk_norm"
-        if config.count("E") and not config.moe_shared_expert_gate:
-            return "moe_shared_expert_gate"
-        if config.moe_router_score != "softmax" or config.moe_router_groups or config.moe_router_scaling != 1.0:
-            return "a router with softmax, without groups and scaling"
-        return None
+        kinds = ["full_attention" if symbol == "*" else "linear_attention" for symbol in pattern[::2]]
+        return {
+            **attention_json(config),
+            **rotary_json(config),
+            "num_hidden_layers": len(kinds),
+            "layer_types": kinds,
+            "mlp_only_layers": [number for number, symbol in enumerate(pattern[1::2]) if symbol != "E"],
+            "linear_num_key_heads": config.gdn_num_key_heads,
+            "linear_num_value_heads": config.gdn_num_value_heads,
+            "linear_key_head_dim": config.gdn_key_head_dim,
+            "linear_value_head_dim": config.gdn_value_head_dim,
+            "linear_conv_kernel_dim": config.d_conv,
+            "rms_norm_eps": config.layernorm_epsilon,
+            "num_experts": config.num_moe_experts,
+            "num_experts_per_tok": config.moe_router_topk,
+            "moe_intermediate_size": config.expert_ffn_hidden_size,
+            "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+            "norm_topk_prob": True,
+        }
 
     def canonical(self, name: str) -> str | None:
         """``mtp.`` is multi-token prediction."""
@@ -42,92 +97,105 @@ class Qwen3Next(Family):
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
         """Experts are matrices each in files, and stacks of matrices in a model in memory."""
-        hidden, vocabulary = (config.hidden_size,), (config.vocab_size, config.hidden_size)
+        hidden, vocabulary = config.hidden_size, (config.vocab_size, config.hidden_size)
         stacked = any(name.endswith(".mlp.experts.down_proj") for name in names)
         yield made_of("embedding.word_embeddings.weight", {"model.embed_tokens.weight": vocabulary})
         pattern = config.layer_pattern.replace("|", "")
-        qkv = _order_of_qkv(config)
+        mixers = {"*": ("self_attn.", _attention_parts(config))}
+        if "G" in pattern:
+            mixers["G"] = ("linear_attn.", self.delta_net_parts(config))
         for number, (mixer, feed_forward) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
             theirs = f"model.layers.{number}."
             ours = f"decoder.layers.{2 * number}."
-            yield _norm(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", hidden)
-            if mixer == "G":
-                fused = "self_attention.in_proj.layer_norm_weight"
-                yield from _delta_net(f"{ours}self_attention.", f"{theirs}linear_attn.", config, *self.in_proj(config))
-            else:
-                fused = "self_attention.linear_qkv.layer_norm_weight"
-                yield from _attention(f"{ours}self_attention.", f"{theirs}self_attn.", config, qkv)
-            yield _norm(ours + fused, f"{theirs}input_layernorm.weight", hidden)
+            for target in NORMS[mixer]:
+                yield _norm(ours + target, f"{theirs}input_layernorm.weight", hidden)
+            prefix, parts = mixers[mixer]
+            yield from rules_of(parts, ours, theirs + prefix)
+            if mixer == "*":
+                for part in "qk":
+                    target = f"{ours}self_attention.{part}_layernorm.weight"
+                    yield _norm(target, f"{theirs}self_attn.{part}_norm.weight", config.kv_channels)
             ours = f"decoder.layers.{2 * number + 1}."
-            behind = f"{theirs}post_attention_layernorm.weight"
-            yield _norm(f"{ours}pre_mlp_layernorm.weight", behind, hidden)
-            yield _norm(f"{ours}mlp.linear_fc1.layer_norm_weight", behind, hidden)
+            for target in NORMS[feed_forward]:
+                yield _norm(ours + target, f"{theirs}post_attention_layernorm.weight", hidden)
             if feed_forward == "E":
                 yield from _experts(f"{ours}mlp.", f"{theirs}mlp.", config, stacked)
             else:
-                yield from _mlp(f"{ours}mlp.", f"{theirs}mlp.", config.hidden_size, config.ffn_hidden_size)
+                yield from gated_mlp(f"{ours}mlp.", f"{theirs}mlp.", hidden, config.ffn_hidden_size)
         yield _norm("decoder.final_norm.weight", "model.norm.weight", hidden)
         yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
 
-    def in_proj(self, config: HybridModelConfig) -> tuple[dict[str, int], torch.Tensor | None]:
-        """Tensors of the projection into Gated DeltaNet with their rows, and the order of the rows in megatron's matrix.
-
-        Theirs: for each key head q, k, and v and z of its value heads; then for each key head b and a. Ours: part by part.
-        """
-        key_heads = config.gdn_num_key_heads
-        shared = config.gdn_num_value_heads // key_heads  # value heads of a key head
-        key, value = config.gdn_key_head_dim, shared * config.gdn_value_head_dim
-        rows = {"in_proj_qkvz": key_heads * (2 * key + 2 * value), "in_proj_ba": key_heads * 2 * shared}
-        qkvz, ba = row_numbers(*rows.values())
-        parts = [
-            *qkvz.view(key_heads, -1).split([key, key, value, value], dim=1),
-            *ba.view(key_heads, -1).split([shared, shared], dim=1),
-        ]
-        return rows, torch.cat([part.flatten() for part in parts])
-
-
-def _norm(target: str, source: str, shape: tuple[int, ...]) -> Rule:
-    return Rule(target=target, sources=(Source(name=source, shape=shape),), finish=plus_one)
+    def delta_net_parts(self, config: HybridModelConfig) -> Parts:
+        """A layer of Gated DeltaNet."""
+        hidden, heads = config.hidden_size, config.gdn_num_value_heads
+        keys, values = config.gdn_num_key_heads * config.gdn_key_head_dim, heads * config.gdn_value_head_dim
+        projections = {
+            "in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
+            "in_proj_ba.weight": (2 * heads, hidden),
+        }
+        return {
+            "self_attention.in_proj.weight": (projections, _order_of_in_proj(config)),
+            "self_attention.conv1d.weight": ({"conv1d.weight": (2 * keys + values, 1, config.d_conv)}, None),
+            "self_attention.dt_bias": ({"dt_bias": (heads,)}, None),
+            "self_attention.A_log": ({"A_log": (heads,)}, None),
+            "self_attention.out_norm.weight": ({"norm.weight": (config.gdn_value_head_dim,)}, None),
+            "self_attention.out_proj.weight": ({"out_proj.weight": (hidden, values)}, None),
+        }
 
 
-def _delta_net(
-    ours: str, theirs: str, config: HybridModelConfig, in_proj: dict[str, int], order: torch.Tensor | None
-) -> Iterator[Rule]:
-    hidden, heads = config.hidden_size, config.gdn_num_value_heads
-    keys, values = config.gdn_num_key_heads * config.gdn_key_head_dim, heads * config.gdn_value_head_dim
-    projection = {f"{theirs}{name}.weight": (rows, hidden) for name, rows in in_proj.items()}
-    yield made_of(f"{ours}in_proj.weight", projection, order)
-    yield made_of(f"{ours}conv1d.weight", {f"{theirs}conv1d.weight": (2 * keys + values, 1, config.d_conv)})
-    yield made_of(f"{ours}dt_bias", {f"{theirs}dt_bias": (heads,)})
-    yield made_of(f"{ours}A_log", {f"{theirs}A_log": (heads,)})
-    yield made_of(f"{ours}out_norm.weight", {f"{theirs}norm.weight": (config.gdn_value_head_dim,)})
-    yield made_of(f"{ours}out_proj.weight", {f"{theirs}out_proj.weight": (hidden, values)})
+def _pattern(given: Given, experts: int) -> str:
+    layers = given.whole("num_hidden_layers")
+    kinds = given.texts("layer_types")
+    if kinds is None:
+        every = max(1, given.whole("full_attention_interval", default=4))
+        kinds = ["full_attention" if number % every == 0 else "linear_attention" for number in range(1, layers + 1)]
+    if len(kinds) != layers or set(kinds) - set(_MIXERS):
+        raise given.error(f"layer_types must be {layers} times linear_attention or full_attention")
+    without = given.get("mlp_only_layers") or []
+    step = max(1, given.whole("decoder_sparse_step", default=1))
+    return "".join(
+        _MIXERS[kind] + ("E" if experts and number not in without and (number + 1) % step == 0 else "-")
+        for number, kind in enumerate(kinds)
+    )
 
 
-def _attention(ours: str, theirs: str, config: HybridModelConfig, order: torch.Tensor) -> Iterator[Rule]:
+def _norm(target: str, source: str, width: int) -> Rule:
+    return made_of(target, {source: (width,)}, finish=PLUS_ONE)
+
+
+def _order_of_in_proj(config: HybridModelConfig) -> RowNumbers:
+    """Theirs: for each key head q, k, and v and z of its value heads; then for each key head b and a. Ours: part by part."""
+    key_heads = config.gdn_num_key_heads
+    shared = config.gdn_num_value_heads // key_heads  # value heads of a key head
+    key, value = config.gdn_key_head_dim, shared * config.gdn_value_head_dim
+    qkvz, ba = row_numbers(key_heads * (2 * key + 2 * value), key_heads * 2 * shared)
+    parts = [
+        *np.split(qkvz.reshape(key_heads, -1), np.cumsum([key, key, value]), axis=1),
+        *np.split(ba.reshape(key_heads, -1), 2, axis=1),
+    ]
+    return np.concatenate([part.flatten() for part in parts])
+
+
+def _attention_parts(config: HybridModelConfig) -> Parts:
+    """Gated attention, without its norms."""
     hidden, channels = config.hidden_size, config.kv_channels
     heads, kv = config.num_attention_heads * channels, config.num_query_groups * channels
-    yield made_of(
-        f"{ours}linear_qkv.weight",
-        {
-            f"{theirs}q_proj.weight": (2 * heads, hidden),
-            f"{theirs}k_proj.weight": (kv, hidden),
-            f"{theirs}v_proj.weight": (kv, hidden),
-        },
-        order,
-    )
-    yield _norm(f"{ours}q_layernorm.weight", f"{theirs}q_norm.weight", (channels,))
-    yield _norm(f"{ours}k_layernorm.weight", f"{theirs}k_norm.weight", (channels,))
-    yield made_of(f"{ours}linear_proj.weight", {f"{theirs}o_proj.weight": (hidden, heads)})
+    sources = {"q_proj.weight": (2 * heads, hidden), "k_proj.weight": (kv, hidden), "v_proj.weight": (kv, hidden)}
+    return {
+        "self_attention.linear_qkv.weight": (sources, _order_of_qkv(config)),
+        "self_attention.linear_proj.weight": ({"o_proj.weight": (hidden, heads)}, None),
+    }
 
 
-def _order_of_qkv(config: HybridModelConfig) -> torch.Tensor:
+def _order_of_qkv(config: HybridModelConfig) -> RowNumbers:
     """Theirs: for each query head its query and its gate; keys; values. Ours: for each group queries, gates, key, value."""
     groups, channels = config.num_query_groups, config.kv_channels
     heads, kv = config.num_attention_heads * channels, groups * channels
     q_and_gate, k, v = row_numbers(2 * heads, kv, kv)
-    q, gate = q_and_gate.view(groups, -1, 2, channels).unbind(2)
-    return torch.cat([part.reshape(groups, -1) for part in (q, gate, k, v)], dim=1).flatten()
+    heads_of_groups = q_and_gate.reshape(groups, -1, 2, channels)
+    parts = [heads_of_groups[:, :, 0], heads_of_groups[:, :, 1], k, v]
+    order: RowNumbers = np.concatenate([part.reshape(groups, -1) for part in parts], axis=1).flatten()
+    return order
 
 
 def _experts(ours: str, theirs: str, config: HybridModelConfig, stacked: bool) -> Iterator[Rule]:
@@ -143,13 +211,10 @@ def _experts(ours: str, theirs: str, config: HybridModelConfig, stacked: bool) -
                 source = Source(name=f"{theirs}experts.{theirs_of}", shape=shape, at=expert)
                 yield Rule(target=f"{target}{ours_of}.weight", sources=(source,))
         else:
-            yield from _mlp(target, f"{theirs}experts.{expert}.", hidden, width)
+            yield from gated_mlp(target, f"{theirs}experts.{expert}.", hidden, width)
     shared = config.moe_shared_expert_intermediate_size
-    yield from _mlp(f"{ours}shared_experts.", f"{theirs}shared_expert.", hidden, shared)
+    yield from gated_mlp(f"{ours}shared_experts.", f"{theirs}shared_expert.", hidden, shared)
     yield made_of(f"{ours}shared_experts.gate_weight", {f"{theirs}shared_expert_gate.weight": (1, hidden)})
 
 
-def _mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[Rule]:
-    gate_and_up = {f"{theirs}{part}_proj.weight": (width, hidden) for part in ("gate", "up")}
-    yield made_of(f"{ours}linear_fc1.weight", gate_and_up)
-    yield made_of(f"{ours}linear_fc2.weight", {f"{theirs}down_proj.weight": (hidden, width)})
+register_family(Qwen3Next())

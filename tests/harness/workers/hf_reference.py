@@ -1,9 +1,9 @@
 """Write a random model of Hugging Face, prompts, its greedy continuations and its logits to a folder.
 
 A process of its own: transformers must not see the mamba packages, whose compiled parts may be missing, and megatron
-must. Usage: ``python hf_reference.py FOLDER...``. FOLDER/asked.json holds "architecture" (such as "NemotronH", or a whole name of a class), "model" (fields
-of its config class), "prompt_lengths", "new_tokens", "seed" and perhaps "max_shard_size". FOLDER gets ``out.pt``, and what
-``save_pretrained`` writes.
+must. Usage: ``python hf_reference.py FOLDER...``. FOLDER/asked.json holds "config_class" and "model_class" (such as
+"NemotronHForCausalLM"), "dimensions" (fields of the config class), "prompt_lengths", "new_tokens", "seed" and perhaps
+"max_shard_size". FOLDER gets ``out.pt``, and what ``save_pretrained`` writes.
 """
 
 import json
@@ -16,6 +16,9 @@ for hidden in ("mamba_ssm", "causal_conv1d", "fla"):
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+
+# A prompt is drawn again where a router chose an expert by less: rounding might choose another one.
+ROUTER_MARGIN = 2e-5
 
 
 @torch.no_grad()
@@ -76,25 +79,32 @@ def main(folder):
     folder = Path(folder)
     asked = json.loads((folder / "asked.json").read_text())
     generator = torch.Generator().manual_seed(asked["seed"])
-    name = asked["architecture"]
-    model_class = getattr(transformers, name if "For" in name else f"{name}ForCausalLM")
-    model = model_class(model_class.config_class(**asked["model"])).float().eval()
+    config = getattr(transformers, asked["config_class"])(**asked["dimensions"])
+    model = getattr(transformers, asked["model_class"])(config).float().eval()
     randomise(model, generator)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, float("inf"))  # megatron does not clamp dt
-    cases, margins = [], watch_routers(model)
-    for length in asked["prompt_lengths"]:
-        tokens = torch.randint(0, model.config.get_text_config().vocab_size, (1, length), generator=generator)
-        for _ in range(asked["new_tokens"]):  # no cache: every step is one forward of the whole sequence
-            logits = model(tokens, use_cache=False).logits
-            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-        logits = model(tokens, use_cache=False).logits[0]
-        cases.append({"length": length, "tokens": tokens[0].tolist(), "logits": logits})
-    state_dict, margin = dict(model.state_dict()), min(margins, default=None)
+    margins = watch_routers(model)
+    cases = [answer(model, length, asked["new_tokens"], generator, margins) for length in asked["prompt_lengths"]]
+    state_dict = dict(model.state_dict())
     model.save_pretrained(folder, max_shard_size=asked.get("max_shard_size", "5GB"))
-    found = {"state_dict": state_dict, "cases": cases, "router_margin": margin}
-    torch.save(found, folder / "out.pt")
+    torch.save({"state_dict": state_dict, "cases": cases}, folder / "out.pt")
+
+
+def answer(model, length, new_tokens, generator, margins):
+    """A random prompt with its continuation, and logits after each token. No cache: a step is one forward of all tokens."""
+    for _ in range(100):
+        margins.clear()
+        tokens = torch.randint(0, model.config.get_text_config().vocab_size, (1, length), generator=generator)
+        for step in range(new_tokens + 1):
+            logits = model(tokens, use_cache=False).logits
+            if min(margins, default=1.0) < ROUTER_MARGIN:
+                break
+            if step == new_tokens:
+                return {"length": length, "tokens": tokens[0].tolist(), "logits": logits[0]}
+            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    raise SystemExit(f"no prompt of {length} tokens whose experts are chosen by {ROUTER_MARGIN}")
 
 
 if __name__ == "__main__":

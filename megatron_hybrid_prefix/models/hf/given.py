@@ -1,0 +1,165 @@
+"""`Given`: the values of a ``config.json``. And what several families read and write in the same way. No torch, no megatron.
+
+Names have changed with transformers' releases: old and new ones are read. A value that megatron's layers cannot compute is
+refused in one line that names it; a value that is not read changes nothing in the model's answers. What a file does not say
+is what transformers' config class says. ``tests/models/test_hf_config_fields.py`` lists all fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_hybrid_prefix.models.config import HybridModelConfig
+
+# "mrope_" names divide channels among the three positions of an image's part; a text's three are equal.
+_ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+_GATED_NORM_EPSILON = 1e-5  # of megatron's Mamba mixer, whatever the model's is
+
+
+class Given:
+    """The values of a ``config.json``, by their names, old and new.
+
+    Args:
+        data: The file's JSON object.
+        name: What errors call it.
+    """
+
+    def __init__(self, data: Mapping[str, Any], name: str) -> None:
+        self.data, self.name = data, name
+
+    def error(self, text: str) -> ValueError:
+        """An error about this file."""
+        return ValueError(f"{self.name}: {text}")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the file has this name, with a value or null."""
+        return name in self.data
+
+    def get(self, *names: str) -> Any:
+        """The first of these names with a value; None: there is none."""
+        return next((self.data[name] for name in names if self.data.get(name) is not None), None)
+
+    def whole(self, *names: str, default: int | None = None) -> int:
+        """The first of these names with a value, as a whole number."""
+        value = self.get(*names)
+        value = default if value is None else value
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if type(value) is not int or value < 0:
+            raise self.error(f"{names[0]} {'is missing' if value is None else f'is {value!r}, not a whole number'}")
+        return value
+
+    def real(self, *names: str, default: float) -> float:
+        """The first of these names with a value, as a number."""
+        value = self.get(*names)
+        value = default if value is None else value
+        if type(value) not in (int, float):
+            raise self.error(f"{names[0]} is {value!r}, not a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A value that is true or false."""
+        value = self.get(name)
+        value = default if value is None else value
+        if type(value) is not bool:
+            raise self.error(f"{name} is {value!r}, neither true nor false")
+        return value
+
+    def only(self, name: str, *possible: Any) -> None:
+        """Checks that a value is one of these; the first is what a file without the name has.
+
+        Raises:
+            ValueError: It is another.
+        """
+        value = self.get(name)
+        if value is not None and value not in possible:
+            raise self.error(f"{name} is {value!r}; megatron's layers can do {' or '.join(map(repr, possible))} only")
+
+    def check_step_limits(self) -> None:
+        """Checks that the step size of Mamba2 layers is not clamped. transformers 5 writes {"__float__": "Infinity"}."""
+        limits = self.get("time_step_limit")
+        try:
+            found = [float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in limits or (0, "inf")]
+        except (KeyError, TypeError, ValueError):
+            found = []
+        if found != [0.0, float("inf")]:
+            raise self.error(f"time_step_limit is {limits!r}: megatron's mixer does not clamp the step size")
+
+    def texts(self, *names: str) -> list[str] | None:
+        """The first of these names with a value, as a list of texts."""
+        value = self.get(*names)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise self.error(f"{names[0]} is not a list of texts")
+        return value
+
+
+def attention(given: Given, *, kv_heads: int | None, channels: int | None = None) -> dict[str, Any]:
+    """Fields that all families have.
+
+    Args:
+        given: The file.
+        kv_heads: Key/value heads where the file has no such name; None: as many as query heads. A null always means that.
+        channels: Channels of a head, likewise; None: they follow from the width and the query heads.
+    """
+    given.only("attention_bias", False)
+    if given.get("sliding_window") is not None and given.get("use_sliding_window") is not False:
+        raise given.error("sliding_window: megatron's dynamic engine has attention to all tokens only")
+    heads, hidden = given.whole("num_attention_heads"), given.whole("hidden_size")
+    if kv_heads is None or "num_key_value_heads" in given:
+        kv_heads = heads
+    if channels is None or "head_dim" in given:
+        channels = hidden // max(1, heads)
+    return {
+        "hidden_size": hidden,
+        "vocab_size": given.whole("vocab_size"),
+        "max_sequence_length": given.whole("max_position_embeddings"),
+        "num_attention_heads": heads,
+        "num_query_groups": given.whole("num_key_value_heads", default=kv_heads),
+        "kv_channels": given.whole("head_dim", "attention_head_dim", default=channels),
+        "ffn_hidden_size": given.whole("intermediate_size"),
+    }
+
+
+def attention_json(config: HybridModelConfig) -> dict[str, Any]:
+    """`attention` the other way round."""
+    return {
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_sequence_length,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups,
+        "head_dim": config.kv_channels,
+        "intermediate_size": config.ffn_hidden_size,
+    }
+
+
+def rotary(given: Given, *, default_fraction: float) -> tuple[int, float]:
+    """Base and fraction of rotary embeddings, in ``rope_parameters`` or next to it."""
+    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise given.error("rope_parameters is not a mapping")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise given.error(f"rope_type {kind!r}: only rotary embeddings without scaling are supported")
+    if other := sorted(name for name, value in rope.items() if name not in _ROPE_NAMES and value is not None):
+        raise given.error(f"rope_parameters has {other[0]}, none of {', '.join(sorted(_ROPE_NAMES))}")
+    both = Given({**given.data} | {name: value for name, value in rope.items() if value is not None}, given.name)
+    base = both.whole("rope_theta", default=10_000)
+    return base, both.real("partial_rotary_factor", default=default_fraction)
+
+
+def rotary_json(config: HybridModelConfig) -> dict[str, Any]:
+    """`rotary` the other way round; nothing where there are no rotary embeddings."""
+    if config.rotary_base is None:
+        return {}
+    base, fraction = float(config.rotary_base), config.rotary_fraction
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": fraction}}
+
+
+def norm_epsilon(given: Given, pattern: str, *names: str, default: float) -> float:
+    """Epsilon of the norms; that of the gated norm in megatron's Mamba mixer cannot be set."""
+    epsilon = given.real(*names, default=default)
+    if "M" in pattern and epsilon != _GATED_NORM_EPSILON:
+        raise given.error(f"{names[0]} is {epsilon:g}: the norm in megatron's mixer has {_GATED_NORM_EPSILON:g}")
+    return epsilon
