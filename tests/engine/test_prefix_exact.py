@@ -125,6 +125,7 @@ RUNS = [
     *((scenario, name, 64, "async", mutant) for scenario, name, mutant in GDN_MUTANTS),
     *((preempted, "tiny", 64, "legacy", None), (preempted, "tiny", 64, "async", "conv_zeroed")),
     *((preempted, name, 64, "async", None) for name in ("tiny_mixed", "tiny_qwen3_next")),
+    *((tails, "tiny_qwen3_5", 64, "async", mutant) for mutant in (None, "ssm_zeroed")),
 ]
 FAST = [
     *((scenario, *model, None) for scenario in SCENARIOS for model in (MODELS[0], MODELS[4])),

@@ -21,7 +21,12 @@ from tests.harness.hf_state_dict import hf_shapes
 GIB = 2**30
 
 
-PRESETS = {"nemotron-h-8b": "nemotron_h", "qwen3-next-80b-a3b": "qwen3_next"}
+PRESETS = {
+    "nemotron-h-8b": "nemotron_h",
+    "qwen3-next-80b-a3b": "qwen3_next",
+    "qwen3.5-27b": "qwen3_5_text",
+    "qwen3.5-35b-a3b": "qwen3_5_moe_text",
+}
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *MODELS])

@@ -106,7 +106,10 @@ def test_gated_delta_net(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("preset", "drafts"),
-    [("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3), ("tiny-gdn", 0), ("tiny-gdn-mtp", 3), ("tiny-qwen3-next", 0)],
+    [
+        *(("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3), ("tiny-gdn", 0), ("tiny-gdn-mtp", 3)),
+        *(("tiny-qwen3-next", 0), ("tiny-qwen3-5", 0)),
+    ],
 )
 def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, drafts):
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine

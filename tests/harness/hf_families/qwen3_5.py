@@ -30,7 +30,9 @@ VISION = {
 
 
 def _with_images(text):
-    return {"text_config": text, "vision_config": VISION}
+    """Fewer layers: what is new are the names."""
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    return {"text_config": text | {"num_hidden_layers": 3, "layer_types": layers}, "vision_config": VISION}
 
 
 MODELS = {
@@ -53,12 +55,14 @@ MODELS = {
         config_class="Qwen3_5Config",
         model_class="Qwen3_5ForConditionalGeneration",
         dimensions=_with_images(DENSE),
+        prompt_lengths=(1, 64, 129),
     ),
     "qwen3_5_moe_images": Model(
         model_type="qwen3_5_moe",
         config_class="Qwen3_5MoeConfig",
         model_class="Qwen3_5MoeForConditionalGeneration",
-        dimensions=_with_images(EXPERTS),
+        dimensions=_with_images(EXPERTS | {"num_experts": 4}),
+        prompt_lengths=(1, 64, 129),
     ),
 }
 
