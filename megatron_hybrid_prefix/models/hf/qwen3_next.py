@@ -29,7 +29,7 @@ class Qwen3Next(Family):
         kv_heads: Key/value heads where the file has no such name.
     """
 
-    model_types = ("qwen3_next",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
     architecture = "Qwen3NextForCausalLM"
     kv_heads: ClassVar[int] = 2
 
