@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Creates a variant of the running environment with a few other packages. Prints the path of its python.
 
-    .venv/bin/python scripts/variant_env.py DIR [--megatron VERSION|CHECKOUT] [--without NAME ...] [--extra NAME]
+    .venv/bin/python scripts/variant_env.py DIR [--megatron VERSION|CHECKOUT] [--transformers VERSION] [--without NAME ...]
+                                            [--extra NAME]
     .venv/bin/python scripts/variant_env.py DIR --only NAME ... --requirements FILE --constraints FILE
 
 Packages are links into this environment, so a variant takes seconds and a few megabytes. Safe to repeat: an up-to-date
-variant is kept. Used by ``scripts/test.sh --megatron`` and ``--without-mamba``, by ``scripts/docs.sh``, which adds the
-packages of the extra ``docs``, and by ``scripts/clients.sh``, which links torch alone and installs the rest.
+variant is kept. Used by ``scripts/test.sh``, by ``scripts/docs.sh``, which adds the packages of the extra ``docs``, and by
+``scripts/clients.sh``, which links torch alone and installs the rest.
 
 Of a checkout of Megatron-LM the package ``megatron`` is linked, so its changes need no new variant. Its other top-level
 packages (``tests``, ``tools``, ``examples``) would hide ours.
@@ -68,9 +69,15 @@ def packages_of(extra: str | None) -> list[str]:
     return list(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra])
 
 
+def others_of(options: argparse.Namespace) -> list[str]:
+    """Requirements of the packages that have another version here."""
+    versions = {"megatron-core": options.megatron, "transformers": options.transformers}
+    return [f"{name}=={version}" for name, version in versions.items() if version]
+
+
 def key(options: argparse.Namespace) -> str:
     """A fingerprint of this environment's packages and of the options."""
-    stamp = [sys.version, str(SITE), options.megatron, sorted(options.without), Path(__file__).read_text()]
+    stamp = [sys.version, str(SITE), others_of(options), sorted(options.without), Path(__file__).read_text()]
     stamp += [str(options.checkout), installed(options.only), options.only, packages_of(options.extra)]
     stamp += [file.read_text() for file in (options.constraints, options.requirements) if file is not None]
     return hashlib.sha256(json.dumps(stamp).encode()).hexdigest()
@@ -107,15 +114,17 @@ def make(folder: Path, options: argparse.Namespace) -> None:
         left_out |= {entry.name for entry in SITE.iterdir()} - kept
     if options.megatron or options.checkout:
         left_out |= {"megatron"} | entries_of("megatron-core")
+    if options.transformers:
+        left_out |= entries_of("transformers")
     for entry in SITE.iterdir():
         if entry.name not in left_out and entry.name != "__pycache__":
             (site / entry.name).symlink_to(entry)
     if options.checkout:
         (site / "megatron").symlink_to(options.checkout / "megatron")
-    if options.megatron:
+    if others := others_of(options):
         # Through this environment's pip, because the variant's pip would follow the links in its site-packages.
         from_wheels = ("--no-deps", "--only-binary", ":all:")
-        pip("install", *from_wheels, "--target", str(site), f"megatron-core=={options.megatron}")
+        pip("install", *from_wheels, "--target", str(site), *others)
     wanted = packages_of(options.extra)
     wanted += [] if options.requirements is None else ["-r", str(options.requirements)]
     if wanted:
@@ -135,6 +144,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--megatron", metavar="VERSION|CHECKOUT", help="another megatron-core")
+    parser.add_argument(
+        "--transformers", metavar="VERSION", help="another transformers, with what it needs as it is here"
+    )
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a package to leave out")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="link no packages but these (globs)"
@@ -167,8 +179,8 @@ def main() -> int:
             try:
                 make(folder, options)
             except subprocess.CalledProcessError as error:
-                wanted_packages = [f"megatron-core=={options.megatron}"] * bool(options.megatron)
-                wanted_packages += [*packages_of(options.extra), *map(str, filter(None, [options.requirements]))]
+                wanted_packages = [*others_of(options), *packages_of(options.extra)]
+                wanted_packages += [*map(str, filter(None, [options.requirements]))]
                 print(f"variant_env: pip could not install {', '.join(wanted_packages)}", file=sys.stderr)
                 return error.returncode
             stamp.write_text(wanted)

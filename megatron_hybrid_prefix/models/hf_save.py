@@ -43,22 +43,25 @@ def save_hf_folder(
 
     config: HybridModelConfig = replace(model.hybrid_config, dtype=dtype)
     family = family_of(config, model_type or model.hf_model_type)
+    parameters = dict(parameters_by_global_name(model))
+    if config.tie_embeddings and not family.ties:
+        config = replace(config, tie_embeddings=False)
+        parameters[OUTPUT] = parameters[EMBEDDING]
     rules = {rule.target: rule for rule in family.rules(config)}
+    if config.tie_embeddings:
+        del rules[OUTPUT]
     weights: dict[str, torch.Tensor] = {}
-    written = set[tuple[str, int | None]]()
-    for name, parameter in parameters_by_global_name(model):
+    for name, parameter in parameters.items():
         if name not in rules or tuple(parameter.shape) != rules[name].shape:
             raise ValueError(
                 f"{name} has shape {tuple(parameter.shape)}: the model is sharded, or not of {family.name}"
             )
-        for target in (name, OUTPUT) if name == EMBEDDING and config.tie_embeddings and not family.ties else (name,):
-            _write(rules[target], parameter.detach(), getattr(torch, dtype), weights)
-            written |= {(source.name, source.at) for source in rules[target].sources}
-    for rule in rules.values():
-        for source in rule.sources:
-            if (source.name, source.at) not in written and not (rule.target == OUTPUT and config.tie_embeddings):
-                raise ValueError(f"the model has no weight for {source.name}: it is sharded, or not of {family.name}")
-    data = config_json_of(family, replace(config, tie_embeddings=config.tie_embeddings and family.ties))
+        _write(rules[name], parameter.detach(), getattr(torch, dtype), weights)
+    written = {source for name in parameters for source in rules[name].sources}
+    absent = {source.name for rule in rules.values() for source in rule.sources if source not in written}
+    if absent:
+        raise ValueError(f"the model has no weight for {min(absent)}: it is sharded, or not of {family.name}")
+    data = config_json_of(family, config)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

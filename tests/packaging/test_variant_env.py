@@ -93,3 +93,5 @@ def test_checkouts_of_one_name_have_environments_of_their_own(tmp_path):
 
     answer = run(project / "scripts" / "test.sh", "--megatron", "nowhere", folder=tmp_path)
     assert answer.returncode == 2 and "checkout of Megatron-LM" in answer.stderr and answer.stderr.count("\n") == 1
+    answer = run(project / "scripts" / "test.sh", "--transformers", "newest", folder=tmp_path)
+    assert answer.returncode == 2 and "not 'newest'" in answer.stderr and answer.stderr.count("\n") == 1
