@@ -18,6 +18,7 @@ EXPERTS = _without(qwen3_next.DIMENSIONS, {"intermediate_size"} | _ELSEWHERE) | 
     "rope_parameters": _ROPE,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 4,
+    "num_experts": 6,
 }
 VISION = {
     "depth": 1,
