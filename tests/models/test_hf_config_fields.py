@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 import transformers
 
 from megatron_hybrid_prefix.lab.capacity import sizes_of
-from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
+from megatron_hybrid_prefix.models.hf.dimensions import config_json_of, dimensions_of, family_of
 from tests.harness.hf_families import FIELDS, MODELS
-from tests.harness.hf_helpers import config_json
+from tests.harness.hf_helpers import CONFIGS, config_json
 
 SHAPE_OF_AN_ANSWER = "what a call returns"
 TRAINING = "training only"
@@ -173,6 +173,12 @@ def test_an_old_name_that_is_refused(family, case):
     changes, message = case
     with pytest.raises(ValueError, match=message):
         dimensions(family, **changes)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_a_saved_file_of_qwen3_5_has_no_names_of_qwen3_next(kind):
+    saved = config_json_of(family_of(CONFIGS[kind], MODELS[kind].model_type), CONFIGS[kind])
+    assert saved.keys() <= fields_of(MODELS[kind]).keys() | {"model_type", "architectures", "dtype"}
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_images", "qwen3_5_moe_images"])

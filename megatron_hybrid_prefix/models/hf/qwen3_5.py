@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
@@ -15,23 +16,34 @@ class Qwen35(Qwen3Next):
     """``Qwen3_5ForCausalLM``: an MLP in each layer. Also the language model of ``Qwen3_5ForConditionalGeneration``.
 
     Attributes:
-        unlike: Values of Qwen3-Next's ``config.json`` that this one has not.
+        absent: Names of Qwen3-Next's ``config.json`` that transformers' class has not: it reads none of them.
     """
 
     model_types = ("qwen3_5_text", "qwen3_5")
     architecture = "Qwen3_5ForCausalLM"
     kv_heads = 4
-    unlike: ClassVar[dict[str, Any]] = {"num_experts": 0}
+    absent: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+            *("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"),
+        }
+    )
 
     def dimensions(self, given: Given) -> HybridModelConfig:
         # Not in transformers' classes; published files have them, and other engines read them.
         given.only("attn_output_gate", True)
         given.only("output_gate_type", "swish", "silu")
-        return super().dimensions(Given({**given.data, **self.unlike}, given.name))
+        return super().dimensions(Given({**self._present(given.data), **self._instead(given)}, given.name))
+
+    def _instead(self, given: Given) -> dict[str, Any]:
+        """What Qwen3-Next's file says of the same model by absent names."""
+        return {"num_experts": 0}
 
     def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
-        data = super().config_json(config)
-        return {name: value for name, value in data.items() if name not in self.unlike}
+        return self._present(super().config_json(config))
+
+    def _present(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in data.items() if name not in self.absent}
 
     def canonical(self, name: str) -> str | None:
         """A model with images has another prefix, and a vision tower, which is left out."""
@@ -53,13 +65,12 @@ class Qwen35Moe(Qwen35):
     model_types = ("qwen3_5_moe_text", "qwen3_5_moe")
     architecture = "Qwen3_5MoeForCausalLM"
     kv_heads = 2
-    unlike: ClassVar[dict[str, Any]] = {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True}
+    absent = frozenset({"intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"})
 
-    def dimensions(self, given: Given) -> HybridModelConfig:
+    def _instead(self, given: Given) -> dict[str, Any]:
         if not given.whole("num_experts"):
             raise given.error("num_experts is 0: every layer has experts")
-        width = {"intermediate_size": given.whole("moe_intermediate_size")}  # of an MLP, which no layer has
-        return super().dimensions(Given({**given.data, **width}, given.name))
+        return {"intermediate_size": given.whole("moe_intermediate_size")}  # of an MLP, which no layer has
 
 
 register_family(Qwen35())
