@@ -445,6 +445,16 @@ _GRANITE_4_H_SMALL = HybridModelConfig(
     moe_shared_expert_intermediate_size=1536,
 )
 
+# True dimensions of Qwen/Qwen3.5-35B-A3B.
+_QWEN3_5_35B = replace(
+    _QWEN3_NEXT_80B,
+    layer_pattern="GEGEGE*E" * 10,
+    vocab_size=248320,
+    ffn_hidden_size=512,
+    num_moe_experts=256,
+    moe_router_topk=8,
+)
+
 PRESETS: dict[str, HybridModelConfig] = {
     "tiny": _TINY,
     "tiny-mtp": replace(_TINY, mtp_num_layers=3, mtp_layer_pattern="*-"),
@@ -542,6 +552,22 @@ PRESETS: dict[str, HybridModelConfig] = {
     "nemotron-3-super-120b-a12b": _NEMOTRON_3_SUPER,
     "qwen3-next-80b-a3b": _QWEN3_NEXT_80B,
     "granite-4.0-h-small": _GRANITE_4_H_SMALL,
+    "qwen3.5-35b-a3b": _QWEN3_5_35B,
+    # Those of Qwen/Qwen3.5-27B: three value heads share a key head.
+    "qwen3.5-27b": replace(
+        _QWEN3_5_35B,
+        layer_pattern="G-G-G-*-" * 16,
+        hidden_size=5120,
+        gdn_num_value_heads=48,
+        num_attention_heads=24,
+        num_query_groups=4,
+        ffn_hidden_size=17408,
+        num_moe_experts=0,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=0,
+        moe_shared_expert_intermediate_size=0,
+        moe_shared_expert_gate=False,
+    ),
 }
 
 

@@ -6,7 +6,7 @@ One layer of Hugging Face is two of megatron's. Norms multiply by 1 + weight the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.family import Family, register_family
@@ -22,10 +22,14 @@ class Qwen3Next(Family):
 
     A norm's 1 + weight stays in float32 (`HybridModelConfig.float32_norms`), as Hugging Face adds in float32. Transformer
     Engine's norms round it to the model's dtype.
+
+    Attributes:
+        kv_heads: Key/value heads where the file has no such name.
     """
 
-    model_types = ("qwen3_next",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
     architecture = "Qwen3NextForCausalLM"
+    kv_heads: ClassVar[int] = 2
 
     def dimensions(self, given: Given) -> HybridModelConfig:
         given.only("hidden_act", "silu")
@@ -47,7 +51,7 @@ class Qwen3Next(Family):
             }
         return HybridModelConfig(
             layer_pattern=pattern,
-            **attention(given, kv_heads=2, channels=256),
+            **attention(given, kv_heads=self.kv_heads, channels=256),
             gdn_num_key_heads=given.whole("linear_num_key_heads"),
             gdn_num_value_heads=given.whole("linear_num_value_heads"),
             gdn_key_head_dim=given.whole("linear_key_head_dim"),
