@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from megatron_hybrid_prefix.environment import python_path
-from megatron_hybrid_prefix.mcore.entrypoints import startup
+from megatron_hybrid_prefix.environment import python_path, say
 from tests.engine.test_arguments import INFERENCE, MODEL
-from tests.engine.test_install import BLOCK
+from tests.engine.test_install import BLOCK, PROMPT
 from tests.harness.limits import HANG_S
 from tests.harness.workers.launch import WORKERS, environment, torchrun
 
 LINE = "megatron_hybrid_prefix: "
+REUSED = f"{LINE}prefix cache: {4 * BLOCK} of {2 * len(PROMPT)} prompt tokens reused (48%)"
 
 
 def run(*command: object, path: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -144,13 +144,14 @@ def test_one_line_in_the_log_or_by_the_first_rank(variables, speaks, monkeypatch
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(startup.logger, "level", logging.WARNING)
-    startup._say("done")
+    logger = logging.getLogger("megatron_hybrid_prefix.a_test")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    say(logger, "done")
     assert capsys.readouterr().err == f"{LINE}done\n" * speaks
-    startup._say("it failed", on_each_rank=True)
+    say(logger, "it failed", on_each_rank=True)
     assert capsys.readouterr().err == f"{LINE}it failed\n"
-    with caplog.at_level(logging.INFO, startup.logger.name):
-        startup._say("done")
+    with caplog.at_level(logging.INFO, logger.name):
+        say(logger, "done")
     assert (capsys.readouterr().err, caplog.messages) == ("", ["done"])
 
 
@@ -165,7 +166,8 @@ def test_a_spawned_actor(tmp_path):
     assert found["codes"] == [0, 1]
     assert (found["context"], found["skipped"]) == ("HybridPrefixContext", 4 * BLOCK)
     assert found["answers"][0] == found["answers"][1] and len(found["answers"][0]) == 8
-    (line,) = lines(result.stderr)
+    line, end = lines(result.stderr)
+    assert end == REUSED
     assert ", for all contexts: mamba_gb=0.01, memory: buffer_size_gb; cpu, attention: " in line
     assert "PlatformError: HYBRID_PREFIX_INSTALL=1: HYBRID_PREFIX_CONFIG: not JSON: Extra data" in result.stderr
 
@@ -184,4 +186,7 @@ def test_ranks_of_a_training_script(tmp_path):
         assert rank["embedding"][0] == 256
         assert rank["answers"] == ranks[0]["answers"] and rank["answers"][0] == rank["answers"][1]
     (line,) = lines(result.stderr)
+    assert (result.stdout + result.stderr).count(REUSED.removeprefix(LINE)) == 1, (
+        "in the log, which megatron.training sets up"
+    )
     assert "for contexts with enable_prefix_caching (for all: set HYBRID_PREFIX_CONFIG)" in line
