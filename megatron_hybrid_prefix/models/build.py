@@ -77,7 +77,7 @@ def build_hybrid_model(
         if overrides.get("cuda_graph_impl", "none") != "none":
             check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
     use_te = _use_transformer_engine(overrides.get("transformer_impl"), platform)
-    staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep)
+    staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep, etp=platform.etp)
 
     from megatron.core import parallel_state
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -192,6 +192,7 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
     )
     if config.has_experts:
         fields |= dict(
+            expert_tensor_parallel_size=platform.etp,
             num_moe_experts=config.num_moe_experts,
             moe_router_topk=config.moe_router_topk,
             moe_router_score_function=config.moe_router_score,

@@ -24,12 +24,10 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
         config: The whole model's dimensions.
         seed: Seed of the weights.
     """
-    from megatron.core import parallel_state
-
     from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
 
-    tp = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter in parameters_by_global_name(model):
+        tp, _ = tensor_parallel_place(name)
         components = _components(name, parameter, config, tp)
         shape = list(parameter.shape)
         if components:
@@ -105,14 +103,24 @@ def ranges_of_this_rank(
     Returns:
         The dimension, and ranges (start, stop) of it, one after the other; None where nothing is partitioned.
     """
-    from megatron.core import parallel_state
-
-    tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    tp, tp_rank = tensor_parallel_place(name)
     ranges, begin = [], 0
     for rows in _components(name, parameter, config, tp):
         ranges.append((begin + tp_rank * rows, begin + (tp_rank + 1) * rows))
         begin += rows * tp
     return (_partition_dim(parameter), ranges) if ranges else None
+
+
+def tensor_parallel_place(name: str) -> tuple[int, int]:
+    """How many tensor-parallel ranks divide the parameter ``name``, and which of them this is; experts have ranks of their own."""
+    from megatron.core import parallel_state
+
+    if ".local_experts." in name:
+        return (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
 def _partition_dim(parameter: Any) -> int:

@@ -287,6 +287,7 @@ def test_stages_keep_the_layers_and_each_has_attention(pattern, pp):
         ("tiny-moe", {}, {"tp": 256}, "^tp=256 does not divide mamba_num_groups=4"),
         ("tiny-moe", {}, {"ep": 3}, "ep=3 does not divide num_moe_experts=4"),
         ("tiny-moe", {"moe_ffn_hidden_size": 31}, {"tp": 2}, "tp=2 does not divide moe_ffn_hidden_size=31"),
+        ("tiny-moe", {"moe_ffn_hidden_size": 30}, {"tp": 4, "etp": 4}, "^tp=4 does not divide moe_ffn_hidden_size=30"),
         ("tiny-moe", {"moe_shared_expert_intermediate_size": 33}, {"tp": 2}, "divide moe_shared_expert_inter"),
         ("tiny-moe", {"num_query_groups": 6, "num_attention_heads": 12}, {"tp": 4}, "tp=4 is neither a divisor nor"),
         ("tiny", {}, {"pp": 3}, "^pp=3 is impossible: .*the model has 2"),
@@ -308,3 +309,7 @@ def test_impossible_layouts_are_refused(preset, changes, layout, message):
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}])
 def test_experts_at_any_tensor_parallel_size_and_fewer_heads_than_ranks(layout):
     get_preset("tiny-moe", num_query_groups=1).check_parallel(**({"pp": 1} | layout))
+
+
+def test_whole_experts_have_any_width():
+    get_preset("tiny-moe", moe_ffn_hidden_size=31).check_parallel(tp=2, pp=1, ep=2, etp=1)
