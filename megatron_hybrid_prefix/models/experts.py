@@ -434,8 +434,8 @@ def check_layer(fields: Mapping[str, Any]) -> None:
     """
     if fields.get("transformer_impl") == "inference_optimized":
         raise ValueError(
-            "transformer_impl='inference_optimized' is not supported with experts: megatron would replace the dispatcher; "
-            "leave the default"
+            "transformer_impl='inference_optimized' has experts of its own: use megatron's hybrid_inference_stack_spec, or "
+            "build_hybrid_model, which does"
         )
     if fields.get("moe_shared_expert_overlap") and _dispatches(fields):
         # Megatron's dispatcher would run the shared expert, and its linear layers would not add up their ranks' parts.

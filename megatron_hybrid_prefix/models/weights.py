@@ -44,7 +44,8 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
 def parameters_by_global_name(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's parameters and its routers' biases of experts (which are buffers), their layers counted from 0 over all pipeline stages, experts over all their ranks.
 
-    Experts whose weights are stacked (`GroupedExperts`) come one by one, under megatron's names, as views.
+    Experts whose weights are stacked (`GroupedExperts`) or numbered (Transformer Engine's) come one by one, under the names that
+    megatron gives experts that are computed one by one.
     """
     from megatron.core import parallel_state
 
@@ -65,7 +66,7 @@ def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
         if owner not in stacked:
-            yield name, parameter
+            yield re.sub(r"(\.experts)(\.linear_fc[12]\.weight)(\d+)$", r"\1.local_experts.\3\2", name), parameter
         elif last == "linear_fc1_weight":  # once for both stacks
             for own, weight in stacked[owner].local_weights():
                 yield f"{owner}.local_experts.{own}", weight

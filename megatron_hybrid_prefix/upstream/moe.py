@@ -20,6 +20,10 @@ TRAINING_COUNTERS = frozenset(
 """Buffers of megatron's routers that count in training. No output depends on them."""
 
 
+VIEWS_OF_WEIGHTS = frozenset(("_fc1_weight", "_fc2_weight"))
+"""Buffers that the experts of ``transformer_impl="inference_optimized"`` make in their first forward, for weights to be views of."""
+
+
 def keep_router_buffers(model: Any) -> None:
     """Routers' biases in float32, where a cast of the model has changed them: megatron does it in their next forward."""
     for module in model.modules():

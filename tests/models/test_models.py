@@ -226,7 +226,8 @@ def test_recurrent_layers_of_the_drafts_have_the_dimensions_that_were_asked_for(
     ("layers", "message"),
     [
         ("transformer_engine", "^transformer_impl='transformer_engine' needs a GPU"),
-        ("inference_optimized", "^transformer_impl='inference_optimized': use 'transformer_engine' or 'local'$"),
+        ("inference_optimized", "^transformer_impl='inference_optimized' needs a GPU and an installed Transformer Engine"),
+        ("fast", "^transformer_impl='fast': use 'transformer_engine', 'local' or 'inference_optimized'$"),
     ],
 )
 def test_layers_that_this_machine_does_not_have_are_one_clear_line(platform, layers, message):
@@ -237,7 +238,7 @@ def test_layers_that_this_machine_does_not_have_are_one_clear_line(platform, lay
 def test_layers_of_transformer_engine_normalise_queries_and_keys_where_the_model_does():
     """Megatron's spec of hybrid models has no such norms, and builds attention without them where a model asks for them."""
     for preset, wanted in (("tiny", (None, None)), ("tiny-qwen3-next", (TENorm, TENorm))):
-        layers = _layer_specs(get_preset(preset), use_te=True).submodules
+        layers = _layer_specs(get_preset(preset), "transformer_engine").submodules
         attention = layers.attention_layer.submodules.self_attention.submodules
         assert (attention.q_layernorm, attention.k_layernorm) == wanted
         assert layers.mamba_layer.submodules.mixer.submodules.in_proj is TELayerNormColumnParallelLinear
