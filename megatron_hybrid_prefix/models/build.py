@@ -251,9 +251,7 @@ def _transformer_impl(asked: str | None, platform: Platform) -> str:
     if asked is None:
         return "transformer_engine" if platform.has_transformer_engine else "local"
     if asked not in ("transformer_engine", "local", inference_layers.NAME):
-        raise ValueError(
-            f"transformer_impl={asked!r}: use 'transformer_engine', 'local' or {inference_layers.NAME!r}"
-        )
+        raise ValueError(f"transformer_impl={asked!r}: use 'transformer_engine', 'local' or {inference_layers.NAME!r}")
     if asked == "transformer_engine" and not platform.has_transformer_engine:
         raise ValueError("transformer_impl='transformer_engine' needs a GPU and an installed Transformer Engine")
     return asked
@@ -296,7 +294,9 @@ def _te_layer_specs(config: HybridModelConfig, *, optimized: bool) -> Any:
 
     spec = hybrid_inference_stack_spec if optimized else hybrid_stack_spec
     attention = spec.submodules.attention_layer
-    if config.qk_norm:  # megatron's spec has no such norms, and attention is built without them where the config asks for them
+    if (
+        config.qk_norm
+    ):  # megatron's spec has no such norms, and attention is built without them where the config asks for them
         normed = _with(attention.submodules.self_attention, q_layernorm=TENorm, k_layernorm=TENorm)
         attention = _with(attention, self_attention=normed)
     moe = spec.submodules.moe_layer

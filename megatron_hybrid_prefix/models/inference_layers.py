@@ -13,6 +13,8 @@ from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.platform import Platform
 
 NAME = "inference_optimized"
+EXPERTS_DTYPE = "bfloat16"
+"""The only one: megatron's dispatcher returns it, whatever came in."""
 
 
 def inference_fields(config: HybridModelConfig, platform: Platform) -> dict[str, Any]:
@@ -48,8 +50,8 @@ def check_inference_layers(config: HybridModelConfig, platform: Platform, overri
             f"computes experts with activation='relu2' only, none with a gate, not {config.activation!r}; "
             "use 'transformer_engine'"
         )
-    if config.dtype != "bfloat16":
-        raise _refusal(f"computes experts in bfloat16 only, not {config.dtype}; use 'local'")
+    if config.dtype != EXPERTS_DTYPE:
+        raise _refusal(f"computes experts in {EXPERTS_DTYPE} only, not {config.dtype}; use 'local'")
     if config.moe_router_groups:
         raise _refusal(
             f"does not choose experts by groups (moe_router_groups={config.moe_router_groups}); "

@@ -1,7 +1,7 @@
 """Layers of ``transformer_impl="inference_optimized"`` without Transformer Engine and a GPU.
 
 Megatron's spec, router, dispatcher and layers run; its linear layers, norms, and the kernels of experts and of the router are replaced
-by PyTorch's. So names of weights, shapes, process groups and sequence parallelism are tested, and no kernel.
+by PyTorch's, in float32, so that answers agree closely. So names of weights, shapes, process groups and sequence parallelism are tested, and no kernel.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import torch.nn.functional as F
 from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, inference_layers
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import token_dispatcher_inference
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, InferenceGroupedMLP
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import InferenceTopKRouter
-from megatron.core.transformer.moe.token_dispatcher_inference import InferenceAllGatherDispatcherBase
 
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
+from megatron_hybrid_prefix.models import inference_layers as models_inference_layers
 
 CONFIG = get_preset(
     "tiny-moe",
-    dtype="bfloat16",
+    dtype="float32",
     activation="relu2",
     layer_pattern="ME*E-",
     ffn_hidden_size=64,
@@ -33,6 +34,15 @@ CONFIG = get_preset(
     moe_ffn_hidden_size=48,
     moe_shared_expert_intermediate_size=96,
 )
+
+
+class _Torch:
+    """``torch`` for the dispatcher, which casts to bfloat16."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
 
 
 class Norm:
@@ -66,7 +76,7 @@ class GroupedLinear(torch.nn.Module):
 
 def experts_forward(self, hidden_states, probs, routing_map):
     """The sum of this rank's experts for each of all ranks' tokens, in float32."""
-    assert len(hidden_states) == int(InferenceAllGatherDispatcherBase._valid_tokens())
+    assert len(hidden_states) == int(token_dispatcher_inference.InferenceAllGatherDispatcherBase._valid_tokens())
     out = torch.zeros(hidden_states.shape, dtype=torch.float32)
     first = self.ep_group.rank() * self.num_local_experts
     for number in range(self.num_local_experts):
@@ -101,6 +111,8 @@ def put_stand_ins(put):
         (specs.TENorm, Norm),
     ]
     put(specs, "hybrid_inference_stack_spec", _with_stand_ins(specs.hybrid_inference_stack_spec, classes))
+    put(models_inference_layers, "EXPERTS_DTYPE", "float32")
+    put(token_dispatcher_inference, "torch", _Torch())
     put(hybrid_block, "TENorm", Norm)
     put(InferenceGroupedMLP, "_resolve_mcore_activation_type", lambda self: None)
     put(InferenceGroupedMLP, "_vllm_forward", experts_forward)

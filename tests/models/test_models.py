@@ -226,7 +226,10 @@ def test_recurrent_layers_of_the_drafts_have_the_dimensions_that_were_asked_for(
     ("layers", "message"),
     [
         ("transformer_engine", "^transformer_impl='transformer_engine' needs a GPU"),
-        ("inference_optimized", "^transformer_impl='inference_optimized' needs a GPU and an installed Transformer Engine"),
+        (
+            "inference_optimized",
+            "^transformer_impl='inference_optimized' needs a GPU and an installed Transformer Engine",
+        ),
         ("fast", "^transformer_impl='fast': use 'transformer_engine', 'local' or 'inference_optimized'$"),
     ],
 )
