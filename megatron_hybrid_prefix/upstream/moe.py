@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.inference.utils import set_moe_metadata_sync
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import all_to_all, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -22,6 +23,22 @@ TRAINING_COUNTERS = frozenset(
 
 VIEWS_OF_WEIGHTS = frozenset(("_fc1_weight", "_fc2_weight"))
 """Buffers that the experts of ``transformer_impl="inference_optimized"`` make in their first forward, for weights to be views of."""
+
+
+def count_tokens_of_drafts(model: Any) -> None:
+    """Let the layers that draft count their tokens, where experts are those of ``transformer_impl="inference_optimized"``.
+
+    Megatron lets the first layer that it finds count, and the kernels of all experts take that number for their rows. Forwards of the
+    decoder and of the layers that draft have different numbers: kernels would leave rows out, or go on after the last one.
+    """
+    found = {name: getattr(module, "_inference_token_dispatcher", None) for name, module in model.named_modules()}
+    layers = [(".mtp." in f".{name}", dispatcher) for name, dispatcher in found.items() if dispatcher is not None]
+    if not any(drafts for drafts, _ in layers):
+        return
+    set_moe_metadata_sync(model)  # else megatron does it before its first forward, once in a process
+    first = next((dispatcher for drafts, dispatcher in layers if not drafts), None)
+    for drafts, dispatcher in layers:
+        dispatcher._runs_metadata_sync = drafts or dispatcher is first
 
 
 def keep_router_buffers(model: Any) -> None:

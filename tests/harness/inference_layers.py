@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, inference_layers
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.moe import token_dispatcher_inference
+from megatron.core.transformer.moe import moe_layer, token_dispatcher_inference
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, InferenceGroupedMLP
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import InferenceTopKRouter
@@ -32,7 +32,10 @@ CONFIG = get_preset(
     moe_router_topk=3,
     moe_router_score="sigmoid",
     moe_ffn_hidden_size=48,
+    moe_latent_size=32,
     moe_shared_expert_intermediate_size=96,
+    mtp_num_layers=1,
+    mtp_layer_pattern="*E",
 )
 
 
@@ -64,6 +67,16 @@ class NormedColumns(ColumnParallelLinear):
         return super().forward(normed, *args, **fields)
 
 
+class WholeLinear(torch.nn.Linear):
+    """The same on all ranks."""
+
+    def __init__(self, inputs, outputs, *, config, **_):
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
 class GroupedLinear(torch.nn.Module):
     """One numbered weight for each expert."""
 
@@ -76,7 +89,8 @@ class GroupedLinear(torch.nn.Module):
 
 def experts_forward(self, hidden_states, probs, routing_map):
     """The sum of this rank's experts for each of all ranks' tokens, in float32."""
-    assert len(hidden_states) == int(token_dispatcher_inference.InferenceAllGatherDispatcherBase._valid_tokens())
+    valid = int(token_dispatcher_inference.InferenceAllGatherDispatcherBase._valid_tokens())
+    assert len(hidden_states) == valid, (len(hidden_states), valid)
     out = torch.zeros(hidden_states.shape, dtype=torch.float32)
     first = self.ep_group.rank() * self.num_local_experts
     for number in range(self.num_local_experts):
@@ -114,6 +128,8 @@ def put_stand_ins(put):
     put(models_inference_layers, "EXPERTS_DTYPE", "float32")
     put(token_dispatcher_inference, "torch", _Torch())
     put(hybrid_block, "TENorm", Norm)
+    put(moe_layer, "HAVE_TE", True)
+    put(inference_layers, "InferenceLinear", WholeLinear)
     put(InferenceGroupedMLP, "_resolve_mcore_activation_type", lambda self: None)
     put(InferenceGroupedMLP, "_vllm_forward", experts_forward)
     put(InferenceTopKRouter, "_compiled_topk_routing", staticmethod(topk_routing_with_score_function))

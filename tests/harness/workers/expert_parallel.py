@@ -68,10 +68,10 @@ def herd(rank):
     return [prefix + random_tokens(9 + number, seed=80 + number) for number in range(3)] if rank == 0 else []
 
 
-def answers(model, rank, mode, prefix, ranks=1, damaged=False, only_first=False):
+def answers(model, rank, mode, prefix, ranks=1, damaged=False, only_first=False, **fields):
     """What the requests of a data-parallel rank say, sent one by one (``only_first``: no others), then all at once, then a herd.
 
-    ``ranks`` is the world's size.
+    ``ranks`` is the world's size, ``fields`` are further ones of `build_engine`.
     """
     engine = build_engine(
         model,
@@ -81,6 +81,7 @@ def answers(model, rank, mode, prefix, ranks=1, damaged=False, only_first=False)
         block_size_tokens=BLOCK_TOKENS,
         async_sched_mode=mode,
         buffer_size_gb=BUFFER_GB,
+        **fields,
     )
     if damaged:
         damage_sources(engine.context)

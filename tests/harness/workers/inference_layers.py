@@ -14,12 +14,13 @@ from tests.harness.workers.launch import write_findings
 
 
 def findings(model, rank, ranks=1):
-    """Answers without a cache, with one, and from wrong states of the last rank."""
+    """Answers without a cache, with one, with drafted tokens, and from wrong states of the last rank."""
     cache = HybridPrefixConfig(mamba_gb=0.002)
     last = dist.get_rank() == ranks - 1
     return {
         "off": answers(model, rank, "legacy", None, ranks),
         "on": answers(model, rank, "async", cache, ranks),
+        "drafts": answers(model, rank, "async", cache, ranks, num_speculative_tokens=1),
         "damaged": answers(model, rank, "legacy", cache, ranks, damaged=last, only_first=True),
     }
 
