@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher_inference import InferenceAllGatherDispatcherBase
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 TRAINING_COUNTERS = frozenset(
@@ -31,14 +32,17 @@ def count_tokens_of_drafts(model: Any) -> None:
     Megatron lets the first layer that it finds count, and the kernels of all experts take that number for their rows. Forwards of the
     decoder and of the layers that draft have different numbers: kernels would leave rows out, or go on after the last one.
     """
-    found = {name: getattr(module, "_inference_token_dispatcher", None) for name, module in model.named_modules()}
-    layers = [(".mtp." in f".{name}", dispatcher) for name, dispatcher in found.items() if dispatcher is not None]
-    if not any(drafts for drafts, _ in layers):
+    decoders: list[InferenceAllGatherDispatcherBase] = []
+    drafting: list[InferenceAllGatherDispatcherBase] = []
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer) and hasattr(module, "_inference_token_dispatcher"):
+            (drafting if ".mtp." in f".{name}" else decoders).append(module._inference_token_dispatcher)
+    if not drafting:
         return
     set_moe_metadata_sync(model)  # else megatron does it before its first forward, once in a process
-    first = next((dispatcher for drafts, dispatcher in layers if not drafts), None)
-    for drafts, dispatcher in layers:
-        dispatcher._runs_metadata_sync = drafts or dispatcher is first
+    dispatcher: InferenceAllGatherDispatcherBase
+    for dispatcher in [*decoders, *drafting]:
+        dispatcher._runs_metadata_sync = dispatcher in [*decoders[:1], *drafting]
 
 
 def keep_router_buffers(model: Any) -> None:
