@@ -156,6 +156,10 @@ def test_what_these_layers_do_not_compute_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_exact_bits_are_refused(model):
-    with pytest.raises(ValueError, match="experts are not covered"):
-        build_engine(model, HybridPrefixConfig(mamba_gb=0.002, exact="bits"))
+def test_exact_bits_are_refused(model, platform):
+    without_experts = replace(stand_ins.CONFIG, layer_pattern="M*-", mtp_num_layers=0, mtp_layer_pattern="")
+    dense = stand_ins.build(platform, without_experts)  # `model` has put the stand-ins
+    with pytest.raises(
+        ValueError, match="layers of transformer_impl='inference_optimized' are not covered; use 'local'"
+    ):
+        build_engine(dense, HybridPrefixConfig(mamba_gb=0.002, exact="bits"))
