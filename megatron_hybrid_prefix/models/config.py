@@ -254,13 +254,14 @@ class HybridModelConfig:
         """Width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
-    def check_parallel(self, *, tp: int, pp: int, ep: int = 1) -> str:
-        """Return the pattern cut into ``pp`` stages.
+    def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> str:
+        """Return the pattern cut into ``pp`` stages. ``etp`` divides each expert; None: ``tp``.
 
         Raises:
-            ValueError: A size is below 1, a dimension of the layers that there are does not divide by ``tp`` or ``ep``, or a
-                stage would have no attention layer.
+            ValueError: A size is below 1, a dimension of the layers that there are does not divide by ``tp``, ``ep`` or
+                ``etp``, or a stage would have no attention layer.
         """
+        etp = tp if etp is None else etp
         for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
             if size < 1:
                 raise ValueError(f"{name}={size}: must be at least 1")
@@ -271,11 +272,15 @@ class HybridModelConfig:
         for name in (
             *(("mamba_num_groups", "mamba_num_heads") if "M" in self.symbols else ()),
             *(("gdn_num_key_heads", "gdn_num_value_heads") if "G" in self.symbols else ()),
-            *("num_attention_heads", "vocab_size", *self._ffn_names()),
+            *("num_attention_heads", "vocab_size"),
+            *(("ffn_hidden_size",) if "-" in self.symbols else ()),
             *(("moe_shared_expert_intermediate_size",) if self.has_experts else ()),
         ):
             if getattr(self, name) % tp:
                 raise ValueError(f"tp={tp} does not divide {name}={getattr(self, name)}")
+        if self.has_experts and self.expert_ffn_hidden_size % etp:
+            name = "moe_ffn_hidden_size" if self.moe_ffn_hidden_size else "ffn_hidden_size"
+            raise ValueError(f"{'tp' if etp == tp else 'etp'}={etp} does not divide {name}={getattr(self, name)}")
         if self.num_query_groups % tp and tp % self.num_query_groups:
             raise ValueError(f"tp={tp} is neither a divisor nor a multiple of num_query_groups={self.num_query_groups}")
         if pp > 1 and self.tie_embeddings:

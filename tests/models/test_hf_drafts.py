@@ -236,7 +236,7 @@ def test_transformers_reads_a_folder_that_was_saved_with_heads(platform, referen
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    "layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=lambda layout: "tp{}-pp{}-ep{}".format(*layout)
+    "layout", [(2, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 1)], ids=lambda layout: "tp{}-pp{}-ep{}-etp{}".format(*layout)
 )
 def test_two_ranks(platform, reference, tmp_path, layout):
     """The model says what transformers says, and each rank has its part of the heads; also in checkpoints."""

@@ -185,16 +185,17 @@ def test_another_dimension_shows(platform, served, kind, changes):
 
 # -- several ranks ---------------------------------------------------------------------------------------------------------
 
-# (tp, pp, ep), and the folders. Tied embeddings run without stages only, one group of Mamba heads on one rank.
+# (tp, pp, ep, etp), and the folders. Tied embeddings run without stages only, one group of Mamba heads on one rank.
 LAYOUTS = {
-    (2, 1, 1): [name for name in ASKED if CONFIGS[name.removesuffix("_tied")].mamba_num_groups != 1],
-    (1, 2, 1): [kind for kind, config in CONFIGS.items() if config.count("*") > 1],
-    (1, 1, 2): [name for name in ASKED if CONFIGS[name.removesuffix("_tied")].has_experts],
+    (2, 1, 1, 2): [name for name in ASKED if CONFIGS[name.removesuffix("_tied")].mamba_num_groups != 1],
+    (1, 2, 1, 1): [kind for kind, config in CONFIGS.items() if config.count("*") > 1],
+    (1, 1, 2, 1): [name for name in ASKED if CONFIGS[name.removesuffix("_tied")].has_experts],
+    (2, 1, 2, 1): [kind for kind, config in CONFIGS.items() if config.has_experts and config.mamba_num_groups != 1],
 }
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "tp{}-pp{}-ep{}".format(*layout))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "tp{}-pp{}-ep{}-etp{}".format(*layout))
 def test_two_ranks(platform, references, tmp_path, layout):
     """Also checkpoints: what `convert` wrote on one rank is read by two, and the other way round."""
     asked = {folder.name: folder for folder in references}
