@@ -19,10 +19,10 @@ pytest.importorskip("starlette")
 from megatron_hybrid_prefix.serve.chat_template import load_chat_form
 from megatron_hybrid_prefix.serve.protocol import read_request
 from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
-from tests.harness.tokenizer_folder import make_folder
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
 from tests.harness.server_process import PROMPT, Endpoint
+from tests.harness.tokenizer_folder import make_folder
 from tests.serve.test_serve import TOKENIZER, Server, running
 
 GENERATE = "/inference/v1/generate"
