@@ -73,7 +73,9 @@ def test_experts_of_nemotron_h(groups, expected):
         ("nemotron_h_new", EXPERTS | {"n_group": 4, "topk_group": 1}, "num_experts_per_tok is 4, and topk_group 1 of"),
         ("nemotron_h_new", EXPERTS | {"num_experts_per_tok": 1}, "moe_router_topk=1"),
         ("nemotron_h_new", {"n_groups": 7}, "mamba_num_heads=128 is not a multiple of mamba_num_groups=7"),
+        ("nemotron_h_new", {"model_type": []}, r"model_type \[\] is not supported"),
         ("qwen3_next_new", {"layer_types": ["full_attention"]}, "layer_types must be 48 times"),
+        ("qwen3_next_new", {"mlp_only_layers": 3}, "mlp_only_layers is 3, no list of layers"),
     ],
 )
 def test_what_cannot_be_run_is_one_line_that_names_it(name, changes, message):

@@ -316,3 +316,8 @@ def test_a_tied_output_layer_is_the_embedding(platform):
 )
 def test_names_on_the_hub(kind, name, canonical):
     assert family_of(CONFIGS[kind], MODELS[kind].model_type).canonical(name) == canonical
+
+
+def test_the_usual_attention_multiplier_needs_no_name():
+    usual = replace(CONFIGS["granite"], attention_multiplier=None)
+    assert family_of(usual, "granitemoehybrid").name == "granitemoehybrid"

@@ -40,10 +40,10 @@ def dimensions_of(data: Mapping[str, Any], name: str, *, dtype: str = "bfloat16"
         PluginError: A plugin cannot be imported.
     """
     model_type, known = data.get("model_type"), FAMILIES.names()
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         if model_type is None:
             raise ValueError(f"{name}: model_type is missing; families: {', '.join(known)}")
-        why = _REFUSED.get(model_type, f"it is none of {', '.join(known)}")
+        why = _REFUSED.get(str(model_type), f"it is none of {', '.join(known)}")
         raise ValueError(f"{name}: model_type {model_type!r} is not supported: {why}")
     text = data.get("text_config")
     parts = [data, text] if isinstance(text, dict) else [data]
@@ -125,4 +125,5 @@ def _compared(config: HybridModelConfig) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     values["layer_pattern"] = config.layer_pattern.replace("|", "")
     values["moe_ffn_hidden_size"] = config.expert_ffn_hidden_size
+    values["attention_multiplier"] = config.attention_multiplier or config.kv_channels**-0.5
     return {name: value for name, value in values.items() if name not in _NOT_COMPARED and not name.startswith(absent)}

@@ -150,6 +150,8 @@ def _pattern(given: Given, experts: int) -> str:
     if len(kinds) != layers or set(kinds) - set(_MIXERS):
         raise given.error(f"layer_types must be {layers} times linear_attention or full_attention")
     without = given.get("mlp_only_layers") or []
+    if not isinstance(without, list) or not all(type(layer) is int for layer in without):
+        raise given.error(f"mlp_only_layers is {without!r}, no list of layers")
     step = max(1, given.whole("decoder_sparse_step", default=1))
     return "".join(
         _MIXERS[kind] + ("E" if experts and number not in without and (number + 1) % step == 0 else "-")
