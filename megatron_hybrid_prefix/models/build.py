@@ -294,9 +294,7 @@ def _te_layer_specs(config: HybridModelConfig, *, optimized: bool) -> Any:
 
     spec = hybrid_inference_stack_spec if optimized else hybrid_stack_spec
     attention = spec.submodules.attention_layer
-    if (
-        config.qk_norm
-    ):  # megatron's spec has no such norms, and attention is built without them where the config asks for them
+    if config.qk_norm:  # megatron's spec has no such norms: attention would be built without them
         normed = _with(attention.submodules.self_attention, q_layernorm=TENorm, k_layernorm=TENorm)
         attention = _with(attention, self_attention=normed)
     moe = spec.submodules.moe_layer

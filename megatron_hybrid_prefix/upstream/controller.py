@@ -212,9 +212,8 @@ class QueuedSampling(TorchSampling):
             if len(groups) == 1:
                 output.copy_(self._sampled(logits, *parameters))
             else:
-                numbers = torch.tensor(rows).to(
-                    logits.device, non_blocking=True
-                )  # so few bytes the driver reads at once
+                # The driver reads so few bytes at once.
+                numbers = torch.tensor(rows).to(logits.device, non_blocking=True)
                 output[numbers] = self._sampled(logits[numbers, :], *parameters)
         return output
 
