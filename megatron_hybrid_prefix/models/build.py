@@ -230,12 +230,8 @@ def _recurrent_fields(config: HybridModelConfig) -> dict[str, int]:
     """Dimensions of the recurrent layers that there are; megatron's defaults stay for others."""
     fields: dict[str, int] = {}
     if "M" in config.symbols:
-        fields |= dict(
-            mamba_num_heads=config.mamba_num_heads,
-            mamba_head_dim=config.mamba_head_dim,
-            mamba_state_dim=config.mamba_state_dim,
-            mamba_num_groups=config.mamba_num_groups,
-        )
+        names = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
+        fields |= {name: getattr(config, name) for name in names}
     if "G" in config.symbols:
         fields |= dict(
             linear_num_key_heads=config.gdn_num_key_heads,
@@ -372,6 +368,16 @@ def local_layer_specs(num_moe_experts: int = 0, *, qk_norm: bool = False) -> Any
             enorm=WrappedTorchNorm, hnorm=WrappedTorchNorm, eh_proj=ColumnParallelLinear, layer_norm=WrappedTorchNorm
         ),
     )
+
+    def with_attention(attention: Any) -> Any:
+        parts = {"input_layernorm": WrappedTorchNorm, "self_attention": attention}
+        submodules = TransformerLayerSubmodules(**parts, self_attn_bda=get_bias_dropout_add)
+        return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+    def with_mlp(layer: type, mlp: Any) -> Any:
+        parts = {"pre_mlp_layernorm": WrappedTorchNorm, "mlp": mlp, "mlp_bda": get_bias_dropout_add}
+        return ModuleSpec(module=layer, submodules=TransformerLayerSubmodules(**parts))
+
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
@@ -379,34 +385,10 @@ def local_layer_specs(num_moe_experts: int = 0, *, qk_norm: bool = False) -> Any
                 module=MambaLayer,
                 submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
             ),
-            gdn_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=WrappedTorchNorm, self_attention=delta_net, self_attn_bda=get_bias_dropout_add
-                ),
-            ),
-            attention_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=WrappedTorchNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
-                ),
-            ),
-            mlp_layer=ModuleSpec(
-                module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm,
-                    mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
-                    mlp_bda=get_bias_dropout_add,
-                ),
-            ),
-            moe_layer=ModuleSpec(
-                module=MoETransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm,
-                    mlp=_experts_spec(num_moe_experts, use_te=False),
-                    mlp_bda=get_bias_dropout_add,
-                ),
-            ),
+            gdn_layer=with_attention(delta_net),
+            attention_layer=with_attention(attention),
+            mlp_layer=with_mlp(MLPLayer, partial(MLP.as_mlp_submodule, submodules=mlp)),
+            moe_layer=with_mlp(MoETransformerLayer, _experts_spec(num_moe_experts, use_te=False)),
             mtp_block_spec=ModuleSpec(
                 module=MultiTokenPredictionBlock,
                 submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[prediction]),

@@ -226,9 +226,14 @@ class HybridModelConfig:
             )
 
     @property
+    def layers(self) -> str:
+        """``layer_pattern`` without marks of stages."""
+        return self.layer_pattern.replace("|", "")
+
+    @property
     def num_layers(self) -> int:
         """Layers of every kind."""
-        return len(self.layer_pattern.replace("|", ""))
+        return len(self.layers)
 
     def count(self, symbol: str) -> int:
         """Number of layers with this symbol."""

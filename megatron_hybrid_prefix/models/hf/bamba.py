@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.models.hf.given import (
     rotary_json,
 )
 from megatron_hybrid_prefix.models.hf.mapping import Rule
-from megatron_hybrid_prefix.models.hf.parts import attention_parts, gated_mlp, mamba_parts, rules_of_pairs
+from megatron_hybrid_prefix.models.hf.parts import attention_parts, mamba_parts, mlp, rules_of_pairs
 
 
 class Bamba(Family):
@@ -48,7 +48,7 @@ class Bamba(Family):
         )
 
     def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
-        mixers = config.layer_pattern.replace("|", "")[::2]
+        mixers = config.layers[::2]
         return {
             **attention_json(config),
             **mamba_json(config),
@@ -59,11 +59,12 @@ class Bamba(Family):
         }
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        def mlp(symbol: str, ours: str, theirs: str) -> Iterator[Rule]:
-            return gated_mlp(ours, f"{theirs}feed_forward.", config.hidden_size, config.ffn_hidden_size)
-
-        mixers = {"M": ("mamba.", mamba_parts(config)), "*": ("self_attn.", attention_parts(config))}
-        return rules_of_pairs(config, mixers, mlp, second_norm="pre_ff_layernorm", final_norm="model.final_layernorm")
+        layers = {
+            "M": ("mamba.", mamba_parts(config)),
+            "*": ("self_attn.", attention_parts(config)),
+            "-": ("feed_forward.", mlp("mlp.", "", config.hidden_size, config.ffn_hidden_size, gated=True)),
+        }
+        return rules_of_pairs(config, layers, second_norm="pre_ff_layernorm", final_norm="model.final_layernorm")
 
 
 register_family(Bamba())
