@@ -15,7 +15,7 @@ import torch
 from megatron_hybrid_prefix.models import inference_layers
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
-from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals
+from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals, with_parts
 from megatron_hybrid_prefix.models.norms import Float32RMSNorm
 from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
@@ -274,12 +274,7 @@ def _layer_specs(config: HybridModelConfig, transformer_impl: str) -> Any:
     mixer = dataclasses.replace(
         mamba.submodules.mixer, params={"chunk_size": config.chunk_size, "d_conv": config.d_conv}
     )
-    return _with(spec, mamba_layer=_with(mamba, mixer=mixer))
-
-
-def _with(spec: Any, **submodules: Any) -> Any:
-    """A copy of megatron's ``ModuleSpec`` with other submodules; the spec itself is shared by all models."""
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **submodules))
+    return with_parts(spec, mamba_layer=with_parts(mamba, mixer=mixer))
 
 
 def _te_layer_specs(config: HybridModelConfig, *, optimized: bool) -> Any:
@@ -291,12 +286,12 @@ def _te_layer_specs(config: HybridModelConfig, *, optimized: bool) -> Any:
     spec = hybrid_inference_stack_spec if optimized else hybrid_stack_spec
     attention = spec.submodules.attention_layer
     if config.qk_norm:  # megatron's spec has no such norms: attention would be built without them
-        normed = _with(attention.submodules.self_attention, q_layernorm=TENorm, k_layernorm=TENorm)
-        attention = _with(attention, self_attention=normed)
+        normed = with_parts(attention.submodules.self_attention, q_layernorm=TENorm, k_layernorm=TENorm)
+        attention = with_parts(attention, self_attention=normed)
     moe = spec.submodules.moe_layer
     if not optimized:
-        moe = _with(moe, mlp=_experts_spec(config.num_moe_experts, use_te=True))
-    return _with(spec, attention_layer=attention, moe_layer=moe)
+        moe = with_parts(moe, mlp=_experts_spec(config.num_moe_experts, use_te=True))
+    return with_parts(spec, attention_layer=attention, moe_layer=moe)
 
 
 def _experts_spec(num_moe_experts: int, *, use_te: bool) -> Any:

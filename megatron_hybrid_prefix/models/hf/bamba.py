@@ -34,16 +34,14 @@ class Bamba(Family):
         if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < layers for index in indices):
             raise given.error(f"attn_layer_indices is {indices!r}, no list of layers from 0 to {layers - 1}")
         pattern = "".join("*-" if number in indices else "M-" for number in range(layers))
-        base, fraction = rotary(given, default_fraction=0.5)
-        fields = attention(given, kv_heads=8) | mamba(given)
-        if (turned := given.whole("attn_rotary_emb", default=0)) and turned != fraction * fields["kv_channels"]:
-            raise given.error(f"attn_rotary_emb is {turned}; transformers turns {fraction:g} x {fields['kv_channels']}")
+        fields = attention(given, kv_heads=8) | mamba(given) | rotary(given, default_fraction=0.5)
+        fraction, channels = fields["rotary_fraction"], fields["kv_channels"]
+        if (turned := given.whole("attn_rotary_emb", default=0)) and turned != fraction * channels:
+            raise given.error(f"attn_rotary_emb is {turned}; transformers turns {fraction:g} x {channels}")
         return HybridModelConfig(
             layer_pattern=pattern,
             **fields,
             activation="swiglu",
-            rotary_base=base,
-            rotary_fraction=fraction,
             layernorm_epsilon=norm_epsilon(given, pattern, "rms_norm_eps", default=1e-5),
         )
 

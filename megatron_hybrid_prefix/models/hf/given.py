@@ -140,8 +140,8 @@ def attention_json(config: HybridModelConfig) -> dict[str, Any]:
     return written(config, _ATTENTION)
 
 
-def rotary(given: Given, *, default_fraction: float) -> tuple[int, float]:
-    """Base and fraction of rotary embeddings, in ``rope_parameters`` or next to it."""
+def rotary(given: Given, *, default_fraction: float) -> dict[str, Any]:
+    """Fields of rotary embeddings, in ``rope_parameters`` or next to it."""
     rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise given.error("rope_parameters is not a mapping")
@@ -151,8 +151,8 @@ def rotary(given: Given, *, default_fraction: float) -> tuple[int, float]:
     if other := sorted(name for name, value in rope.items() if name not in _ROPE_NAMES and value is not None):
         raise given.error(f"rope_parameters has {other[0]}, none of {', '.join(sorted(_ROPE_NAMES))}")
     both = Given({**given.data} | {name: value for name, value in rope.items() if value is not None}, given.name)
-    base = both.whole("rope_theta", default=10_000)
-    return base, both.real("partial_rotary_factor", default=default_fraction)
+    fraction = both.real("partial_rotary_factor", default=default_fraction)
+    return {"rotary_base": both.whole("rope_theta", default=10_000), "rotary_fraction": fraction}
 
 
 def rotary_json(config: HybridModelConfig) -> dict[str, Any]:

@@ -53,8 +53,8 @@ class Granite(Family):
         else:
             fields["ffn_hidden_size"] = shared
         if given.get("position_embedding_type") == "rope":
-            fields["rotary_base"], fraction = rotary(given, default_fraction=1.0)
-            if fraction != 1.0:
+            fields |= rotary(given, default_fraction=1.0)
+            if (fraction := fields["rotary_fraction"]) != 1.0:
                 raise given.error(f"partial_rotary_factor is {fraction:g}; transformers turns whole heads")
         kinds, layers = given.texts("layer_types", "layers_block_type"), given.whole("num_hidden_layers")
         if kinds is None or len(kinds) != layers or set(kinds) - set(_MIXERS):

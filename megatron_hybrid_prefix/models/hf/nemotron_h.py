@@ -18,6 +18,7 @@ _OLD_NAMES = {
     "mamba_d_conv": "conv_kernel",
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
+    "num_local_experts": "n_routed_experts",
 }
 _LAYERS = {
     "mamba": "M",
@@ -33,6 +34,12 @@ _MAMBA = {
     "ssm_state_size": "mamba_state_dim",
     "n_groups": "mamba_num_groups",
     "conv_kernel": "d_conv",
+}
+_EXPERTS = {
+    "n_routed_experts": "num_moe_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
 
 
@@ -94,15 +101,11 @@ class NemotronH(Family):
                 "mtp_use_repeated_layer": config.mtp_use_repeated_layer,
             }
         if config.has_experts:
-            data |= {
-                "n_routed_experts": config.num_moe_experts,
-                "num_experts_per_tok": config.moe_router_topk,
+            data |= written(config, _EXPERTS) | {
                 "n_group": config.moe_router_groups or 1,
                 "topk_group": config.moe_router_topk_groups or 1,
                 "routed_scaling_factor": config.moe_router_scaling,
-                "moe_intermediate_size": config.expert_ffn_hidden_size,
                 "moe_latent_size": config.moe_latent_size or None,
-                "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
             }
         return data
 
@@ -195,7 +198,8 @@ def _drafts_of(given: Given) -> dict[str, Any]:
 def _experts_of(given: Given) -> dict[str, Any]:
     """Fields of layers of experts."""
     given.only("norm_topk_prob", True)
-    experts, chosen = given.whole("n_routed_experts", "num_local_experts"), given.whole("num_experts_per_tok")
+    fields = given.wholes(_EXPERTS)
+    chosen = fields["moe_router_topk"]
     groups, chosen_groups = given.whole("n_group", default=1), given.whole("topk_group", default=1)
     if chosen_groups == groups:  # all of them: no choice
         groups = chosen_groups = 0
@@ -204,18 +208,14 @@ def _experts_of(given: Given) -> dict[str, Any]:
             f"num_experts_per_tok is {chosen}, and topk_group {chosen_groups} of n_group {groups}: megatron rates a group by "
             f"its {chosen // max(1, chosen_groups)} best experts, this model by its 2 best"
         )
-    if not (shared := given.whole("moe_shared_expert_intermediate_size")):
+    if not fields["moe_shared_expert_intermediate_size"]:
         raise given.error("moe_shared_expert_intermediate_size is 0: layers of experts have a shared expert")
-    return {
-        "num_moe_experts": experts,
-        "moe_router_topk": chosen,
+    return fields | {
         "moe_router_score": "sigmoid",
         "moe_router_groups": groups,
         "moe_router_topk_groups": chosen_groups,
         "moe_router_scaling": given.real("routed_scaling_factor", default=1.0),
-        "moe_ffn_hidden_size": given.whole("moe_intermediate_size"),
         "moe_latent_size": given.whole("moe_latent_size", default=0),
-        "moe_shared_expert_intermediate_size": shared,
     }
 
 

@@ -48,21 +48,16 @@ class Qwen3Next(Family):
     def dimensions(self, given: Given) -> HybridModelConfig:
         given.only("hidden_act", "silu")
         pattern = _pattern(given)
-        base, fraction = rotary(given, default_fraction=0.25)
         fields: dict[str, Any] = {}
         if "E" in pattern:
-            if not given.flag("norm_topk_prob", True):
-                raise given.error(
-                    "norm_topk_prob is false: the router's weights here are a softmax over the chosen experts"
-                )
+            given.only("norm_topk_prob", True)  # the router's weights here are a softmax over the chosen experts
             fields = given.wholes(_EXPERTS, num_moe_experts=_NUM_EXPERTS) | {"moe_shared_expert_gate": True}
         return HybridModelConfig(
             layer_pattern=pattern,
             **attention(given, kv_heads=self.kv_heads, channels=256),
             **given.wholes(_DELTA_NET, d_conv=4),
             activation="swiglu",
-            rotary_base=base,
-            rotary_fraction=fraction,
+            **rotary(given, default_fraction=0.25),
             attention_output_gate=True,
             qk_norm=True,
             float32_norms=True,
