@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -183,6 +184,7 @@ def test_a_model_gets_every_weight_of_either_spelling(platform, stacked):
 @pytest.mark.parametrize(
     ("config", "model_type", "message"),
     [
+        (get_preset("tiny-gdn"), None, r"the nearest: qwen3_next has layers\[1\]="),
         (get_preset("tiny-gdn"), "nemotron_h", "nemotron_h: hybrid_override_pattern has 'G', none of M"),
         (get_preset("tiny-moe"), "nemotron_h", "nemotron_h: moe_shared_expert_intermediate_size is 0"),
         (
@@ -236,9 +238,10 @@ def test_a_model_far_from_all_families_is_one_short_line():
         **{"mamba_num_groups": 1, "mtp_num_layers": 2, "mtp_layer_pattern": 500 * "*", "moe_latent_size": 12},
         **{"attention_multiplier": 0.123456789, "embedding_multiplier": 9.87654321, "logits_scaling": 1 / 3},
     )
-    for model_type in (None, *FAMILIES.names()):
+    drafting = replace(QWEN3_NEXT, mtp_num_layers=2, mtp_layer_pattern=500 * "*")
+    for config, model_type in product((far, drafting), (None, *FAMILIES.names())):
         with pytest.raises(ValueError) as error:
-            family_of(far, model_type)
+            family_of(config, model_type)
         assert len(str(error.value)) <= 300 and "\n" not in str(error.value)
 
 

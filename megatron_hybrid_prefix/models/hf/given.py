@@ -70,7 +70,7 @@ class Given:
             raise self.error(f"{names[0]} {'is missing' if value is None else f'is {value!r}, not {what}'}")
         return float(value)
 
-    def wholes(self, names: Mapping[str, str], **defaults: int) -> dict[str, Any]:
+    def fields(self, names: Mapping[str, str], **defaults: int) -> dict[str, Any]:
         """Fields of `HybridModelConfig` by their names in the file, all of them whole numbers; `written` is the other way round."""
         return {ours: self.whole(theirs, default=defaults.get(ours)) for theirs, ours in names.items()}
 
@@ -132,7 +132,7 @@ def attention(given: Given, *, kv_heads: int | None, channels: int | None = None
     if channels is None or "head_dim" in given:
         channels = hidden // max(1, heads)
     channels = given.whole("attention_head_dim", default=channels)  # an old name
-    return given.wholes(_ATTENTION, num_query_groups=kv_heads, kv_channels=channels)
+    return given.fields(_ATTENTION, num_query_groups=kv_heads, kv_channels=channels)
 
 
 def attention_json(config: HybridModelConfig) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def mamba(given: Given) -> dict[str, Any]:
     head_dim = inner // max(1, heads) if given.get("mamba_d_head") in (None, "auto") else given.whole("mamba_d_head")
     if heads * head_dim != inner:
         raise given.error(f"mamba_n_heads x mamba_d_head is {heads * head_dim}, mamba_expand x hidden_size is {inner}")
-    return given.wholes(_MAMBA, d_conv=4) | {"mamba_head_dim": head_dim}
+    return given.fields(_MAMBA, d_conv=4) | {"mamba_head_dim": head_dim}
 
 
 def mamba_json(config: HybridModelConfig) -> dict[str, Any]:

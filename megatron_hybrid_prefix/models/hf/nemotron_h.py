@@ -68,7 +68,7 @@ class NemotronH(Family):
         return HybridModelConfig(
             layer_pattern=pattern,
             **attention(given, kv_heads=8, channels=128),
-            **given.wholes(_MAMBA, d_conv=4),
+            **given.fields(_MAMBA, d_conv=4),
             activation="relu2",
             layernorm_epsilon=epsilon,
             **(_experts_of(given) if "E" in pattern + drafts.get("mtp_layer_pattern", "") else {}),
@@ -198,7 +198,7 @@ def _drafts_of(given: Given) -> dict[str, Any]:
 def _experts_of(given: Given) -> dict[str, Any]:
     """Fields of layers of experts."""
     given.only("norm_topk_prob", True)
-    fields = given.wholes(_EXPERTS)
+    fields = given.fields(_EXPERTS)
     chosen = fields["moe_router_topk"]
     groups, chosen_groups = given.whole("n_group", default=1), given.whole("topk_group", default=1)
     if chosen_groups == groups:  # all of them: no choice

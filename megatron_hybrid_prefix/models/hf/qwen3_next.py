@@ -51,11 +51,11 @@ class Qwen3Next(Family):
         fields: dict[str, Any] = {}
         if "E" in pattern:
             given.only("norm_topk_prob", True)  # the router's weights here are a softmax over the chosen experts
-            fields = given.wholes(_EXPERTS, num_moe_experts=_NUM_EXPERTS) | {"moe_shared_expert_gate": True}
+            fields = given.fields(_EXPERTS, num_moe_experts=_NUM_EXPERTS) | {"moe_shared_expert_gate": True}
         return HybridModelConfig(
             layer_pattern=pattern,
             **attention(given, kv_heads=self.kv_heads, channels=256),
-            **given.wholes(_DELTA_NET, d_conv=4),
+            **given.fields(_DELTA_NET, d_conv=4),
             activation="swiglu",
             **rotary(given, default_fraction=0.25),
             attention_output_gate=True,
