@@ -109,13 +109,14 @@ def family_of(config: HybridModelConfig, model_type: str | None = None) -> Famil
         PluginError: A plugin cannot be imported.
     """
     mismatches = []
-    for family in dict.fromkeys(FAMILIES[name] for name in ([model_type] if model_type else FAMILIES.names())):
+    asked = FAMILIES.names() if model_type is None else [model_type]
+    for family in dict.fromkeys(FAMILIES[name] for name in asked):
         count, what = _mismatch(family, config)
         if not count:
             return family
         mismatches.append((count, what))
     _, what = min(mismatches, key=lambda found: found[0])
-    raise ValueError(what if model_type else f"no family has these dimensions; the nearest: {what}")
+    raise ValueError(what if model_type is not None else f"no family has these dimensions; the nearest: {what}")
 
 
 def _mismatch(family: Family, config: HybridModelConfig) -> tuple[int, str]:

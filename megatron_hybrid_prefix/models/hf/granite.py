@@ -104,22 +104,18 @@ class Granite(Family):
         return rules_of_pairs(config, layers, second_norm="post_attention_layernorm", final_norm="model.norm")
 
 
-def _matrices(of: str, hidden: int, width: int) -> dict[str, tuple[int, int]]:
-    """Of a gated MLP: gate and up projection are one matrix there, too."""
-    return {f"{of}input_linear.weight": (2 * width, hidden), f"{of}output_linear.weight": (hidden, width)}
-
-
 def _mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[Rule]:
-    for target, (name, shape) in zip(
-        ("linear_fc1", "linear_fc2"), _matrices(theirs, hidden, width).items(), strict=True
-    ):
-        yield made_of(f"{ours}{target}.weight", {name: shape})
+    """A gated MLP: gate and up projection are one matrix there, too."""
+    yield made_of(f"{ours}linear_fc1.weight", {f"{theirs}input_linear.weight": (2 * width, hidden)})
+    yield made_of(f"{ours}linear_fc2.weight", {f"{theirs}output_linear.weight": (hidden, width)})
 
 
 def _experts(config: HybridModelConfig) -> Iterator[Rule]:
-    hidden, count = config.hidden_size, config.num_moe_experts
-    yield made_of("mlp.router.weight", {"block_sparse_moe.router.layer.weight": (count, hidden)})
-    yield from stacked_experts(count, _matrices("block_sparse_moe.", hidden, config.expert_ffn_hidden_size))
+    hidden, width, count = config.hidden_size, config.expert_ffn_hidden_size, config.num_moe_experts
+    moe = "block_sparse_moe."
+    yield made_of("mlp.router.weight", {f"{moe}router.layer.weight": (count, hidden)})
+    matrices = {f"{moe}input_linear.weight": (2 * width, hidden), f"{moe}output_linear.weight": (hidden, width)}
+    yield from stacked_experts(count, matrices)
     yield from _mlp("mlp.shared_experts.", "shared_mlp.", hidden, config.moe_shared_expert_intermediate_size)
 
 

@@ -134,7 +134,8 @@ def _layers(
     config: HybridModelConfig, pattern: str, ours: str, theirs: str, first: int, names: Collection[str]
 ) -> Iterator[Rule]:
     """Layers with these symbols; ``first`` is the number that the first one has in Hugging Face's names."""
-    hidden, stacked = config.hidden_size, any(name.endswith(".experts.down_proj") for name in names)
+    hidden = config.hidden_size
+    stacked = any(name.startswith(theirs) and name.endswith(".experts.down_proj") for name in names)
     layers = {
         "M": mamba_parts(config),
         "*": attention_parts(config),
