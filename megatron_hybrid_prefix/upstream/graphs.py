@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord, delete_cuda_graphs
 from megatron.core.transformer.enums import InferenceCudaGraphScope
 from megatron.core.transformer.module import GraphableMegatronModule
+
+if TYPE_CHECKING:
+    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
 BLOCK = InferenceCudaGraphScope.block.name
 """The scope of graphs of the whole forward, from the embedding to the logits; by default a graph is of one layer."""
@@ -41,6 +44,13 @@ def use_layers_where_blocks_are_wrong(config: Any) -> str | None:
     if problem is not None:
         config.inference_cuda_graph_scope = InferenceCudaGraphScope.layer
     return problem
+
+
+def kinds_of_step(engine: DynamicInferenceEngine) -> int:
+    """Number of kinds of step for which an engine captures graphs."""
+    if engine.cuda_graph_impl != "local" or engine.inference_cuda_graph_scope is InferenceCudaGraphScope.none:
+        return 0
+    return len(engine.context.cuda_graph_batch_dimensions_list)
 
 
 def delete_graphs_of(model: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_hybrid_prefix.environment import python_path
 from megatron_hybrid_prefix.mcore.entrypoints import startup
+from megatron_hybrid_prefix.notes import say
 from tests.engine.test_arguments import INFERENCE, MODEL
 from tests.engine.test_install import BLOCK
 from tests.harness.limits import HANG_S
@@ -145,12 +146,12 @@ def test_one_line_in_the_log_or_by_the_first_rank(variables, speaks, monkeypatch
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(startup.logger, "level", logging.WARNING)
-    startup._say("done")
+    say(startup.logger, "done")
     assert capsys.readouterr().err == f"{LINE}done\n" * speaks
-    startup._say("it failed", on_each_rank=True)
+    say(startup.logger, "it failed", on_each_rank=True)
     assert capsys.readouterr().err == f"{LINE}it failed\n"
     with caplog.at_level(logging.INFO, startup.logger.name):
-        startup._say("done")
+        say(startup.logger, "done")
     assert (capsys.readouterr().err, caplog.messages) == ("", ["done"])
 
 

@@ -31,12 +31,15 @@ from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
+from megatron_hybrid_prefix.notes import say
+from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.tokenizer import other_ends
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.coordinator import TELL_ABORT
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
+from megatron_hybrid_prefix.upstream.graphs import kinds_of_step
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
     DynamicInferenceContext,
@@ -190,12 +193,19 @@ class HybridPrefixEngine(EngineSeam):
             raise EngineSuspendedError("the engine is suspended: call engine.resume() first")
 
     def create_cuda_graphs(self, *args: Any, **kwargs: Any) -> Any:
-        """A capture resets the context: logs what is lost, and restarts running requests.
+        """A capture resets the context: logs what is lost, and restarts running requests. A line goes before megatron's progress bar.
 
         Resuming captures again if offloaded buffers changed their addresses. Megatron would lose the running requests.
         """
         if self.cuda_graph_impl == "local" and self._has_cache and self._is_suspended:
             self._prepare_for_reset()
+        kinds = kinds_of_step(self)
+        if kinds:
+            say(
+                logger,
+                f"capturing CUDA graphs of {kinds} kinds of step; kernels that are missing are compiled first, and kept: "
+                f"{kernel_folders()}",
+            )
         return super().create_cuda_graphs(*args, **kwargs)
 
     def _prepare_for_reset(self) -> None:

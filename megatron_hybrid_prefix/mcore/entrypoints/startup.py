@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -18,6 +17,7 @@ from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, INSTALL_VARIABLE, ON, OPTIONAL, config_of
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.mcore.entrypoints.install import install
+from megatron_hybrid_prefix.notes import say
 from megatron_hybrid_prefix.platform.start import importing_megatron, patch_platform, undo_platform
 from megatron_hybrid_prefix.upstream.version import check_version
 
@@ -48,10 +48,11 @@ def import_megatron(run: Callable[[], None]) -> None:
         problem = f"{INSTALL_VARIABLE}={mode}: {error}"
         if mode != OPTIONAL:
             raise PlatformError(problem) from None  # no ImportError: many scripts take that for "no megatron"
-        _say(f"no prefix cache, {problem}", on_each_rank=True)  # one rank alone without it is worth a line
+        say(logger, f"no prefix cache, {problem}", on_each_rank=True)  # one rank alone without it is worth a line
     else:
-        _say(
-            f"prefix cache {__version__} in {check_version()}, {_settings(config)}; {machine.device.type}, {machine.describe_kernels()}"
+        say(
+            logger,
+            f"prefix cache {__version__} in {check_version()}, {_settings(config)}; {machine.device.type}, {machine.describe_kernels()}",
         )
 
 
@@ -63,11 +64,3 @@ def _settings(config: HybridPrefixConfig | None) -> str:
     ]
     memory = ["memory: buffer_size_gb"] if config.cache_gb is None else []
     return f"for all contexts: {', '.join(given + memory)}"
-
-
-def _say(line: str, *, on_each_rank: bool = False) -> None:
-    """To the log, or, as most scripts import megatron before they set one up, to stderr; then by the first rank only."""
-    if logger.isEnabledFor(logging.INFO):
-        logger.info(line)
-    elif on_each_rank or os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
-        print(f"megatron_hybrid_prefix: {line}", file=sys.stderr, flush=True)
