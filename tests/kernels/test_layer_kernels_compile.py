@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_hybrid_prefix.ops import convolution, delta_gates, mamba_decode, wrong_entries
+from megatron_hybrid_prefix.ops import convolution, delta_gates, filled_rows, mamba_decode, wrong_entries
 
-INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr"}
+INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "end_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
 INT64 |= {"slots_ptr", "entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
 KERNELS = {  # module, constants
@@ -19,6 +19,7 @@ KERNELS = {  # module, constants
         mamba_decode,
         {"P": 64, "N": 128, "OF_D": 1, "GATE": False, "AFTER": False, "BLOCK_P": 32, "BLOCK_N": 128},
     ),
+    "_zero_after_kernel": (filled_rows, {"ROWS": 16, "BLOCK": 1024}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 

@@ -14,6 +14,7 @@ import torch
 
 from megatron_hybrid_prefix.ops import convolution
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
+from megatron_hybrid_prefix.ops.filled_rows import empty_up_to
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.state_passing import pass_states
 from tests.kernels import rounding
@@ -131,6 +132,18 @@ def test_a_short_sequence_before_the_padding_of_a_step(device):
     alone = [convolution._reference(inputs[:21], windows, weight, None, sources[:21], starts[:21])]
     alone += [convolution._reference(inputs[21:26], windows, weight, None, sources[21:26], 0 * starts[21:26])]
     torch.testing.assert_close(out[:26].cpu(), torch.cat(alone))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [0, 1, 16, 75])
+def test_only_padding_is_zeroed(device, rows, monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
+    like = empty((7, rows, 1030), device=device)[2].view(rows, 5, 206).expand(2, rows, 5, 206)[1]
+    for end in {0, 1, 15, 16, 17, 74, 75} & {*range(rows + 1)}:
+        out = empty_up_to(torch.tensor([9, end], dtype=torch.int32, device=device)[-1:], like)
+        assert out.shape == like.shape and out.dtype == like.dtype and out.is_contiguous()
+        assert out[:end].isnan().all() and (out[end:] == 0).all(), end
 
 
 def shifted_window(inputs, windows, *rest, **fields):
