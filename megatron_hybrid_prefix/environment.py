@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import site
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +30,19 @@ ON, OPTIONAL = "1", "optional"
 
 PACKAGE = Path(__file__).resolve().parent
 _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", NoneType: "null"}
+
+
+def is_on() -> bool:
+    """Whether ``HYBRID_PREFIX_INSTALL`` switches the cache on in this process."""
+    return os.environ.get(INSTALL_VARIABLE, "") not in ("", "0")
+
+
+def say(logger: logging.Logger, line: str, *, on_each_rank: bool = False) -> None:
+    """To the log, or, as most scripts import megatron before they set one up, to stderr; then by the first rank only."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info(line)
+    elif on_each_rank or os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+        print(f"megatron_hybrid_prefix: {line}", file=sys.stderr, flush=True)
 
 
 def python_path(present: str) -> str:

@@ -9,9 +9,7 @@ import sys
 
 import pytest
 
-from megatron_hybrid_prefix.environment import python_path
-from megatron_hybrid_prefix.mcore.entrypoints import startup
-from megatron_hybrid_prefix.notes import say
+from megatron_hybrid_prefix.environment import python_path, say
 from tests.engine.test_arguments import INFERENCE, MODEL
 from tests.engine.test_install import BLOCK
 from tests.harness.limits import HANG_S
@@ -145,13 +143,14 @@ def test_one_line_in_the_log_or_by_the_first_rank(variables, speaks, monkeypatch
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(startup.logger, "level", logging.WARNING)
-    say(startup.logger, "done")
+    logger = logging.getLogger("megatron_hybrid_prefix.a_test")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    say(logger, "done")
     assert capsys.readouterr().err == f"{LINE}done\n" * speaks
-    say(startup.logger, "it failed", on_each_rank=True)
+    say(logger, "it failed", on_each_rank=True)
     assert capsys.readouterr().err == f"{LINE}it failed\n"
-    with caplog.at_level(logging.INFO, startup.logger.name):
-        say(startup.logger, "done")
+    with caplog.at_level(logging.INFO, logger.name):
+        say(logger, "done")
     assert (capsys.readouterr().err, caplog.messages) == ("", ["done"])
 
 

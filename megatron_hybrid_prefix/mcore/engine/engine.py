@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.environment import say
 from megatron_hybrid_prefix.errors import RequestDroppedError
 from megatron_hybrid_prefix.index.explain import Explanation
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
@@ -31,7 +32,6 @@ from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
-from megatron_hybrid_prefix.notes import say
 from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.tokenizer import other_ends
