@@ -13,6 +13,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import torch
+
 from megatron_hybrid_prefix.private_folder import make_private
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,8 @@ def keep_kernels() -> None:
     process. Whoever sets `_FA4_IS_ON` or `_TRITON_FOLDER` decides, and nothing is checked. Triton also keeps which configuration of a
     kernel was fastest, so that a process need not time them all; ``exact="bits"`` has one only.
     """
-    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # read where a kernel is defined
+    if not _is_deterministic():  # megatron then chooses by size, but times all if this is set
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # read where a kernel is defined
     if _FA4_IS_ON not in os.environ and _has_fa4():
         wanted = os.environ.get(_FA4_FOLDER) or _user_cache() / "megatron_hybrid_prefix" / "flash_attention_4"
         try:
@@ -55,6 +58,12 @@ def kernel_folders() -> str:
         return triton
     kept = f"in {os.environ.get(_FA4_FOLDER, 'its default folder')}"
     return f"{triton}, FlashAttention 4's {kept if os.environ.get(_FA4_IS_ON) == '1' else 'nowhere'}"
+
+
+def _is_deterministic() -> bool:
+    """What megatron's ``ssm/ops/determinism.py`` asks; importing it would define kernels."""
+    given = os.environ.get("MAMBA_DETERMINISTIC")
+    return given[0] == "1" if given else torch.are_deterministic_algorithms_enabled()
 
 
 def _has_fa4() -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.transformer.enums import InferenceCudaGraphScope
 
@@ -24,7 +25,14 @@ IS_ON, FA4, TRITON = VARIABLES
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """An empty home folder, FA4 installed, and none of the variables."""
-    for name in (*VARIABLES, "TRITON_CACHE_AUTOTUNING", "XDG_CACHE_HOME", "TRITON_HOME", "LOCAL_RANK"):
+    for name in (
+        *VARIABLES,
+        "TRITON_CACHE_AUTOTUNING",
+        "MAMBA_DETERMINISTIC",
+        "XDG_CACHE_HOME",
+        "TRITON_HOME",
+        "LOCAL_RANK",
+    ):
         monkeypatch.setenv(name, "")  # restored at the end, whatever is set meanwhile
         monkeypatch.delenv(name)
     home, package = tmp_path / "home", tmp_path / "site" / "flash_attn"
@@ -50,6 +58,18 @@ def test_by_default_they_are_kept_below_the_home_folder(home, caplog):
     keep_kernels()
     assert chosen() == ("1", str(folder), None) and not caplog.messages
     assert kernel_folders() == f"Triton's in {home}/.triton/cache, FlashAttention 4's in {folder}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "torch_is", "kept"), [("", False, True), ("", True, False), ("0", True, True), ("1", False, False)]
+)
+def test_fastest_configurations_are_not_kept_where_megatron_chooses_by_size(
+    variable, torch_is, kept, home, monkeypatch
+):
+    monkeypatch.setenv("MAMBA_DETERMINISTIC", variable)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: torch_is)
+    keep_kernels()
+    assert os.environ.get("TRITON_CACHE_AUTOTUNING") == ("1" if kept else None)
 
 
 def test_where_the_environment_says(home, tmp_path, monkeypatch):
