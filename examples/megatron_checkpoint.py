@@ -44,6 +44,7 @@ from megatron_hybrid_prefix.console.terminal import (
     save_json,
 )
 from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.platform.cpu import HostForCuda
 
 # Arguments of the platform, which must be started before megatron's model code is imported.
 LAYOUT = {
@@ -91,23 +92,7 @@ def layout_of(argv: list[str]) -> argparse.Namespace:
 @contextmanager
 def megatron_at_work(platform: Any) -> Iterator[None]:
     """A context for megatron.training: its prints go to stderr; without a GPU its ``device="cuda"`` means the CPU."""
-    with redirect_stdout(sys.stderr), nullcontext() if platform.device.type == "cuda" else host_for_cuda():
-        yield
-
-
-@contextmanager
-def host_for_cuda() -> Iterator[None]:
-    """A context in which ``device="cuda"`` means the CPU, as megatron.training writes it (for names see ``platform/patches.py``)."""
-    from torch.overrides import TorchFunctionMode
-
-    class HostForCuda(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if "cuda" in str(kwargs.get("device")):
-                kwargs = kwargs | {"device": "cpu"}
-            return func(*args, **kwargs)
-
-    with HostForCuda():
+    with redirect_stdout(sys.stderr), nullcontext() if platform.device.type == "cuda" else HostForCuda():
         yield
 
 

@@ -530,6 +530,11 @@ class HybridPrefixCache:
             stats.tiers[HOST].kv_blocks, stats.tiers[HOST].states = host.entries.kv_entries, len(host.entries.states)
         return stats
 
+    @property
+    def counters(self) -> PrefixStats:
+        """The counters themselves: they may be kept longer than the cache. `stats` also has what is in use now."""
+        return self._stats
+
     def check_integrity(self) -> None:
         """Checks every invariant. Slow, O(blocks + states + requests): for tests and debugging.
 

@@ -149,6 +149,15 @@ def tiny_granite_dense(platform):
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen3_5(platform):
+    """Qwen3.5's layers without experts."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from tests.harness.named_models import named
+
+    return build_hybrid_model(named("tiny-qwen3-5"), seed=0, platform=platform)
+
+
+@pytest.fixture(scope="session")
 def tiny_gdn_mtp(platform):
     """Mamba2 and Gated DeltaNet layers, and depths of multi-token prediction."""
     from megatron_hybrid_prefix.models import build_hybrid_model

@@ -175,7 +175,7 @@ def default_sampling(args: argparse.Namespace) -> dict[str, Any]:
     ``do_sample`` false is a temperature of 0. Without ``do_sample``, only the penalty counts: it says nothing of sampling.
 
     Raises:
-        InputError: A value is not one that can be sampled with.
+        InputError: A value is not one that can be sampled with, or, with drafts, a penalty.
     """
     folder = folder_of(args)
     if folder is None or args.no_generation_config:
@@ -190,6 +190,11 @@ def default_sampling(args: argparse.Namespace) -> dict[str, Any]:
             SamplingOptions(**{name: value})
         if value != nothing[name] and not (name == "top_k" and value >= folder.config.vocab_size):
             found[name] = value
+    if "repetition_penalty" in found and getattr(args, "num_speculative_tokens", 0) > 0:
+        raise InputError(
+            f"{folder.path / GENERATION_CONFIG}: repetition_penalty={found['repetition_penalty']} does not go with "
+            "--num-speculative-tokens; use --no-generation-config"
+        )
     samples = folder.generation.get("do_sample")
     if samples:
         return found

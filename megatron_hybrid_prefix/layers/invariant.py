@@ -149,8 +149,11 @@ def invariant_problem(model: torch.nn.Module) -> str | None:
 def _problem_of_config(config: Any) -> str | None:
     checks: tuple[tuple[bool, str], ...] = (
         (bool(config.num_moe_experts), "how many rows an expert gets depends on the batch; experts are not covered"),
-        (bool(config.mtp_num_layers), "drafted tokens are not covered; use a model without multi-token prediction"),
         (bool(config.sequence_parallel), "sequence_parallel adds ranks in the order of the network; turn it off"),
+        (
+            config.transformer_impl == "inference_optimized",
+            "layers of transformer_impl='inference_optimized' are not covered; use 'local'",
+        ),
         (config.context_parallel_size > 1, "context_parallel_size above 1 is not covered"),
         (bool(config.multi_latent_attention), "multi-latent attention is not covered"),
         (config.window_size is not None, "window_size (sliding-window attention) is not covered"),

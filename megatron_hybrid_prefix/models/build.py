@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_hybrid_prefix.models import inference_layers
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals
@@ -49,8 +50,8 @@ def build_hybrid_model(
         on_read: As of `load_hf_weights`.
         **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``. Graphs of the
             whole forward (``inference_cuda_graph_scope="block"``) that would be wrong are made of layers. ``transformer_impl`` is
-            "transformer_engine" or "local" (megatron-core's own linear layers and PyTorch's norms); by default Transformer
-            Engine on a GPU where it is installed.
+            "transformer_engine", "local" (megatron-core's own linear layers and PyTorch's norms) or "inference_optimized"
+            (megatron's, with experts of its own); by default Transformer Engine on a GPU where it is installed.
 
     Returns:
         The model in ``eval`` mode on the platform's device; its dimensions are ``model.hybrid_config``.
@@ -70,14 +71,17 @@ def build_hybrid_model(
         preset_or_config = folder.config
     config = preset_or_config if isinstance(preset_or_config, HybridModelConfig) else get_preset(str(preset_or_config))
     platform.check_cuda_graphs(overrides.get("cuda_graph_impl", "none"))
-    if config.has_experts:
+    transformer_impl = _transformer_impl(overrides.get("transformer_impl"), platform)
+    if transformer_impl == inference_layers.NAME:
+        inference_layers.check_inference_layers(config, platform, overrides)
+        overrides = inference_layers.inference_fields(config, platform) | overrides
+    elif config.has_experts:
         from megatron_hybrid_prefix.models.experts import check_capture, check_layer
 
         check_layer(overrides)
         if overrides.get("cuda_graph_impl", "none") != "none":
             check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
-    use_te = _use_transformer_engine(overrides.get("transformer_impl"), platform)
-    staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep)
+    staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep, etp=platform.etp)
 
     from megatron.core import parallel_state
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -88,7 +92,7 @@ def build_hybrid_model(
     check_sizes(transformer_config, "the model's config")
     model = HybridModel(
         config=transformer_config,
-        hybrid_stack_spec=_layer_specs(config, use_te=use_te),
+        hybrid_stack_spec=_layer_specs(config, transformer_impl),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_sequence_length,
         hybrid_layer_pattern="/".join([staged_pattern, *[config.mtp_layer_pattern] * config.mtp_num_layers]),
@@ -103,7 +107,7 @@ def build_hybrid_model(
     model.hybrid_config = config
     model.hf_model_type = None if folder is None else folder.model_type
     scale_attention(model)
-    if platform.has_transformer_engine and not use_te:
+    if platform.has_transformer_engine and transformer_impl == "local":
         _use_local_final_norm(model)
     model.requires_grad_(False)
     model.to(platform.device)
@@ -192,6 +196,7 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
     )
     if config.has_experts:
         fields |= dict(
+            expert_tensor_parallel_size=platform.etp,
             num_moe_experts=config.num_moe_experts,
             moe_router_topk=config.moe_router_topk,
             moe_router_score_function=config.moe_router_score,
@@ -242,14 +247,14 @@ def _recurrent_fields(config: HybridModelConfig) -> dict[str, int]:
     return fields
 
 
-def _use_transformer_engine(transformer_impl: str | None, platform: Platform) -> bool:
-    if transformer_impl is None:
-        return platform.has_transformer_engine
-    if transformer_impl not in ("transformer_engine", "local"):
-        raise ValueError(f"transformer_impl={transformer_impl!r}: use 'transformer_engine' or 'local'")
-    if transformer_impl == "transformer_engine" and not platform.has_transformer_engine:
+def _transformer_impl(asked: str | None, platform: Platform) -> str:
+    if asked is None:
+        return "transformer_engine" if platform.has_transformer_engine else "local"
+    if asked not in ("transformer_engine", "local", inference_layers.NAME):
+        raise ValueError(f"transformer_impl={asked!r}: use 'transformer_engine', 'local' or {inference_layers.NAME!r}")
+    if asked == "transformer_engine" and not platform.has_transformer_engine:
         raise ValueError("transformer_impl='transformer_engine' needs a GPU and an installed Transformer Engine")
-    return transformer_impl == "transformer_engine"
+    return asked
 
 
 def _use_local_final_norm(model: Any) -> None:
@@ -263,11 +268,11 @@ def _use_local_final_norm(model: Any) -> None:
         )
 
 
-def _layer_specs(config: HybridModelConfig, *, use_te: bool) -> Any:
-    if use_te:
-        spec = _te_layer_specs(config.num_moe_experts, qk_norm=config.qk_norm)
-    else:
+def _layer_specs(config: HybridModelConfig, transformer_impl: str) -> Any:
+    if transformer_impl == "local":
         spec = local_layer_specs(config.num_moe_experts, qk_norm=config.qk_norm)
+    else:
+        spec = _te_layer_specs(config, optimized=transformer_impl == inference_layers.NAME)
     spec = scale_residuals(spec, config.residual_multiplier)
     mamba = spec.submodules.mamba_layer
     mixer = dataclasses.replace(
@@ -281,18 +286,21 @@ def _with(spec: Any, **submodules: Any) -> Any:
     return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **submodules))
 
 
-def _te_layer_specs(num_moe_experts: int, *, qk_norm: bool) -> Any:
-    """Megatron's spec of hybrid models, with this package's experts; arguments as of `local_layer_specs`."""
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+def _te_layer_specs(config: HybridModelConfig, *, optimized: bool) -> Any:
+    """Megatron's spec of hybrid models: for inference, or with this package's experts."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_inference_stack_spec, hybrid_stack_spec
 
     from megatron_hybrid_prefix.upstream.packages import TENorm
 
-    attention = hybrid_stack_spec.submodules.attention_layer
-    if qk_norm:  # megatron's spec has no such norms, and attention is built without them where the config asks for them
+    spec = hybrid_inference_stack_spec if optimized else hybrid_stack_spec
+    attention = spec.submodules.attention_layer
+    if config.qk_norm:  # megatron's spec has no such norms: attention would be built without them
         normed = _with(attention.submodules.self_attention, q_layernorm=TENorm, k_layernorm=TENorm)
         attention = _with(attention, self_attention=normed)
-    moe = _with(hybrid_stack_spec.submodules.moe_layer, mlp=_experts_spec(num_moe_experts, use_te=True))
-    return _with(hybrid_stack_spec, attention_layer=attention, moe_layer=moe)
+    moe = spec.submodules.moe_layer
+    if not optimized:
+        moe = _with(moe, mlp=_experts_spec(config.num_moe_experts, use_te=True))
+    return _with(spec, attention_layer=attention, moe_layer=moe)
 
 
 def _experts_spec(num_moe_experts: int, *, use_te: bool) -> Any:

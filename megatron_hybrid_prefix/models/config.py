@@ -254,13 +254,14 @@ class HybridModelConfig:
         """Width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
-    def check_parallel(self, *, tp: int, pp: int, ep: int = 1) -> str:
-        """Return the pattern cut into ``pp`` stages.
+    def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> str:
+        """Return the pattern cut into ``pp`` stages. ``etp`` divides each expert; None: ``tp``.
 
         Raises:
-            ValueError: A size is below 1, a dimension of the layers that there are does not divide by ``tp`` or ``ep``, or a
-                stage would have no attention layer.
+            ValueError: A size is below 1, a dimension of the layers that there are does not divide by ``tp``, ``ep`` or
+                ``etp``, or a stage would have no attention layer.
         """
+        etp = tp if etp is None else etp
         for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
             if size < 1:
                 raise ValueError(f"{name}={size}: must be at least 1")
@@ -271,11 +272,15 @@ class HybridModelConfig:
         for name in (
             *(("mamba_num_groups", "mamba_num_heads") if "M" in self.symbols else ()),
             *(("gdn_num_key_heads", "gdn_num_value_heads") if "G" in self.symbols else ()),
-            *("num_attention_heads", "vocab_size", *self._ffn_names()),
+            *("num_attention_heads", "vocab_size"),
+            *(("ffn_hidden_size",) if "-" in self.symbols else ()),
             *(("moe_shared_expert_intermediate_size",) if self.has_experts else ()),
         ):
             if getattr(self, name) % tp:
                 raise ValueError(f"tp={tp} does not divide {name}={getattr(self, name)}")
+        if self.has_experts and self.expert_ffn_hidden_size % etp:
+            name = "moe_ffn_hidden_size" if self.moe_ffn_hidden_size else "ffn_hidden_size"
+            raise ValueError(f"{'tp' if etp == tp else 'etp'}={etp} does not divide {name}={getattr(self, name)}")
         if self.num_query_groups % tp and tp % self.num_query_groups:
             raise ValueError(f"tp={tp} is neither a divisor nor a multiple of num_query_groups={self.num_query_groups}")
         if pp > 1 and self.tie_embeddings:
@@ -445,6 +450,16 @@ _GRANITE_4_H_SMALL = HybridModelConfig(
     moe_shared_expert_intermediate_size=1536,
 )
 
+# True dimensions of Qwen/Qwen3.5-35B-A3B.
+_QWEN3_5_35B = replace(
+    _QWEN3_NEXT_80B,
+    layer_pattern="GEGEGE*E" * 10,
+    vocab_size=248320,
+    ffn_hidden_size=512,
+    num_moe_experts=256,
+    moe_router_topk=8,
+)
+
 PRESETS: dict[str, HybridModelConfig] = {
     "tiny": _TINY,
     "tiny-mtp": replace(_TINY, mtp_num_layers=3, mtp_layer_pattern="*-"),
@@ -542,6 +557,22 @@ PRESETS: dict[str, HybridModelConfig] = {
     "nemotron-3-super-120b-a12b": _NEMOTRON_3_SUPER,
     "qwen3-next-80b-a3b": _QWEN3_NEXT_80B,
     "granite-4.0-h-small": _GRANITE_4_H_SMALL,
+    "qwen3.5-35b-a3b": _QWEN3_5_35B,
+    # Those of Qwen/Qwen3.5-27B: three value heads share a key head.
+    "qwen3.5-27b": replace(
+        _QWEN3_5_35B,
+        layer_pattern="G-G-G-*-" * 16,
+        hidden_size=5120,
+        gdn_num_value_heads=48,
+        num_attention_heads=24,
+        num_query_groups=4,
+        ffn_hidden_size=17408,
+        num_moe_experts=0,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=0,
+        moe_shared_expert_intermediate_size=0,
+        moe_shared_expert_gate=False,
+    ),
 }
 
 

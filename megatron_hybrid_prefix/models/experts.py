@@ -14,6 +14,7 @@ CUDA graphs are refused there (`check_capture`, `build_experts`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -273,20 +274,31 @@ def build_experts(num_local_experts: int, config: Any, *, pg_collection: Any, na
 class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
     """Tokens to experts and back, where all tensor-parallel ranks hold the same tokens (no sequence parallelism).
 
-    Each tensor-parallel rank routes every token and computes its part of each expert; one all-reduce over the tokens adds
-    the parts. (Megatron's dispatchers take it that the ranks hold different tokens. They gather them, and would compute
+    Where tensor parallelism divides each expert, each of its ranks routes every token and computes its part of the expert. Where
+    experts are whole, each rank routes its share of the tokens. One all-reduce over the tokens adds the parts, or puts the
+    shares together. (Megatron's dispatchers take it that the ranks hold different tokens. They gather them, and would compute
     every token once a rank.) That all ranks route alike rests on equal inputs: an all-reduce gives all ranks the same
     bits.
 
     With expert parallelism, the rows of other ranks' experts are exchanged in one all-to-all each way.
 
     The methods are megatron's six stages of a layer; what a later stage needs of an earlier one is kept in between.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        pg_collection: Process groups; ``ep``, ``tp`` and ``expt_tp`` are used.
     """
+
+    def __init__(self, config: Any, pg_collection: Any) -> None:
+        super().__init__(config, pg_collection)
+        self._layer_group = pg_collection.tp
+        self._shares = pg_collection.tp.size() // self.tp_size
+        self._share = pg_collection.tp.rank() // self.tp_size
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sort by expert.
+        """Sort this rank's tokens by expert.
 
         Args:
             tokens: (..., hidden).
@@ -294,10 +306,12 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
             probs: (tokens, all experts), the router's weights, zero elsewhere.
 
         Returns:
-            rows: (tokens x top-k, hidden), those of the first expert first.
-            probs: (tokens x top-k,), the weight of each row.
+            rows: (own tokens x top-k, hidden), those of the first expert first.
+            probs: (own tokens x top-k,), the weight of each row.
         """
         self._shape = tokens.shape
+        tokens = self._own(tokens.reshape(-1, tokens.shape[-1]))
+        routing_map, probs = self._own(routing_map), self._own(probs)
         top_k, num_experts = self.config.moe_router_topk, routing_map.shape[1]
         # The same number of experts for every token, so no size depends on the routing; in the order of their numbers,
         # so that a token's sum does not depend on the batch.
@@ -307,8 +321,7 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         self._order = experts.argsort(stable=True)
         self._counts = torch.zeros(num_experts, dtype=torch.int64, device=tokens.device)
         self._counts.scatter_add_(0, experts, torch.ones_like(experts))
-        rows = tokens.reshape(-1, tokens.shape[-1])[self._order // top_k]
-        return rows, weights[self._order]
+        return tokens[self._order // top_k], weights[self._order]
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row to the rank that has its expert; see `dispatch_preprocess` for both arguments."""
@@ -349,8 +362,17 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         """The sum of each token's experts, and of all tensor-parallel ranks' parts, in the shape that came in."""
         rows = torch.empty_like(hidden_states).index_copy_(0, self._order, hidden_states)
         sums = rows.view(-1, self.config.moe_router_topk, rows.shape[-1]).sum(1)
-        added: torch.Tensor = moe.reduce_from_tensor_model_parallel_region(sums, group=self.tp_group)
+        if self._shares > 1:
+            every = sums.new_zeros(math.prod(self._shape[:-1]), sums.shape[1])
+            self._own(every).copy_(sums)
+            sums = every
+        added: torch.Tensor = moe.reduce_from_tensor_model_parallel_region(sums, group=self._layer_group)
         return added.view(self._shape)
+
+    def _own(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank's share of the tokens: all of them where experts are divided."""
+        own: torch.Tensor = tokens.tensor_split(self._shares)[self._share]
+        return own
 
 
 class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
@@ -412,8 +434,8 @@ def check_layer(fields: Mapping[str, Any]) -> None:
     """
     if fields.get("transformer_impl") == "inference_optimized":
         raise ValueError(
-            "transformer_impl='inference_optimized' is not supported with experts: megatron would replace the dispatcher; "
-            "leave the default"
+            "transformer_impl='inference_optimized' has experts of its own: use megatron's hybrid_inference_stack_spec, or "
+            "build_hybrid_model, which does"
         )
     if fields.get("moe_shared_expert_overlap") and _dispatches(fields):
         # Megatron's dispatcher would run the shared expert, and its linear layers would not add up their ranks' parts.

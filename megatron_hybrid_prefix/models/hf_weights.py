@@ -12,7 +12,7 @@ import torch
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.dimensions import family_of
 from megatron_hybrid_prefix.models.hf.mapping import Rule
-from megatron_hybrid_prefix.models.weights import parameters_by_global_name, ranges_of_this_rank
+from megatron_hybrid_prefix.models.weights import parameters_by_global_name, ranges_of_this_rank, tensor_parallel_place
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -149,13 +149,11 @@ def _part_of_this_rank(
     name: str, parameter: torch.Tensor, config: HybridModelConfig, shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """``rows`` and ``columns`` of a `Copy`; ``shape`` is that of the unsharded parameter."""
-    from megatron.core import parallel_state
-
     partitioned = ranges_of_this_rank(name, parameter, config)
     local, part = list(shape), dict[str, Any]()
     if partitioned is not None:
         dim, ranges = partitioned
-        local[dim] //= parallel_state.get_tensor_model_parallel_world_size()
+        local[dim] //= tensor_parallel_place(name)[0]
         part = {"rows": ranges} if dim == 0 else {"columns": ranges[0]}
     if tuple(parameter.shape) != tuple(local):
         raise ValueError(

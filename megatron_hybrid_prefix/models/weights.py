@@ -24,12 +24,10 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
         config: The whole model's dimensions.
         seed: Seed of the weights.
     """
-    from megatron.core import parallel_state
-
     from megatron_hybrid_prefix.layers.kinds import invalidate_layers  # imports megatron
 
-    tp = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter in parameters_by_global_name(model):
+        tp, _ = tensor_parallel_place(name)
         components = _components(name, parameter, config, tp)
         shape = list(parameter.shape)
         if components:
@@ -46,7 +44,8 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
 def parameters_by_global_name(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's parameters and its routers' biases of experts (which are buffers), their layers counted from 0 over all pipeline stages, experts over all their ranks.
 
-    Experts whose weights are stacked (`GroupedExperts`) come one by one, under megatron's names, as views.
+    Experts whose weights are stacked (`GroupedExperts`) or numbered (Transformer Engine's) come one by one, under the names that
+    megatron gives experts that are computed one by one.
     """
     from megatron.core import parallel_state
 
@@ -67,7 +66,7 @@ def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
         if owner not in stacked:
-            yield name, parameter
+            yield re.sub(r"(\.experts)(\.linear_fc[12]\.weight)(\d+)$", r"\1.local_experts.\3\2", name), parameter
         elif last == "linear_fc1_weight":  # once for both stacks
             for own, weight in stacked[owner].local_weights():
                 yield f"{owner}.local_experts.{own}", weight
@@ -105,14 +104,24 @@ def ranges_of_this_rank(
     Returns:
         The dimension, and ranges (start, stop) of it, one after the other; None where nothing is partitioned.
     """
-    from megatron.core import parallel_state
-
-    tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    tp, tp_rank = tensor_parallel_place(name)
     ranges, begin = [], 0
     for rows in _components(name, parameter, config, tp):
         ranges.append((begin + tp_rank * rows, begin + (tp_rank + 1) * rows))
         begin += rows * tp
     return (_partition_dim(parameter), ranges) if ranges else None
+
+
+def tensor_parallel_place(name: str) -> tuple[int, int]:
+    """How many tensor-parallel ranks divide the parameter ``name``, and which of them this is; experts have ranks of their own."""
+    from megatron.core import parallel_state
+
+    if ".local_experts." in name:
+        return (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
 def _partition_dim(parameter: Any) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 
@@ -196,3 +197,13 @@ def torch_without_pinning(original: types.ModuleType) -> types.ModuleType:
     for name in _FACTORIES:
         setattr(view, name, unpinned(getattr(original, name)))
     return view
+
+
+class HostForCuda(TorchFunctionMode):
+    """A context in which ``device="cuda"``, as megatron.training writes it, means the CPU. Of the thread that enters it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "cuda" in str(kwargs.get("device")):
+            kwargs = kwargs | {"device": CPU}
+        return func(*args, **kwargs)

@@ -71,6 +71,8 @@ def check_sizes(asking: Any, who: str, groups: Any = None) -> None:
         return
     wanted, have = (" ".join(f"{short}={sizes[short]}" for short in differ) for sizes in (asked, running))
     own = {short: asked.get(short, 1) for short in ("tp", "pp", "ep")}
+    if asked.get("etp") == 1 != own["tp"]:
+        own["etp"] = 1
     remedy = "call ensure_platform(" + ", ".join(f"{short}={size}" for short, size in own.items()) + ") first"
     if groups is not None or all(own[short] == running.get(short) for short in own):
         remedy = "make the process groups with those sizes, before ensure_platform(), which keeps them"

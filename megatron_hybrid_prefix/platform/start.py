@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -75,6 +75,7 @@ class Platform(Machine):
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
         ep: Expert-parallel size.
+        etp: Tensor-parallel size of experts.
         dp: Data-parallel size.
         rank: Global rank.
         world_size: Number of processes.
@@ -84,6 +85,7 @@ class Platform(Machine):
     tp: int
     pp: int
     ep: int
+    etp: int
     dp: int
     rank: int
     world_size: int
@@ -93,12 +95,19 @@ class Platform(Machine):
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return (
             f"platform: {name} ({self.device}), {self.backend}, {self.describe_kernels()}, "
-            f"tp={self.tp} pp={self.pp} ep={self.ep} dp={self.dp}"
+            f"tp={self.tp} pp={self.pp} ep={self.ep}{'' if self.etp == self.tp else f' etp={self.etp}'} dp={self.dp}"
         )
 
 
 def ensure_platform(
-    *, tp: int = 1, pp: int = 1, ep: int = 1, seed: int = 0, device: str | None = None, timeout_s: float = 600.0
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    timeout_s: float = 600.0,
 ) -> Platform:
     """Make this process ready to build a hybrid model and run the dynamic engine.
 
@@ -110,6 +119,8 @@ def ensure_platform(
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
         ep: Expert-parallel size.
+        etp: Tensor-parallel size of experts: ``tp`` (the default) divides every expert, 1 gives each rank whole experts. With 1, the
+            ranks of ``ep`` are those of ``tp``, and then of other replicas: ``tp=2, ep=8, etp=1`` runs on 8 ranks, as 4 replicas.
         seed: Seed of the sampling generators (models are seeded by ``build_hybrid_model``).
         device: "cuda" or "cpu"; by default CUDA if there is a device.
         timeout_s: Timeout of a collective, in seconds.
@@ -120,30 +131,34 @@ def ensure_platform(
         UpstreamDriftError: A name to replace does not exist, or its signature differs.
     """
     global _platform
-    for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
+    etp = tp if etp is None else etp
+    sizes = {"tp": tp, "pp": pp, "ep": ep, "etp": etp}
+    for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size}: must be at least 1")
+    if etp not in (1, tp):
+        raise ValueError(f"etp={etp}: use 1 (whole experts) or tp={tp} (every expert is divided)")
+    if etp != tp and ep % tp and tp % ep:
+        raise ValueError(f"ep={ep} with etp=1 is neither a divisor nor a multiple of tp={tp}")
     check_version()
     if _platform is not None:
-        running = (_platform.tp, _platform.pp, _platform.ep)
-        if running != (tp, pp, ep):
+        running = {name: getattr(_platform, name) for name in sizes}
+        if running != sizes:
             raise PlatformError(
-                f"already running with tp={running[0]} pp={running[1]} ep={running[2]}; "
-                f"cannot change to tp={tp} pp={pp} ep={ep} in one process"
+                f"already running with {_said(running)}; cannot change to {_said(sizes)} in one process"
             )
         return _platform
     machine = patch_platform(device)
     torch_device = _start_distributed(machine.device.type == "cuda", timeout_s)
     world_size = dist.get_world_size()
-    if world_size % (tp * pp * ep):  # experts are sharded over the tensor-parallel ranks, too
-        raise ValueError(f"tp={tp} x pp={pp} x ep={ep} does not divide the {world_size} process(es) that were started")
-    _start_parallel_state(tp, pp, ep, seed, timeout_s)
+    needed, whole = pp * max(tp, ep * etp), pp * max(tp, ep)
+    if world_size % needed:
+        hint = f"; with etp=1 (whole experts) it needs a multiple of {whole}" if whole < needed else ""
+        raise ValueError(f"{_said(sizes)} needs a multiple of {needed} processes, and {world_size} were started{hint}")
+    _start_parallel_state(sizes, seed, timeout_s)
     _platform = Platform(
-        **asdict(machine) | {"device": torch_device},
+        **asdict(machine) | sizes | {"device": torch_device},
         backend=dist.get_backend(),
-        tp=tp,
-        pp=pp,
-        ep=ep,
         dp=running_sizes()["dp"],
         rank=dist.get_rank(),
         world_size=world_size,
@@ -337,23 +352,27 @@ def _start_distributed(use_cuda: bool, timeout_s: float) -> torch.device:
     return device
 
 
-def _start_parallel_state(tp: int, pp: int, ep: int, seed: int, timeout_s: float) -> None:
+def _said(sizes: Mapping[str, int]) -> str:
+    """Sizes for a message; that of experts where it is one of its own."""
+    return " ".join(f"{name}={size}" for name, size in sizes.items() if name != "etp" or size != sizes["tp"])
+
+
+def _start_parallel_state(sizes: Mapping[str, int], seed: int, timeout_s: float) -> None:
     from megatron.core import parallel_state
 
     from megatron_hybrid_prefix.upstream.packages import model_parallel_cuda_manual_seed
 
     running = running_sizes()
     if running:
-        if (running["tp"], running["pp"], running["ep"]) != (tp, pp, ep):
-            raise PlatformError(
-                f"megatron's parallel state already runs with tp={running['tp']} pp={running['pp']} ep={running['ep']}, "
-                f"not tp={tp} pp={pp} ep={ep}"
-            )
+        running = {name: running[name] for name in sizes}
+        if running != sizes:
+            raise PlatformError(f"megatron's parallel state already runs with {_said(running)}, not {_said(sizes)}")
         return
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
+        tensor_model_parallel_size=sizes["tp"],
+        pipeline_model_parallel_size=sizes["pp"],
+        expert_model_parallel_size=sizes["ep"],
+        expert_tensor_parallel_size=sizes["etp"],
         create_gloo_process_groups=True,  # by default megatron.training uses them
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )

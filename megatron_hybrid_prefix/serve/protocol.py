@@ -141,7 +141,7 @@ def read_request(
         ApiError: The request is invalid.
     """
     if kind == "generate" and isinstance(inner := values.get("sampling_params"), dict):
-        values = inner | values
+        values = inner | {name: value for name, value in values.items() if value is not None}
     says_how = any(values.get(name) is not None for name in _HOW)
     values = values | {
         name: value

@@ -10,6 +10,7 @@ import pytest
 from megatron_hybrid_prefix.cli import bench, convert, generate, serve
 from megatron_hybrid_prefix.console import hf
 from megatron_hybrid_prefix.console.hf import default_sampling, tokenizer_of
+from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder
 from tests.harness.hf_helpers import make_folder, save_tokenizer
 
@@ -108,6 +109,13 @@ def test_default_sampling(tmp_path, generation, expected):
     args = argparse.Namespace(hf=str(tmp_path / "hf"), no_generation_config=False, tokenizer="bytes")
     assert default_sampling(args) == expected
     assert tokenizer_of(args, 272).end_tokens == ()
+    args.num_speculative_tokens = 2
+    if "repetition_penalty" in expected:
+        said = r"hf/generation_config\.json: repetition_penalty=1\.1 does not go with --num-speculative-tokens"
+        with pytest.raises(InputError, match=said):
+            default_sampling(args)
+    else:
+        assert default_sampling(args) == expected
 
 
 @pytest.mark.parametrize(

@@ -595,7 +595,7 @@ def test_recomputing_after_an_eviction_is_counted_apart(batch: Any) -> None:
 def test_as_a_process() -> None:
     (wrong,) = run_prepared(COMMAND, "generate", "x", "--tp", 2)
     assert wrong.returncode == 2
-    assert wrong.stderr.count("\n") == 1 and "does not divide the 1 process(es)" in wrong.stderr
+    assert wrong.stderr.count("\n") == 1 and "needs a multiple of 2 processes, and 1 were started" in wrong.stderr
     (shown,) = run_prepared(COMMAND, "generate", "--help")
     assert shown.returncode == 0 and "--num-tokens-to-generate" in shown.stdout
 

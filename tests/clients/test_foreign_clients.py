@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tests.clients.tokenizer_folder import CHAT_TEMPLATE, make_folder
 from tests.clients.with_prompts import MESSAGES, PROMPT
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
 from tests.harness.server_process import BLOCK, LIMIT_TOKENS, Server, started
+from tests.harness.tokenizer_folder import CHAT_TEMPLATE, make_folder
 
 pytestmark = pytest.mark.clients
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.settings import CacheSettings
 
-MOST = 45
+MOST = 46
 
 
 def public(kind: type) -> set[str]:

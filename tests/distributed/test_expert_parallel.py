@@ -20,8 +20,8 @@ from tests.harness.workers.launch import need_ranks, run_ranks
 
 def by_layout(layout):
     """A parameter; only tensor parallelism is in the default run."""
-    marks = [pytest.mark.multi] if layout == (2, 1) else [pytest.mark.multi, pytest.mark.slow]
-    return pytest.param(layout, marks=marks, id="tp{}-ep{}".format(*layout))
+    marks = [pytest.mark.multi] if layout == (2, 1, 2) else [pytest.mark.multi, pytest.mark.slow]
+    return pytest.param(layout, marks=marks, id="tp{}-ep{}-etp{}".format(*layout))
 
 
 class Alone:
@@ -67,11 +67,11 @@ def ranks_of(alone, tmp_path_factory):
 
     @cache
     def start(layout):
-        tp, ep = layout
-        need_ranks(tp * ep)
+        ranks = worker.ranks_of_layout(*layout)
+        need_ranks(ranks)
         folder = tmp_path_factory.mktemp("ranks")
         save_checkpoint(alone(layout).model, folder / "checkpoint")
-        found = run_ranks("expert_parallel.py", folder / "found.json", tp, ep, folder / "checkpoint", ranks=tp * ep)
+        found = run_ranks("expert_parallel.py", folder / "found.json", folder / "checkpoint", *layout, ranks=ranks)
         return found, folder / "checkpoint-again"
 
     return start
@@ -83,7 +83,7 @@ def layout(request):
 
 
 def test_one_rank_says_what_the_reference_says(alone):
-    served = EngineHarness(alone((1, 2)).model)
+    served = EngineHarness(alone((1, 2, 1)).model)
     shared = tokens(2, 0, seed=1)
     served.send([*shared, 1, 2])
     assert served.send([*shared, 3], [*shared, 4, 5, 6]).num_cached_tokens == len(shared)
@@ -101,19 +101,22 @@ def test_ranks_say_what_one_says_without_a_cache(layout, alone, ranks_of, engine
 
 
 def test_experts_and_refusals(layout, ranks_of):
-    tp, ep = layout
+    tp, ep, etp = layout
+    ranks = worker.ranks_of_layout(*layout)
     for rank in ranks_of(layout)[0]:
-        # Two layers; every tensor-parallel rank has a part of each expert.
+        # Two layers; every tensor-parallel rank has a part of each expert, or experts of its own.
         assert rank["local_experts"] == 2 * worker.LAYOUTS[layout].num_moe_experts // ep
-        assert (
-            rank["refusal"]
-            == f"tp={2 * tp} x pp=1 x ep={ep} does not divide the {tp * ep} process(es) that were started"
-        )
+        own = "" if etp == tp else f" etp={etp}"
+        assert rank["platform"].endswith(f"tp={tp} pp=1 ep={ep}{own} dp={ranks // tp}")
+        needed, whole = (4 * tp * ep if etp > 1 else 2 * max(tp, ep)), 2 * max(tp, ep)
+        said = f"tp={2 * tp} pp=1 ep={2 * ep}{' etp=1' * (etp == 1)} needs a multiple of {needed} processes, and {ranks} were started"
+        hint = f"; with etp=1 (whole experts) it needs a multiple of {whole}"
+        assert rank["refusal"] == said + hint * (whole < needed)
 
 
 @pytest.mark.parametrize("mode", worker.MODES)
 def test_each_rank_reuses_its_own_prefix_also_after_it_was_idle(layout, ranks_of, mode):
-    tp, _ = layout
+    tp, *_ = layout
     shared = 3 * worker.BLOCK_TOKENS
     for number, rank in enumerate(ranks_of(layout)[0]):
         found = rank[mode]
@@ -128,10 +131,10 @@ def test_each_rank_reuses_its_own_prefix_also_after_it_was_idle(layout, ranks_of
 
 def test_what_is_wrong_is_seen(layout, alone, ranks_of):
     """Wrong states on the last rank alone; parts that are not added; rows that come back in another order."""
-    tp, ep = layout
+    tp, ep, etp = layout
     found = ranks_of(layout)[0]
     last = len(found) - 1
-    assert len(found[0]["mutants"]) == 1 + (tp > 1) + (ep > 1)
+    assert len(found[0]["mutants"]) == 1 + (tp > 1) + (ep > 1) + (etp < tp)
     for name in found[0]["mutants"]:
         for number, rank in enumerate(found):
             right = alone(layout).answers(number // tp)[: len(worker.prompts(number // tp))]

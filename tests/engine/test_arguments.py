@@ -14,9 +14,10 @@ from typing import Any, Literal, get_type_hints
 
 import pytest
 
-from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, hybrid_prefix_config_from_args
+from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, hybrid_prefix_config_from_args, installed
 from megatron_hybrid_prefix.config import REMOVED
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
+from megatron_hybrid_prefix.mcore.entrypoints.flags import naming_flags
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.harness.limits import HANG_S
 from tests.harness.workers.launch import WORKERS, environments_of, run_prepared
@@ -108,6 +109,63 @@ def test_every_other_field_has_a_flag_with_help(config_of, megatron_parser, fiel
     assert dataclasses.replace(config, **{field.name: field.default}) == HybridPrefixConfig(mamba_gb=1)
     action = megatron_parser._option_string_actions[arguments.flag_of(field.name)]
     assert len(action.help) > 40 and "default:" in action.help
+
+
+# What our errors name, and the flag of megatron.training that sets it.
+FLAGS = {
+    "batch_invariant_mode": "--batch-invariant-mode",
+    "block_size_tokens": "--inference-dynamic-batching-block-size",
+    "buffer_size_gb": "--inference-dynamic-batching-buffer-size-gb",
+    "inference_cuda_graph_scope": "--inference-cuda-graph-scope",
+    "kv_cache_management_mode": "--rl-kv-cache-management-mode",
+    "mamba_gb": BUDGET,
+    "max_requests": "--inference-dynamic-batching-max-requests",
+    "moe_expert_capacity_factor": "--moe-expert-capacity-factor",
+    "num_speculative_tokens": "--num-speculative-tokens",
+    "static_kv_memory_pointers": "--rl-persist-cuda-graphs",
+    "unified_memory_level": "--inference-dynamic-batching-unified-memory-level",
+}
+
+
+@pytest.fixture
+def parsed(megatron_parser, monkeypatch):
+    """megatron.training has parsed a command line, as in a script of Megatron-LM."""
+    from megatron.training import global_vars
+
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", megatron_parser.parse_args([]))
+
+
+@pytest.mark.parametrize("field", FLAGS)
+def test_an_error_names_the_flag_of_a_script(megatron_parser, parsed, field):
+    assert FLAGS[field] in megatron_parser._option_string_actions
+    with pytest.raises(ValueError) as caught, naming_flags():
+        raise ValueError(f"{field}=7: no, use a=b")
+    assert str(caught.value) == f"{FLAGS[field]}=7: no, use a=b"
+
+
+@pytest.mark.parametrize("said", ["cache_gb=7: no", "layer 3 is odd", "prefix=... and enable_x=True"])
+def test_other_errors_stay(parsed, said):
+    with pytest.raises(ValueError) as caught, naming_flags():
+        raise ValueError(said)
+    assert str(caught.value) == said
+
+
+def test_a_script_whose_context_cannot_be(tiny_gdn, parsed, monkeypatch):
+    from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.training import global_vars
+
+    def message() -> str:
+        with installed(HybridPrefixConfig(cache_gb=0.01)), pytest.raises(ValueError) as caught:
+            states = MambaInferenceStateConfig.from_model(tiny_gdn)
+            config = InferenceConfig(max_sequence_length=512, block_size_tokens=96, mamba_inference_state_config=states)
+            DynamicInferenceContext(tiny_gdn.config, config)
+        return str(caught.value)
+
+    why = "=96: layers of kind gated_delta_net need a multiple of 64"
+    assert message() == FLAGS["block_size_tokens"] + why
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", None)  # a script that parses no such flags
+    assert message() == "block_size_tokens" + why
 
 
 def test_help_can_be_printed():

@@ -73,7 +73,7 @@ def test_chunks_hits_turns_batches_and_preempted_requests_have_the_bits_of_a_req
 TRAFFIC = [
     *(("tiny", 0), ("tiny", 1), ("tiny", 4), ("tiny", 6)),
     *(("both_kinds", 0), ("both_kinds", 3), ("both_kinds", 4), ("tiny_gdn", 2)),
-    ("tiny_granite_dense", 1),
+    *(("tiny_granite_dense", 1), ("tiny_mtp", 1)),  # heads that draft nothing
 ]
 
 

@@ -198,6 +198,8 @@ def test_min_tokens_and_stop_words_exclude_each_other(tiny):
     served = EngineHarness(tiny, tokenizer=IdTokenizer())
     with pytest.raises(ValueError, match="min_tokens does not go with stop_words"):
         served.add([1, 2], params={"stop_words": ["5"]}, sampling_options={"min_tokens": 1})
+    with pytest.raises(ValueError, match="no token is left to sample"):
+        served.add([1, 2], stop_token_ids=list(range(512)), sampling_options={"min_tokens": 1})
     assert SamplingOptions(top_k=5, min_tokens=2).as_fields()["top_k"] == 5, "megatron's, for what comes later"
 
 

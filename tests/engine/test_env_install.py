@@ -11,11 +11,12 @@ import pytest
 
 from megatron_hybrid_prefix.environment import python_path, say
 from tests.engine.test_arguments import INFERENCE, MODEL
-from tests.engine.test_install import BLOCK
+from tests.engine.test_install import BLOCK, PROMPT
 from tests.harness.limits import HANG_S
 from tests.harness.workers.launch import WORKERS, environment, torchrun
 
 LINE = "megatron_hybrid_prefix: "
+REUSED = f"{LINE}prefix cache: {4 * BLOCK} of {2 * len(PROMPT)} prompt tokens reused (48%)"
 
 
 def run(*command: object, path: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -165,7 +166,8 @@ def test_a_spawned_actor(tmp_path):
     assert found["codes"] == [0, 1]
     assert (found["context"], found["skipped"]) == ("HybridPrefixContext", 4 * BLOCK)
     assert found["answers"][0] == found["answers"][1] and len(found["answers"][0]) == 8
-    (line,) = lines(result.stderr)
+    line, end = lines(result.stderr)
+    assert end == REUSED
     assert ", for all contexts: mamba_gb=0.01, memory: buffer_size_gb; cpu, attention: " in line
     assert "PlatformError: HYBRID_PREFIX_INSTALL=1: HYBRID_PREFIX_CONFIG: not JSON: Extra data" in result.stderr
 
@@ -184,4 +186,7 @@ def test_ranks_of_a_training_script(tmp_path):
         assert rank["embedding"][0] == 256
         assert rank["answers"] == ranks[0]["answers"] and rank["answers"][0] == rank["answers"][1]
     (line,) = lines(result.stderr)
+    assert (result.stdout + result.stderr).count(REUSED.removeprefix(LINE)) == 1, (
+        "in the log, which megatron.training sets up"
+    )
     assert "for contexts with enable_prefix_caching (for all: set HYBRID_PREFIX_CONFIG)" in line

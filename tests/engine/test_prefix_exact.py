@@ -132,6 +132,7 @@ RUNS = [
         (preempted, name, 64, "async", None)
         for name in ("tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite")
     ),
+    *((tails, "tiny_qwen3_5", 64, "async", mutant) for mutant in (None, "ssm_zeroed")),
 ]
 FAST = [
     *((scenario, *model, None) for scenario in SCENARIOS for model in (MODELS[0], MODELS[4])),

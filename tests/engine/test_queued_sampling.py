@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.inference.sampling.torch_sampling import TorchSampling
 
-from megatron_hybrid_prefix.upstream.sampling import QueuedSampling
+from megatron_hybrid_prefix.upstream.controller import QueuedSampling
 
 VOCABULARY = 16
 FLAGS = {"no_top_k": False, "no_top_p": False}
@@ -87,6 +87,8 @@ def test_no_rows_are_no_error(platform):
     nothing.total_request_count = nothing.paused_request_count
     megatrons, ours = samplings()
     logits = torch.zeros(4, VOCABULARY)
-    assert ours.sample_kernel(logits, 0, nothing, **FLAGS).shape == (0,)
+    of_drafts = {"token_to_request_index": torch.arange(0)}
+    for fields in (FLAGS, FLAGS | of_drafts):
+        assert ours.sample_kernel(logits, 0, nothing, **fields).shape == (0,)
     with pytest.raises((ValueError, RuntimeError)):
         megatrons.sample_kernel(logits, 0, nothing, **FLAGS)

@@ -77,17 +77,25 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument(
+        "--layers", help="transformer_impl; with inference_optimized, tensor-parallel ranks have whole experts"
+    )
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
-    platform = ensure_platform(device=arguments.device, tp=arguments.tp, pp=arguments.pp)
+    sizes = {"tp": arguments.tp, "pp": arguments.pp, "ep": arguments.ep}
+    if arguments.layers == "inference_optimized":
+        sizes["etp"] = 1
+    platform = ensure_platform(device=arguments.device, **sizes)
 
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
     from megatron_hybrid_prefix.mcore import build_upstream_engine
     from megatron_hybrid_prefix.mcore.runner import release_engine
 
     fp8 = {"fp8": "e4m3", "fp8_recipe": arguments.fp8, "fp8_param": arguments.fp8_weights}
-    source = Source(arguments.preset, arguments.hf, **(fp8 if arguments.fp8 else {}))
+    layers = {"transformer_impl": arguments.layers} if arguments.layers else {}
+    source = Source(arguments.preset, arguments.hf, **layers, **(fp8 if arguments.fp8 else {}))
     start, model = time.perf_counter(), source.build()
     sampling = greedy(8, return_log_probs=False)
     texts = prompts(source)[: arguments.prompts]

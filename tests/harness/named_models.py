@@ -82,6 +82,24 @@ MORE = {
         moe_latent_size=256,
         moe_shared_expert_intermediate_size=1344,
     ),
+    # Qwen3.5's layers without experts: three value heads share a key head.
+    "tiny-qwen3-5": get_preset(
+        "qwen3.5-27b",
+        layer_pattern="G-G-G-*-",
+        hidden_size=64,
+        vocab_size=512,
+        max_sequence_length=16896,
+        gdn_num_key_heads=4,
+        gdn_num_value_heads=12,
+        gdn_key_head_dim=16,
+        gdn_value_head_dim=16,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=16,
+        ffn_hidden_size=128,
+        dtype="float32",
+        long_memory=True,
+    ),
     # That of megatron-core's `TestChunkedPrefillCudaGraphs`.
     "upstream-test": HybridModelConfig(
         layer_pattern="M*-",

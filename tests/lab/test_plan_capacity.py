@@ -117,7 +117,7 @@ def test_granite(capsys):
     ("preset", "drafts"),
     [
         *(("tiny", 0), ("tiny-mtp", 0), ("tiny-mtp", 3), ("tiny-gdn", 0), ("tiny-gdn-mtp", 3), ("tiny-qwen3-next", 0)),
-        *(("tiny-nemotron-3", 0), ("tiny-nemotron-3", 3), ("tiny-granite", 0)),
+        *(("tiny-nemotron-3", 0), ("tiny-nemotron-3", 3), ("tiny-granite", 0), ("tiny-qwen3-5", 0)),
     ],
 )
 def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, drafts):

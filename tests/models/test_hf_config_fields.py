@@ -17,8 +17,9 @@ pytest.importorskip("transformers")
 import transformers
 
 from megatron_hybrid_prefix.lab.capacity import sizes_of
-from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
-from tests.harness.hf_families import FIELDS
+from megatron_hybrid_prefix.models.hf.dimensions import config_json_of, dimensions_of, family_of
+from tests.harness.hf_families import FIELDS, MODELS
+from tests.harness.hf_helpers import CONFIGS, config_json
 
 SHAPE_OF_AN_ANSWER = "what a call returns"
 TRAINING = "training only"
@@ -175,3 +176,31 @@ def test_an_old_name_that_is_refused(family, case):
     changes, message = case
     with pytest.raises(ValueError, match=message):
         dimensions(family, **changes)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_a_saved_file_of_qwen3_5_has_no_names_of_qwen3_next(kind):
+    saved = config_json_of(family_of(CONFIGS[kind], MODELS[kind].model_type), CONFIGS[kind])
+    assert saved.keys() <= fields_of(MODELS[kind]).keys() | {"model_type", "architectures", "dtype"}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_images", "qwen3_5_moe_images"])
+def test_fields_of_a_model_with_images(kind):
+    """Its language model is the one of its text_config; what is beside that is of images."""
+    data, of_images = config_json(kind), {"vision_config", "vision_start_token_id", "vision_end_token_id"}
+    of_images |= {"image_token_id", "video_token_id"}
+    assert fields_of(MODELS[kind]).keys() == {"text_config", "tie_word_embeddings"} | of_images
+    text = {"max_position_embeddings": 2048, "dtype": "float32", **data["text_config"]}
+    found = dimensions_of(data, "c")
+    assert found == dimensions_of(text | {"model_type": f"{MODELS[kind].model_type}_text"}, "c")
+    for name in of_images:
+        assert dimensions_of(data | {name: 7}, "c") == found
+    for changed in ({"tie_word_embeddings": True}, {"text_config": text | {"tie_word_embeddings": True}}):
+        assert dimensions_of(data | changed, "c") == dataclasses.replace(found, tie_embeddings=True)
+    for changed, message in (
+        ({"text_config": None}, r"num_\w+ is missing"),
+        ({"text_config": text | {"hidden_act": "gelu"}}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights"),
+    ):
+        with pytest.raises(ValueError, match=f"^c: {message}"):
+            dimensions_of(data | changed, "c")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,15 @@ from megatron_hybrid_prefix.models import get_preset
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
 
 FOLDER = Path(__file__).parent / "hf_configs"
+# The preset, and what it leaves to the file.
 PRESETS = {
-    "nemotron_h": replace(get_preset("nemotron-h-8b"), max_sequence_length=8192, state_dtype="float32"),
-    "nemotron_3_nano": get_preset("nemotron-3-nano-30b-a3b"),
-    "nemotron_3_super": get_preset("nemotron-3-super-120b-a12b"),
-    "qwen3_next": get_preset("qwen3-next-80b-a3b"),
-    "granitemoehybrid": get_preset("granite-4.0-h-small"),
+    "nemotron_h": ("nemotron-h-8b", {"max_sequence_length": 8192, "state_dtype": "float32"}),
+    "nemotron_3_nano": ("nemotron-3-nano-30b-a3b", {}),
+    "nemotron_3_super": ("nemotron-3-super-120b-a12b", {}),
+    "qwen3_next": ("qwen3-next-80b-a3b", {}),
+    "qwen3_5": ("qwen3.5-27b", {"state_dtype": "float32"}),
+    "qwen3_5_moe": ("qwen3.5-35b-a3b", {"state_dtype": "float32"}),
+    "granitemoehybrid": ("granite-4.0-h-small", {}),
 }
 
 
@@ -29,10 +31,11 @@ def read(name):
 @pytest.mark.parametrize("spelling", ["old", "new"])
 @pytest.mark.parametrize("family", PRESETS)
 def test_either_spelling_is_the_published_model(family, spelling):
-    assert dimensions_of(read(f"{family}_{spelling}"), "c") == PRESETS[family]
+    preset, changes = PRESETS[family]
+    assert dimensions_of(read(f"{family}_{spelling}"), "c") == get_preset(preset, **changes)
     by_hand = sizes_of(str(FOLDER / f"{family}_{spelling}.json"))
-    assert by_hand.state_dtype == PRESETS[family].state_dtype
-    planned = sizes_of_config(family, PRESETS[family])
+    planned = sizes_of_config(preset, get_preset(preset, **changes))
+    assert by_hand.state_dtype == planned.state_dtype
     assert (by_hand.kv_token_bytes, by_hand.state_bytes) == (planned.kv_token_bytes, planned.state_bytes)
 
 
@@ -70,7 +73,9 @@ def test_experts_of_nemotron_h(groups, expected):
         ("nemotron_h_new", EXPERTS | {"n_group": 4, "topk_group": 1}, "num_experts_per_tok is 4, and topk_group 1 of"),
         ("nemotron_h_new", EXPERTS | {"num_experts_per_tok": 1}, "moe_router_topk=1"),
         ("nemotron_h_new", {"n_groups": 7}, "mamba_num_heads=128 is not a multiple of mamba_num_groups=7"),
+        ("nemotron_h_new", {"model_type": []}, r"model_type \[\] is not supported"),
         ("qwen3_next_new", {"layer_types": ["full_attention"]}, "layer_types must be 48 times"),
+        ("qwen3_next_new", {"mlp_only_layers": 3}, "mlp_only_layers is 3, no list of layers"),
     ],
 )
 def test_what_cannot_be_run_is_one_line_that_names_it(name, changes, message):

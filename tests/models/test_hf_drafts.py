@@ -175,6 +175,10 @@ def test_heads_are_those_that_the_config_says_and_the_files_have(platform, tmp_p
     assert len(getattr(getattr(model, "mtp", None), "layers", [])) == config.mtp_heads
     without = replace(config, mtp_num_layers=0, mtp_layer_pattern="", mtp_use_repeated_layer=False)
     assert not hasattr(build_hybrid_model(without, hf=folder, platform=platform), "mtp")
+    for file in folder.path.glob("*.safetensors"):
+        file.unlink()
+    said = dimensions_of(config_json("nemotron_3") | said, "c")
+    assert open_folder(folder.path).config.mtp_num_layers == said.mtp_num_layers, "plan needs config.json only"
 
 
 NORM = "mtp.layers.1.norm.weight"
@@ -236,7 +240,7 @@ def test_transformers_reads_a_folder_that_was_saved_with_heads(platform, referen
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    "layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=lambda layout: "tp{}-pp{}-ep{}".format(*layout)
+    "layout", [(2, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 1)], ids=lambda layout: "tp{}-pp{}-ep{}-etp{}".format(*layout)
 )
 def test_two_ranks(platform, reference, tmp_path, layout):
     """The model says what transformers says, and each rank has its part of the heads; also in checkpoints."""

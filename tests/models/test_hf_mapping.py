@@ -22,8 +22,6 @@ from tests.harness.hf_families import MODELS
 from tests.harness.hf_helpers import CONFIGS, NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_NEXT
 from tests.harness.hf_state_dict import copy_hf_weights, hf_shapes, read
 
-QWEN3_NEXT_80B = get_preset("qwen3-next-80b-a3b")
-
 
 def rules_of(kind):
     return list(family_of(CONFIGS[kind], MODELS[kind].model_type).rules(CONFIGS[kind]))
@@ -134,10 +132,19 @@ def _packed(target, rows):
     return [rows[number] for number in rule.order.tolist()]
 
 
-def test_qwen3_next_has_the_published_number_of_parameters():
-    shapes = hf_shapes(QWEN3_NEXT_80B, "qwen3_next")
-    assert sum(map(math.prod, shapes.values())) == 79_674_391_296
-    assert shapes["model.layers.47.mlp.experts.511.down_proj.weight"] == (2048, 512)
+@pytest.mark.parametrize(
+    ("preset", "model_type", "parameters", "name", "shape"),
+    [
+        ("qwen3-next-80b-a3b", "qwen3_next", 79_674_391_296, "47.mlp.experts.511.down_proj", (2048, 512)),
+        ("qwen3.5-27b", "qwen3_5_text", 26_895_998_464, "62.linear_attn.in_proj_z", (48 * 128, 5120)),
+        ("qwen3.5-35b-a3b", "qwen3_5_moe_text", 34_660_610_688, "39.mlp.experts.255.down_proj", (2048, 512)),
+    ],
+)
+def test_a_preset_has_the_published_number_of_parameters(preset, model_type, parameters, name, shape):
+    """Without images and drafts: that of transformers' class with the published config.json."""
+    shapes = hf_shapes(get_preset(preset), model_type)
+    assert sum(map(math.prod, shapes.values())) == parameters
+    assert shapes[f"model.layers.{name}.weight"] == shape
 
 
 def test_granite_4_small_has_the_published_number_of_parameters():
@@ -224,6 +231,7 @@ TAKEN = [
     ("qwen3_next", "G", "self_attention.out_norm", "model.layers.0.linear_attn.norm.weight"),
     ("qwen3_next", "E", "mlp.shared_experts", "model.layers.0.mlp.shared_expert.*"),
     ("qwen3_next", "E", "mlp.experts", "model.layers.0.mlp.experts.0.gate_proj.weight"),
+    ("qwen3_5", "G", "self_attention.in_proj", "model.layers.0.linear_attn.in_proj_qkv.weight"),
 ]
 
 
@@ -293,14 +301,23 @@ def test_a_tied_output_layer_is_the_embedding(platform):
 
 
 @pytest.mark.parametrize(
-    ("name", "canonical"),
+    ("kind", "name", "canonical"),
     [
-        ("backbone.embeddings.weight", "model.embeddings.weight"),
-        ("model.embeddings.weight", "model.embeddings.weight"),
-        ("model.layers.0.backbone.weight", "model.layers.0.backbone.weight"),
-        ("backbone.layers.0.backbone.weight", "model.layers.0.backbone.weight"),
-        ("mtp.layers.0.norm.weight", "mtp.layers.0.norm.weight"),
+        ("nemotron_h", "backbone.embeddings.weight", "model.embeddings.weight"),
+        ("nemotron_h", "model.embeddings.weight", "model.embeddings.weight"),
+        ("nemotron_h", "model.layers.0.backbone.weight", "model.layers.0.backbone.weight"),
+        ("nemotron_h", "backbone.layers.0.backbone.weight", "model.layers.0.backbone.weight"),
+        ("nemotron_h", "mtp.layers.0.norm.weight", "mtp.layers.0.norm.weight"),
+        ("qwen3_5", "model.norm.weight", "model.norm.weight"),
+        ("qwen3_5_moe", "model.language_model.norm.weight", "model.norm.weight"),
+        ("qwen3_5_moe", "model.visual.patch_embed.proj.weight", None),
+        ("qwen3_5", "mtp.layers.0.mlp.up_proj.weight", None),
     ],
 )
-def test_the_prefix_of_nemotron_h_on_the_hub(name, canonical):
-    assert family_of(NEMOTRON_H).canonical(name) == canonical
+def test_names_on_the_hub(kind, name, canonical):
+    assert family_of(CONFIGS[kind], MODELS[kind].model_type).canonical(name) == canonical
+
+
+def test_the_usual_attention_multiplier_needs_no_name():
+    usual = replace(CONFIGS["granite"], attention_multiplier=None)
+    assert family_of(usual, "granitemoehybrid").name == "granitemoehybrid"

@@ -117,6 +117,19 @@ def test_the_family_is_the_folders_or_the_one_that_is_asked_for(platform, tmp_pa
     assert open_folder(tmp_path / "again").model_type == "qwen3_next"
 
 
+def test_a_model_of_two_families_is_saved_as_either(platform, tmp_path):
+    """Qwen3-Next with experts in each layer is Qwen3.5 with experts. The width of an MLP, which no layer has, is lost."""
+    model = build_hybrid_model("tiny-qwen3-next", seed=4, platform=platform)
+    for model_type, name in ((None, "qwen3_next"), ("qwen3_5_moe", "qwen3_5_moe_text")):
+        save_hf_folder(model, tmp_path / name, dtype="float32", model_type=model_type)
+        assert open_folder(tmp_path / name).model_type == name
+        again = build_hybrid_model(hf=tmp_path / name, platform=platform)
+        for (name, weight), (_, right) in zip(
+            parameters_by_global_name(again), parameters_by_global_name(model), strict=True
+        ):
+            torch.testing.assert_close(weight, right, rtol=0, atol=1e-6, msg=name)
+
+
 def test_what_cannot_be_saved(platform, tmp_path, trained, monkeypatch):
     monkeypatch.setattr(trained, "hybrid_config", replace(NEMOTRON_H, qk_norm=True))
     with pytest.raises(ValueError, match=r"^nemotron_h has qk_norm=False \(not True\)$"):

@@ -226,7 +226,11 @@ def test_recurrent_layers_of_the_drafts_have_the_dimensions_that_were_asked_for(
     ("layers", "message"),
     [
         ("transformer_engine", "^transformer_impl='transformer_engine' needs a GPU"),
-        ("inference_optimized", "^transformer_impl='inference_optimized': use 'transformer_engine' or 'local'$"),
+        (
+            "inference_optimized",
+            "^transformer_impl='inference_optimized' needs a GPU and an installed Transformer Engine",
+        ),
+        ("fast", "^transformer_impl='fast': use 'transformer_engine', 'local' or 'inference_optimized'$"),
     ],
 )
 def test_layers_that_this_machine_does_not_have_are_one_clear_line(platform, layers, message):
@@ -237,7 +241,7 @@ def test_layers_that_this_machine_does_not_have_are_one_clear_line(platform, lay
 def test_layers_of_transformer_engine_normalise_queries_and_keys_where_the_model_does():
     """Megatron's spec of hybrid models has no such norms, and builds attention without them where a model asks for them."""
     for preset, wanted in (("tiny", (None, None)), ("tiny-qwen3-next", (TENorm, TENorm))):
-        layers = _layer_specs(get_preset(preset), use_te=True).submodules
+        layers = _layer_specs(get_preset(preset), "transformer_engine").submodules
         attention = layers.attention_layer.submodules.self_attention.submodules
         assert (attention.q_layernorm, attention.k_layernorm) == wanted
         assert layers.mamba_layer.submodules.mixer.submodules.in_proj is TELayerNormColumnParallelLinear
@@ -287,6 +291,7 @@ def test_stages_keep_the_layers_and_each_has_attention(pattern, pp):
         ("tiny-moe", {}, {"tp": 256}, "^tp=256 does not divide mamba_num_groups=4"),
         ("tiny-moe", {}, {"ep": 3}, "ep=3 does not divide num_moe_experts=4"),
         ("tiny-moe", {"moe_ffn_hidden_size": 31}, {"tp": 2}, "tp=2 does not divide moe_ffn_hidden_size=31"),
+        ("tiny-moe", {"moe_ffn_hidden_size": 30}, {"tp": 4, "etp": 4}, "^tp=4 does not divide moe_ffn_hidden_size=30"),
         ("tiny-moe", {"moe_shared_expert_intermediate_size": 33}, {"tp": 2}, "divide moe_shared_expert_inter"),
         ("tiny-moe", {"num_query_groups": 6, "num_attention_heads": 12}, {"tp": 4}, "tp=4 is neither a divisor nor"),
         ("tiny", {}, {"pp": 3}, "^pp=3 is impossible: .*the model has 2"),
@@ -308,3 +313,7 @@ def test_impossible_layouts_are_refused(preset, changes, layout, message):
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}])
 def test_experts_at_any_tensor_parallel_size_and_fewer_heads_than_ranks(layout):
     get_preset("tiny-moe", num_query_groups=1).check_parallel(**({"pp": 1} | layout))
+
+
+def test_whole_experts_have_any_width():
+    get_preset("tiny-moe", moe_ffn_hidden_size=31).check_parallel(tp=2, pp=1, ep=2, etp=1)

@@ -149,8 +149,16 @@ def test_asking_again_gives_the_same_platform_and_another_layout_is_refused(plat
     assert ensure_platform() is platform
     with pytest.raises(PlatformError, match="already running with tp=1 pp=1"):
         ensure_platform(tp=2)
+    with pytest.raises(
+        PlatformError, match="already running with tp=1 pp=1 ep=1; cannot change to tp=2 pp=1 ep=2 etp=1 in"
+    ):
+        ensure_platform(tp=2, ep=2, etp=1)
     with pytest.raises(ValueError, match="tp=0"):
         ensure_platform(tp=0)
+    with pytest.raises(ValueError, match=r"^etp=2: use 1 \(whole experts\) or tp=4 \(every expert is divided\)$"):
+        ensure_platform(tp=4, etp=2)
+    with pytest.raises(ValueError, match=r"^ep=3 with etp=1 is neither a divisor nor a multiple of tp=2$"):
+        ensure_platform(tp=2, ep=3, etp=1)
 
 
 SIZES = {
@@ -175,6 +183,11 @@ def test_a_model_of_other_sizes_is_refused_in_one_line_that_names_both(tiny, fie
 
 def test_sizes_for_experts_are_those_of_models_with_experts(platform):
     check_sizes(SimpleNamespace(expert_model_parallel_size=2, num_moe_experts=None), "a dense model")
+    with pytest.raises(
+        PlatformError, match=r"tp=2 ep=4, but .*; call ensure_platform\(tp=2, pp=1, ep=4, etp=1\) first$"
+    ):
+        sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+        check_sizes(SimpleNamespace(num_moe_experts=4, **sizes), "a mixture")
     for name in ("num_moe_experts", "num_experts"):
         with pytest.raises(
             PlatformError, match=r"ep=2 etp=4, but this process runs with ep=1 etp=1; call .*ep=2\) first$"

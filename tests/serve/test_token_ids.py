@@ -19,10 +19,10 @@ pytest.importorskip("starlette")
 from megatron_hybrid_prefix.serve.chat_template import load_chat_form
 from megatron_hybrid_prefix.serve.protocol import read_request
 from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
-from tests.clients.tokenizer_folder import make_folder
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
 from tests.harness.server_process import PROMPT, Endpoint
+from tests.harness.tokenizer_folder import make_folder
 from tests.serve.test_serve import TOKENIZER, Server, running
 
 GENERATE = "/inference/v1/generate"
@@ -273,7 +273,8 @@ def test_ids_do_not_wait_for_text(drafting: Server) -> None:
 def test_default_sampling_is_not_for_what_sampling_params_say(server: Server) -> None:
     served = replace(server.app.state.api._served, default_sampling={"temperature": 0.6, "top_p": 0.9})
     for inner, temperature in (({"temperature": 0.3}, 0.3), ({"max_tokens": 3}, 0.6)):
-        asked = read_request({"model": "tiny", "token_ids": [1], "sampling_params": inner}, "generate", served, None)
+        body = {"model": "tiny", "token_ids": [1], "sampling_params": inner, "temperature": None}  # null: not given
+        asked = read_request(body, "generate", served, None)
         options = asked.sampling.get("sampling_options", asked.sampling)
         assert options["temperature"] == temperature
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_hybrid_prefix.environment import is_on, say
 from megatron_hybrid_prefix.pool.pages import own_bytes
 
 if TYPE_CHECKING:
+    from megatron_hybrid_prefix.metrics import PrefixStats
     from megatron_hybrid_prefix.upstream.config import InferenceConfig
 
 logger = logging.getLogger(__name__)
@@ -66,9 +69,11 @@ def report_ignored(config: InferenceConfig) -> None:
 
 
 def report_start(context: Any) -> None:
-    """Log both reports on rank 0, and warn about settings that prevent any reuse."""
+    """Log both reports on rank 0, and warn about settings that prevent any reuse. With the variable, say at the end what was reused."""
     if torch.distributed.get_rank() != 0:
         return
+    if is_on():  # nothing else in a script says it
+        weakref.finalize(context, report_end, context.prefix_cache.counters)
     logger.info("%s\n%s", memory_report(context), policy_report(context))
     if not context.checkpoint_slots:
         mamba_gb = context.prefix_config.mamba_gb
@@ -80,6 +85,13 @@ def report_start(context: Any) -> None:
             context.block_size_tokens,
             context.max_sequence_length,
         )
+
+
+def report_end(stats: PrefixStats) -> None:
+    """Say in one line what was reused, when a context is dropped or its process ends."""
+    if stats.prompt_tokens:
+        share = stats.reused_tokens / stats.prompt_tokens
+        say(logger, f"prefix cache: {stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused ({share:.0%})")
 
 
 def describe_forward(context: Any) -> str:

@@ -40,6 +40,7 @@ from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.coordinator import TELL_ABORT
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.graphs import kinds_of_step
+from megatron_hybrid_prefix.upstream.moe import count_tokens_of_drafts
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
     DynamicInferenceContext,
@@ -86,6 +87,7 @@ class HybridPrefixEngine(EngineSeam):
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         if isinstance(context, SlotContext) and context.states is not None:
             use_slot_mixers(controller.inference_wrapped_model.model)
+        count_tokens_of_drafts(controller.inference_wrapped_model.model)
         self._has_cache = isinstance(context, HybridPrefixContext)
         self._cached: HybridPrefixContext | NoCache = context if isinstance(context, HybridPrefixContext) else NoCache()
         self._scheduling = PrefixScheduling(self, context) if self._has_cache else None

@@ -108,6 +108,12 @@ class RequestRules:
             raise FieldError(
                 "sampling_options", "sampling_options: min_tokens does not go with stop_words, only with end tokens"
             )
+        barred = {params.termination_id, *(getattr(params, "stop_token_ids", None) or ())} - {None, -1}
+        if options is not None and options.min_tokens and len(barred) >= self._controller.vocab_size:
+            raise FieldError(
+                "sampling_options",
+                "sampling_options: min_tokens, and every token ends the answer: no token is left to sample",
+            )
         wants_prompt = params.return_log_probs and not params.skip_prompt_log_probs
         if wants_prompt and self._engine.materialize_only_last_token_logits:
             raise FieldError(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.mcore.entrypoints.flags import naming_flags
 from megatron_hybrid_prefix.upstream import modules
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
 
@@ -70,7 +71,8 @@ def _our_context(
         if model_config.cuda_graph_impl == "local":
             replace_names(CONTEXT_IN_CUDA_GRAPHS)
         self.__class__ = HybridPrefixContext if caches else SlotContext
-        self.__init__(model_config, inference_config, *([prefix] if caches else []))
+        with naming_flags():
+            self.__init__(model_config, inference_config, *([prefix] if caches else []))
 
     return __init__
 

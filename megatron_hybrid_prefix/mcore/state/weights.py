@@ -9,10 +9,11 @@ import torch
 
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks
 from megatron_hybrid_prefix.ops.samples import SampledSums
-from megatron_hybrid_prefix.upstream.moe import TRAINING_COUNTERS, keep_router_buffers
+from megatron_hybrid_prefix.upstream.moe import TRAINING_COUNTERS, VIEWS_OF_WEIGHTS, keep_router_buffers
 from megatron_hybrid_prefix.upstream.quantised import is_quantised, parts_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NOT_SAMPLED = TRAINING_COUNTERS | VIEWS_OF_WEIGHTS
 
 
 class WeightSamples:
@@ -62,7 +63,7 @@ class WeightSamples:
 
     def _tensors(self) -> list[torch.Tensor]:
         weights = [weight for owner in self._parameters for weight in owner.values()]
-        weights += [value for owner in self._buffers for key, value in owner.items() if key not in TRAINING_COUNTERS]
+        weights += [value for owner in self._buffers for key, value in owner.items() if key not in _NOT_SAMPLED]
         weights += [own.get(key) for own, key in self._quantised]
         return [part for weight in weights for part in _parts(weight)]
 
@@ -72,7 +73,7 @@ class WeightSamples:
             for kind in ("_parameters", "_buffers")
             for prefix, module in self._model.named_modules()
             for key, value in vars(module)[kind].items()
-            if key not in TRAINING_COUNTERS
+            if key not in _NOT_SAMPLED
             for _ in _parts(value)
         ]
         return names[number] if number < len(names) else "a quantised one"

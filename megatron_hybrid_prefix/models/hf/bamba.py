@@ -17,8 +17,8 @@ from megatron_hybrid_prefix.models.hf.given import (
     rotary,
     rotary_json,
 )
-from megatron_hybrid_prefix.models.hf.mapping import Rule, made_of
-from megatron_hybrid_prefix.models.hf.parts import NORMS, attention_parts, gated_mlp, mamba_parts, rules_of
+from megatron_hybrid_prefix.models.hf.mapping import Rule
+from megatron_hybrid_prefix.models.hf.parts import attention_parts, gated_mlp, mamba_parts, rules_of_pairs
 
 
 class Bamba(Family):
@@ -59,22 +59,11 @@ class Bamba(Family):
         }
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        hidden, vocabulary = (config.hidden_size,), (config.vocab_size, config.hidden_size)
-        yield made_of("embedding.word_embeddings.weight", {"model.embed_tokens.weight": vocabulary})
+        def mlp(symbol: str, ours: str, theirs: str) -> Iterator[Rule]:
+            return gated_mlp(ours, f"{theirs}feed_forward.", config.hidden_size, config.ffn_hidden_size)
+
         mixers = {"M": ("mamba.", mamba_parts(config)), "*": ("self_attn.", attention_parts(config))}
-        for number, symbol in enumerate(config.layer_pattern.replace("|", "")[::2]):
-            theirs = f"model.layers.{number}."
-            ours = f"decoder.layers.{2 * number}."
-            for target in NORMS[symbol]:
-                yield made_of(ours + target, {f"{theirs}input_layernorm.weight": hidden})
-            prefix, parts = mixers[symbol]
-            yield from rules_of(parts, ours, theirs + prefix)
-            ours = f"decoder.layers.{2 * number + 1}."
-            for target in NORMS["-"]:
-                yield made_of(ours + target, {f"{theirs}pre_ff_layernorm.weight": hidden})
-            yield from gated_mlp(f"{ours}mlp.", f"{theirs}feed_forward.", config.hidden_size, config.ffn_hidden_size)
-        yield made_of("decoder.final_norm.weight", {"model.final_layernorm.weight": hidden})
-        yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
+        return rules_of_pairs(config, mixers, mlp, second_norm="pre_ff_layernorm", final_norm="model.final_layernorm")
 
 
 register_family(Bamba())

@@ -10,7 +10,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
-from megatron_hybrid_prefix.models.hf import bamba, granite, nemotron_h, qwen3_next  # noqa: F401  (they register their families)
+
+# These register their families.
+from megatron_hybrid_prefix.models.hf import bamba, granite, nemotron_h, qwen3_5, qwen3_next  # noqa: F401
 from megatron_hybrid_prefix.models.hf.family import FAMILIES, Family
 from megatron_hybrid_prefix.models.hf.given import Given
 
@@ -19,11 +21,10 @@ _REFUSED = {
     "jamba": "its recurrent layers are Mamba1",
     "zamba2": "its attention layers share weights",
     "lfm2": "its recurrent layers are short convolutions",
-    "qwen3_5": "it has images, and rules of its language model are missing",
 }
 _DTYPES = ("float32", "bfloat16")
 _NOT_COMPARED = ("chunk_size", "dtype", "float32_norms", "state_dtype", "long_memory")  # how it is computed or made
-_PREFIXES = {"mamba_": "M", "gdn_": "G", "moe_": "E", "num_moe_": "E"}
+_PREFIXES = {"mamba_": "M", "gdn_": "G", "moe_": "E", "num_moe_": "E", "ffn_": "-"}
 
 
 def dimensions_of(data: Mapping[str, Any], name: str, *, dtype: str = "bfloat16") -> HybridModelConfig:
@@ -39,13 +40,14 @@ def dimensions_of(data: Mapping[str, Any], name: str, *, dtype: str = "bfloat16"
         PluginError: A plugin cannot be imported.
     """
     model_type, known = data.get("model_type"), FAMILIES.names()
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         if model_type is None:
             raise ValueError(f"{name}: model_type is missing; families: {', '.join(known)}")
-        why = _REFUSED.get(model_type, f"it is none of {', '.join(known)}")
+        why = _REFUSED.get(str(model_type), f"it is none of {', '.join(known)}")
         raise ValueError(f"{name}: model_type {model_type!r} is not supported: {why}")
     text = data.get("text_config")
-    given = Given({**data, **(text if isinstance(text, dict) else {})}, name)
+    parts = [data, text] if isinstance(text, dict) else [data]
+    given = Given({key: value for part in parts for key, value in part.items()}, name)
     if given.get("quantization_config") is not None:
         raise given.error("quantization_config: quantized weights are not supported; take the bfloat16 model")
     try:
@@ -54,7 +56,8 @@ def dimensions_of(data: Mapping[str, Any], name: str, *, dtype: str = "bfloat16"
             config,
             dtype=_dtype(given, "dtype", "torch_dtype") or dtype,
             state_dtype=_dtype(given, "mamba_ssm_cache_dtype", "mamba_ssm_dtype"),
-            tie_embeddings=given.flag("tie_word_embeddings", False),
+            # transformers' class with images reads the outer value, its class without them the inner one.
+            tie_embeddings=any(Given(part, name).flag("tie_word_embeddings", False) for part in parts),
         )
     except ValueError as error:
         if str(error).startswith(f"{name}: "):
@@ -122,4 +125,5 @@ def _compared(config: HybridModelConfig) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     values["layer_pattern"] = config.layer_pattern.replace("|", "")
     values["moe_ffn_hidden_size"] = config.expert_ffn_hidden_size
+    values["attention_multiplier"] = config.attention_multiplier or config.kv_channels**-0.5
     return {name: value for name, value in values.items() if name not in _NOT_COMPARED and not name.startswith(absent)}

@@ -119,7 +119,8 @@ def open_folder(path: str | os.PathLike[str]) -> HfFolder:
     if "lm_head.weight" in weights:
         # transformers' Nemotron-H does not tie them whatever config.json says; other families have the same values twice.
         config = replace(config, tie_embeddings=False)
-    config = FAMILIES[data["model_type"]].as_stored(config, weights)
+    if weights:
+        config = FAMILIES[data["model_type"]].as_stored(config, weights)
     opened = HfFolder(
         path=folder,
         model_type=str(data.get("model_type")),

@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
-_ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# "mrope_" names divide channels among the three positions of an image's part; a text's three are equal.
+_ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 _GATED_NORM_EPSILON = 1e-5  # of megatron's Mamba mixer, whatever the model's is
 
 

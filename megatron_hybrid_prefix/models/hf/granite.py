@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.models.hf.given import (
     rotary_json,
 )
 from megatron_hybrid_prefix.models.hf.mapping import Rule, Source, made_of
-from megatron_hybrid_prefix.models.hf.parts import NORMS, attention_parts, mamba_parts, rules_of
+from megatron_hybrid_prefix.models.hf.parts import attention_parts, mamba_parts, rules_of_pairs
 
 _MIXERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -98,31 +98,18 @@ class Granite(Family):
         return layer + moe + _IN_FILES.get(last, last)
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        hidden, vocabulary = (config.hidden_size,), (config.vocab_size, config.hidden_size)
-        yield made_of("embedding.word_embeddings.weight", {"model.embed_tokens.weight": vocabulary})
+        def feed_forward(symbol: str, ours: str, theirs: str) -> Iterator[Rule]:
+            width = config.ffn_hidden_size
+            if symbol == "E":
+                yield from _experts(ours, f"{theirs}block_sparse_moe.", config)
+                ours, width = f"{ours}shared_experts.", config.moe_shared_expert_intermediate_size
+            for target, source, shape in _gated(config.hidden_size, width):
+                yield made_of(ours + target, {f"{theirs}shared_mlp.{source}": shape})
+
         mixers = {"M": ("mamba.", mamba_parts(config)), "*": ("self_attn.", attention_parts(config))}
-        pattern = config.layer_pattern.replace("|", "")
-        for number, (mixer, feed_forward) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
-            theirs = f"model.layers.{number}."
-            ours = f"decoder.layers.{2 * number}."
-            for target in NORMS[mixer]:
-                yield made_of(ours + target, {f"{theirs}input_layernorm.weight": hidden})
-            prefix, parts = mixers[mixer]
-            yield from rules_of(parts, ours, theirs + prefix)
-            ours = f"decoder.layers.{2 * number + 1}."
-            for target in NORMS[feed_forward]:
-                yield made_of(ours + target, {f"{theirs}post_attention_layernorm.weight": hidden})
-            if feed_forward == "E":
-                yield from _experts(f"{ours}mlp.", f"{theirs}block_sparse_moe.", config)
-            shared, width = (
-                ("mlp.shared_experts.", config.moe_shared_expert_intermediate_size)
-                if feed_forward == "E"
-                else ("mlp.", config.ffn_hidden_size)
-            )
-            for target, source, shape in _gated(*hidden, width):
-                yield made_of(f"{ours}{shared}{target}", {f"{theirs}shared_mlp.{source}": shape})
-        yield made_of("decoder.final_norm.weight", {"model.norm.weight": hidden})
-        yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
+        return rules_of_pairs(
+            config, mixers, feed_forward, second_norm="post_attention_layernorm", final_norm="model.norm"
+        )
 
 
 def _gated(hidden: int, width: int) -> list[tuple[str, str, tuple[int, int]]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
-from megatron_hybrid_prefix.models.hf.mapping import RowNumbers, Rule, made_of, row_numbers
+from megatron_hybrid_prefix.models.hf.mapping import Finish, RowNumbers, Rule, made_of, row_numbers
 
 # megatron's names of a layer's norm: with local layers, and where Transformer Engine fuses it.
 NORMS = {
@@ -64,3 +64,43 @@ def gated_mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[Rule]
     gate_and_up = {f"{theirs}{part}_proj.weight": (width, hidden) for part in ("gate", "up")}
     yield made_of(f"{ours}linear_fc1.weight", gate_and_up)
     yield made_of(f"{ours}linear_fc2.weight", {f"{theirs}down_proj.weight": (hidden, width)})
+
+
+def rules_of_pairs(
+    config: HybridModelConfig,
+    mixers: Mapping[str, tuple[str, Parts]],
+    feed_forward: Callable[[str, str, str], Iterator[Rule]],
+    *,
+    second_norm: str,
+    final_norm: str,
+    finish: Finish | None = None,
+) -> Iterator[Rule]:
+    """A model with one layer for two of megatron's: a mixer, then experts or a gated MLP, each after a norm.
+
+    Args:
+        config: Its dimensions.
+        mixers: By symbol of a mixer, the prefix of its tensors, and its parts.
+        feed_forward: Gets the second layer's symbol, and the prefixes of megatron's MLP and of the whole layer.
+        second_norm: The name of the norm before experts or MLP.
+        final_norm: Likewise, after all layers.
+        finish: What is done to the weights of these norms.
+    """
+    vocabulary, pattern = (config.vocab_size, config.hidden_size), config.layer_pattern.replace("|", "")
+
+    def norm(target: str, source: str) -> Rule:
+        return made_of(target, {f"{source}.weight": (config.hidden_size,)}, finish=finish)
+
+    yield made_of("embedding.word_embeddings.weight", {"model.embed_tokens.weight": vocabulary})
+    for number, (mixer, second) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
+        first, next_, theirs = (
+            f"decoder.layers.{2 * number}.",
+            f"decoder.layers.{2 * number + 1}.",
+            f"model.layers.{number}.",
+        )
+        yield from (norm(first + target, f"{theirs}input_layernorm") for target in NORMS[mixer])
+        prefix, parts = mixers[mixer]
+        yield from rules_of(parts, first, theirs + prefix)
+        yield from (norm(next_ + target, theirs + second_norm) for target in NORMS[second])
+        yield from feed_forward(second, f"{next_}mlp.", theirs)
+    yield norm("decoder.final_norm.weight", final_norm)
+    yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})

@@ -6,13 +6,13 @@ One layer of Hugging Face is two of megatron's. Norms multiply by 1 + weight the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.family import Family, register_family
 from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, rotary, rotary_json
 from megatron_hybrid_prefix.models.hf.mapping import PLUS_ONE, RowNumbers, Rule, Source, made_of, row_numbers
-from megatron_hybrid_prefix.models.hf.parts import NORMS, Parts, gated_mlp, rules_of
+from megatron_hybrid_prefix.models.hf.parts import Parts, gated_mlp, rules_of_pairs
 
 _MIXERS = {"linear_attention": "G", "full_attention": "*"}
 
@@ -22,10 +22,14 @@ class Qwen3Next(Family):
 
     A norm's 1 + weight stays in float32 (`HybridModelConfig.float32_norms`), as Hugging Face adds in float32. Transformer
     Engine's norms round it to the model's dtype.
+
+    Attributes:
+        kv_heads: Key/value heads where the file has no such name.
     """
 
-    model_types = ("qwen3_next",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_next",)
     architecture = "Qwen3NextForCausalLM"
+    kv_heads: ClassVar[int] = 2
 
     def dimensions(self, given: Given) -> HybridModelConfig:
         given.only("hidden_act", "silu")
@@ -47,7 +51,7 @@ class Qwen3Next(Family):
             }
         return HybridModelConfig(
             layer_pattern=pattern,
-            **attention(given, kv_heads=2, channels=256),
+            **attention(given, kv_heads=self.kv_heads, channels=256),
             gdn_num_key_heads=given.whole("linear_num_key_heads"),
             gdn_num_value_heads=given.whole("linear_num_value_heads"),
             gdn_key_head_dim=given.whole("linear_key_head_dim"),
@@ -91,33 +95,29 @@ class Qwen3Next(Family):
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
         """Experts are matrices each in files, and stacks of matrices in a model in memory."""
-        hidden, vocabulary = config.hidden_size, (config.vocab_size, config.hidden_size)
         stacked = any(name.endswith(".mlp.experts.down_proj") for name in names)
-        yield made_of("embedding.word_embeddings.weight", {"model.embed_tokens.weight": vocabulary})
-        pattern = config.layer_pattern.replace("|", "")
+
+        def feed_forward(symbol: str, ours: str, theirs: str) -> Iterator[Rule]:
+            if symbol == "E":
+                return _experts(ours, f"{theirs}mlp.", config, stacked)
+            return gated_mlp(ours, f"{theirs}mlp.", config.hidden_size, config.ffn_hidden_size)
+
         mixers = {"*": ("self_attn.", _attention_parts(config))}
-        if "G" in pattern:
+        if "G" in config.symbols:
             mixers["G"] = ("linear_attn.", self.delta_net_parts(config))
-        for number, (mixer, feed_forward) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
-            theirs = f"model.layers.{number}."
-            ours = f"decoder.layers.{2 * number}."
-            for target in NORMS[mixer]:
-                yield _norm(ours + target, f"{theirs}input_layernorm.weight", hidden)
-            prefix, parts = mixers[mixer]
-            yield from rules_of(parts, ours, theirs + prefix)
-            if mixer == "*":
-                for part in "qk":
-                    target = f"{ours}self_attention.{part}_layernorm.weight"
-                    yield _norm(target, f"{theirs}self_attn.{part}_norm.weight", config.kv_channels)
-            ours = f"decoder.layers.{2 * number + 1}."
-            for target in NORMS[feed_forward]:
-                yield _norm(ours + target, f"{theirs}post_attention_layernorm.weight", hidden)
-            if feed_forward == "E":
-                yield from _experts(f"{ours}mlp.", f"{theirs}mlp.", config, stacked)
-            else:
-                yield from gated_mlp(f"{ours}mlp.", f"{theirs}mlp.", hidden, config.ffn_hidden_size)
-        yield _norm("decoder.final_norm.weight", "model.norm.weight", hidden)
-        yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
+        yield from rules_of_pairs(
+            config,
+            mixers,
+            feed_forward,
+            second_norm="post_attention_layernorm",
+            final_norm="model.norm",
+            finish=PLUS_ONE,
+        )
+        for number, mixer in enumerate(config.layer_pattern.replace("|", "")[::2]):
+            for part in "qk" if mixer == "*" else "":
+                target = f"decoder.layers.{2 * number}.self_attention.{part}_layernorm.weight"
+                source = f"model.layers.{number}.self_attn.{part}_norm.weight"
+                yield made_of(target, {source: (config.kv_channels,)}, finish=PLUS_ONE)
 
     def delta_net_parts(self, config: HybridModelConfig) -> Parts:
         """A layer of Gated DeltaNet."""
@@ -146,15 +146,13 @@ def _pattern(given: Given, experts: int) -> str:
     if len(kinds) != layers or set(kinds) - set(_MIXERS):
         raise given.error(f"layer_types must be {layers} times linear_attention or full_attention")
     without = given.get("mlp_only_layers") or []
+    if not isinstance(without, list) or not all(type(layer) is int for layer in without):
+        raise given.error(f"mlp_only_layers is {without!r}, no list of layers")
     step = max(1, given.whole("decoder_sparse_step", default=1))
     return "".join(
         _MIXERS[kind] + ("E" if experts and number not in without and (number + 1) % step == 0 else "-")
         for number, kind in enumerate(kinds)
     )
-
-
-def _norm(target: str, source: str, width: int) -> Rule:
-    return made_of(target, {source: (width,)}, finish=PLUS_ONE)
 
 
 def _order_of_in_proj(config: HybridModelConfig) -> RowNumbers:

@@ -79,7 +79,7 @@ OLD = (
     ({"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype", "float32"),
 )
 OLD_REFUSED = (
-    ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "has mrope_section"),
+    ({"rope_scaling": {"rope_type": "default", "long_factor": [1]}}, "has long_factor"),
     ({"sliding_window": 9}, "sliding_window"),
 )
 

@@ -6,10 +6,12 @@ settings, and what the former found.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
 import sys
+import weakref
 from pathlib import Path
 
 
@@ -27,6 +29,10 @@ def act(out):
     assert len(symbols) == len(set(symbols)) > 40
     assert "torch._inductor" not in sys.modules, "names were replaced before megatron was imported"
     Path(out).write_text(json.dumps(found))
+    context = weakref.ref(engine.context)
+    del engine
+    gc.collect()
+    assert context() is None, "the line at the end must not keep its memory"
 
 
 def main(out):

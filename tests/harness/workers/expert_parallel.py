@@ -1,4 +1,4 @@
-"""Answers of a model with experts in one layout, as JSON. Usage: ``torchrun expert_parallel.py OUT.json TP EP``.
+"""Answers of a model with experts in one layout, as JSON. Usage: ``torchrun expert_parallel.py OUT.json CHECKPOINT TP EP ETP``.
 
 Each data-parallel rank serves requests of its own, and takes part in the others' forwards when it has none.
 """
@@ -31,12 +31,21 @@ SHARED = {
     "moe_shared_expert_intermediate_size": 96,
     "moe_shared_expert_gate": True,
 }
-# (tp, ep): dimensions. With the second one both ranks have the same key/value head.
+LATENT = get_preset("tiny-moe", **SHARED | {"num_query_groups": 2, "moe_latent_size": 32})
+# (tp, ep, etp): dimensions. With the second one both ranks have the same key/value head. With the last ones experts are whole.
 LAYOUTS = {
-    (1, 2): get_preset("tiny-moe"),
-    (2, 1): get_preset("tiny-qwen3-next", layer_pattern="GE*E", num_query_groups=1),
-    (2, 2): get_preset("tiny-moe", **SHARED | {"num_query_groups": 2, "moe_latent_size": 32}),
+    (1, 2, 1): get_preset("tiny-moe"),
+    (2, 1, 2): get_preset("tiny-qwen3-next", layer_pattern="GE*E", num_query_groups=1),
+    (2, 2, 2): LATENT,
+    (2, 1, 1): get_preset("tiny-moe"),
+    (2, 2, 1): LATENT,
+    (2, 4, 1): LATENT,
 }
+
+
+def ranks_of_layout(tp, ep, etp):
+    """How many ranks a layout needs."""
+    return max(tp, ep * etp)
 
 
 def build(layout, platform, seed=0):
@@ -59,10 +68,10 @@ def herd(rank):
     return [prefix + random_tokens(9 + number, seed=80 + number) for number in range(3)] if rank == 0 else []
 
 
-def answers(model, rank, mode, prefix, ranks=1, damaged=False, only_first=False):
+def answers(model, rank, mode, prefix, ranks=1, damaged=False, only_first=False, **fields):
     """What the requests of a data-parallel rank say, sent one by one (``only_first``: no others), then all at once, then a herd.
 
-    ``ranks`` is the world's size.
+    ``ranks`` is the world's size, ``fields`` are further ones of `build_engine`.
     """
     engine = build_engine(
         model,
@@ -72,6 +81,7 @@ def answers(model, rank, mode, prefix, ranks=1, damaged=False, only_first=False)
         block_size_tokens=BLOCK_TOKENS,
         async_sched_mode=mode,
         buffer_size_gb=BUFFER_GB,
+        **fields,
     )
     if damaged:
         damage_sources(engine.context)
@@ -108,7 +118,7 @@ def together(working, ranks):
     return bool(flag)
 
 
-def mutants(model, rank, ranks, tp, ep):
+def mutants(model, rank, ranks, tp, ep, etp):
     """Answers with something wrong: the states of the last rank alone, the sum of experts, the exchange of rows.
 
     Only those to requests that are sent one by one.
@@ -122,6 +132,7 @@ def mutants(model, rank, ranks, tp, ep):
     for name, applies, owner, attribute, wrong in (
         ("sum", tp > 1, experts.moe, "reduce_from_tensor_model_parallel_region", lambda sums, group: sums),
         ("exchange", ep > 1, experts.ExpertDispatcher, "combine_preprocess", lambda self, hidden_states: hidden_states),
+        ("share", etp < tp, experts.ExpertDispatcher, "_own", lambda self, tokens: tokens),
     ):
         if applies:
             right = getattr(owner, attribute)
@@ -163,18 +174,20 @@ def refusal(**layout):
     return "nothing"
 
 
-def main(out, tp, ep, checkpoint):
-    found = {"refusal": refusal(tp=2 * tp, ep=ep)}
-    platform = ensure_platform(tp=tp, ep=ep, device=DEVICE, timeout_s=COLLECTIVE_HANG_S[DEVICE])
+def main(out, checkpoint, *layout):
+    tp, ep, etp = layout
+    found = {"refusal": refusal(tp=2 * tp, ep=2 * ep, etp=2 * tp if etp > 1 else 1)}
+    platform = ensure_platform(tp=tp, ep=ep, etp=etp, device=DEVICE, timeout_s=COLLECTIVE_HANG_S[DEVICE])
     ranks, rank = dist.get_world_size(), dist.get_rank() // tp
-    model = build((tp, ep), platform)
+    model = build(layout, platform)
+    found["platform"] = platform.describe()
     cache = HybridPrefixConfig(mamba_gb=0.002)
     found["off"] = answers(model, rank, "legacy", None, ranks=ranks)
     for mode in MODES:
         found[mode] = answers(model, rank, mode, cache, ranks=ranks)
-    found["mutants"] = mutants(model, rank, ranks, tp, ep)
+    found["mutants"] = mutants(model, rank, ranks, tp, ep, etp)
     found["local_experts"] = sum(len(p) for name, p in model.named_parameters() if name.endswith("linear_fc1_weight"))
-    other = build((tp, ep), platform, seed=1)
+    other = build(layout, platform, seed=1)
     load_checkpoint(other, checkpoint)  # saved by one rank
     found["unequal"] = unequal(other, model)
     save_checkpoint(model, checkpoint + "-again")
@@ -184,4 +197,4 @@ def main(out, tp, ep, checkpoint):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))

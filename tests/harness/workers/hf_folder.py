@@ -1,4 +1,4 @@
-"""Hugging Face folders on several ranks. Usage: ``torchrun hf_folder.py OUT.json TP PP EP FOLDER...``.
+"""Hugging Face folders on several ranks. Usage: ``torchrun hf_folder.py OUT.json TP PP EP ETP FOLDER...``.
 
 Each FOLDER is what `make_references` left; models are built with its name alone. A checkpoint in FOLDER/mcore must hold the
 same weights; this layout's is saved into FOLDER/mcore-again. A part of a model cannot be saved as a folder.
@@ -24,8 +24,8 @@ from tests.harness.hf_helpers import gaps, load_reference
 from tests.harness.workers.launch import write_findings
 
 
-def main(out, tp, pp, ep, *folders):
-    platform = ensure_platform(tp=int(tp), pp=int(pp), ep=int(ep), device="cpu")
+def main(out, tp, pp, ep, etp, *folders):
+    platform = ensure_platform(tp=int(tp), pp=int(pp), ep=int(ep), etp=int(etp), device="cpu")
     found = {}
     for folder in map(Path, folders):
         read = []

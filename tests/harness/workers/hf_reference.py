@@ -96,7 +96,7 @@ def answer(model, length, new_tokens, generator, margins):
     """A random prompt with its continuation, and logits after each token. No cache: a step is one forward of all tokens."""
     for _ in range(100):
         margins.clear()
-        tokens = torch.randint(0, model.config.vocab_size, (1, length), generator=generator)
+        tokens = torch.randint(0, model.config.get_text_config().vocab_size, (1, length), generator=generator)
         for step in range(new_tokens + 1):
             logits = model(tokens, use_cache=False).logits
             if min(margins, default=1.0) < ROUTER_MARGIN:

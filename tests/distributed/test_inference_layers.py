@@ -1,0 +1,165 @@
+"""``transformer_impl="inference_optimized"`` without a GPU: what is refused, and models of stand-ins on one and several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, inference_layers
+from megatron_hybrid_prefix.models.weights import parameters_by_global_name
+from tests.harness import inference_layers as stand_ins
+from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy, random_tokens, run_to_end
+from tests.harness.workers import inference_layers as worker
+from tests.harness.workers.expert_parallel import BLOCK_TOKENS, BUFFER_GB, prompts
+from tests.harness.workers.launch import need_ranks, run_ranks
+
+NOISE, WRONG = LOG_PROB_NOISE, 1e-3
+"""Most and least difference of log-probs: of answers that agree, and of those that do not."""
+_OF_GDN = get_preset("tiny-gdn")
+GDN = {field.name: getattr(_OF_GDN, field.name) for field in fields(_OF_GDN) if field.name.startswith("gdn_")}
+
+
+@pytest.fixture(scope="module")
+def model(platform):
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins.put_stand_ins(patch.setattr)
+        yield stand_ins.build(platform)
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    return cache(lambda rank: worker.findings(model, rank))
+
+
+def difference(answers, others):
+    """The largest one of log-probs."""
+    pairs = zip(answers, others, strict=True)
+    return max(abs(x - y) for a, b in pairs for x, y in zip(a["log_probs"], b["log_probs"], strict=True))
+
+
+def from_hits(answers, others):
+    """Of two lists, the answers that the first one has from cached tokens."""
+    pairs = [(a, b) for a, b in zip(answers, others, strict=True) if a["cached_tokens"]]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def test_weights_are_those_of_other_layers(model, platform):
+    """By name and value, but for norms, which are parts of other modules."""
+    other = build_hybrid_model(stand_ins.CONFIG, seed=0, platform=platform, transformer_impl="local")
+    own, others = dict(parameters_by_global_name(model)), dict(parameters_by_global_name(other))
+    differ = own.keys() ^ others.keys()
+    assert all("norm" in name for name in differ) and len(differ) == 8
+    assert sum(".local_experts." in name for name in own) == 2 * 3 * 8
+    for name in own.keys() & others.keys():
+        assert torch.equal(own[name], others[name]), name
+
+
+def test_answers_are_those_of_other_layers(platform, alone):
+    other = build_hybrid_model(stand_ins.CONFIG, seed=0, platform=platform, transformer_impl="local")
+    assert difference(alone(0)["off"]["answers"], worker.findings(other, 0)["off"]["answers"]) < NOISE
+
+
+def test_hits_say_what_a_computed_prompt_says(alone):
+    found = alone(0)
+    off, on = found["off"]["answers"], found["on"]["answers"]
+    assert sum(answer["cached_tokens"] > 0 for answer in on) >= len(on) - 2
+    assert difference(off, on) < NOISE
+    assert difference(off, found["drafts"]["answers"]) < NOISE
+    damaged, right = from_hits(found["damaged"]["answers"], off[: len(found["damaged"]["answers"])])
+    assert difference(damaged, right) > WRONG
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "ep"), [(1, 2), (2, 1), (2, 2), (2, 4)])
+def test_several_ranks_say_what_one_says(tp, ep, alone, tmp_path):
+    """Sequence-parallel where TP is above 1; all ranks exchange tokens, whatever requests they serve."""
+    need_ranks(max(tp, ep))
+    found = run_ranks("inference_layers.py", tmp_path / "found.json", tp, ep, ranks=max(tp, ep))
+    for number, rank in enumerate(found):
+        right = alone(number // tp)["off"]["answers"]
+        assert rank["sequence_parallel"] == (tp > 1)
+        assert difference(rank["off"]["answers"], right) < NOISE
+        assert difference(rank["on"]["answers"], right) < NOISE
+        assert difference(rank["drafts"]["answers"], right) < NOISE
+        assert [a["cached_tokens"] for a in rank["on"]["answers"]] == [
+            a["cached_tokens"] for a in alone(number // tp)["on"]["answers"]
+        ]
+    damaged, right = from_hits(found[-1]["damaged"]["answers"], right[: len(prompts(number // tp))])
+    assert difference(damaged, right) > WRONG
+
+
+def test_buffers_of_the_first_forward_are_no_new_weights(model):
+    """Or else the first idle time would empty the cache. A change of an expert is noticed."""
+    experts = [module for module in model.modules() if hasattr(module, "_concatenated_weights_built")]
+    for module in experts:  # as before a first forward
+        module._buffers.clear()
+        module._concatenated_weights_built = False
+    samples = WeightSamples(model)
+    engine = build_engine(
+        model,
+        HybridPrefixConfig(mamba_gb=0.002),
+        max_sequence_length=256,
+        max_requests=2,
+        block_size_tokens=BLOCK_TOKENS,
+        buffer_size_gb=BUFFER_GB,
+    )
+    engine.add_request(0, random_tokens(9, seed=3), greedy(1))
+    run_to_end(engine, {})
+    assert sum(bool(module._buffers) for module in experts) == 2  # not those that draft
+    assert samples.changed(experts=False) is None
+    experts[0]._fc1_weight[3].mul_(1.5)
+    assert "linear_fc1.weight3" in samples.changed(experts=False)
+    experts[0]._fc1_weight[3].div_(1.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "overrides", "message"),
+    [
+        (
+            GDN | {"layer_pattern": "MGE*", "activation": "swiglu"},
+            {},
+            {},
+            "has no Gated DeltaNet layers; use 'transformer_engine'$",
+        ),
+        ({"residual_multiplier": 0.5}, {}, {}, "does not multiply residuals"),
+        (
+            {"activation": "swiglu"},
+            {},
+            {},
+            "computes experts with activation='relu2' only, none with a gate, not 'swiglu'",
+        ),
+        ({"activation": "gelu"}, {}, {}, "computes experts with activation='relu2' only"),
+        ({"dtype": "float32"}, {}, {}, "computes experts in bfloat16 only, not float32; use 'local'$"),
+        (
+            {"moe_router_topk": 2, "moe_router_groups": 4, "moe_router_topk_groups": 2},
+            {},
+            {},
+            "does not choose experts by groups",
+        ),
+        ({}, {"tp": 2, "etp": 2}, {}, r"needs whole experts, not etp=2: call ensure_platform\(etp=1\) first$"),
+        ({}, {"tp": 2, "etp": 1}, {"sequence_parallel": False}, "with tp=2 needs sequence_parallel=True"),
+    ],
+)
+def test_what_these_layers_do_not_compute_is_refused_in_one_line(
+    platform, monkeypatch, changes, layout, overrides, message
+):
+    monkeypatch.setattr(inference_layers, "EXPERTS_DTYPE", "bfloat16")
+    changes = {"dtype": "bfloat16"} | changes
+    with pytest.raises(ValueError, match=f"^transformer_impl='inference_optimized' {message}") as error:
+        stand_ins.build(replace(platform, **layout), replace(stand_ins.CONFIG, **changes), **overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_exact_bits_are_refused(model, platform):
+    without_experts = replace(stand_ins.CONFIG, layer_pattern="M*-", mtp_num_layers=0, mtp_layer_pattern="")
+    dense = stand_ins.build(platform, without_experts)  # `model` has put the stand-ins
+    with pytest.raises(
+        ValueError, match="layers of transformer_impl='inference_optimized' are not covered; use 'local'"
+    ):
+        build_engine(dense, HybridPrefixConfig(mamba_gb=0.002, exact="bits"))
