@@ -3,8 +3,8 @@
     python -m tests.gpu.cold_prompt [--preset hybrid-4b] [--tokens 8492] [--own 300] [--seconds 120]
 
 The engines take turns in one process, prompt by prompt, until the time is over. A hit is a third sighting: all but ``--own`` tokens are
-cached; it is compared with a cold prompt of ``--own`` tokens of the same engine. Then the kernels of one cold prompt, megatron's
-products left out. ``--preset tiny --tokens 556 --seconds 5`` tries it on a CPU.
+cached; it is compared with a cold prompt of ``--own`` tokens of the same engine. Then the kernels of one cold prompt, products left out.
+Gated DeltaNet is not in megatron-core's engine: "off" is then this package's. ``--preset tiny --tokens 556 --seconds 5`` tries it on a CPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def main() -> None:
     fields = engine_fields(model, args.tokens, prompts=4)
     blocks = 12 * (args.tokens // BLOCK_TOKENS + 1)
     cache_gb = cache_gb_for(model, blocks, states=32, block_tokens=BLOCK_TOKENS, max_requests=fields["max_requests"])
-    engines = {OFF: build_upstream_engine(model, **fields)}
+    off = build_engine if "G" in model.hybrid_config.layer_pattern else build_upstream_engine
+    engines = {OFF: off(model, **fields)}
     engines[OURS] = build_engine(model, HybridPrefixConfig(cache_gb=cache_gb), **fields)
     say("engines are built")
     tokens = FirstTokens(milestones=False)
