@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_hybrid_prefix.ops import convolution, delta_gates, filled_rows, mamba_decode, wrong_entries
+from megatron_hybrid_prefix.ops import convolution, delta_gates, filled_rows, mamba_decode, squared_relu, wrong_entries
 
 INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "end_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
@@ -20,6 +20,7 @@ KERNELS = {  # module, constants
         {"P": 64, "N": 128, "OF_D": 1, "GATE": False, "AFTER": False, "BLOCK_P": 32, "BLOCK_N": 128},
     ),
     "_zero_after_kernel": (filled_rows, {"ROWS": 16, "BLOCK": 1024}),
+    "_squared_relu_kernel": (squared_relu, {"BLOCK": 2048}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 
