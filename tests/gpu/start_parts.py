@@ -86,7 +86,7 @@ def watch_megatron() -> None:
         JITPersistentCache._try_load_from_storage = timed("    kernels: FA4, looked up in the folder", load)
 
 
-def serve(began_s: float, options: list[str]) -> None:
+def serve(began_s: float, scope: str, options: list[str]) -> None:
     """The server's process, which was started at a time of day."""
     from megatron_hybrid_prefix import platform
     from megatron_hybrid_prefix.cli import serve as command
@@ -100,8 +100,14 @@ def serve(began_s: float, options: list[str]) -> None:
             watch_megatron()
         return started
 
+    build = timed("model, random weights", command.build_model)
+
+    def build_model(args: argparse.Namespace, *rest: Any) -> Any:
+        args.graph_scope = scope  # an option of `bench`
+        return build(args, *rest)
+
     platform.ensure_platform = ensure_platform
-    command.build_model = timed("model, random weights", command.build_model)
+    command.build_model = build_model
     command.make_engine = timed("engine, with graphs and two tokens", command.make_engine)
     sys.exit(command.main(options))
 
@@ -162,7 +168,7 @@ def main() -> None:
     options = ["--preset", args.preset, "--device", args.device, "--max-requests", str(args.requests)]
     options += ["--port", "0", "--max-sequence-length", "16384", "--served-model-name", "measured"]
     if args.device == "cuda":
-        options += ["--cuda-graphs", str(args.graphs), "--graph-scope", args.scope]
+        options += ["--cuda-graphs", str(args.graphs)]
     found: list[Parts] = []
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLASH_ATTENTION_", "TRITON_"))}
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +177,7 @@ def main() -> None:
             command = [sys.executable, "-m", "tests.gpu.start_parts", "serve"]
             began_s = time.time()
             with subprocess.Popen(
-                [*command, str(began_s), *options],
+                [*command, str(began_s), args.scope, *options],
                 env=kept | {"XDG_CACHE_HOME": folder, "TRITON_HOME": folder},
                 stdout=subprocess.PIPE,
                 text=True,
@@ -191,5 +197,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(float(sys.argv[2]), sys.argv[3:])
+        serve(float(sys.argv[2]), sys.argv[3], sys.argv[4:])
     main()

@@ -278,7 +278,7 @@ def test_flash_attention_4_gets_what_it_supports(monkeypatch, dtype, dim, theirs
         (256, 128, 17, 128, True, True),
         (256, 128, 17, 0, False, False),
         (256, 128, 16, 0, True, False),  # a decode
-        (256, 128, 17, 1, True, False),  # no whole number of tiles from a block to the next
+        (384, 128, 17, 5, True, True),  # no whole number of tiles from a block to the next
         (128, 128, 17, 0, True, False),
         (320, 128, 17, 0, True, False),
         (256, 256, 17, 0, True, False),  # FA4's tile is shorter

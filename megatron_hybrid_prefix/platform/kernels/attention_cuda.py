@@ -9,6 +9,7 @@ supports, and in CUDA graphs, in which no size may depend on a value.
 Supports causal attention without a window and without log-sum-exp only, the case that agrees with FA4 on an H200.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -144,12 +145,12 @@ def _in_tiles(
     FA4 loads such a page by Hopper's copy unit, a longer one row by row. It loads the page whole, and multiplies what is after a request's
     last token by zero: that is finite (`PageClear` of ``tiers/units.py``).
     """
-    step = _TILE * k.stride(1)
     pages, rest = divmod(k.shape[1], _TILE)
-    if pages < 2 or rest or k.shape[-1] > _TILE or k.stride(0) % step or k.stride()[:2] != v.stride()[:2]:
+    step = math.gcd(k.stride(0), _TILE * k.stride(1))  # pages overlap where blocks are spaced otherwise
+    if pages < 2 or rest or k.shape[-1] > _TILE or k.stride()[:2] != v.stride()[:2]:
         return k, v, block_table
-    apart = k.stride(0) // step  # from a block to the next; other layers' may lie between
-    count = (len(k) - 1) * apart + pages
+    apart, next_page = k.stride(0) // step, _TILE * k.stride(1) // step
+    count = (len(k) - 1) * apart + (pages - 1) * next_page + 1
     k, v = (each.as_strided((count, _TILE, *each.shape[2:]), (step, *each.stride()[1:])) for each in (k, v))
-    inside = torch.arange(pages, dtype=block_table.dtype, device=block_table.device)
+    inside = torch.arange(0, pages * next_page, next_page, dtype=block_table.dtype, device=block_table.device)
     return k, v, torch.add(inside, block_table.unsqueeze(-1), alpha=apart).flatten(1)
