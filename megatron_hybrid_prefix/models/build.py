@@ -184,6 +184,8 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         perform_initialization=False,
         use_cpu_initialization=False,
         inference_rng_tracker=True,
+        # Megatron's default are three forwards before each capture; kernels are compiled and chosen by the first.
+        cuda_graph_warmup_steps=1,
         # Fusions that need Transformer Engine, APEX or a compiler; the dynamic path does not use them.
         bias_dropout_fusion=False,
         bias_activation_fusion=False,

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
 from megatron.core.transformer.enums import InferenceCudaGraphScope
 
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
@@ -146,20 +147,43 @@ def test_chosen_before_megatron_is_imported_on_a_gpu_only(monkeypatch):
         assert calls == [True]
 
 
+def kind(tokens: int, prefills: int) -> InferenceBatchDimensions:
+    return InferenceBatchDimensions(
+        token_count=tokens, prefill_req_count=prefills, decode_req_count=0 if prefills else tokens
+    )
+
+
+KINDS = [kind(64, 0), kind(48, 0), kind(8, 0), kind(4, 0), kind(1, 0), kind(64, 2), kind(64, 1), kind(16, 1)]
+UNLIKE = [KINDS[number] for number in (1, 3, 4, 5, 7)]  # of two alike the later
+
+
 @pytest.mark.parametrize(
-    ("impl", "scope", "kinds"), [("local", "layer", 3), ("local", "none", 0), ("none", "layer", 0)]
+    ("impl", "scope", "layers", "state", "launched"),
+    [
+        ("local", "layer", "local", "RUNNING", UNLIKE),
+        ("local", "layer", "inference_optimized", "RUNNING", []),
+        ("local", "layer", "local", "SUSPENDED", []),  # captured again
+        ("local", "none", "local", "RUNNING", None),
+        ("none", "layer", "local", "RUNNING", None),
+    ],
 )
-def test_a_line_before_graphs_are_captured(impl, scope, kinds, home, monkeypatch, capsys):
-    captured = []
+def test_before_graphs_are_captured_a_line_and_kernels(impl, scope, layers, state, launched, home, monkeypatch, capsys):
+    """Once of each kind of step for which kernels are compiled apart; nothing if no graphs are captured."""
+    calls = []
     monkeypatch.setattr(
-        DynamicInferenceEngine, "create_cuda_graphs", lambda self: captured.append(capsys.readouterr().err)
+        DynamicInferenceEngine, "create_cuda_graphs", lambda self: calls.append(capsys.readouterr().err)
+    )
+    monkeypatch.setattr(
+        "megatron_hybrid_prefix.mcore.engine.engine.launch_eagerly", lambda engine, kind, around: calls.append(kind)
     )
     engine = object.__new__(HybridPrefixEngine)
     engine.cuda_graph_impl, engine.inference_cuda_graph_scope = impl, InferenceCudaGraphScope[scope]
-    engine.context, engine._has_cache = SimpleNamespace(cuda_graph_batch_dimensions_list=[None] * 3), False
+    engine.context, engine._has_cache = SimpleNamespace(cuda_graph_batch_dimensions_list=KINDS), False
+    engine.controller = SimpleNamespace(model_config=SimpleNamespace(transformer_impl=layers))
+    engine.state = EngineState[state]
     engine.create_cuda_graphs()
     line = (
-        f"megatron_hybrid_prefix: capturing CUDA graphs of {kinds} kinds of step; kernels that are missing are compiled first, "
+        f"megatron_hybrid_prefix: capturing CUDA graphs of {len(KINDS)} kinds of step; kernels that are missing are compiled first, "
         f"and kept: Triton's in {home}/.triton/cache, FlashAttention 4's nowhere\n"
     )
-    assert captured == [line if kinds else ""]
+    assert calls == ([""] if launched is None else [*launched, line])

@@ -33,13 +33,14 @@ from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
+from megatron_hybrid_prefix.platform.side_by_side import compiled_side_by_side
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.tokenizer import other_ends
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.coordinator import TELL_ABORT
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
-from megatron_hybrid_prefix.upstream.graphs import kinds_of_step
+from megatron_hybrid_prefix.upstream.graphs import kinds_of_step, kinds_to_compile, launch_eagerly
 from megatron_hybrid_prefix.upstream.moe import count_tokens_of_drafts
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
@@ -205,9 +206,13 @@ class HybridPrefixEngine(EngineSeam):
         if kinds:
             say(
                 logger,
-                f"capturing CUDA graphs of {kinds} kinds of step; kernels that are missing are compiled first, and kept: "
+                f"capturing CUDA graphs of {len(kinds)} kinds of step; kernels that are missing are compiled first, and kept: "
                 f"{kernel_folders()}",
             )
+            if not self._is_suspended:  # else they are compiled
+                with compiled_side_by_side() as without_launches:
+                    for kind in kinds_to_compile(self):
+                        launch_eagerly(self, kind, without_launches())
         return super().create_cuda_graphs(*args, **kwargs)
 
     def _prepare_for_reset(self) -> None:
