@@ -63,14 +63,13 @@ def scan_by_slots(
             states, chunks, slots, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, chunk_size=chunk_tokens, out=y
         )
         return y
-    from megatron_hybrid_prefix.upstream.ssd_kernels import chunk_cumsum, chunk_scan, chunk_scores, chunk_states
+    from megatron_hybrid_prefix.upstream.ssd_kernels import chunk_cumsum, chunk_scan, chunk_scores
 
     bounds = chunks.bounds
     log_decay, dt = chunk_cumsum(
         dt, A, chunk_tokens, bounds, dt_bias=dt_bias, dt_softplus=True, dt_limit=(0.0, float("inf"))
     )
-    added = chunk_states(B, x, dt, log_decay, bounds, states_in_fp32=True)
-    before = pass_states(added.flatten(-2), log_decay, states, **slots).view(-1, *states.shape[1:])
+    before = pass_states(x, dt, B, log_decay, bounds, states, **slots)
     scores = chunk_scores(C, B, chunk_tokens, bounds, output_dtype=torch.float32)
     # Each chunk gets the state before it, as if it were a sequence.
     own = chunks.ids
