@@ -1,0 +1,26 @@
+"""`seglen`: evicts by the length to compute again, and by recency. A baseline.
+
+Source: "seglen" (sgl-project/sglang, pull request 22172), after the utility of Marconi (Pan et al., arXiv 2411.19379): the weighted
+sum of the blocks from the nearest kept state above (0.85 there) and of recency. Here each runs from 0 to 1 over the states that
+may go: the blocks as a share of the most, recency as the place in the order of `lru`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_hybrid_prefix.policy.base import KeptState
+from megatron_hybrid_prefix.policy.scored import ScoredEviction
+
+LENGTH_WEIGHT = 0.85
+
+
+class SegLenEviction[T: KeptState](ScoredEviction[T]):
+    """The least weighted sum first."""
+
+    def pick(self, states: Iterable[T]) -> T | None:
+        lengths = {state: self.replay_blocks(state) for state in states}
+        a_block = LENGTH_WEIGHT / max(lengths.values(), default=1)
+        a_place = (1 - LENGTH_WEIGHT) / max(1, len(lengths) - 1)
+        scores = ((a_block * length + a_place * place, place) for place, length in enumerate(lengths.values()))
+        return list(lengths)[min(scores)[1]] if lengths else None
