@@ -5,7 +5,7 @@ examples:
     hybrid-prefix replay trace.jsonl --state-slots 64,256,1024 --json reuse.json
     hybrid-prefix replay trace.jsonl --kv-blocks 20000              # with limited KV, too
     hybrid-prefix replay trace.jsonl --eviction lru --admission asked --baselines none
-    hybrid-prefix replay trace.jsonl --baselines seglen,tlru,lru:sparse,recompute_cost:asked    # policies of others; other admissions
+    hybrid-prefix replay trace.jsonl --baselines seglen,tlru,lru:sparse-2,recompute_cost:asked
     hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
     hybrid-prefix replay trace.jsonl --clairvoyant                  # how much is left: no rule reuses more than this
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots and blocks in GiB
@@ -85,7 +85,7 @@ def make_parser() -> ArgumentParser:
     text = "policy that picks the state to evict (default: %(default)s)"
     add("--eviction", choices=eviction_policy_names(), default=DEFAULT_EVICTION_POLICY, help=text)
     text = "which states are kept. adaptive: junctions, ends of prompts, and interval states while there is room "
-    text += "(default); asked: no interval states; tail: ends of prompts only; sparse: four for each prompt, where those so far say"
+    text += "(default); asked: no interval states; tail: ends of prompts only; sparse-N: N of each prompt, where prompts so far parted"
     add("--admission", choices=ADMISSIONS, default=ADMISSIONS[0], help=text)
     text = "distance of interval states, a multiple of the block (default: by the prompt's length)"
     add("--interval", metavar="TOKENS", help=text)

@@ -25,7 +25,8 @@ from megatron_hybrid_prefix.policy.sparse import SparsePlacement
 
 MOST_ENTRIES = 2**22
 """Most KV blocks, state slots or pages of the host. The index takes some 300 bytes for each."""
-ADMISSIONS = ("adaptive", "asked", "tail", "sparse")
+_SPARSE = {f"sparse-{count}": count for count in (1, 2, 4)}
+ADMISSIONS = ("adaptive", "asked", "tail", *_SPARSE)
 _CALLS = 200  # of `on_request` in a replay
 
 
@@ -41,7 +42,7 @@ class Policy:
         name: Name in tables.
         eviction: Name of an eviction policy. "upstream": megatron-core 0.19's rules for everything.
         admission: "adaptive": junctions, tails, repeats, and interval states while there is room. "asked": no interval
-            states. "tail": only the last full block of each prompt. "sparse": so many as `SparsePlacement` keeps.
+            states. "tail": only the last full block of each prompt. "sparse-2": two of each prompt, by `SparsePlacement`.
         interval_tokens: Distance of interval states; None: the cache's default.
         options: Further fields of `CacheSettings`.
     """
@@ -95,7 +96,8 @@ class CacheServer:
     """`HybridPrefixCache`, called as the engine calls it. `UpstreamRule` has the same methods."""
 
     def __init__(self, policy: Policy, block_tokens: int, sizes: Mapping[str, Any]) -> None:
-        self._placement = SparsePlacement() if policy.admission == "sparse" else None
+        placed = _SPARSE.get(policy.admission)
+        self._placement = None if placed is None else SparsePlacement(placed)
         rule: BoundaryRule = _tail_only if policy.admission == "tail" else self._placement or prompt_boundaries
         settings = CacheSettings(
             boundary_rule=rule,

@@ -1,4 +1,4 @@
-"""`sparse`: so many checkpoints for each prompt, where they save most. A baseline: an admission of replays, for any eviction policy.
+"""`sparse-N`: N checkpoints of each prompt, where they save most. A baseline: an admission of replays, for any eviction policy.
 
 Source: Shirokikh, Nikolenko, "Sparse Prefix Caching for Hybrid and Recurrent LLM Serving" (arXiv 2605.05219). A later prompt shares
 X blocks, and resumes from the deepest checkpoint within them. If the distribution of X is known, checkpoints at depths d1 < d2 < ...
@@ -12,8 +12,6 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
-
-CHECKPOINTS = 4  # of each prompt
 
 
 def best_depths(reach: Sequence[float], count: int) -> list[int]:
@@ -46,9 +44,10 @@ def _best_above(saved: Sequence[float], reach: Sequence[float], depths: range, t
 
 
 class SparsePlacement:
-    """A `BoundaryRule`. Its distribution is that of all prompts so far, and of one that shares everything."""
+    """A `BoundaryRule` for so many checkpoints. Its distribution: all prompts so far, and one that shares everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._prompts = [0]  # by the blocks that they share with earlier ones
 
     def learn(self, shared_blocks: int) -> None:
@@ -60,5 +59,5 @@ class SparsePlacement:
         start, end = resume_tokens // block_tokens, prompt_tokens // block_tokens
         reach = [*accumulate(reversed(self._prompts), initial=1)][:0:-1]
         reach += [1] * (end + 1 - len(reach))
-        depths = best_depths(reach[start : end + 1], CHECKPOINTS) if end > start else ()
+        depths = best_depths(reach[start : end + 1], self._count) if end > start else ()
         return tuple(Boundary((start + depth) * block_tokens, CheckpointReason.BREAKPOINT) for depth in depths)

@@ -30,14 +30,6 @@ class TailOptimizedLruEviction[T: KeptState](ScoredEviction[T]):
             self._prompts += 1
             self._added_blocks += self.replay_blocks(state)
 
-    def is_safe(self, state: T) -> bool:
-        """Whether the next turn is not late without the state."""
-        return self.replay_blocks(state) * self._prompts <= (THRESHOLD_TURNS - 1) * self._added_blocks
-
     def pick(self, states: Iterable[T]) -> T | None:
-        oldest = None
-        for state in states:
-            if self.is_safe(state):
-                return state
-            oldest = oldest or state
-        return oldest
+        safe_blocks = (THRESHOLD_TURNS - 1) * self._added_blocks / max(1, self._prompts)
+        return min(states, key=lambda state: self.replay_blocks(state) > safe_blocks, default=None)
