@@ -1,7 +1,7 @@
 """`seglen`: evicts by the length to compute again, and by recency. A baseline.
 
 Source: "seglen" (sgl-project/sglang, pull request 22172), after the utility of Marconi (Pan et al., arXiv 2411.19379): the weighted
-sum of the blocks from the nearest kept state above (0.85 there) and of recency. Here each runs from 0 to 1 over the states that
+sum of the blocks from the nearest kept state above (85 % there) and of recency. Here each runs from 0 to 1 over the states that
 may go: the blocks as a share of the most, recency as the place in the order of `lru`.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from megatron_hybrid_prefix.policy.base import KeptState
 from megatron_hybrid_prefix.policy.scored import ScoredEviction
 
-LENGTH_WEIGHT = 0.85
+LENGTH_PERCENT = 85
 
 
 class SegLenEviction[T: KeptState](ScoredEviction[T]):
@@ -20,7 +20,9 @@ class SegLenEviction[T: KeptState](ScoredEviction[T]):
 
     def pick(self, states: Iterable[T]) -> T | None:
         lengths = {state: self.replay_blocks(state) for state in states}
-        a_block = LENGTH_WEIGHT / max(lengths.values(), default=1)
-        a_place = (1 - LENGTH_WEIGHT) / max(1, len(lengths) - 1)
+        a_block = LENGTH_PERCENT * max(
+            1, len(lengths) - 1
+        )  # whole numbers: both shares times both of their largest values
+        a_place = (100 - LENGTH_PERCENT) * max(lengths.values(), default=1)
         scores = ((a_block * length + a_place * place, place) for place, length in enumerate(lengths.values()))
         return list(lengths)[min(scores)[1]] if lengths else None

@@ -31,5 +31,5 @@ class TailOptimizedLruEviction[T: KeptState](ScoredEviction[T]):
             self._added_blocks += self.replay_blocks(state)
 
     def pick(self, states: Iterable[T]) -> T | None:
-        safe_blocks = (THRESHOLD_TURNS - 1) * self._added_blocks / max(1, self._prompts)
+        safe_blocks = (THRESHOLD_TURNS - 1) * self._added_blocks // max(1, self._prompts)
         return min(states, key=lambda state: self.replay_blocks(state) > safe_blocks, default=None)
