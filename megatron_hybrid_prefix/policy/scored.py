@@ -15,23 +15,30 @@ class ScoredEviction[T: KeptState](LruEviction[T], ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ancestry: Ancestry[T] = Ancestry()
+        self._ancestry: Ancestry[T] = Ancestry()  # of states that are no guesses
 
     @abstractmethod
     def pick(self, states: Iterable[T]) -> T | None:
         """Which of ``states`` goes first; None if there are none. They are in the order of `lru`."""
 
     def replay_blocks(self, state: T) -> int:
-        """Blocks from the nearest kept state above: what a request for ``state`` computes without it."""
+        """Blocks from the nearest kept state above that is no guess: what a request for ``state`` computes without it."""
         return state.depth_blocks - self._ancestry.depth_above_blocks(state)
 
     def added(self, state: T) -> None:
         super().added(state)
-        self._ancestry.add(state)
+        if state in self._others:
+            self._ancestry.add(state)
+
+    def used(self, state: T) -> None:
+        if state not in self._others:
+            self._ancestry.add(state)
+        super().used(state)
 
     def removed(self, state: T) -> None:
+        if state in self._others:
+            self._ancestry.remove(state)
         super().removed(state)
-        self._ancestry.remove(state)
 
     def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
         guess = super().victim(evictable, probationary_only=True)

@@ -43,7 +43,7 @@ class Naive:
 
     def blocks(self, node: Node) -> int:
         above = node.parent
-        while above is not None and above not in self.guesses + self.others:
+        while above is not None and above not in self.others:
             above = above.parent
         return node.depth_blocks - (0 if above is None else above.depth_blocks)
 
