@@ -85,12 +85,14 @@ def make_parser() -> ArgumentParser:
     text = "policy that picks the state to evict (default: %(default)s)"
     add("--eviction", choices=eviction_policy_names(), default=DEFAULT_EVICTION_POLICY, help=text)
     text = "which states are kept. adaptive: junctions, ends of prompts, and interval states while there is room "
-    text += "(default); asked: no interval states; tail: ends of prompts only; sparse-N: N of each prompt, where prompts so far parted"
+    text += "(default); asked: no interval states; tail: ends of prompts only; "
+    text += "sparse-N: N of each prompt, where prompts so far parted"
     add("--admission", choices=ADMISSIONS, default=ADMISSIONS[0], help=text)
     text = "distance of interval states, a multiple of the block (default: by the prompt's length)"
     add("--interval", metavar="TOKENS", help=text)
     text = "other policies to compare with, comma-separated: names of --eviction, or EVICTION:ADMISSION, upstream "
-    text += "(megatron-core 0.19's rule), align (LRU, ends of prompts only), interval:TOKENS (LRU with interval states); or none "
+    text += "(megatron-core 0.19's rule), align (LRU, ends of prompts only), interval:TOKENS (LRU with "
+    text += "interval states); or none "
     text += f"(default: {DEFAULT_BASELINES}; with --cache-gb: lru)"
     add("--baselines", metavar="NAMES", help=text)
     text = "also show what rules that know all requests beforehand reuse; needs unlimited KV and no host tier"
@@ -174,9 +176,9 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
         elif head in eviction_policy_names() and (tail in ADMISSIONS or not colon):
             policy = _policy(head, tail or "adaptive")
         else:
-            names = ", ".join((*eviction_policy_names(), *BASELINES))
-            known = f"{names}, interval:TOKENS, none; an eviction policy may end with {', '.join(f':{name}' for name in ADMISSIONS)}"
-            raise InputError(f"--baselines: no {item!r}; there are: {known}")
+            names = ", ".join((*eviction_policy_names(), *BASELINES, "interval:TOKENS", "none"))
+            ends = ", ".join(f":{name}" for name in ADMISSIONS)
+            raise InputError(f"--baselines: no {item!r}; there are: {names}; an eviction policy may end with {ends}")
         if policy.eviction == "upstream" and args.cache_gb is not None:
             raise InputError(
                 "--baselines upstream: megatron-core's rule has no shared memory; it does not go with --cache-gb"
@@ -189,6 +191,7 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
 
 
 def _policy(eviction: str, admission: str, interval_tokens: int | None = None) -> Policy:
+    """A policy with the name that tables show."""
     name = eviction if admission == "adaptive" else f"{eviction}, {admission}"
     if interval_tokens is not None:
         name += f", every {interval_tokens}"

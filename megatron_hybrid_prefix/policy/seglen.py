@@ -20,9 +20,8 @@ class SegLenEviction[T: KeptState](ScoredEviction[T]):
 
     def pick(self, states: Iterable[T]) -> T | None:
         lengths = {state: self.replay_blocks(state) for state in states}
-        a_block = LENGTH_PERCENT * max(
-            1, len(lengths) - 1
-        )  # whole numbers: both shares times both of their largest values
+        # Whole numbers: both shares, multiplied by the most blocks and by the last place.
+        a_block = LENGTH_PERCENT * max(1, len(lengths) - 1)
         a_place = (100 - LENGTH_PERCENT) * max(lengths.values(), default=1)
         scores = ((a_block * length + a_place * place, place) for place, length in enumerate(lengths.values()))
         return list(lengths)[min(scores)[1]] if lengths else None

@@ -3,7 +3,7 @@
 Source: Zhang, Li, Moallemi, Peng, "Tail-Optimized Caching for LLM Inference" (arXiv 2510.15152). A turn that computes more than a
 threshold is late. KV that can go without making the next turn late is *safe*: of a history of L tokens that part beyond
 L + Q - threshold, if the next prompt adds Q. Here it is a state: without it the turn computes from the nearest kept state above.
-Q is measured: the blocks that prompts added so far, on average. The threshold is 4 Q, the ratio of the authors' scripts.
+Q is measured: the blocks that prompts added so far, on average. The threshold is a goal of the service in the paper; here 4 Q.
 """
 
 from __future__ import annotations
