@@ -30,6 +30,6 @@ class TailOptimizedLruEviction[T: KeptState](ScoredEviction[T]):
             self._prompts += 1
             self._added_blocks += self.replay_blocks(state)
 
-    def pick(self, states: Iterable[T]) -> T | None:
+    def order(self, states: Iterable[T]) -> Iterable[T]:
         safe_blocks = (THRESHOLD_TURNS - 1) * self._added_blocks // max(1, self._prompts)
-        return min(states, key=lambda state: self.replay_blocks(state) > safe_blocks, default=None)
+        return sorted(states, key=lambda state: self.replay_blocks(state) > safe_blocks)

@@ -47,20 +47,23 @@ class Naive:
             above = above.parent
         return node.depth_blocks - (0 if above is None else above.depth_blocks)
 
-    def worth(self, node: Node, others: list[Node]) -> Fraction | bool:
+    def worth(self, node: Node) -> Fraction | bool:
         raise NotImplementedError
 
     def victim(self, evictable, guesses_only: bool) -> Node | None:
         for node in filter(evictable, self.guesses):
             return node
-        others = [] if guesses_only else list(filter(evictable, self.others))
-        return min(others, key=lambda node: (self.worth(node, others), self.others.index(node)), default=None)
+        worths = [(self.worth(node), place) for place, node in enumerate(self.others)]
+        return next(
+            (self.others[place] for _, place in sorted(worths) if not guesses_only and evictable(self.others[place])),
+            None,
+        )
 
 
 class NaiveSegLen(Naive):
-    def worth(self, node, others):
-        length = Fraction(self.blocks(node), max(map(self.blocks, others)))
-        recency = Fraction(others.index(node), max(1, len(others) - 1))
+    def worth(self, node):
+        length = Fraction(self.blocks(node), max(map(self.blocks, self.others)))
+        recency = Fraction(self.others.index(node), max(1, len(self.others) - 1))
         return LENGTH_PERCENT * length + (100 - LENGTH_PERCENT) * recency
 
 
@@ -74,7 +77,7 @@ class NaiveTailOptimizedLru(Naive):
         if node.reason == TAIL:
             self.grown.append(self.blocks(node))
 
-    def worth(self, node, others):
+    def worth(self, node):
         """Whether the next turn is late without the node: it computes more than the threshold."""
         growth = Fraction(sum(self.grown), max(1, len(self.grown)))
         return self.blocks(node) + growth > THRESHOLD_TURNS * growth
