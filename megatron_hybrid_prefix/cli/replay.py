@@ -5,6 +5,7 @@ examples:
     hybrid-prefix replay trace.jsonl --state-slots 64,256,1024 --json reuse.json
     hybrid-prefix replay trace.jsonl --kv-blocks 20000              # with limited KV, too
     hybrid-prefix replay trace.jsonl --eviction lru --admission asked --baselines none
+    hybrid-prefix replay trace.jsonl --baselines seglen,tlru,lru:sparse-2,recompute_cost:asked
     hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
     hybrid-prefix replay trace.jsonl --clairvoyant                  # how much is left: no rule reuses more than this
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots and blocks in GiB
@@ -53,7 +54,6 @@ from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY, evic
 DEFAULT_SLOTS = "64,256,1024,4096"
 DEFAULT_BASELINES = "lru,upstream,align"
 BASELINES = {
-    "lru": Policy(name="lru", eviction="lru"),
     "upstream": Policy(name="upstream 0.19", eviction="upstream"),
     "align": Policy(name="align (tails only)", eviction="lru", admission="tail"),
 }
@@ -85,12 +85,14 @@ def make_parser() -> ArgumentParser:
     text = "policy that picks the state to evict (default: %(default)s)"
     add("--eviction", choices=eviction_policy_names(), default=DEFAULT_EVICTION_POLICY, help=text)
     text = "which states are kept. adaptive: junctions, ends of prompts, and interval states while there is room "
-    text += "(default); asked: no interval states; tail: ends of prompts only"
+    text += "(default); asked: no interval states; tail: ends of prompts only; "
+    text += "sparse-N: N of each prompt, where prompts so far parted"
     add("--admission", choices=ADMISSIONS, default=ADMISSIONS[0], help=text)
     text = "distance of interval states, a multiple of the block (default: by the prompt's length)"
     add("--interval", metavar="TOKENS", help=text)
-    text = "other policies to compare with, comma-separated: lru, upstream (megatron-core 0.19's rule), align (LRU, "
-    text += "ends of prompts only), interval:TOKENS (LRU with interval states); or none "
+    text = "other policies to compare with, comma-separated: names of --eviction, or EVICTION:ADMISSION, upstream "
+    text += "(megatron-core 0.19's rule), align (LRU, ends of prompts only), interval:TOKENS (LRU with "
+    text += "interval states); or none "
     text += f"(default: {DEFAULT_BASELINES}; with --cache-gb: lru)"
     add("--baselines", metavar="NAMES", help=text)
     text = "also show what rules that know all requests beforehand reuse; needs unlimited KV and no host tier"
@@ -162,21 +164,21 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
     if interval is not None and args.admission != "adaptive":
         raise InputError(f"--interval {interval}: --admission {args.admission} keeps no states at intervals")
     host = {"host_pages": args.host_pages} if args.host_pages else {}
-    name = args.eviction if args.admission == "adaptive" else f"{args.eviction}, {args.admission}"
-    if interval is not None:
-        name += f", every {interval}"
-    first = Policy(name=name, eviction=args.eviction, admission=args.admission, interval_tokens=interval, options=host)
-    found = [first]
+    first = _policy(args.eviction, args.admission, interval)
+    found = [dataclasses.replace(first, options=host)]
     baselines = args.baselines or (DEFAULT_BASELINES if args.cache_gb is None else "lru")
     for item in () if baselines == "none" else baselines.split(","):
-        head, _, tokens = item.partition(":")
+        head, colon, tail = item.partition(":")
         if item in BASELINES:
             policy = BASELINES[item]
-        elif head == "interval" and tokens:
-            distance = _interval(tokens, "--baselines interval", block_tokens)
-            policy = Policy(name=f"lru, every {distance}", eviction="lru", interval_tokens=distance)
+        elif head == "interval" and tail:
+            policy = _policy("lru", "adaptive", _interval(tail, "--baselines interval", block_tokens))
+        elif head in eviction_policy_names() and (tail in ADMISSIONS or not colon):
+            policy = _policy(head, tail or "adaptive")
         else:
-            raise InputError(f"--baselines: no {item!r}; there are: {', '.join(BASELINES)}, interval:TOKENS, none")
+            names = ", ".join((*eviction_policy_names(), *BASELINES, "interval:TOKENS", "none"))
+            ends = ", ".join(f":{name}" for name in ADMISSIONS)
+            raise InputError(f"--baselines: no {item!r}; there are: {names}; an eviction policy may end with {ends}")
         if policy.eviction == "upstream" and args.cache_gb is not None:
             raise InputError(
                 "--baselines upstream: megatron-core's rule has no shared memory; it does not go with --cache-gb"
@@ -186,6 +188,14 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
         if policy.name not in [other.name for other in found]:
             found.append(policy)
     return found
+
+
+def _policy(eviction: str, admission: str, interval_tokens: int | None = None) -> Policy:
+    """A policy with the name that tables show."""
+    name = eviction if admission == "adaptive" else f"{eviction}, {admission}"
+    if interval_tokens is not None:
+        name += f", every {interval_tokens}"
+    return Policy(name=name, eviction=eviction, admission=admission, interval_tokens=interval_tokens)
 
 
 def _interval(text: str, option: str, block_tokens: int) -> int:

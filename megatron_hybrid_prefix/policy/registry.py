@@ -2,6 +2,7 @@
 
 - ``lru``: the least recently used one (``lru.py``).
 - ``recompute_cost``: the one that is cheapest to lose (``recompute_cost.py``).
+- ``seglen``, ``tlru``: baselines of others, to compare with (``seglen.py``, ``tlru.py``).
 - Plugins may register others (``megatron_hybrid_prefix/plugins.py``).
 
 KV blocks are not ranked by these policies: ``needs.py`` has the queue of what no state needs.
@@ -16,6 +17,8 @@ from megatron_hybrid_prefix.plugins import Registry
 from megatron_hybrid_prefix.policy.base import EvictionPolicy, KnowsTiers, SharesMemory
 from megatron_hybrid_prefix.policy.lru import LruEviction
 from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
+from megatron_hybrid_prefix.policy.seglen import SegLenEviction
+from megatron_hybrid_prefix.policy.tlru import TailOptimizedLruEviction
 
 DEFAULT_EVICTION_POLICY = "recompute_cost"
 
@@ -80,3 +83,5 @@ def make_policy_below(above: EvictionPolicy[Any], name: str, *, state_blocks: fl
 
 register_eviction_policy("lru", LruEviction)
 register_eviction_policy("recompute_cost", RecomputeCostEviction)
+register_eviction_policy("seglen", SegLenEviction)
+register_eviction_policy("tlru", TailOptimizedLruEviction)

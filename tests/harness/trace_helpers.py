@@ -100,16 +100,25 @@ def _agents(rng: random.Random, count: int, agents: int) -> Iterator[list[bytes]
             live.remove(agent)
 
 
-KINDS = {"chat": (_chat, 60), "scan": (_scan, 60), "popular": (_popular, 200), "agents": (_agents, 20)}
+def _shifting(rng: random.Random, count: int, times: int) -> Iterator[list[bytes]]:
+    """Each of the other kinds in turn, twice, with ``times`` its size, and each time with new text."""
+    parts = list(STEADY_KINDS.values()) * 2
+    for part, (generate, size) in enumerate(parts):
+        for keys in generate(rng, (count + part) // len(parts), times * size):
+            yield [bytes([part + 1]) + key[1:] for key in keys]
 
 
-def made_up(kind: str, count: int, seed: int = 0) -> Trace:
-    """A trace of one of `KINDS`."""
+STEADY_KINDS = {"chat": (_chat, 60), "scan": (_scan, 60), "popular": (_popular, 200), "agents": (_agents, 20)}
+KINDS = STEADY_KINDS | {"shifting": (_shifting, 1)}
+
+
+def made_up(kind: str, count: int, seed: int = 0, times: int = 1) -> Trace:
+    """A trace of one of `KINDS`, with so many times its usual size: chats at a time, documents, agents."""
     generate, size = KINDS[kind]
     rng = random.Random(f"{kind} {seed}")
     requests = [
         TraceRequest(keys=keys, prompt_tokens=len(keys) * BLOCK + rng.randrange(1, BLOCK), timestamp=number)
-        for number, keys in enumerate(generate(rng, count, size))
+        for number, keys in enumerate(generate(rng, count, times * size))
     ]
     return Trace(format="mooncake", block_tokens=BLOCK, requests=tuple(requests))
 

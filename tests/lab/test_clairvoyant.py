@@ -15,6 +15,7 @@ from megatron_hybrid_prefix.lab import clairvoyant as module
 from megatron_hybrid_prefix.lab.clairvoyant import all_uses, clairvoyant, follow, usable_blocks
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
+from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 from tests.harness.trace_helpers import KINDS, made_up, write_trace
 
 
@@ -116,7 +117,7 @@ def test_the_rule_has_a_slot_for_each_state_while_a_request_runs():
 def test_no_policy_beats_the_bound_and_enough_slots_reach_the_ceiling(kind):
     trace = made_up(kind, 150, seed=4)
     few, many = clairvoyant(trace, [1000, 8])
-    for eviction in ("lru", "recompute_cost"):
+    for eviction in eviction_policy_names():
         policy = Policy(name=eviction, eviction=eviction)
         assert sum(replay(trace, policy, state_slots=8).reused_tokens) <= few.rule_tokens <= few.bound_tokens
     assert many.bound_tokens == many.rule_tokens == sum(ceiling_tokens(trace))

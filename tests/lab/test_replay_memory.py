@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.replay import CacheServer, Policy, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace
+from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from tests.harness.steps import steps
 from tests.harness.trace_helpers import made_up, write_trace
@@ -133,7 +134,7 @@ def unreachable_states(trace: Trace, eviction: str = "recompute_cost") -> int:
     return found
 
 
-@pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
+@pytest.mark.parametrize("eviction", eviction_policy_names())
 def test_every_state_on_the_host_has_its_kv(chats, eviction):
     assert unreachable_states(chats, eviction) == 0
 

@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.cli import replay as command
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped
 from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay, unlimited_kv_blocks
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, read_trace
+from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 from tests.harness.steps import steps
 from tests.harness.trace_helpers import KINDS, made_up
 
@@ -189,12 +190,18 @@ def test_a_malformed_line_is_named(tmp_path, capsys, kind, line, message):
         (["--kv-blocks", "0"], "--kv-blocks: '0' is not a whole number above 0"),
         (["--interval", "100"], "--interval: 100 is not a multiple of the block of 512 tokens"),
         (["--interval", "512", "--admission", "tail"], "--interval 512: --admission tail keeps no states at intervals"),
-        (["--baselines", "lru,best"], "--baselines: no 'best'; there are: lru, upstream, align, interval:TOKENS, none"),
+        (
+            ["--baselines", "lru,best"],
+            "--baselines: no 'best'; there are: lru, recompute_cost, seglen, tlru, ",
+        ),
+        (["--baselines", "tlru:sparse"], "--baselines: no 'tlru:sparse'; there are: lru, "),
+        (["--baselines", "tlru:"], "--baselines: no 'tlru:'; there are: lru, "),
+        (["--admission", "sparse"], "argument --admission: invalid choice: 'sparse' (choose from "),
         (["--baselines", "interval:1000"], "--baselines interval: 1000 is not a multiple of the block of 512 tokens"),
         (["--preset", "huge"], "huge: neither a file nor a preset; presets: tiny"),
         (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json: there is no folder /nowhere"),
         (["--block-tokens", "0"], "argument --block-tokens: '0' is not a whole number above 0"),
-        (["--eviction", "best"], "argument --eviction: invalid choice: 'best'"),
+        (["--eviction", "best"], "argument --eviction: invalid choice: 'best' (choose from "),
         (["--host-state-slots", "4"], "unrecognized arguments: --host-state-slots 4"),
     ],
 )
@@ -202,6 +209,13 @@ def test_bad_options_are_named(trace_file, capsys, arguments, message):
     assert run(trace_file, *arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {message}") and said.count("\n") == 1
+
+
+def test_an_unknown_baseline_lists_all(trace_file, capsys):
+    assert run(trace_file, "--baselines", "best") == 2
+    said = capsys.readouterr().err
+    assert all(f" {name}, " in said for name in (*eviction_policy_names(), "upstream", "align", "interval:TOKENS"))
+    assert said.endswith("with :adaptive, :asked, :tail, :sparse-1, :sparse-2, :sparse-4\n") and said.count("\n") == 1
 
 
 def test_files_that_cannot_be_read(tmp_path, capsys):
@@ -219,7 +233,8 @@ def test_files_that_cannot_be_read(tmp_path, capsys):
 
 def test_table_and_json(tmp_path, trace_file, capsys):
     report = tmp_path / "r.json"
-    arguments = ["--state-slots", "16,4", "--preset", "tiny", "--baselines", "lru,upstream,align,interval:1024"]
+    baselines = "lru,upstream,align,interval:1024,seglen:asked,tlru:sparse-2,recompute_cost:adaptive"
+    arguments = ["--state-slots", "16,4", "--preset", "tiny", "--baselines", baselines]
     assert run(trace_file, *arguments, "--json", report) == 0
     said = capsys.readouterr().out
     data = json.loads(report.read_text())
@@ -228,7 +243,15 @@ def test_table_and_json(tmp_path, trace_file, capsys):
         (4, 2048 / 4448),
         (16, 2048 / 4448),
     ]
-    names = ["recompute_cost", "lru", "upstream 0.19", "align (tails only)", "lru, every 1024"]
+    names = [
+        "recompute_cost",
+        "lru",
+        "upstream 0.19",
+        "align (tails only)",
+        "lru, every 1024",
+        "seglen, asked",
+        "tlru, sparse-2",
+    ]
     assert [found["policy"]["name"] for found in data["runs"]] == [name for name in names for _ in range(2)]
     for found in data["runs"]:
         assert found["reused_tokens"] <= 2048 and found["prompt_tokens"] == 4448
@@ -245,12 +268,19 @@ def test_what_a_policy_keeps(trace_file):
             "adaptive": {},
             "asked": {"admission": "asked"},
             "tail": {"admission": "tail"},
+            "sparse-1": {"admission": "sparse-1"},
         }.items()
     }
     # The third prompt fills four blocks of which two were seen; all have the tail of the first.
-    assert reused == {"adaptive": [0, 1024, 1024], "asked": [0, 1024, 1024], "tail": [0, 1024, 1024]}
+    assert set(reused) == {"adaptive", "asked", "tail", "sparse-1"}
+    assert all(found == [0, 1024, 1024] for found in reused.values())
     branch = read_trace_of([mooncake([1, 2, last], 1600) for last in (3, 4, 5)])
-    for admission, expected in (("adaptive", [0, 1024, 1024]), ("asked", [0, 0, 1024]), ("tail", [0, 0, 0])):
+    for admission, expected in (
+        ("adaptive", [0, 1024, 1024]),
+        ("asked", [0, 0, 1024]),
+        ("tail", [0, 0, 0]),
+        ("sparse-1", [0, 0, 1024]),  # at the end of the first prompt; then where the second one parted
+    ):
         policy = Policy(name=admission, eviction="lru", admission=admission)
         assert list(replay(branch, policy, state_slots=9).reused_tokens) == expected
 
@@ -325,7 +355,7 @@ def test_a_request_takes_no_more_steps_in_a_longer_trace_or_beside_more_states()
 # -- a second tier -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
+@pytest.mark.parametrize("eviction", eviction_policy_names())
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
     """Then no requested state is ever lost; interval states may be."""
