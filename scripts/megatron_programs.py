@@ -166,10 +166,11 @@ class Runs:
         checkout: Of Megatron-LM.
         folder: For the model, prompts, answers and logs.
         device: "cpu" or "cuda".
+        flags: Of Megatron-LM, added to those of all programs, the one that makes the checkpoint included.
     """
 
-    def __init__(self, checkout: Path, folder: Path, device: str) -> None:
-        self.checkout, self.folder, self.device = checkout, folder, device
+    def __init__(self, checkout: Path, folder: Path, device: str, flags: Sequence[str] = ()) -> None:
+        self.checkout, self.folder, self.device, self.flags = checkout, folder, device, flags
         self.block_tokens = 256 if device == "cuda" else 64  # flash-attention wants blocks of 256
         self.prompts = make_prompts(self.block_tokens)
         self.tokenizer = Tokenizer.from_file(str(make_folder(folder / "tokenizer") / "tokenizer.json"))
@@ -184,6 +185,8 @@ class Runs:
         path = os.pathsep.join([*self.megatron, *others, str(ROOT)])  # last: a clone has tests and examples, too
         if self.device == "cpu":
             given["CUDA_VISIBLE_DEVICES"] = ""
+        if len(self.megatron) > 1:  # megatron.training runs make in the wheel, where all is compiled and no Makefile is
+            given["MAKEFLAGS"] = "--eval=default:"
         if cached:
             given |= {INSTALL_VARIABLE: ON, CONFIG_VARIABLE: '{"cache_gb": 0.05}'}
             path = python_path(path)
@@ -194,7 +197,7 @@ class Runs:
         launcher = [str(HARNESS / "cpu_program.py")] if self.device == "cpu" else []
         common = [*MODEL, *(OF_A_CPU if self.device == "cpu" else ["--bf16"]), "--tensor-model-parallel-size", str(tp)]
         common += ["--tokenizer-model", str(self.folder / "tokenizer")]
-        return [*torchrun(tp), *launcher, str(self.checkout / path), *common, *flags]
+        return [*torchrun(tp), *launcher, str(self.checkout / path), *common, *flags, *self.flags]
 
     @contextmanager
     def started(self, command: list[str], cached: bool, log: Path) -> Iterator[subprocess.Popen[bytes]]:
@@ -304,7 +307,13 @@ def error_in(log: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megatron_programs.sh", allow_abbrev=False)
+    given = list(sys.argv[1:] if argv is None else argv)
+    given, flags = (given[: (at := given.index("--"))], given[at + 1 :]) if "--" in given else (given, [])
+    parser = argparse.ArgumentParser(
+        prog="megatron_programs.sh",
+        allow_abbrev=False,
+        epilog="After --: flags of Megatron-LM for all programs, such as -- --transformer-impl inference_optimized.",
+    )
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="of Megatron-LM")
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"some of {', '.join(PROGRAMS)}; default: all")
     parser.add_argument(
@@ -315,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder for logs and answers")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(given)  # programs may stand after options
     checkout = options.checkout.resolve()
     unknown = [name for name in options.programs if name not in PROGRAMS]
     if unknown:
@@ -332,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         failed = 0
         try:
-            runs = Runs(checkout, folder.resolve(), device)
+            runs = Runs(checkout, folder.resolve(), device, flags)
             runs.save()
         except (ValueError, RuntimeError) as error:
             parser.error(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,27 @@ def test_what_is_refused_is_one_line(tmp_path, monkeypatch, capsys, argv, said):
     with pytest.raises(SystemExit, match="2"):
         tool.main([word.format(**names) for word in argv])
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"megatron_programs.sh: error: {said.format(**names)}")
+
+
+def test_programs_stand_anywhere_and_flags_last(tmp_path, monkeypatch):
+    """What is after ``--`` goes to every program, the one that makes the checkpoint included, and overrides this script's."""
+    made = []
+    monkeypatch.setattr(tool.Runs, "save", lambda runs: made.append(runs))
+    monkeypatch.setattr(tool.Runs, "compare", lambda runs, name, tp: f"ok {name}")
+    options = [str(checkout(tmp_path / "checkout")), "--device", "cpu", "--tp", "1", "offline", "--keep", str(tmp_path)]
+    assert tool.main([*options, "--", "--tp", "3", "--", "more"]) == 0
+    (runs,) = made
+    assert runs.command("program.py", 1, ["--load", "x"])[-6:] == ["--load", "x", "--tp", "3", "--", "more"]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_training_may_run_make_in_a_wheel(tmp_path):
+    """megatron.training runs make in the folder of megatron-core's data sets; a wheel has all compiled, and no Makefile."""
+    for version, code in (("0, 19, 1, ''", 0), ("0, 20, 0, ''", 2)):
+        runs = tool.Runs(checkout(tmp_path / version[:5], version), tmp_path, "cuda")
+        (wheel := tmp_path / "datasets").mkdir(exist_ok=True)
+        made = subprocess.run(["make", "-C", wheel], env=runs.environment(False), capture_output=True, check=False)
+        assert made.returncode == code
 
 
 PROGRAM = """
