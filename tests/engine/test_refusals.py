@@ -62,6 +62,12 @@ def test_an_engine(request, name, prefix, fields, said):
     assert "\n" not in str(error.value)
 
 
+def test_more_memory_than_there_is(tiny):
+    with pytest.raises(MemoryError, match="^cache_gb=1000000.0: .*allocate") as error:
+        build_engine(tiny, HybridPrefixConfig(cache_gb=1e6))
+    assert "\n" not in str(error.value)
+
+
 def test_megatrons_own_engine(tiny_mixed):
     with pytest.raises(ValueError, match=r"^megatron's own engine cannot run a model with layers of kind"):
         build_upstream_engine(tiny_mixed)

@@ -58,6 +58,14 @@ def test_what_is_compared(tmp_path, monkeypatch, with_cache, line):
     assert runs.compare("offline", 1).startswith(line)
 
 
+def test_the_error_of_a_log(tmp_path):
+    """The first one, whatever module it is of, and not torchrun's."""
+    log, torchruns = tmp_path / "log", "torch.distributed.elastic.ChildFailedError: "
+    for line in ("ValueError: two", "[rank1]: ValueError: two", "a_package.errors.ValueError: two"):
+        log.write_text(f"{torchruns}\n  ValueError: not at the start\n{line}\nKeyError: 1\n")
+        assert tool.error_in(log) == f"ValueError: two (see {log})"
+
+
 def test_what_prompts_share():
     shared = list(range(10))
     assert tool.reusable([shared, [*shared, 11, 12], shared[:4], [5, *shared]], 4) == 0 + 8 + 0 + 0
