@@ -63,7 +63,7 @@ def test_an_engine(request, name, prefix, fields, said):
 
 
 def test_more_memory_than_there_is(tiny):
-    with pytest.raises(MemoryError, match="^cache_gb=1000000.0: .*allocate") as error:
+    with pytest.raises(MemoryError, match=r"^cache_gb=1000000\.0: .*allocate") as error:
         build_engine(tiny, HybridPrefixConfig(cache_gb=1e6))
     assert "\n" not in str(error.value)
 
