@@ -22,6 +22,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ MODEL = shlex.split(
     "--untie-embeddings-and-output-weights --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --seed 7 "
     "--tokenizer-type HuggingFaceTokenizer --no-gradient-accumulation-fusion"
 )
-# What a CPU lacks, beside what `tests/harness/cpu_program.py` replaces.
+# What a CPU lacks, beside what `tests/harness/program_launcher.py` replaces.
 OF_A_CPU = shlex.split(
     "--distributed-backend gloo --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion"
 )
@@ -52,6 +53,8 @@ INFERENCE = shlex.split(
     "--inference-dynamic-batching-max-tokens 2048 --mamba-inference-ssm-states-dtype fp32 --mamba-inference-conv-states-dtype fp32"
 )
 ANSWER = 12  # tokens
+# On Hopper without these megatron asks FlashAttention 4 for what it refuses; with the cache this package asks.
+FLASH_ATTENTION = ("flash_attn_2_cuda", "flash_attn_3", "flashattn_hopper")
 CHAT = "user: {}\nassistant:"  # as the template of `tokenizer_folder.py` has it
 LIMIT_S = 300.0  # of a program; on a CPU most take 10
 ADVANCED = "examples/inference/advanced"
@@ -192,9 +195,10 @@ class Runs:
             path = python_path(path)
         return given | {"PYTHONPATH": path}
 
-    def command(self, path: str, tp: int, flags: Sequence[str]) -> list[str]:
-        """The command of a program: on a CPU with the launcher before it."""
-        launcher = [str(HARNESS / "cpu_program.py")] if self.device == "cpu" else []
+    def command(self, path: str, tp: int, flags: Sequence[str], cached: bool = False) -> list[str]:
+        """The command of a program, with the launcher before it where it cannot run as it is."""
+        as_it_is = self.device == "cuda" and (cached or any(map(find_spec, FLASH_ATTENTION)))
+        launcher = [] if as_it_is else [str(HARNESS / "program_launcher.py")]
         common = [*MODEL, *(OF_A_CPU if self.device == "cpu" else ["--bf16"]), "--tensor-model-parallel-size", str(tp)]
         common += ["--tokenizer-model", str(self.folder / "tokenizer")]
         return [*torchrun(tp), *launcher, str(self.checkout / path), *common, *flags, *self.flags]
@@ -245,7 +249,7 @@ class Runs:
             flags += ["--termination-id", "-1", "--output-path", str(out)]
         elif program.kind == "server":
             flags += ["--host", "127.0.0.1", "--port", str(port)]
-        with self.started(self.command(program.path, tp, flags), cached, log) as process:
+        with self.started(self.command(program.path, tp, flags, cached), cached, log) as process:
             try:
                 if program.kind == "server":
                     found = self.ask(f"http://127.0.0.1:{port}", process)

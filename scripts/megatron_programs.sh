@@ -6,8 +6,9 @@
 #   CHECKOUT   of Megatron-LM. Its megatron-core runs if it is supported; else the installed one, and from the checkout what that lacks
 #   PROGRAM    some of those that --help lists (default: all)
 #   --tp       tensor-parallel size, repeatable (default: 1, and 2 unless there is one GPU)
-#   --device   cpu: through tests/harness/cpu_program.py, as these programs ask for CUDA; cuda: as they are, in bfloat16, where answers
-#              may differ by rounding and are only counted (default: cuda if there is a GPU)
+#   --device   cpu: through tests/harness/program_launcher.py, as these programs ask for CUDA; cuda: as they are (without the cache and
+#              without FlashAttention 2 and 3 likewise), in bfloat16, where answers may differ by rounding and are only counted
+#              (default: cuda if there is a GPU)
 #   --keep     a folder for logs and answers
 #   FLAG       of Megatron-LM, for all programs, such as -- --transformer-impl inference_optimized
 #

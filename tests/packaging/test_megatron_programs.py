@@ -54,7 +54,7 @@ def test_what_is_compared(tmp_path, monkeypatch, with_cache, line):
     runs = tool.Runs(checkout(tmp_path / "checkout"), tmp_path, "cpu")
     program = tmp_path / "program.py"
     program.write_text(STAND_IN.replace("EXPECTED", "1280").replace("WITH_CACHE", with_cache))
-    monkeypatch.setattr(runs, "command", lambda path, tp, flags: [sys.executable, str(program), *flags])
+    monkeypatch.setattr(runs, "command", lambda path, tp, flags, cached: [sys.executable, str(program), *flags])
     assert runs.compare("offline", 1).startswith(line)
 
 
@@ -115,6 +115,20 @@ def test_programs_stand_anywhere_and_flags_last(tmp_path, monkeypatch):
     assert runs.command("program.py", 1, ["--load", "x"])[-6:] == ["--load", "x", "--tp", "3", "--", "more"]
 
 
+def test_where_programs_run_as_they_are(tmp_path, monkeypatch):
+    """On a GPU, and there without the cache only if megatron finds an attention that runs on every one."""
+    for device, installed, cached, as_it_is in (
+        ("cpu", True, True, False),
+        ("cuda", True, False, True),
+        ("cuda", False, True, True),
+        ("cuda", False, False, False),
+    ):
+        monkeypatch.setattr(tool, "find_spec", lambda name, found=installed: found and name == "flash_attn_3")
+        runs = tool.Runs(checkout(tmp_path / "checkout"), tmp_path, device)
+        words = runs.command("program.py", 1, [], cached)
+        assert any("program_launcher.py" in word for word in words) != as_it_is
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_training_may_run_make_in_a_wheel(tmp_path):
     """megatron.training runs make in the folder of megatron-core's data sets; a wheel has all compiled, and no Makefile."""
@@ -150,7 +164,7 @@ def test_the_launcher_for_a_cpu(tmp_path):
     program.write_text(PROGRAM)
     flags = [*MODEL, *INFERENCE[:-2], "--micro-batch-size", "1", *tool.OF_A_CPU, "--no-gradient-accumulation-fusion"]
     result = subprocess.run(
-        [sys.executable, tool.HARNESS / "cpu_program.py", program, *flags],
+        [sys.executable, tool.HARNESS / "program_launcher.py", program, *flags],
         env=environment() | environments_of(1)[0],
         capture_output=True,
         text=True,
