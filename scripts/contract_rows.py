@@ -156,6 +156,8 @@ def _kind(use: Use) -> Kind | None:
 
 
 def _kind_in_module(value: Any) -> Kind:
+    if value is None:
+        return "package"
     if isinstance(value, type):
         return "class"
     return "calls" if inspect.isroutine(value) else "constant"

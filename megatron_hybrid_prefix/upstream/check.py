@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from megatron_hybrid_prefix.upstream.rebinding import resolve
 
-Kind = Literal["overrides", "wraps", "calls", "attribute", "mark", "key", "property", "class", "constant"]
+Kind = Literal["overrides", "wraps", "calls", "attribute", "mark", "key", "property", "class", "constant", "package"]
 
 _MISSING = object()
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -39,6 +39,7 @@ class ContractRow:
             "calls": a function, method or class that we call; it may gain parameters with a default;
             "attribute": an attribute of its objects; "property"; "class";
             "constant": a module constant, a class attribute, or a member of an enum;
+            "package": a function of an optional package, None where the package is missing;
             "mark": an attribute that the owner's code sets on other objects;
             "key": a key of a dictionary that the module's code fills.
         where: Modules of this package that use it, as ``folder/module``.
@@ -89,6 +90,7 @@ def problem_of(entry: ContractRow) -> str | None:
         "property": isinstance(found, property),
         "class": isinstance(found, type),
         "constant": is_plain,
+        "package": found is None or callable(found),
     }.get(entry.kind, False)
     return None if is_as_expected else f"expected {expected}, found a {type(found).__name__}"
 

@@ -219,6 +219,19 @@ def test_what_became_a_method_or_a_property_is_noticed():
     assert wrong == []
 
 
+def test_a_function_of_an_optional_package_may_be_there_or_not(monkeypatch):
+    """The contract is made on machines without compiled extensions, and checked on those that have them."""
+    entries = rows("package")
+    assert "megatron.core.ssm.mamba_mixer.causal_conv1d_fn" in [entry.symbol for entry in entries]
+    for value, is_known in ((None, True), (lambda x, weight: x, True), (1, False)):
+        for entry in entries:
+            monkeypatch.setattr(resolve(entry.owner), entry.name, value)
+        assert {problem_of(entry) is None for entry in entries} == {is_known}
+    for entry in entries:
+        monkeypatch.delattr(resolve(entry.owner), entry.name)
+        assert problem_of(entry) == "expected a package, found nothing"
+
+
 @pytest.mark.parametrize(
     ("expected", "found", "strict", "works"),
     [
