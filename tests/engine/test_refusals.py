@@ -62,9 +62,14 @@ def test_an_engine(request, name, prefix, fields, said):
     assert "\n" not in str(error.value)
 
 
-def test_more_memory_than_there_is(tiny):
-    with pytest.raises(MemoryError, match=r"^cache_gb=1000000\.0: .*allocate") as error:
-        build_engine(tiny, HybridPrefixConfig(cache_gb=1e6))
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"cache_gb": 1e6}, r"cache_gb=1000000\.0"), ({"mamba_gb": 1e6}, r".* with mamba_gb=1000000\.0")],
+)
+def test_more_memory_than_there_is(tiny, settings, said):
+    """The line names what sets it."""
+    with pytest.raises(MemoryError, match=rf"^{said}: .*allocate") as error:
+        build_engine(tiny, HybridPrefixConfig(**settings))
     assert "\n" not in str(error.value)
 
 

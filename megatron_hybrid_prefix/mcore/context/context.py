@@ -220,8 +220,11 @@ class HybridPrefixContext(SlotContext):
     @property
     def _memory_option(self) -> str:
         """What sets the size of the memory, in words."""
-        given = self.prefix_config.cache_gb
-        return f"buffer_size_gb={self.config.buffer_size_gb}" if given is None else f"cache_gb={given}"
+        prefix = self.prefix_config
+        if prefix.cache_gb is not None:
+            return f"cache_gb={prefix.cache_gb}"
+        more = f" with mamba_gb={prefix.mamba_gb}" if prefix.mamba_gb else ""
+        return f"buffer_size_gb={self.config.buffer_size_gb}{more}"
 
     def _agree_on_budget(self, block: BlockShape) -> Budget:
         """The memory is ``cache_gb``. Without it, it is what megatron allocates, and ``mamba_gb`` more."""
