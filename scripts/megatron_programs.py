@@ -304,9 +304,8 @@ class Runs:
 
 def error_in(log: Path) -> str:
     """The first error in a log, in one line: those after it are often of other ranks, which lost this one."""
-    lines = re.findall(
-        r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Exception)\w*: .*)", log.read_text(errors="replace"), re.MULTILINE
-    )
+    named = r"(?:\w+\.)*(?=\w*(?:Error|Exception)\w*: )|\w+\.py: (?=error: )"  # of Python, or of argparse
+    lines = re.findall(rf"^(?:\[rank\d+\]: )?(?:{named})(.*)", log.read_text(errors="replace"), re.MULTILINE)
     return f"{next((line for line in lines if 'ChildFailedError' not in line), 'no error')} (see {log})"
 
 

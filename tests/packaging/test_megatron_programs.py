@@ -64,6 +64,8 @@ def test_the_error_of_a_log(tmp_path):
     for line in ("ValueError: two", "[rank1]: ValueError: two", "a_package.errors.ValueError: two"):
         log.write_text(f"{torchruns}\n  ValueError: not at the start\n{line}\nKeyError: 1\n")
         assert tool.error_in(log) == f"ValueError: two (see {log})"
+    log.write_text("usage: program.py [--logits-load-ignore-errors]\nprogram.py: error: unrecognized arguments: 0\n")
+    assert tool.error_in(log) == f"error: unrecognized arguments: 0 (see {log})"
 
 
 def test_what_prompts_share():
