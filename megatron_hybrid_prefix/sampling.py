@@ -1,4 +1,4 @@
-"""How tokens are sampled: `SamplingOptions`, beyond megatron's ``SamplingParams``, and the checks of both. No torch.
+"""How tokens are sampled: `SamplingOptions`, beyond megatron's ``SamplingParams``, and the checks of both; drafts. No torch.
 
 A request carries the options as the attribute ``sampling_options`` of its ``SamplingParams``, in the form of `as_dict`.
 """
@@ -119,6 +119,20 @@ class SamplingOptions:
         check_integer("top_k", self.top_k, 0, vocab_size - 1)
         check_tokens("logit_bias", (token for token, _ in self.logit_bias), vocab_size)
 
+    def check_drafts(self, drafts: str) -> None:
+        """Check that the options go with drafts, which change the penalties of the tokens after them.
+
+        Args:
+            drafts: What the caller calls them.
+
+        Raises:
+            FieldError: There is a penalty.
+        """
+        nothing = SamplingOptions()
+        for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
+            if (value := getattr(self, name)) != getattr(nothing, name):
+                raise FieldError(name, f"{name}={value} does not go with {drafts}")
+
     def as_dict(self) -> dict[str, Any]:
         """The options as plain values, for messages between processes."""
         return asdict(self)
@@ -208,6 +222,20 @@ def check_params(params: Any, vocab_size: int) -> SamplingOptions:
     if vars(params).get("do_kv_handoff"):
         raise FieldError("do_kv_handoff", "do_kv_handoff: this engine's KV blocks and states stay here; leave it out")
     return options
+
+
+def drafts_problem(drafts: int, model: Any, name: str = "the model") -> str | None:
+    """Why a model cannot draft so many tokens, in a few words; None if it can.
+
+    Args:
+        drafts: The tokens to draft in each decode step.
+        model: Its dimensions: a `HybridModelConfig`, or megatron's ``TransformerConfig``.
+        name: What the caller calls it.
+    """
+    depths = model.mtp_num_layers or 0
+    if not drafts or (depths and (drafts <= depths or model.mtp_use_repeated_layer)):
+        return None
+    return f"{name} drafts at most {depths}" if depths else f"{name} has no multi-token prediction, which drafts: use 0"
 
 
 def _check_lengths(params: Any) -> None:

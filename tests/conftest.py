@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
@@ -72,12 +73,30 @@ def platform():
     return started
 
 
-@pytest.fixture(scope="session")
-def tiny(platform):
-    """The ``tiny`` preset with seed 0."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
+def _tiny(name: str) -> Any:
+    """A session's model of `tests.harness.named_models`, with random weights of seed 0."""
 
-    return build_hybrid_model("tiny", seed=0, platform=platform)
+    @pytest.fixture(scope="session")
+    def built(platform):
+        from megatron_hybrid_prefix.models import build_hybrid_model
+        from tests.harness.named_models import named
+
+        return build_hybrid_model(named(name), seed=0, platform=platform)
+
+    return built
+
+
+tiny = _tiny("tiny")
+tiny_gdn = _tiny("tiny-gdn")
+tiny_gdn_mtp = _tiny("tiny-gdn-mtp")
+tiny_granite = _tiny("tiny-granite")
+tiny_granite_dense = _tiny("tiny-granite-dense")
+tiny_large_states = _tiny("tiny-large-states")
+tiny_mixed = _tiny("tiny-mixed")
+tiny_mtp = _tiny("tiny-mtp")
+tiny_nemotron_3 = _tiny("tiny-nemotron-3")
+tiny_qwen3_5 = _tiny("tiny-qwen3-5")
+tiny_qwen3_next = _tiny("tiny-qwen3-next")
 
 
 @pytest.fixture
@@ -95,89 +114,3 @@ def tiny_reference(tiny):
     from tests.harness.naive_model import NaiveHybridModel
 
     return NaiveHybridModel(tiny, tiny.hybrid_config)
-
-
-@pytest.fixture(scope="session")
-def tiny_gdn(platform):
-    """The ``tiny-gdn`` preset with seed 0."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
-
-    return build_hybrid_model("tiny-gdn", seed=0, platform=platform)
-
-
-@pytest.fixture(scope="session")
-def tiny_mixed(platform):
-    """Mamba2 and Gated DeltaNet layers side by side, and experts."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
-    from tests.harness.named_models import named
-
-    return build_hybrid_model(named("tiny-mixed"), seed=0, platform=platform)
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen3_next(platform):
-    """The ``tiny-qwen3-next`` preset with seed 0."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
-
-    return build_hybrid_model("tiny-qwen3-next", seed=0, platform=platform)
-
-
-@pytest.fixture(scope="session")
-def tiny_nemotron_3(platform):
-    """The ``tiny-nemotron-3`` preset with seed 0."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
-
-    return build_hybrid_model("tiny-nemotron-3", seed=0, platform=platform)
-
-
-@pytest.fixture(scope="session")
-def tiny_granite(platform):
-    """Multipliers of embeddings, scores, residuals and logits; experts."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
-    from tests.harness.named_models import named
-
-    return build_hybrid_model(named("tiny-granite"), seed=0, platform=platform)
-
-
-@pytest.fixture(scope="session")
-def tiny_granite_dense(platform):
-    """The same multipliers, without experts."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
-    from tests.harness.named_models import named
-
-    return build_hybrid_model(named("tiny-granite-dense"), seed=0, platform=platform)
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen3_5(platform):
-    """Qwen3.5's layers without experts."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
-    from tests.harness.named_models import named
-
-    return build_hybrid_model(named("tiny-qwen3-5"), seed=0, platform=platform)
-
-
-@pytest.fixture(scope="session")
-def tiny_gdn_mtp(platform):
-    """Mamba2 and Gated DeltaNet layers, and depths of multi-token prediction."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
-    from tests.harness.named_models import named
-
-    return build_hybrid_model(named("tiny-gdn-mtp"), seed=0, platform=platform)
-
-
-@pytest.fixture(scope="session")
-def tiny_large_states(platform):
-    """Mamba2 and Gated DeltaNet layers whose states are larger than KV blocks; depths of multi-token prediction."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
-    from tests.harness.named_models import named
-
-    return build_hybrid_model(named("tiny-large-states"), seed=0, platform=platform)
-
-
-@pytest.fixture(scope="session")
-def tiny_mtp(platform):
-    """The ``tiny-mtp`` preset with seed 0."""
-    from megatron_hybrid_prefix.models import build_hybrid_model
-
-    return build_hybrid_model("tiny-mtp", seed=0, platform=platform)

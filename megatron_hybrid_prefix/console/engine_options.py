@@ -23,6 +23,7 @@ from megatron_hybrid_prefix.console.terminal import (
     split_names,
 )
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
+from megatron_hybrid_prefix.sampling import drafts_problem
 from megatron_hybrid_prefix.tiers.registry import parse_url
 
 GIB = 2**30
@@ -366,10 +367,9 @@ def check_engine_options(args: argparse.Namespace) -> HybridModelConfig:
         raise InputError(f"--max-tokens {args.max_tokens} is not a multiple of {STEP_TOKENS_MULTIPLE}")
     if (getattr(args, "max_sequence_length", None) or 0) > config.max_sequence_length:
         raise InputError(f"--max-sequence-length: {args.preset} has at most {config.max_sequence_length}")
-    drafts, depths = getattr(args, "num_speculative_tokens", 0), config.mtp_num_layers
-    if drafts > depths and not config.mtp_use_repeated_layer:
-        most = f"drafts at most {depths}" if depths else "has no multi-token prediction, which drafts tokens: use 0"
-        raise InputError(f"--num-speculative-tokens {drafts}: {args.preset} {most}")
+    drafts = getattr(args, "num_speculative_tokens", 0)
+    if problem := drafts_problem(drafts, config, args.preset):
+        raise InputError(f"--num-speculative-tokens {drafts}: {problem}")
     if getattr(args, "load", None) is not None and not args.load.is_dir():
         raise InputError(f"--load: there is no folder {args.load}")
     check_output(args)

@@ -187,14 +187,11 @@ def default_sampling(args: argparse.Namespace) -> dict[str, Any]:
         if value is None:
             continue
         with as_input_errors(ValueError, prefix=f"{folder.path / GENERATION_CONFIG}: "):
-            SamplingOptions(**{name: value})
+            options = SamplingOptions(**{name: value})
+            if getattr(args, "num_speculative_tokens", 0):
+                options.check_drafts("--num-speculative-tokens; use --no-generation-config")
         if value != nothing[name] and not (name == "top_k" and value >= folder.config.vocab_size):
             found[name] = value
-    if "repetition_penalty" in found and getattr(args, "num_speculative_tokens", 0) > 0:
-        raise InputError(
-            f"{folder.path / GENERATION_CONFIG}: repetition_penalty={found['repetition_penalty']} does not go with "
-            "--num-speculative-tokens; use --no-generation-config"
-        )
     samples = folder.generation.get("do_sample")
     if samples:
         return found

@@ -98,7 +98,7 @@ def parameter_count(config: HybridModelConfig) -> int:
     embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * hidden
     # A depth of multi-token prediction has three norms, a projection of two inputs, and its layers.
     drafting = config.mtp_heads * hidden * (3 + 2 * hidden)
-    pattern = config.layer_pattern.replace("|", "") + config.mtp_heads * config.mtp_layer_pattern
+    pattern = config.layers + config.mtp_heads * config.mtp_layer_pattern
     return embeddings + hidden + drafting + sum(hidden + layers[symbol] for symbol in pattern)
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron_hybrid_prefix.models import inference_layers
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
-from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals
+from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals, with_parts
 from megatron_hybrid_prefix.models.norms import Float32RMSNorm
 from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
@@ -230,12 +230,8 @@ def _recurrent_fields(config: HybridModelConfig) -> dict[str, int]:
     """Dimensions of the recurrent layers that there are; megatron's defaults stay for others."""
     fields: dict[str, int] = {}
     if "M" in config.symbols:
-        fields |= dict(
-            mamba_num_heads=config.mamba_num_heads,
-            mamba_head_dim=config.mamba_head_dim,
-            mamba_state_dim=config.mamba_state_dim,
-            mamba_num_groups=config.mamba_num_groups,
-        )
+        names = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
+        fields |= {name: getattr(config, name) for name in names}
     if "G" in config.symbols:
         fields |= dict(
             linear_num_key_heads=config.gdn_num_key_heads,
@@ -278,12 +274,7 @@ def _layer_specs(config: HybridModelConfig, transformer_impl: str) -> Any:
     mixer = dataclasses.replace(
         mamba.submodules.mixer, params={"chunk_size": config.chunk_size, "d_conv": config.d_conv}
     )
-    return _with(spec, mamba_layer=_with(mamba, mixer=mixer))
-
-
-def _with(spec: Any, **submodules: Any) -> Any:
-    """A copy of megatron's ``ModuleSpec`` with other submodules; the spec itself is shared by all models."""
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **submodules))
+    return with_parts(spec, mamba_layer=with_parts(mamba, mixer=mixer))
 
 
 def _te_layer_specs(config: HybridModelConfig, *, optimized: bool) -> Any:
@@ -295,12 +286,12 @@ def _te_layer_specs(config: HybridModelConfig, *, optimized: bool) -> Any:
     spec = hybrid_inference_stack_spec if optimized else hybrid_stack_spec
     attention = spec.submodules.attention_layer
     if config.qk_norm:  # megatron's spec has no such norms: attention would be built without them
-        normed = _with(attention.submodules.self_attention, q_layernorm=TENorm, k_layernorm=TENorm)
-        attention = _with(attention, self_attention=normed)
+        normed = with_parts(attention.submodules.self_attention, q_layernorm=TENorm, k_layernorm=TENorm)
+        attention = with_parts(attention, self_attention=normed)
     moe = spec.submodules.moe_layer
     if not optimized:
-        moe = _with(moe, mlp=_experts_spec(config.num_moe_experts, use_te=True))
-    return _with(spec, attention_layer=attention, moe_layer=moe)
+        moe = with_parts(moe, mlp=_experts_spec(config.num_moe_experts, use_te=True))
+    return with_parts(spec, attention_layer=attention, moe_layer=moe)
 
 
 def _experts_spec(num_moe_experts: int, *, use_te: bool) -> Any:
@@ -372,6 +363,16 @@ def local_layer_specs(num_moe_experts: int = 0, *, qk_norm: bool = False) -> Any
             enorm=WrappedTorchNorm, hnorm=WrappedTorchNorm, eh_proj=ColumnParallelLinear, layer_norm=WrappedTorchNorm
         ),
     )
+
+    def with_attention(attention: Any) -> Any:
+        parts = {"input_layernorm": WrappedTorchNorm, "self_attention": attention}
+        submodules = TransformerLayerSubmodules(**parts, self_attn_bda=get_bias_dropout_add)
+        return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+    def with_mlp(layer: type, mlp: Any) -> Any:
+        parts = {"pre_mlp_layernorm": WrappedTorchNorm, "mlp": mlp, "mlp_bda": get_bias_dropout_add}
+        return ModuleSpec(module=layer, submodules=TransformerLayerSubmodules(**parts))
+
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
@@ -379,34 +380,10 @@ def local_layer_specs(num_moe_experts: int = 0, *, qk_norm: bool = False) -> Any
                 module=MambaLayer,
                 submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
             ),
-            gdn_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=WrappedTorchNorm, self_attention=delta_net, self_attn_bda=get_bias_dropout_add
-                ),
-            ),
-            attention_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=WrappedTorchNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
-                ),
-            ),
-            mlp_layer=ModuleSpec(
-                module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm,
-                    mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
-                    mlp_bda=get_bias_dropout_add,
-                ),
-            ),
-            moe_layer=ModuleSpec(
-                module=MoETransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=WrappedTorchNorm,
-                    mlp=_experts_spec(num_moe_experts, use_te=False),
-                    mlp_bda=get_bias_dropout_add,
-                ),
-            ),
+            gdn_layer=with_attention(delta_net),
+            attention_layer=with_attention(attention),
+            mlp_layer=with_mlp(MLPLayer, partial(MLP.as_mlp_submodule, submodules=mlp)),
+            moe_layer=with_mlp(MoETransformerLayer, _experts_spec(num_moe_experts, use_te=False)),
             mtp_block_spec=ModuleSpec(
                 module=MultiTokenPredictionBlock,
                 submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[prediction]),

@@ -116,7 +116,7 @@ def _dimensions(model: Any) -> dict[str, Any]:
     config = getattr(model, "hybrid_config", None)
     if config is None:
         raise ValueError("the model has no hybrid_config: only models of build_hybrid_model are saved and loaded")
-    return asdict(config) | {"layer_pattern": config.layer_pattern.replace("|", "")}
+    return asdict(config) | {"layer_pattern": config.layers}
 
 
 def _check_complete(path: Path) -> None:

@@ -175,11 +175,11 @@ class HybridModelConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
-        for name in ("layernorm_epsilon", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
-        if self.attention_multiplier is not None and not 0 < self.attention_multiplier < float("inf"):
-            raise ValueError(f"attention_multiplier={self.attention_multiplier}: must be above 0")
+        multipliers = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+        for name in ("layernorm_epsilon", *multipliers):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value}: must be above 0")
 
     def _ffn_names(self) -> list[str]:
         """Fields with the width of the MLP layers and experts that there are."""
@@ -226,9 +226,14 @@ class HybridModelConfig:
             )
 
     @property
+    def layers(self) -> str:
+        """``layer_pattern`` without marks of stages."""
+        return self.layer_pattern.replace("|", "")
+
+    @property
     def num_layers(self) -> int:
         """Layers of every kind."""
-        return len(self.layer_pattern.replace("|", ""))
+        return len(self.layers)
 
     def count(self, symbol: str) -> int:
         """Number of layers with this symbol."""
@@ -368,20 +373,39 @@ _HYBRID_4B = HybridModelConfig(
     ffn_hidden_size=21504,
 )
 
-# True dimensions of Qwen/Qwen3-Next-80B-A3B; the weights are random.
-_QWEN3_NEXT_80B = HybridModelConfig(
-    layer_pattern="GEGEGE*E" * 12,
-    hidden_size=2048,
-    vocab_size=151936,
+# True dimensions of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B; the weights are random, as of all presets.
+_NEMOTRON_3_NANO = replace(
+    _HYBRID_4B,
+    layer_pattern="MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME",
+    hidden_size=2688,
+    vocab_size=131072,
+    max_sequence_length=262144,
+    mamba_num_heads=64,
+    num_query_groups=2,
+    ffn_hidden_size=1856,
+    state_dtype="float32",
+    num_moe_experts=128,
+    moe_router_topk=6,
+    moe_router_score="sigmoid",
+    moe_router_scaling=2.5,
+    moe_ffn_hidden_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+)
+
+# Those of Qwen/Qwen3.5-27B: three value heads share a key head.
+_QWEN3_5_27B = HybridModelConfig(
+    layer_pattern="G-G-G-*-" * 16,
+    hidden_size=5120,
+    vocab_size=248320,
     max_sequence_length=262144,
     gdn_num_key_heads=16,
-    gdn_num_value_heads=32,
+    gdn_num_value_heads=48,
     gdn_key_head_dim=128,
     gdn_value_head_dim=128,
-    num_attention_heads=16,
-    num_query_groups=2,
+    num_attention_heads=24,
+    num_query_groups=4,
     kv_channels=256,
-    ffn_hidden_size=5120,
+    ffn_hidden_size=17408,
     activation="swiglu",
     rotary_base=10_000_000,
     rotary_fraction=0.25,
@@ -389,75 +413,23 @@ _QWEN3_NEXT_80B = HybridModelConfig(
     qk_norm=True,
     layernorm_epsilon=1e-6,
     float32_norms=True,
+)
+
+# Those of Qwen/Qwen3-Next-80B-A3B.
+_QWEN3_NEXT_80B = replace(
+    _QWEN3_5_27B,
+    layer_pattern="GEGEGE*E" * 12,
+    hidden_size=2048,
+    vocab_size=151936,
+    gdn_num_value_heads=32,
+    num_attention_heads=16,
+    num_query_groups=2,
+    ffn_hidden_size=5120,
     num_moe_experts=512,
     moe_router_topk=10,
     moe_ffn_hidden_size=512,
     moe_shared_expert_intermediate_size=512,
     moe_shared_expert_gate=True,
-)
-
-# True dimensions of nvidia/NVIDIA-Nemotron-3-Super-120B-A12B, with latent experts and a repeated head for drafts; the weights
-# are random.
-_NEMOTRON_3_SUPER = HybridModelConfig(
-    layer_pattern="MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME",
-    hidden_size=4096,
-    vocab_size=131072,
-    max_sequence_length=262144,
-    mamba_num_heads=128,
-    mamba_head_dim=64,
-    mamba_state_dim=128,
-    mamba_num_groups=8,
-    num_attention_heads=32,
-    num_query_groups=2,
-    kv_channels=128,
-    ffn_hidden_size=2688,
-    state_dtype="float32",
-    num_moe_experts=512,
-    moe_router_topk=22,
-    moe_router_score="sigmoid",
-    moe_router_scaling=5.0,
-    moe_ffn_hidden_size=2688,
-    moe_latent_size=1024,
-    moe_shared_expert_intermediate_size=5376,
-    mtp_num_layers=1,
-    mtp_layer_pattern="*E",
-    mtp_use_repeated_layer=True,
-)
-
-# True dimensions of ibm-granite/granite-4.0-h-small (32B, 9B of them active); the weights are random.
-_GRANITE_4_H_SMALL = HybridModelConfig(
-    layer_pattern="ME" * 5 + ("*E" + "ME" * 9) * 3 + "*E" + "ME" * 4,
-    hidden_size=4096,
-    vocab_size=100352,
-    max_sequence_length=131072,
-    mamba_num_heads=128,
-    mamba_head_dim=64,
-    mamba_state_dim=128,
-    mamba_num_groups=1,
-    num_attention_heads=32,
-    num_query_groups=8,
-    kv_channels=128,
-    ffn_hidden_size=768,
-    activation="swiglu",
-    attention_multiplier=0.0078125,
-    embedding_multiplier=12.0,
-    residual_multiplier=0.22,
-    logits_scaling=16.0,
-    tie_embeddings=True,
-    num_moe_experts=72,
-    moe_router_topk=10,
-    moe_ffn_hidden_size=768,
-    moe_shared_expert_intermediate_size=1536,
-)
-
-# True dimensions of Qwen/Qwen3.5-35B-A3B.
-_QWEN3_5_35B = replace(
-    _QWEN3_NEXT_80B,
-    layer_pattern="GEGEGE*E" * 10,
-    vocab_size=248320,
-    ffn_hidden_size=512,
-    num_moe_experts=256,
-    moe_router_topk=8,
 )
 
 PRESETS: dict[str, HybridModelConfig] = {
@@ -531,47 +503,59 @@ PRESETS: dict[str, HybridModelConfig] = {
         ffn_hidden_size=14336,
         activation="swiglu",
     ),
-    # True dimensions of nvidia/Nemotron-H-8B-Base-8K; the weights are random.
+    # Those of nvidia/Nemotron-H-8B-Base-8K.
     "nemotron-h-8b": replace(
         _HYBRID_4B,
         layer_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
         vocab_size=131072,
     ),
-    # True dimensions of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B; the weights are random.
-    "nemotron-3-nano-30b-a3b": replace(
-        _NEMOTRON_3_SUPER,
-        layer_pattern="MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME",
-        hidden_size=2688,
-        mamba_num_heads=64,
-        ffn_hidden_size=1856,
-        num_moe_experts=128,
-        moe_router_topk=6,
-        moe_router_scaling=2.5,
-        moe_ffn_hidden_size=1856,
-        moe_latent_size=0,
-        moe_shared_expert_intermediate_size=3712,
-        mtp_num_layers=0,
-        mtp_layer_pattern="",
-        mtp_use_repeated_layer=False,
+    "nemotron-3-nano-30b-a3b": _NEMOTRON_3_NANO,
+    # Those of nvidia/NVIDIA-Nemotron-3-Super-120B-A12B, with latent experts and a repeated head for drafts.
+    "nemotron-3-super-120b-a12b": replace(
+        _NEMOTRON_3_NANO,
+        layer_pattern="MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*" + "EMEMEMEME",
+        hidden_size=4096,
+        mamba_num_heads=128,
+        ffn_hidden_size=2688,
+        num_moe_experts=512,
+        moe_router_topk=22,
+        moe_router_scaling=5.0,
+        moe_ffn_hidden_size=2688,
+        moe_latent_size=1024,
+        moe_shared_expert_intermediate_size=5376,
+        mtp_num_layers=1,
+        mtp_layer_pattern="*E",
+        mtp_use_repeated_layer=True,
     ),
-    "nemotron-3-super-120b-a12b": _NEMOTRON_3_SUPER,
+    # Those of ibm-granite/granite-4.0-h-small (32B, 9B of them active).
+    "granite-4.0-h-small": replace(
+        _HYBRID_4B,
+        layer_pattern="ME" * 5 + ("*E" + "ME" * 9) * 3 + "*E" + "ME" * 4,
+        vocab_size=100352,
+        max_sequence_length=131072,
+        mamba_num_groups=1,
+        ffn_hidden_size=768,
+        activation="swiglu",
+        attention_multiplier=0.0078125,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        logits_scaling=16.0,
+        tie_embeddings=True,
+        num_moe_experts=72,
+        moe_router_topk=10,
+        moe_ffn_hidden_size=768,
+        moe_shared_expert_intermediate_size=1536,
+    ),
     "qwen3-next-80b-a3b": _QWEN3_NEXT_80B,
-    "granite-4.0-h-small": _GRANITE_4_H_SMALL,
-    "qwen3.5-35b-a3b": _QWEN3_5_35B,
-    # Those of Qwen/Qwen3.5-27B: three value heads share a key head.
-    "qwen3.5-27b": replace(
-        _QWEN3_5_35B,
-        layer_pattern="G-G-G-*-" * 16,
-        hidden_size=5120,
-        gdn_num_value_heads=48,
-        num_attention_heads=24,
-        num_query_groups=4,
-        ffn_hidden_size=17408,
-        num_moe_experts=0,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=0,
-        moe_shared_expert_intermediate_size=0,
-        moe_shared_expert_gate=False,
+    "qwen3.5-27b": _QWEN3_5_27B,
+    # Those of Qwen/Qwen3.5-35B-A3B.
+    "qwen3.5-35b-a3b": replace(
+        _QWEN3_NEXT_80B,
+        layer_pattern="GEGEGE*E" * 10,
+        vocab_size=248320,
+        ffn_hidden_size=512,
+        num_moe_experts=256,
+        moe_router_topk=8,
     ),
 }
 

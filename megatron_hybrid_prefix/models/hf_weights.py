@@ -91,21 +91,20 @@ def _check_shapes(
     for what, names in (("lacks", missing), ("has an unknown", unknown)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"{source} {what} weight {min(names)}{more}{_place(weights.get(min(names)))}")
+            raise ValueError(f"{source} {what} weight {_stored(min(names), weights.get(min(names)))}{more}")
     for name, wanted in expected.items():
         if name not in weights:
             continue
         value = weights[name]
         if tuple(value.shape) != wanted:
-            raise ValueError(
-                f"{name}{_place(value)} has shape {tuple(value.shape)}, the model's dimensions require {wanted}"
-            )
+            stored = _stored(name, value)
+            raise ValueError(f"{stored} has shape {tuple(value.shape)}, the model's dimensions require {wanted}")
 
 
-def _place(weight: Any) -> str:
-    """Which file a weight is in, where it is in one."""
+def _stored(name: str, weight: Any) -> str:
+    """A weight by the name of the rules; where it is in a file, by its name there, and the file."""
     file = getattr(weight, "file", None)
-    return "" if file is None else f" in {file}"
+    return name if file is None else f"{weight.name} in {file}"
 
 
 def _check_every_source_is_taken(

@@ -34,32 +34,24 @@ def check_inference_layers(config: HybridModelConfig, platform: Platform, overri
         overrides: Fields of a ``TransformerConfig`` by name; one that is absent has the default.
     """
     if not platform.has_transformer_engine:
-        raise _refusal("needs a GPU and an installed Transformer Engine; use 'local'")
+        raise _refusal("needs a GPU and an installed Transformer Engine", use="local")
     if "G" in config.symbols:
-        raise _refusal("has no Gated DeltaNet layers; use 'transformer_engine'")
+        raise _refusal("has no Gated DeltaNet layers")
     if config.residual_multiplier != 1.0:
-        raise _refusal(
-            f"does not multiply residuals (residual_multiplier={config.residual_multiplier}); use 'transformer_engine'"
-        )
+        raise _refusal(f"does not multiply residuals (residual_multiplier={config.residual_multiplier})")
     if platform.tp > 1 and not overrides.get("sequence_parallel", True):
-        raise _refusal(f"with tp={platform.tp} needs sequence_parallel=True, its default here")
+        raise _refusal(f"with tp={platform.tp} needs sequence_parallel=True, its default here", use=None)
     if not config.has_experts:
         return
     if config.activation != "relu2":
-        raise _refusal(
-            f"computes experts with activation='relu2' only, none with a gate, not {config.activation!r}; "
-            "use 'transformer_engine'"
-        )
+        raise _refusal(f"computes experts with activation='relu2' only, none with a gate, not {config.activation!r}")
     if config.dtype != EXPERTS_DTYPE:
-        raise _refusal(f"computes experts in {EXPERTS_DTYPE} only, not {config.dtype}; use 'local'")
+        raise _refusal(f"computes experts in {EXPERTS_DTYPE} only, not {config.dtype}", use="local")
     if config.moe_router_groups:
-        raise _refusal(
-            f"does not choose experts by groups (moe_router_groups={config.moe_router_groups}); "
-            "use 'transformer_engine'"
-        )
+        raise _refusal(f"does not choose experts by groups (moe_router_groups={config.moe_router_groups})")
     if platform.etp != 1:
-        raise _refusal(f"needs whole experts, not etp={platform.etp}: call ensure_platform(etp=1) first")
+        raise _refusal(f"needs whole experts, not etp={platform.etp}: call ensure_platform(etp=1) first", use=None)
 
 
-def _refusal(why: str) -> ValueError:
-    return ValueError(f"transformer_impl={NAME!r} {why}")
+def _refusal(why: str, use: str | None = "transformer_engine") -> ValueError:
+    return ValueError(f"transformer_impl={NAME!r} {why}{'' if use is None else f'; use {use!r}'}")

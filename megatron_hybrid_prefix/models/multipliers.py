@@ -55,12 +55,14 @@ def scale_residuals(spec: Any, multiplier: float) -> Any:
     """Megatron's ``ModuleSpec`` of a hybrid stack, with layers whose output is multiplied before the residual is added."""
     if multiplier == 1.0:
         return spec
-    layers = {}
-    for name, add in _RESIDUAL_ADDS.items():
-        layer = getattr(spec.submodules, name)
-        submodules = dataclasses.replace(layer.submodules, **{add: _residual_add(multiplier)})
-        layers[name] = dataclasses.replace(layer, submodules=submodules)
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **layers))
+    add = _residual_add(multiplier)
+    layers = {name: with_parts(getattr(spec.submodules, name), **{part: add}) for name, part in _RESIDUAL_ADDS.items()}
+    return with_parts(spec, **layers)
+
+
+def with_parts(spec: Any, **submodules: Any) -> Any:
+    """A copy of megatron's ``ModuleSpec`` with other submodules; the spec itself is shared by all models."""
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **submodules))
 
 
 def _residual_add(multiplier: float) -> Callable[..., Any]:

@@ -207,15 +207,9 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: 
         | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
         | {"min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0}  # else nothing ends an answer early
     )
-    if served.has_drafts and options.has_penalties:
-        penalties = (field for field in dataclasses.fields(options) if field.name.endswith("_penalty"))
-        wrong = next(field.name for field in penalties if getattr(options, field.name) != field.default)
-        raise bad(
-            f"'{wrong}' is not supported by this server, which was started with --num-speculative-tokens.",
-            wrong,
-            "unsupported_parameter",
-        )
     try:
+        if served.has_drafts:
+            options.check_drafts("--num-speculative-tokens, with which this server was started")
         options.check_vocabulary(served.vocab_size)
         check_tokens("stop_token_ids", body.stop_token_ids, served.vocab_size)
     except FieldError as error:

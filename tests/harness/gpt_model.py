@@ -43,7 +43,7 @@ def as_gpt_model(hybrid: Any) -> Any:
         The model; its ``hybrid_config``, which helpers read, is that of ``hybrid``.
     """
     dimensions, is_local = hybrid.hybrid_config, any(isinstance(part, torch.nn.RMSNorm) for part in hybrid.modules())
-    pattern = dimensions.layer_pattern.replace("|", "")
+    pattern = dimensions.layers
     config = copy.copy(hybrid.config)
     config.num_layers, config.is_hybrid_model = len(pattern) // 2, False
     config.experimental_attention_variant = "gated_delta_net"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from dataclasses import replace
 
@@ -131,6 +132,16 @@ def test_a_damaged_folder_is_one_line_that_names_file_and_weight(platform, tmp_p
     with pytest.raises(ValueError, match=message) as error:
         build_hybrid_model(hf=tmp_path / "hf", platform=platform)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "prefix"), [("nemotron_h", "backbone."), ("qwen3_5", "model.language_model.")])
+def test_a_wrong_weight_has_the_name_that_it_has_in_the_file(platform, tmp_path, kind, prefix):
+    weights = {name.replace("model.", prefix, 1): weight for name, weight in make_folder(tmp_path / "hf", kind).items()}
+    norm = next(name for name in weights if name.startswith(prefix) and name.endswith("norm.weight"))
+    for wrong, what in ({norm: torch.zeros(3)}, "has shape"), ({f"{prefix}a.bias": torch.zeros(3)}, ""):
+        save_file(weights | wrong, tmp_path / "hf/model.safetensors")
+        with pytest.raises(ValueError, match=rf"{re.escape(next(iter(wrong)))} in \S+model\.safetensors ?{what}"):
+            build_hybrid_model(hf=tmp_path / "hf", platform=platform)
 
 
 def test_a_file_that_is_cut_after_it_was_checked_is_an_error(platform, tmp_path):

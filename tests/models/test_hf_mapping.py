@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from megatron.core import parallel_state
 
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.hf.dimensions import family_of
+from megatron_hybrid_prefix.models.hf.family import FAMILIES
 from megatron_hybrid_prefix.models.hf.mapping import Finish, Rule, Source
 from megatron_hybrid_prefix.models.hf_weights import _belongs_here
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
@@ -182,11 +184,8 @@ def test_a_model_gets_every_weight_of_either_spelling(platform, stacked):
 @pytest.mark.parametrize(
     ("config", "model_type", "message"),
     [
-        (
-            get_preset("tiny-gdn"),
-            None,
-            "nemotron_h: hybrid_override_pattern has 'G', none of M.*; qwen3_next has layer_pat",
-        ),
+        (get_preset("tiny-gdn"), None, r"the nearest: qwen3_next has layers\[1\]="),
+        (get_preset("tiny-gdn"), "nemotron_h", "nemotron_h: hybrid_override_pattern has 'G', none of M"),
         (get_preset("tiny-moe"), "nemotron_h", "nemotron_h: moe_shared_expert_intermediate_size is 0"),
         (
             replace(NEMOTRON_H, activation="gelu", rotary_base=10_000),
@@ -205,6 +204,45 @@ def test_models_of_no_family_are_one_clear_line(config, model_type, message):
     with pytest.raises(ValueError, match=message) as error:
         family_of(config, model_type)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_near_a_family_is_told_what_the_family_has(kind):
+    """Of two families that are as near, the first. One may also refuse it."""
+    config = CONFIGS[kind]
+    family = "qwen3_next" if "G" in config.symbols else MODELS[kind].model_type
+    gated, normed = config.attention_output_gate, config.qk_norm
+    near = [
+        ({"attention_output_gate": not gated}, f" has attention_output_gate={gated} (not {not gated})"),
+        (
+            {"qk_norm": not normed, "attention_output_gate": not gated},
+            f" has attention_output_gate={gated} (not {not gated}), qk_norm={normed} (not {not normed})",
+        ),
+    ]
+    if "M" in config.symbols:
+        field = "layer_norm_epsilon" if family == "nemotron_h" else "rms_norm_eps"
+        near += [({"layernorm_epsilon": 1e-6}, f": {field} is 1e-06: the norm in megatron's mixer has 1e-05")]
+    if family in ("bamba", "granitemoehybrid"):
+        near += [({"layer_pattern": config.layers + "**"}, f" has layers[9]={config.layers[1]!r} (not '*')")]
+    for changes, what in near:
+        with pytest.raises(ValueError) as error:
+            family_of(replace(config, **changes))
+        assert str(error.value) == f"no family has these dimensions; the nearest: {family}{what}"
+
+
+def test_a_model_far_from_all_families_is_one_short_line():
+    far = replace(
+        QWEN3_NEXT,
+        layer_pattern="*-MGE" * 50,
+        **{name: getattr(NEMOTRON_H, name) for name in ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim")},
+        **{"mamba_num_groups": 1, "mtp_num_layers": 2, "mtp_layer_pattern": 500 * "*", "moe_latent_size": 12},
+        **{"attention_multiplier": 0.123456789, "embedding_multiplier": 9.87654321, "logits_scaling": 1 / 3},
+    )
+    drafting = replace(QWEN3_NEXT, mtp_num_layers=2, mtp_layer_pattern=500 * "*")
+    for config, model_type in product((far, drafting), (None, *FAMILIES.names())):
+        with pytest.raises(ValueError) as error:
+            family_of(config, model_type)
+        assert len(str(error.value)) <= 300 and "\n" not in str(error.value)
 
 
 def test_a_model_of_other_dimensions_is_one_clear_line_and_keeps_its_weights(platform):

@@ -102,8 +102,8 @@ class RequestRules:
             )
         if getattr(params, "stop_token_ids", None) and not self._samples_rows:
             raise FieldError("stop_token_ids", "stop_token_ids do not work with megatron's own controller")
-        if options is not None and options.has_penalties and self._engine.num_speculative_tokens:
-            raise FieldError("sampling_options", "sampling_options: penalties do not work with drafts")
+        if options is not None and (drafts := self._engine.num_speculative_tokens):
+            options.check_drafts(f"num_speculative_tokens={drafts}")
         if options is not None and options.min_tokens and params.stop_words:
             raise FieldError(
                 "sampling_options", "sampling_options: min_tokens does not go with stop_words, only with end tokens"

@@ -10,6 +10,7 @@ from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
 from megatron_hybrid_prefix.platform import patched_machine, replace_names
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.pages import own_bytes
+from megatron_hybrid_prefix.sampling import drafts_problem
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
 from megatron_hybrid_prefix.upstream.contract import check_contract
 
@@ -148,18 +149,14 @@ def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[
 def _block_problem(model: Any, config: InferenceConfig) -> str | None:
     """Why no engine has such blocks or drafts, in one line; upstream asserts on it."""
     block_tokens, drafts = config.block_size_tokens, config.num_speculative_tokens
-    depths = model.config.mtp_num_layers or 0
     if block_tokens < 1:
         return f"block_size_tokens={block_tokens}: must be at least 1"
     if drafts < 0:
         return f"num_speculative_tokens={drafts}: must not be negative"
     if drafts >= block_tokens:
         return f"num_speculative_tokens={drafts} must be below block_size_tokens={block_tokens}"
-    if drafts and not depths:
-        return f"num_speculative_tokens={drafts}: the model has no multi-token prediction (mtp_num_layers)"
-    if drafts > depths and not model.config.mtp_use_repeated_layer:
-        return f"num_speculative_tokens={drafts}: the model drafts at most mtp_num_layers={depths}"
-    return None
+    problem = drafts_problem(drafts, model.config)
+    return None if problem is None else f"num_speculative_tokens={drafts}: {problem}"
 
 
 def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixConfig | None) -> str | None:

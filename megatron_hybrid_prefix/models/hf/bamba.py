@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.models.hf.given import (
     rotary_json,
 )
 from megatron_hybrid_prefix.models.hf.mapping import Rule
-from megatron_hybrid_prefix.models.hf.parts import attention_parts, gated_mlp, mamba_parts, rules_of_pairs
+from megatron_hybrid_prefix.models.hf.parts import attention_parts, mamba_parts, mlp, rules_of_pairs
 
 
 class Bamba(Family):
@@ -34,21 +34,19 @@ class Bamba(Family):
         if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < layers for index in indices):
             raise given.error(f"attn_layer_indices is {indices!r}, no list of layers from 0 to {layers - 1}")
         pattern = "".join("*-" if number in indices else "M-" for number in range(layers))
-        base, fraction = rotary(given, default_fraction=0.5)
-        fields = attention(given, kv_heads=8) | mamba(given)
-        if (turned := given.whole("attn_rotary_emb", default=0)) and turned != fraction * fields["kv_channels"]:
-            raise given.error(f"attn_rotary_emb is {turned}; transformers turns {fraction:g} x {fields['kv_channels']}")
+        fields = attention(given, kv_heads=8) | mamba(given) | rotary(given, default_fraction=0.5)
+        fraction, channels = fields["rotary_fraction"], fields["kv_channels"]
+        if (turned := given.whole("attn_rotary_emb", default=0)) and turned != fraction * channels:
+            raise given.error(f"attn_rotary_emb is {turned}; transformers turns {fraction:g} x {channels}")
         return HybridModelConfig(
             layer_pattern=pattern,
             **fields,
             activation="swiglu",
-            rotary_base=base,
-            rotary_fraction=fraction,
             layernorm_epsilon=norm_epsilon(given, pattern, "rms_norm_eps", default=1e-5),
         )
 
     def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
-        mixers = config.layer_pattern.replace("|", "")[::2]
+        mixers = config.layers[::2]
         return {
             **attention_json(config),
             **mamba_json(config),
@@ -59,11 +57,12 @@ class Bamba(Family):
         }
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        def mlp(symbol: str, ours: str, theirs: str) -> Iterator[Rule]:
-            return gated_mlp(ours, f"{theirs}feed_forward.", config.hidden_size, config.ffn_hidden_size)
-
-        mixers = {"M": ("mamba.", mamba_parts(config)), "*": ("self_attn.", attention_parts(config))}
-        return rules_of_pairs(config, mixers, mlp, second_norm="pre_ff_layernorm", final_norm="model.final_layernorm")
+        layers = {
+            "M": ("mamba.", mamba_parts(config)),
+            "*": ("self_attn.", attention_parts(config)),
+            "-": ("feed_forward.", mlp("mlp.", "", config.hidden_size, config.ffn_hidden_size, gated=True)),
+        }
+        return rules_of_pairs(config, layers, second_norm="pre_ff_layernorm", final_norm="model.final_layernorm")
 
 
 register_family(Bamba())

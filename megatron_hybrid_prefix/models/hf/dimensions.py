@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from itertools import zip_longest
 from typing import Any
 
+from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 # These register their families.
@@ -24,6 +26,15 @@ _REFUSED = {
 }
 _DTYPES = ("float32", "bfloat16")
 _NOT_COMPARED = ("chunk_size", "dtype", "float32_norms", "state_dtype", "long_memory")  # how it is computed or made
+_NAMED = 3  # differences that an error names
+# Sizes that no family with such layers refuses: with them, a family that refuses a model says what else differs.
+_USUAL: dict[str, Any] = {
+    "hidden_size": 64,
+    "layernorm_epsilon": 1e-5,
+    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_state_dim": 16, "mamba_num_groups": 1},
+    **{"gdn_num_key_heads": 4, "gdn_num_value_heads": 4, "gdn_key_head_dim": 16, "gdn_value_head_dim": 16},
+    **{"moe_shared_expert_intermediate_size": 64, "moe_router_groups": 0, "moe_router_topk_groups": 0},
+}
 _PREFIXES = {"mamba_": "M", "gdn_": "G", "moe_": "E", "num_moe_": "E", "ffn_": "-"}
 
 
@@ -77,6 +88,7 @@ def _dtype(given: Given, *names: str) -> str | None:
 
 def config_json_of(family: Family, config: HybridModelConfig) -> dict[str, Any]:
     """The ``config.json`` of a model, `dimensions_of` the other way round."""
+    config = _explicit(config)
     data: dict[str, Any] = {
         "model_type": family.name,
         "architectures": [family.architecture],
@@ -93,37 +105,58 @@ def family_of(config: HybridModelConfig, model_type: str | None = None) -> Famil
     """The family with this name, or the first that has such dimensions: its ``config.json`` can say them.
 
     Raises:
-        ValueError: There is none; the message says what each family has instead.
+        ValueError: There is none; the message says what the nearest family has instead.
         PluginError: A plugin cannot be imported.
     """
-    asked = [FAMILIES[name] for name in (FAMILIES.names() if model_type is None else [model_type])]
     mismatches = []
-    for family in dict.fromkeys(asked):
-        mismatch = _mismatch(family, config)
-        if mismatch is None:
+    asked = FAMILIES.names() if model_type is None else [model_type]
+    for family in dict.fromkeys(FAMILIES[name] for name in asked):
+        count, what = _mismatch(family, config)
+        if not count:
             return family
-        mismatches.append(mismatch)
-    raise ValueError("; ".join(mismatches))
+        mismatches.append((count, what))
+    _, what = min(mismatches, key=lambda found: found[0])
+    raise ValueError(what if model_type is not None else f"no family has these dimensions; the nearest: {what}")
 
 
-def _mismatch(family: Family, config: HybridModelConfig) -> str | None:
-    """What of these dimensions no model of the family has; None: nothing."""
+def _mismatch(family: Family, config: HybridModelConfig) -> tuple[int, str]:
+    """How many of these dimensions no model of the family has, and the first of them in one line."""
     try:
-        read = dimensions_of(config_json_of(family, config), family.name)
+        found = _differences(family, config)
     except ValueError as error:
-        return str(error)
+        try:
+            others = len(_differences(family, replace(config, **_USUAL)))
+        except ValueError:
+            others = len(fields(config))
+        return 1 + others, str(error)
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return len(found), f"{family.name} has {', '.join(found[:_NAMED])}{more}"
+
+
+def _differences(family: Family, config: HybridModelConfig) -> list[str]:
+    """The dimensions that do not come back. Raises ValueError if the family refuses one."""
+    read = dimensions_of(config_json_of(family, config), family.name)
     found, wanted = _compared(read), _compared(config)
-    differing = [name for name in wanted if found.get(name) != wanted[name]]
-    if not differing:
-        return None
-    return f"{family.name} has " + ", ".join(f"{name}={found.get(name)!r} (not {wanted[name]!r})" for name in differing)
+    pairs = {name: (found.get(name), wanted.get(name)) for name in (wanted | found)}
+    pairs = {name: (theirs, ours) for name, (theirs, ours) in pairs.items() if theirs != ours}
+    if pairs.pop("layer_pattern", None) is not None:  # it may be long: the first layer that differs
+        number = next(n for n, (a, b) in enumerate(zip_longest(read.layers, config.layers)) if a != b)
+        pairs = {f"layers[{number}]": (read.layers[number : number + 1], config.layers[number : number + 1])} | pairs
+    return [f"{name}={shown(theirs)} (not {shown(ours)})" for name, (theirs, ours) in pairs.items()]
 
 
 def _compared(config: HybridModelConfig) -> dict[str, Any]:
     """Dimensions of the layers that there are."""
     absent = tuple(prefix for prefix, symbol in _PREFIXES.items() if symbol not in config.symbols)
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    values["layer_pattern"] = config.layer_pattern.replace("|", "")
-    values["moe_ffn_hidden_size"] = config.expert_ffn_hidden_size
-    values["attention_multiplier"] = config.attention_multiplier or config.kv_channels**-0.5
+    values = {field.name: getattr(_explicit(config), field.name) for field in fields(config)}
     return {name: value for name, value in values.items() if name not in _NOT_COMPARED and not name.startswith(absent)}
+
+
+def _explicit(config: HybridModelConfig) -> HybridModelConfig:
+    """The same model; what was left to others of its fields is said, and nothing of stages."""
+    return replace(
+        config,
+        layer_pattern=config.layers,
+        moe_ffn_hidden_size=config.expert_ffn_hidden_size,
+        attention_multiplier=config.attention_multiplier or config.kv_channels**-0.5,
+    )

@@ -49,7 +49,8 @@ class Family(ABC):
     def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
         """`dimensions` the other way round, for any dimensions: a family has those that come back from `dimensions`.
 
-        `config_json_of` adds the model's type, class and dtypes, and whether embeddings are tied.
+        Of ``config``, the width of experts and the multiplier of attention are set. `config_json_of` adds the model's type,
+        class and dtypes, and whether embeddings are tied.
         """
 
     def as_stored(self, config: HybridModelConfig, names: Collection[str]) -> HybridModelConfig:

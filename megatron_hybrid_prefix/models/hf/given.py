@@ -14,6 +14,21 @@ from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 # "mrope_" names divide channels among the three positions of an image's part; a text's three are equal.
 _ROPE_NAMES = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+_ATTENTION = {
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_sequence_length",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size",
+}
+_MAMBA = {
+    "mamba_n_heads": "mamba_num_heads",
+    "mamba_d_state": "mamba_state_dim",
+    "mamba_n_groups": "mamba_num_groups",
+    "mamba_d_conv": "d_conv",
+}
 _GATED_NORM_EPSILON = 1e-5  # of megatron's Mamba mixer, whatever the model's is
 
 
@@ -42,21 +57,22 @@ class Given:
 
     def whole(self, *names: str, default: int | None = None) -> int:
         """The first of these names with a value, as a whole number."""
-        value = self.get(*names)
-        value = default if value is None else value
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if type(value) is not int or value < 0:
-            raise self.error(f"{names[0]} {'is missing' if value is None else f'is {value!r}, not a whole number'}")
-        return value
+        value = self.real(*names, default=default, what="a whole number")
+        if value < 0 or not value.is_integer():
+            raise self.error(f"{names[0]} is {self.get(*names)!r}, not a whole number")
+        return int(value)
 
-    def real(self, *names: str, default: float | None = None) -> float:
+    def real(self, *names: str, default: float | None = None, what: str = "a number") -> float:
         """The first of these names with a value, as a number."""
         value = self.get(*names)
         value = default if value is None else value
         if value is None or type(value) not in (int, float):
-            raise self.error(f"{names[0]} {'is missing' if value is None else f'is {value!r}, not a number'}")
+            raise self.error(f"{names[0]} {'is missing' if value is None else f'is {value!r}, not {what}'}")
         return float(value)
+
+    def fields(self, names: Mapping[str, str], **defaults: int) -> dict[str, Any]:
+        """Fields of `HybridModelConfig` by their names in the file, all of them whole numbers; `written` is the other way round."""
+        return {ours: self.whole(theirs, default=defaults.get(ours)) for theirs, ours in names.items()}
 
     def flag(self, name: str, default: bool) -> bool:
         """A value that is true or false."""
@@ -94,6 +110,11 @@ class Given:
         return value
 
 
+def written(config: HybridModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """Values for a ``config.json``, by its names of fields."""
+    return {theirs: getattr(config, ours) for theirs, ours in names.items()}
+
+
 def attention(given: Given, *, kv_heads: int | None, channels: int | None = None) -> dict[str, Any]:
     """Fields that all families have.
 
@@ -110,32 +131,17 @@ def attention(given: Given, *, kv_heads: int | None, channels: int | None = None
         kv_heads = heads
     if channels is None or "head_dim" in given:
         channels = hidden // max(1, heads)
-    return {
-        "hidden_size": hidden,
-        "vocab_size": given.whole("vocab_size"),
-        "max_sequence_length": given.whole("max_position_embeddings"),
-        "num_attention_heads": heads,
-        "num_query_groups": given.whole("num_key_value_heads", default=kv_heads),
-        "kv_channels": given.whole("head_dim", "attention_head_dim", default=channels),
-        "ffn_hidden_size": given.whole("intermediate_size"),
-    }
+    channels = given.whole("attention_head_dim", default=channels)  # an old name
+    return given.fields(_ATTENTION, num_query_groups=kv_heads, kv_channels=channels)
 
 
 def attention_json(config: HybridModelConfig) -> dict[str, Any]:
     """`attention` the other way round."""
-    return {
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_sequence_length,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_query_groups,
-        "head_dim": config.kv_channels,
-        "intermediate_size": config.ffn_hidden_size,
-    }
+    return written(config, _ATTENTION)
 
 
-def rotary(given: Given, *, default_fraction: float) -> tuple[int, float]:
-    """Base and fraction of rotary embeddings, in ``rope_parameters`` or next to it."""
+def rotary(given: Given, *, default_fraction: float) -> dict[str, Any]:
+    """Fields of rotary embeddings, in ``rope_parameters`` or next to it."""
     rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise given.error("rope_parameters is not a mapping")
@@ -145,8 +151,8 @@ def rotary(given: Given, *, default_fraction: float) -> tuple[int, float]:
     if other := sorted(name for name, value in rope.items() if name not in _ROPE_NAMES and value is not None):
         raise given.error(f"rope_parameters has {other[0]}, none of {', '.join(sorted(_ROPE_NAMES))}")
     both = Given({**given.data} | {name: value for name, value in rope.items() if value is not None}, given.name)
-    base = both.whole("rope_theta", default=10_000)
-    return base, both.real("partial_rotary_factor", default=default_fraction)
+    fraction = both.real("partial_rotary_factor", default=default_fraction)
+    return {"rotary_base": both.whole("rope_theta", default=10_000), "rotary_fraction": fraction}
 
 
 def rotary_json(config: HybridModelConfig) -> dict[str, Any]:
@@ -167,26 +173,14 @@ def mamba(given: Given) -> dict[str, Any]:
     head_dim = inner // max(1, heads) if given.get("mamba_d_head") in (None, "auto") else given.whole("mamba_d_head")
     if heads * head_dim != inner:
         raise given.error(f"mamba_n_heads x mamba_d_head is {heads * head_dim}, mamba_expand x hidden_size is {inner}")
-    return {
-        "mamba_num_heads": heads,
-        "mamba_head_dim": head_dim,
-        "mamba_state_dim": given.whole("mamba_d_state"),
-        "mamba_num_groups": given.whole("mamba_n_groups"),
-        "d_conv": given.whole("mamba_d_conv", default=4),
-    }
+    return given.fields(_MAMBA, d_conv=4) | {"mamba_head_dim": head_dim}
 
 
 def mamba_json(config: HybridModelConfig) -> dict[str, Any]:
     """`mamba` the other way round."""
-    return {
-        "mamba_n_heads": config.mamba_num_heads,
-        "mamba_d_head": config.mamba_head_dim,
-        "mamba_expand": config.mamba_num_heads * config.mamba_head_dim // config.hidden_size,
-        "mamba_d_state": config.mamba_state_dim,
-        "mamba_n_groups": config.mamba_num_groups,
-        "mamba_d_conv": config.d_conv,
-        "mamba_chunk_size": config.chunk_size,
-    }
+    expand = config.mamba_num_heads * config.mamba_head_dim // config.hidden_size
+    sizes = {"mamba_d_head": config.mamba_head_dim, "mamba_expand": expand, "mamba_chunk_size": config.chunk_size}
+    return written(config, _MAMBA) | sizes
 
 
 def norm_epsilon(given: Given, pattern: str, *names: str, default: float | None = None) -> float:

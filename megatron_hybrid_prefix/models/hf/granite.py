@@ -17,8 +17,8 @@ from megatron_hybrid_prefix.models.hf.given import (
     rotary,
     rotary_json,
 )
-from megatron_hybrid_prefix.models.hf.mapping import Rule, Source, made_of
-from megatron_hybrid_prefix.models.hf.parts import attention_parts, mamba_parts, rules_of_pairs
+from megatron_hybrid_prefix.models.hf.mapping import Rule, made_of
+from megatron_hybrid_prefix.models.hf.parts import attention_parts, mamba_parts, rules_of_pairs, stacked_experts
 
 _MIXERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -53,8 +53,8 @@ class Granite(Family):
         else:
             fields["ffn_hidden_size"] = shared
         if given.get("position_embedding_type") == "rope":
-            fields["rotary_base"], fraction = rotary(given, default_fraction=1.0)
-            if fraction != 1.0:
+            fields |= rotary(given, default_fraction=1.0)
+            if (fraction := fields["rotary_fraction"]) != 1.0:
                 raise given.error(f"partial_rotary_factor is {fraction:g}; transformers turns whole heads")
         kinds, layers = given.texts("layer_types", "layers_block_type"), given.whole("num_hidden_layers")
         if kinds is None or len(kinds) != layers or set(kinds) - set(_MIXERS):
@@ -68,15 +68,12 @@ class Granite(Family):
         )
 
     def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
-        mixers = config.layer_pattern.replace("|", "")[::2]
-        multipliers = {name: getattr(config, name) for name in _MULTIPLIERS}
-        if config.attention_multiplier is None:
-            multipliers["attention_multiplier"] = config.kv_channels**-0.5
+        mixers = config.layers[::2]
         data = {
             **attention_json(config),
             **mamba_json(config),
             **rotary_json(config),
-            **multipliers,
+            **{name: getattr(config, name) for name in _MULTIPLIERS},
             "position_embedding_type": "nope" if config.rotary_base is None else "rope",
             "num_hidden_layers": len(mixers),
             "layer_types": ["attention" if symbol == "*" else "mamba" for symbol in mixers],
@@ -87,7 +84,7 @@ class Granite(Family):
         if config.has_experts:
             data |= {
                 "num_experts_per_tok": config.moe_router_topk,
-                "intermediate_size": config.expert_ffn_hidden_size,
+                "intermediate_size": config.moe_ffn_hidden_size,
                 "shared_intermediate_size": config.moe_shared_expert_intermediate_size,
             }
         return data
@@ -98,35 +95,28 @@ class Granite(Family):
         return layer + moe + _IN_FILES.get(last, last)
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        def feed_forward(symbol: str, ours: str, theirs: str) -> Iterator[Rule]:
-            width = config.ffn_hidden_size
-            if symbol == "E":
-                yield from _experts(ours, f"{theirs}block_sparse_moe.", config)
-                ours, width = f"{ours}shared_experts.", config.moe_shared_expert_intermediate_size
-            for target, source, shape in _gated(config.hidden_size, width):
-                yield made_of(ours + target, {f"{theirs}shared_mlp.{source}": shape})
-
-        mixers = {"M": ("mamba.", mamba_parts(config)), "*": ("self_attn.", attention_parts(config))}
-        return rules_of_pairs(
-            config, mixers, feed_forward, second_norm="post_attention_layernorm", final_norm="model.norm"
-        )
+        layers = {
+            "M": ("mamba.", mamba_parts(config)),
+            "*": ("self_attn.", attention_parts(config)),
+            "-": ("shared_mlp.", _mlp("mlp.", "", config.hidden_size, config.ffn_hidden_size)),
+            "E": ("", _experts(config)),
+        }
+        return rules_of_pairs(config, layers, second_norm="post_attention_layernorm", final_norm="model.norm")
 
 
-def _gated(hidden: int, width: int) -> list[tuple[str, str, tuple[int, int]]]:
-    """Of a gated MLP megatron's names, theirs and the shapes: gate and up projection are one matrix there, too."""
-    return [
-        ("linear_fc1.weight", "input_linear.weight", (2 * width, hidden)),
-        ("linear_fc2.weight", "output_linear.weight", (hidden, width)),
-    ]
+def _mlp(ours: str, theirs: str, hidden: int, width: int) -> Iterator[Rule]:
+    """A gated MLP: gate and up projection are one matrix there, too."""
+    yield made_of(f"{ours}linear_fc1.weight", {f"{theirs}input_linear.weight": (2 * width, hidden)})
+    yield made_of(f"{ours}linear_fc2.weight", {f"{theirs}output_linear.weight": (hidden, width)})
 
 
-def _experts(ours: str, theirs: str, config: HybridModelConfig) -> Iterator[Rule]:
-    hidden, experts = config.hidden_size, config.num_moe_experts
-    yield made_of(f"{ours}router.weight", {f"{theirs}router.layer.weight": (experts, hidden)})
-    for expert in range(experts):
-        for target, name, shape in _gated(hidden, config.expert_ffn_hidden_size):
-            source = Source(name=theirs + name, shape=(experts, *shape), at=expert)
-            yield Rule(target=f"{ours}experts.local_experts.{expert}.{target}", sources=(source,))
+def _experts(config: HybridModelConfig) -> Iterator[Rule]:
+    hidden, width, count = config.hidden_size, config.expert_ffn_hidden_size, config.num_moe_experts
+    moe = "block_sparse_moe."
+    yield made_of("mlp.router.weight", {f"{moe}router.layer.weight": (count, hidden)})
+    matrices = {f"{moe}input_linear.weight": (2 * width, hidden), f"{moe}output_linear.weight": (hidden, width)}
+    yield from stacked_experts(count, matrices)
+    yield from _mlp("mlp.shared_experts.", "shared_mlp.", hidden, config.moe_shared_expert_intermediate_size)
 
 
 register_family(Granite())

@@ -9,15 +9,16 @@ from typing import Any
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.family import Family, register_family
-from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, norm_epsilon
-from megatron_hybrid_prefix.models.hf.mapping import Rule, Source, made_of
-from megatron_hybrid_prefix.models.hf.parts import NORMS, Parts, attention_parts, mamba_parts, rules_of
+from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, norm_epsilon, written
+from megatron_hybrid_prefix.models.hf.mapping import Rule, made_of
+from megatron_hybrid_prefix.models.hf.parts import attention_parts, experts, mamba_parts, mlp, norms, rules_of
 
 _OLD_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
+    "num_local_experts": "n_routed_experts",
 }
 _LAYERS = {
     "mamba": "M",
@@ -26,6 +27,19 @@ _LAYERS = {
     "full_attention": "*",
     "mlp": "-",
     "moe": "E",
+}
+_MAMBA = {
+    "mamba_num_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim",
+    "ssm_state_size": "mamba_state_dim",
+    "n_groups": "mamba_num_groups",
+    "conv_kernel": "d_conv",
+}
+_EXPERTS = {
+    "n_routed_experts": "num_moe_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
 
 
@@ -54,11 +68,7 @@ class NemotronH(Family):
         return HybridModelConfig(
             layer_pattern=pattern,
             **attention(given, kv_heads=8, channels=128),
-            mamba_num_heads=given.whole("mamba_num_heads"),
-            mamba_head_dim=given.whole("mamba_head_dim"),
-            mamba_state_dim=given.whole("ssm_state_size"),
-            mamba_num_groups=given.whole("n_groups"),
-            d_conv=given.whole("conv_kernel", default=4),
+            **given.fields(_MAMBA, d_conv=4),
             activation="relu2",
             layernorm_epsilon=epsilon,
             **(_experts_of(given) if "E" in pattern + drafts.get("mtp_layer_pattern", "") else {}),
@@ -75,16 +85,11 @@ class NemotronH(Family):
 
     def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
         """A ``time_step_min`` of 0 is none: megatron's mixer does not clamp the step size."""
-        pattern = config.layer_pattern.replace("|", "")
         data = {
             **attention_json(config),
-            "hybrid_override_pattern": pattern,
-            "num_hidden_layers": len(pattern),
-            "mamba_num_heads": config.mamba_num_heads,
-            "mamba_head_dim": config.mamba_head_dim,
-            "ssm_state_size": config.mamba_state_dim,
-            "n_groups": config.mamba_num_groups,
-            "conv_kernel": config.d_conv,
+            **written(config, _MAMBA),
+            "hybrid_override_pattern": config.layers,
+            "num_hidden_layers": config.num_layers,
             "chunk_size": config.chunk_size,
             "layer_norm_epsilon": config.layernorm_epsilon,
             "time_step_min": 0.0,
@@ -96,15 +101,11 @@ class NemotronH(Family):
                 "mtp_use_repeated_layer": config.mtp_use_repeated_layer,
             }
         if config.has_experts:
-            data |= {
-                "n_routed_experts": config.num_moe_experts,
-                "num_experts_per_tok": config.moe_router_topk,
+            data |= written(config, _EXPERTS) | {
                 "n_group": config.moe_router_groups or 1,
                 "topk_group": config.moe_router_topk_groups or 1,
                 "routed_scaling_factor": config.moe_router_scaling,
-                "moe_intermediate_size": config.expert_ffn_hidden_size,
                 "moe_latent_size": config.moe_latent_size or None,
-                "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
             }
         return data
 
@@ -113,11 +114,9 @@ class NemotronH(Family):
         return f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        """Experts are matrices each in files, and stacks of matrices in a model in memory."""
-        hidden = config.hidden_size
-        vocabulary = config.vocab_size, hidden
+        hidden, vocabulary = config.hidden_size, (config.vocab_size, config.hidden_size)
         yield made_of("embedding.word_embeddings.weight", {"model.embeddings.weight": vocabulary})
-        yield from _layers(config, config.layer_pattern.replace("|", ""), "decoder.", "model.", 0, names)
+        yield from _layers(config, config.layers, "decoder.", "model.", 0, names)
         yield made_of("decoder.final_norm.weight", {"model.norm_f.weight": (hidden,)})
         yield made_of("output_layer.weight", {"lm_head.weight": vocabulary})
         # Of heads that draft, all layers are numbered; the first and the last have what is around a head's layers.
@@ -135,16 +134,19 @@ def _layers(
     config: HybridModelConfig, pattern: str, ours: str, theirs: str, first: int, names: Collection[str]
 ) -> Iterator[Rule]:
     """Layers with these symbols; ``first`` is the number that the first one has in Hugging Face's names."""
-    parts = {"M": mamba_parts(config), "*": attention_parts(config), "-": _mlp(config), "E": _shared(config)}
+    hidden = config.hidden_size
+    stacked = any(name.startswith(theirs) and name.endswith(".experts.down_proj") for name in names)
+    layers = {
+        "M": mamba_parts(config),
+        "*": attention_parts(config),
+        "-": mlp("mlp.", "", hidden, config.ffn_hidden_size, gated=False),
+        "E": _experts(config, stacked=stacked),
+    }
+    rules = {symbol: list(layers[symbol]) for symbol in set(pattern)}
     for number, symbol in enumerate(pattern):
         our_layer, their_layer = f"{ours}layers.{number}.", f"{theirs}layers.{first + number}."
-        for target in NORMS[symbol]:
-            yield made_of(our_layer + target, {f"{their_layer}norm.weight": (config.hidden_size,)})
-        mixer = f"{their_layer}mixer."
-        yield from rules_of(parts[symbol], our_layer, mixer)
-        if symbol == "E":
-            stacked = f"{mixer}experts.down_proj" in names
-            yield from _experts(f"{our_layer}mlp.experts.local_experts.", f"{mixer}experts.", config, stacked)
+        yield from norms(symbol, our_layer, f"{their_layer}norm.weight", hidden)
+        yield from rules_of(rules[symbol], our_layer, f"{their_layer}mixer.")
 
 
 def _pattern(given: Given) -> str:
@@ -197,7 +199,8 @@ def _drafts_of(given: Given) -> dict[str, Any]:
 def _experts_of(given: Given) -> dict[str, Any]:
     """Fields of layers of experts."""
     given.only("norm_topk_prob", True)
-    experts, chosen = given.whole("n_routed_experts", "num_local_experts"), given.whole("num_experts_per_tok")
+    fields = given.fields(_EXPERTS)
+    chosen = fields["moe_router_topk"]
     groups, chosen_groups = given.whole("n_group", default=1), given.whole("topk_group", default=1)
     if chosen_groups == groups:  # all of them: no choice
         groups = chosen_groups = 0
@@ -206,55 +209,27 @@ def _experts_of(given: Given) -> dict[str, Any]:
             f"num_experts_per_tok is {chosen}, and topk_group {chosen_groups} of n_group {groups}: megatron rates a group by "
             f"its {chosen // max(1, chosen_groups)} best experts, this model by its 2 best"
         )
-    if not (shared := given.whole("moe_shared_expert_intermediate_size")):
+    if not fields["moe_shared_expert_intermediate_size"]:
         raise given.error("moe_shared_expert_intermediate_size is 0: layers of experts have a shared expert")
-    return {
-        "num_moe_experts": experts,
-        "moe_router_topk": chosen,
+    return fields | {
         "moe_router_score": "sigmoid",
         "moe_router_groups": groups,
         "moe_router_topk_groups": chosen_groups,
         "moe_router_scaling": given.real("routed_scaling_factor", default=1.0),
-        "moe_ffn_hidden_size": given.whole("moe_intermediate_size"),
         "moe_latent_size": given.whole("moe_latent_size", default=0),
-        "moe_shared_expert_intermediate_size": shared,
     }
 
 
-def _mlp(config: HybridModelConfig) -> Parts:
-    return {
-        "mlp.linear_fc1.weight": ({"up_proj.weight": (config.ffn_hidden_size, config.hidden_size)}, None),
-        "mlp.linear_fc2.weight": ({"down_proj.weight": (config.hidden_size, config.ffn_hidden_size)}, None),
-    }
-
-
-def _shared(config: HybridModelConfig) -> Parts:
-    """Of a layer of experts: all but the experts that a router chooses."""
-    hidden, experts, width = config.hidden_size, config.num_moe_experts, config.moe_shared_expert_intermediate_size
-    latent = config.moe_latent_size
-    projections: Parts = {
-        "mlp.fc1_latent_proj.weight": ({"fc1_latent_proj.weight": (latent, hidden)}, None),
-        "mlp.fc2_latent_proj.weight": ({"fc2_latent_proj.weight": (hidden, latent)}, None),
-    }
-    return (projections if latent else {}) | {
-        "mlp.router.weight": ({"gate.weight": (experts, hidden)}, None),
-        "mlp.router.expert_bias": ({"gate.e_score_correction_bias": (experts,)}, None),
-        "mlp.shared_experts.linear_fc1.weight": ({"shared_experts.up_proj.weight": (width, hidden)}, None),
-        "mlp.shared_experts.linear_fc2.weight": ({"shared_experts.down_proj.weight": (hidden, width)}, None),
-    }
-
-
-def _experts(ours: str, theirs: str, config: HybridModelConfig, stacked: bool) -> Iterator[Rule]:
-    width, experts = config.expert_ffn_hidden_size, config.num_moe_experts
-    inner = config.moe_latent_size or config.hidden_size
-    shapes = {"up_proj": (width, inner), "down_proj": (inner, width)}
-    for expert in range(experts):
-        for target, (part, shape) in zip(("linear_fc1", "linear_fc2"), shapes.items(), strict=True):
-            if stacked:
-                source = Source(name=f"{theirs}{part}", shape=(experts, *shape), at=expert)
-            else:
-                source = Source(name=f"{theirs}{expert}.{part}.weight", shape=shape)
-            yield Rule(target=f"{ours}{expert}.{target}.weight", sources=(source,))
+def _experts(config: HybridModelConfig, *, stacked: bool) -> Iterator[Rule]:
+    hidden, latent, count = config.hidden_size, config.moe_latent_size, config.num_moe_experts
+    if latent:
+        yield made_of("mlp.fc1_latent_proj.weight", {"fc1_latent_proj.weight": (latent, hidden)})
+        yield made_of("mlp.fc2_latent_proj.weight", {"fc2_latent_proj.weight": (hidden, latent)})
+    yield made_of("mlp.router.weight", {"gate.weight": (count, hidden)})
+    yield made_of("mlp.router.expert_bias", {"gate.e_score_correction_bias": (count,)})
+    yield from experts(config, gated=False, stacked=stacked)
+    shared = config.moe_shared_expert_intermediate_size
+    yield from mlp("mlp.shared_experts.", "shared_experts.", hidden, shared, gated=False)
 
 
 register_family(NemotronH())

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.family import register_family
 from megatron_hybrid_prefix.models.hf.given import Given
-from megatron_hybrid_prefix.models.hf.parts import Parts
+from megatron_hybrid_prefix.models.hf.mapping import Rule, made_of
 from megatron_hybrid_prefix.models.hf.qwen3_next import Qwen3Next
 
 
@@ -51,12 +51,11 @@ class Qwen35(Qwen3Next):
             return None
         return super().canonical(name.replace("model.language_model.", "model.", 1))
 
-    def delta_net_parts(self, config: HybridModelConfig) -> Parts:
-        hidden, heads = config.hidden_size, config.gdn_num_value_heads
-        keys, values = config.gdn_num_key_heads * config.gdn_key_head_dim, heads * config.gdn_value_head_dim
+    def in_proj(self, config: HybridModelConfig, keys: int, values: int) -> Rule:
+        heads = config.gdn_num_value_heads
         rows = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-        projections = {f"{name}.weight": (count, hidden) for name, count in rows.items()}
-        return super().delta_net_parts(config) | {"self_attention.in_proj.weight": (projections, None)}
+        sources = {f"{name}.weight": (count, config.hidden_size) for name, count in rows.items()}
+        return made_of("self_attention.in_proj.weight", sources)
 
 
 class Qwen35Moe(Qwen35):

@@ -10,11 +10,25 @@ from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.family import Family, register_family
-from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, rotary, rotary_json
-from megatron_hybrid_prefix.models.hf.mapping import PLUS_ONE, RowNumbers, Rule, Source, made_of, row_numbers
-from megatron_hybrid_prefix.models.hf.parts import Parts, gated_mlp, rules_of_pairs
+from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, rotary, rotary_json, written
+from megatron_hybrid_prefix.models.hf.mapping import PLUS_ONE, RowNumbers, Rule, made_of, row_numbers
+from megatron_hybrid_prefix.models.hf.parts import experts, mlp, rules_of_pairs
 
+_NUM_EXPERTS = 512  # where the file has no such name
 _MIXERS = {"linear_attention": "G", "full_attention": "*"}
+_DELTA_NET = {
+    "linear_num_key_heads": "gdn_num_key_heads",
+    "linear_num_value_heads": "gdn_num_value_heads",
+    "linear_key_head_dim": "gdn_key_head_dim",
+    "linear_value_head_dim": "gdn_value_head_dim",
+    "linear_conv_kernel_dim": "d_conv",
+}
+_EXPERTS = {
+    "num_experts": "num_moe_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+}
 
 
 class Qwen3Next(Family):
@@ -33,33 +47,17 @@ class Qwen3Next(Family):
 
     def dimensions(self, given: Given) -> HybridModelConfig:
         given.only("hidden_act", "silu")
-        experts = given.whole("num_experts", default=512)
-        pattern = _pattern(given, experts)
-        base, fraction = rotary(given, default_fraction=0.25)
+        pattern = _pattern(given)
         fields: dict[str, Any] = {}
         if "E" in pattern:
-            if not given.flag("norm_topk_prob", True):
-                raise given.error(
-                    "norm_topk_prob is false: the router's weights here are a softmax over the chosen experts"
-                )
-            fields = {
-                "num_moe_experts": experts,
-                "moe_router_topk": given.whole("num_experts_per_tok"),
-                "moe_ffn_hidden_size": given.whole("moe_intermediate_size"),
-                "moe_shared_expert_intermediate_size": given.whole("shared_expert_intermediate_size"),
-                "moe_shared_expert_gate": True,
-            }
+            given.only("norm_topk_prob", True)  # the router's weights here are a softmax over the chosen experts
+            fields = given.fields(_EXPERTS, num_moe_experts=_NUM_EXPERTS) | {"moe_shared_expert_gate": True}
         return HybridModelConfig(
             layer_pattern=pattern,
             **attention(given, kv_heads=self.kv_heads, channels=256),
-            gdn_num_key_heads=given.whole("linear_num_key_heads"),
-            gdn_num_value_heads=given.whole("linear_num_value_heads"),
-            gdn_key_head_dim=given.whole("linear_key_head_dim"),
-            gdn_value_head_dim=given.whole("linear_value_head_dim"),
-            d_conv=given.whole("linear_conv_kernel_dim", default=4),
+            **given.fields(_DELTA_NET, d_conv=4),
             activation="swiglu",
-            rotary_base=base,
-            rotary_fraction=fraction,
+            **rotary(given, default_fraction=0.25),
             attention_output_gate=True,
             qk_norm=True,
             float32_norms=True,
@@ -68,24 +66,15 @@ class Qwen3Next(Family):
         )
 
     def config_json(self, config: HybridModelConfig) -> dict[str, Any]:
-        pattern = config.layer_pattern.replace("|", "")
-        kinds = ["full_attention" if symbol == "*" else "linear_attention" for symbol in pattern[::2]]
+        kinds = ["full_attention" if symbol == "*" else "linear_attention" for symbol in config.layers[::2]]
         return {
             **attention_json(config),
             **rotary_json(config),
             "num_hidden_layers": len(kinds),
             "layer_types": kinds,
-            "mlp_only_layers": [number for number, symbol in enumerate(pattern[1::2]) if symbol != "E"],
-            "linear_num_key_heads": config.gdn_num_key_heads,
-            "linear_num_value_heads": config.gdn_num_value_heads,
-            "linear_key_head_dim": config.gdn_key_head_dim,
-            "linear_value_head_dim": config.gdn_value_head_dim,
-            "linear_conv_kernel_dim": config.d_conv,
+            "mlp_only_layers": [number for number, symbol in enumerate(config.layers[1::2]) if symbol != "E"],
+            **written(config, _DELTA_NET | _EXPERTS),
             "rms_norm_eps": config.layernorm_epsilon,
-            "num_experts": config.num_moe_experts,
-            "num_experts_per_tok": config.moe_router_topk,
-            "moe_intermediate_size": config.expert_ffn_hidden_size,
-            "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
             "norm_topk_prob": True,
         }
 
@@ -94,51 +83,35 @@ class Qwen3Next(Family):
         return None if name.startswith("mtp.") else name
 
     def rules(self, config: HybridModelConfig, names: Collection[str] = ()) -> Iterator[Rule]:
-        """Experts are matrices each in files, and stacks of matrices in a model in memory."""
-        stacked = any(name.endswith(".mlp.experts.down_proj") for name in names)
+        layers = {
+            "G": ("linear_attn.", self.delta_net_parts(config)),
+            "*": ("self_attn.", _attention_parts(config)),
+            "-": ("mlp.", mlp("mlp.", "", config.hidden_size, config.ffn_hidden_size, gated=True)),
+            "E": ("mlp.", _experts(config, stacked=any(name.endswith(".mlp.experts.down_proj") for name in names))),
+        }
+        norms = {"second_norm": "post_attention_layernorm", "final_norm": "model.norm"}
+        return rules_of_pairs(config, layers, **norms, finish=PLUS_ONE)
 
-        def feed_forward(symbol: str, ours: str, theirs: str) -> Iterator[Rule]:
-            if symbol == "E":
-                return _experts(ours, f"{theirs}mlp.", config, stacked)
-            return gated_mlp(ours, f"{theirs}mlp.", config.hidden_size, config.ffn_hidden_size)
-
-        mixers = {"*": ("self_attn.", _attention_parts(config))}
-        if "G" in config.symbols:
-            mixers["G"] = ("linear_attn.", self.delta_net_parts(config))
-        yield from rules_of_pairs(
-            config,
-            mixers,
-            feed_forward,
-            second_norm="post_attention_layernorm",
-            final_norm="model.norm",
-            finish=PLUS_ONE,
-        )
-        for number, mixer in enumerate(config.layer_pattern.replace("|", "")[::2]):
-            for part in "qk" if mixer == "*" else "":
-                target = f"decoder.layers.{2 * number}.self_attention.{part}_layernorm.weight"
-                source = f"model.layers.{number}.self_attn.{part}_norm.weight"
-                yield made_of(target, {source: (config.kv_channels,)}, finish=PLUS_ONE)
-
-    def delta_net_parts(self, config: HybridModelConfig) -> Parts:
+    def delta_net_parts(self, config: HybridModelConfig) -> Iterator[Rule]:
         """A layer of Gated DeltaNet."""
-        hidden, heads = config.hidden_size, config.gdn_num_value_heads
+        heads = config.gdn_num_value_heads
         keys, values = config.gdn_num_key_heads * config.gdn_key_head_dim, heads * config.gdn_value_head_dim
-        projections = {
-            "in_proj_qkvz.weight": (2 * keys + 2 * values, hidden),
-            "in_proj_ba.weight": (2 * heads, hidden),
-        }
-        return {
-            "self_attention.in_proj.weight": (projections, _order_of_in_proj(config)),
-            "self_attention.conv1d.weight": ({"conv1d.weight": (2 * keys + values, 1, config.d_conv)}, None),
-            "self_attention.dt_bias": ({"dt_bias": (heads,)}, None),
-            "self_attention.A_log": ({"A_log": (heads,)}, None),
-            "self_attention.out_norm.weight": ({"norm.weight": (config.gdn_value_head_dim,)}, None),
-            "self_attention.out_proj.weight": ({"out_proj.weight": (hidden, values)}, None),
-        }
+        yield self.in_proj(config, keys, values)
+        yield made_of("self_attention.conv1d.weight", {"conv1d.weight": (2 * keys + values, 1, config.d_conv)})
+        yield made_of("self_attention.dt_bias", {"dt_bias": (heads,)})
+        yield made_of("self_attention.A_log", {"A_log": (heads,)})
+        yield made_of("self_attention.out_norm.weight", {"norm.weight": (config.gdn_value_head_dim,)})
+        yield made_of("self_attention.out_proj.weight", {"out_proj.weight": (config.hidden_size, values)})
+
+    def in_proj(self, config: HybridModelConfig, keys: int, values: int) -> Rule:
+        """The projection into it, to so many channels of all key heads, and of all value heads."""
+        hidden, heads = config.hidden_size, config.gdn_num_value_heads
+        sources = {"in_proj_qkvz.weight": (2 * keys + 2 * values, hidden), "in_proj_ba.weight": (2 * heads, hidden)}
+        return made_of("self_attention.in_proj.weight", sources, _order_of_in_proj(config))
 
 
-def _pattern(given: Given, experts: int) -> str:
-    layers = given.whole("num_hidden_layers")
+def _pattern(given: Given) -> str:
+    layers, experts = given.whole("num_hidden_layers"), given.whole("num_experts", default=_NUM_EXPERTS)
     kinds = given.texts("layer_types")
     if kinds is None:
         every = max(1, given.whole("full_attention_interval", default=4))
@@ -170,15 +143,16 @@ def _order_of_in_proj(config: HybridModelConfig) -> RowNumbers:
     return np.concatenate([part.flatten() for part in parts])
 
 
-def _attention_parts(config: HybridModelConfig) -> Parts:
-    """Gated attention, without its norms."""
+def _attention_parts(config: HybridModelConfig) -> Iterator[Rule]:
+    """Gated attention."""
     hidden, channels = config.hidden_size, config.kv_channels
     heads, kv = config.num_attention_heads * channels, config.num_query_groups * channels
     sources = {"q_proj.weight": (2 * heads, hidden), "k_proj.weight": (kv, hidden), "v_proj.weight": (kv, hidden)}
-    return {
-        "self_attention.linear_qkv.weight": (sources, _order_of_qkv(config)),
-        "self_attention.linear_proj.weight": ({"o_proj.weight": (hidden, heads)}, None),
-    }
+    yield made_of("self_attention.linear_qkv.weight", sources, _order_of_qkv(config))
+    yield made_of("self_attention.linear_proj.weight", {"o_proj.weight": (hidden, heads)})
+    for part in "qk":
+        norm = {f"{part}_norm.weight": (channels,)}
+        yield made_of(f"self_attention.{part}_layernorm.weight", norm, finish=PLUS_ONE)
 
 
 def _order_of_qkv(config: HybridModelConfig) -> RowNumbers:
@@ -194,23 +168,12 @@ def _order_of_qkv(config: HybridModelConfig) -> RowNumbers:
     return order
 
 
-def _experts(ours: str, theirs: str, config: HybridModelConfig, stacked: bool) -> Iterator[Rule]:
-    hidden, width, experts = config.hidden_size, config.expert_ffn_hidden_size, config.num_moe_experts
-    yield made_of(f"{ours}router.weight", {f"{theirs}gate.weight": (experts, hidden)})
-    for expert in range(experts):
-        target = f"{ours}experts.local_experts.{expert}."
-        if stacked:
-            for ours_of, theirs_of, shape in (
-                ("linear_fc1", "gate_up_proj", (experts, 2 * width, hidden)),
-                ("linear_fc2", "down_proj", (experts, hidden, width)),
-            ):
-                source = Source(name=f"{theirs}experts.{theirs_of}", shape=shape, at=expert)
-                yield Rule(target=f"{target}{ours_of}.weight", sources=(source,))
-        else:
-            yield from gated_mlp(target, f"{theirs}experts.{expert}.", hidden, width)
-    shared = config.moe_shared_expert_intermediate_size
-    yield from gated_mlp(f"{ours}shared_experts.", f"{theirs}shared_expert.", hidden, shared)
-    yield made_of(f"{ours}shared_experts.gate_weight", {f"{theirs}shared_expert_gate.weight": (1, hidden)})
+def _experts(config: HybridModelConfig, *, stacked: bool) -> Iterator[Rule]:
+    hidden, shared = config.hidden_size, config.moe_shared_expert_intermediate_size
+    yield made_of("mlp.router.weight", {"gate.weight": (config.num_moe_experts, hidden)})
+    yield from experts(config, gated=True, stacked=stacked)
+    yield from mlp("mlp.shared_experts.", "shared_expert.", hidden, shared, gated=True)
+    yield made_of("mlp.shared_experts.gate_weight", {"shared_expert_gate.weight": (1, hidden)})
 
 
 register_family(Qwen3Next())

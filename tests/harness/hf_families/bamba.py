@@ -2,9 +2,9 @@
 
 from tests.harness.hf_families.entry import Fields, Model
 
-DIMENSIONS = {
+# What Granite 4 has, too: layers of Mamba2 and attention.
+LAYERS = {
     "num_hidden_layers": 4,
-    "attn_layer_indices": [1, 3],
     "hidden_size": 64,
     "vocab_size": 272,
     "mamba_n_heads": 8,
@@ -13,10 +13,10 @@ DIMENSIONS = {
     "mamba_n_groups": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "intermediate_size": 112,
     "rms_norm_eps": 1e-5,
     "mamba_chunk_size": 32,
 }
+DIMENSIONS = LAYERS | {"attn_layer_indices": [1, 3], "intermediate_size": 112}
 MODELS = {
     "bamba": Model(
         model_type="bamba",
@@ -28,16 +28,13 @@ MODELS = {
 }
 
 # Another value of a field, and the field here that it changes.
-HONOURED = {
+LAYERS_HONOURED = {
     "vocab_size": (512, "vocab_size"),
     "tie_word_embeddings": (True, "tie_embeddings"),
     "hidden_size": (128, "hidden_size"),
-    "intermediate_size": (99, "ffn_hidden_size"),
-    "num_hidden_layers": (5, "layer_pattern"),
     "num_attention_heads": (8, "num_attention_heads"),
     "num_key_value_heads": (4, "num_query_groups"),
     "max_position_embeddings": (99, "max_sequence_length"),
-    "attn_layer_indices": ([0], "layer_pattern"),
     "mamba_n_heads": (4, "mamba_num_heads"),
     "mamba_expand": (4, "mamba_head_dim"),
     "mamba_n_groups": (4, "mamba_num_groups"),
@@ -45,8 +42,13 @@ HONOURED = {
     "mamba_d_conv": (3, "d_conv"),
     "rope_parameters": ({"rope_theta": 99.0}, "rotary_base"),
 }
+HONOURED = LAYERS_HONOURED | {
+    "intermediate_size": (99, "ffn_hidden_size"),
+    "num_hidden_layers": (5, "layer_pattern"),
+    "attn_layer_indices": ([0], "layer_pattern"),
+}
 # A value that this package cannot compute with.
-REFUSED = {
+LAYERS_REFUSED = {
     "hidden_act": "gelu",
     "rms_norm_eps": 1e-6,
     "mamba_d_head": 99,
@@ -54,8 +56,8 @@ REFUSED = {
     "mamba_proj_bias": True,
     "time_step_limit": [0.0, 0.1],
     "attention_bias": True,
-    "mlp_bias": True,
 }
+REFUSED = LAYERS_REFUSED | {"mlp_bias": True}
 # Old names, or old places: what is changed, a field here, and its value.
 OLD = (
     ({"rope_theta": 99.0}, "rotary_base", 99),

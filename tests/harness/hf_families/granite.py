@@ -1,19 +1,11 @@
 """Granite 4, as `nemotron_h`."""
 
+from tests.harness.hf_families.bamba import LAYERS, LAYERS_HONOURED, LAYERS_REFUSED
 from tests.harness.hf_families.entry import Fields, Model
 
 # No two dimensions agree by chance, and every multiplier is far from 1 and from attention's own, 1 / 4.
-EXPERTS = {
-    "num_hidden_layers": 4,
+EXPERTS = LAYERS | {
     "layer_types": ["mamba", "attention", "mamba", "attention"],
-    "hidden_size": 64,
-    "vocab_size": 272,
-    "mamba_n_heads": 8,
-    "mamba_d_head": "auto",
-    "mamba_d_state": 24,
-    "mamba_n_groups": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
     "intermediate_size": 40,
@@ -22,8 +14,6 @@ EXPERTS = {
     "embedding_multiplier": 0.3,
     "residual_multiplier": 1.7,
     "logits_scaling": 2.7,
-    "rms_norm_eps": 1e-5,
-    "mamba_chunk_size": 32,
 }
 # One group of Mamba heads, as the published models have: not with tensor parallelism.
 DENSE = EXPERTS | {
@@ -57,16 +47,9 @@ MODELS = {
 }
 
 # Another value of a field, and the field here that it changes.
-HONOURED = {
-    "vocab_size": (512, "vocab_size"),
-    "hidden_size": (128, "hidden_size"),
+HONOURED = LAYERS_HONOURED | {
     "intermediate_size": (99, "moe_ffn_hidden_size"),
     "num_hidden_layers": (2, "layer_pattern"),
-    "num_attention_heads": (8, "num_attention_heads"),
-    "num_key_value_heads": (4, "num_query_groups"),
-    "max_position_embeddings": (99, "max_sequence_length"),
-    "tie_word_embeddings": (True, "tie_embeddings"),
-    "rope_parameters": ({"rope_theta": 99.0}, "rotary_base"),
     "embedding_multiplier": (12, "embedding_multiplier"),
     "logits_scaling": (16, "logits_scaling"),
     "residual_multiplier": (0.22, "residual_multiplier"),
@@ -76,21 +59,6 @@ HONOURED = {
     "shared_intermediate_size": (99, "moe_shared_expert_intermediate_size"),
     "position_embedding_type": ("nope", "rotary_base"),
     "layer_types": (["full_attention", "linear_attention", "mamba", "attention"], "layer_pattern"),
-    "mamba_n_heads": (4, "mamba_num_heads"),
-    "mamba_n_groups": (4, "mamba_num_groups"),
-    "mamba_d_state": (99, "mamba_state_dim"),
-    "mamba_d_conv": (3, "d_conv"),
-    "mamba_expand": (4, "mamba_head_dim"),
-}
-# A value that this package cannot compute with.
-REFUSED = {
-    "hidden_act": "gelu",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": True,
-    "mamba_d_head": 99,
-    "mamba_conv_bias": False,
-    "mamba_proj_bias": True,
-    "time_step_limit": [0.0, 0.1],
 }
 # Old names, or old places: what is changed, a field here, and its value.
 OLD = (
@@ -124,7 +92,7 @@ FIELDS = [
         honoured=HONOURED,
         among_others=frozenset({"layer_types", "num_hidden_layers", "mamba_expand", "position_embedding_type"}),
         together={"num_hidden_layers": {"layer_types": ["attention", "mamba"]}},
-        refused=REFUSED,
+        refused=LAYERS_REFUSED,
         absent_with={"mamba_expand": {"mamba_d_head": ...}},
         old=OLD,
         old_refused=OLD_REFUSED,
