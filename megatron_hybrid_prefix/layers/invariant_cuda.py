@@ -13,7 +13,6 @@ _LARGEST_HEAD = 256
 # Those that were compared bit by bit on an H200. For `hybrid-4b` Triton finds 64 x 64 fastest for the scan, and 64 x 128 for the scores.
 _PINNED = {
     "chunk_cumsum": {"BLOCK_SIZE_H": 8},
-    "chunk_states": {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 32},
     "chunk_scores": {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32},
     "chunk_scan": {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32},
 }

@@ -15,6 +15,7 @@ from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_l
 from megatron_hybrid_prefix.layers.components import mamba2_components
 from megatron_hybrid_prefix.layers.step import Chunks, PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
+from megatron_hybrid_prefix.ops.filled_rows import empty_up_to
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_states
 from megatron_hybrid_prefix.ops.state_passing import pass_states
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
@@ -56,20 +57,19 @@ def scan_by_slots(
     Returns:
         (tokens, heads, headdim) in the dtype of ``x``, contiguous; zero after the last sequence.
     """
-    y = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    y = empty_up_to(chunks.bounds[-1:], x)
     if not x.is_cuda:
         _scan_on_host(
             states, chunks, slots, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, chunk_size=chunk_tokens, out=y
         )
         return y
-    from megatron_hybrid_prefix.upstream.ssd_kernels import chunk_cumsum, chunk_scan, chunk_scores, chunk_states
+    from megatron_hybrid_prefix.upstream.ssd_kernels import chunk_cumsum, chunk_scan, chunk_scores
 
     bounds = chunks.bounds
     log_decay, dt = chunk_cumsum(
         dt, A, chunk_tokens, bounds, dt_bias=dt_bias, dt_softplus=True, dt_limit=(0.0, float("inf"))
     )
-    added = chunk_states(B, x, dt, log_decay, bounds, states_in_fp32=True)
-    before = pass_states(added.flatten(-2), log_decay, states, **slots).view(-1, *states.shape[1:])
+    before = pass_states(x, dt, B, log_decay, bounds, states, **slots)
     scores = chunk_scores(C, B, chunk_tokens, bounds, output_dtype=torch.float32)
     # Each chunk gets the state before it, as if it were a sequence.
     own = chunks.ids

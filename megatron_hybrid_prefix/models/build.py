@@ -18,6 +18,7 @@ from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals, with_parts
 from megatron_hybrid_prefix.models.norms import Float32RMSNorm
 from megatron_hybrid_prefix.models.weights import initialise_weights
+from megatron_hybrid_prefix.ops.squared_relu import squared_relu
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 
@@ -147,15 +148,11 @@ def _open_on_all_ranks(hf: str | os.PathLike[str] | HfFolder) -> HfFolder:
 
 def _transformer_config(config: HybridModelConfig, platform: Platform, overrides: dict[str, Any]) -> Any:
     import torch.nn.functional as F
-    from megatron.core.activations import squared_relu
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_hybrid_prefix.upstream.graphs import BLOCK, use_layers_where_blocks_are_wrong
 
     dtype = getattr(torch, config.dtype)
-    if platform.device.type == "cpu":
-        # Upstream compiles it at first use: 20 s and a C++ compiler for a product of two tensors.
-        squared_relu = getattr(squared_relu, "_torchdynamo_orig_callable", squared_relu)
     fields: dict[str, Any] = dict(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -187,6 +184,8 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
         perform_initialization=False,
         use_cpu_initialization=False,
         inference_rng_tracker=True,
+        # Megatron's default are three forwards before each capture; kernels are compiled and chosen by the first.
+        cuda_graph_warmup_steps=1,
         # Fusions that need Transformer Engine, APEX or a compiler; the dynamic path does not use them.
         bias_dropout_fusion=False,
         bias_activation_fusion=False,

@@ -21,7 +21,10 @@ def inference_fields(config: HybridModelConfig, platform: Platform) -> dict[str,
     """Fields of a ``TransformerConfig`` that these layers require."""
     fields: dict[str, Any] = {"sequence_parallel": platform.tp > 1}
     if config.has_experts:
-        fields |= {"moe_router_dtype": "fp32", "moe_grouped_gemm": True}
+        from megatron.core.activations import squared_relu
+
+        # Megatron compares: it knows its own function only.
+        fields |= {"moe_router_dtype": "fp32", "moe_grouped_gemm": True, "activation_func": squared_relu}
     return fields
 
 

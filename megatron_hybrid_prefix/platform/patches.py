@@ -311,7 +311,7 @@ def _fa4(original: Any) -> Any:
 
     from megatron_hybrid_prefix.platform.kernels.attention_cuda import flash_attn4_varlen_func
 
-    return flash_attn4_varlen_func(original, one_split=torch.cuda.get_device_capability()[0] == 9)
+    return flash_attn4_varlen_func(original, hopper=torch.cuda.get_device_capability()[0] == 9)
 
 
 FA4 = (

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.platform import patches
+from megatron_hybrid_prefix.platform.kernel_caches import keep_kernels
 from megatron_hybrid_prefix.platform.sizes import running_sizes
 from megatron_hybrid_prefix.upstream.modules import MAMBA_MIXER
 from megatron_hybrid_prefix.upstream.rebinding import Applied, Placeholder, Rebinding, apply
@@ -201,10 +202,12 @@ def patch_platform(device: str | None = None) -> Machine:
 
 @contextmanager
 def importing_megatron(use_cuda: bool) -> Iterator[None]:
-    """A context in which megatron is imported: replaces names that matter only then, and silences its warnings."""
+    """A context in which megatron is imported: chooses folders for kernels, replaces names that matter only then, silences warnings."""
     while_importing = Applied()
     try:
-        if not use_cuda:
+        if use_cuda:
+            keep_kernels()
+        else:
             apply(patches.HOST_IMPORT, while_importing)
         with warnings.catch_warnings():
             # Silences a dozen warnings that Transformer Engine, Apex, absl or a GPU are missing. `Machine.describe_kernels`

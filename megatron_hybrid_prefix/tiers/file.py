@@ -27,6 +27,7 @@ from urllib.parse import SplitResult, unquote
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.private_folder import who_else_writes
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
@@ -102,15 +103,9 @@ class FileTier(Tier):
             make_ranking=make_ranking,
             wait_s=settings.wait_s,
         )
-        status = os.stat(settings.folder)
-        if status.st_mode & 0o022:
-            logger.warning(
-                "shared: others can write to %s, and who writes there can change answers: chmod 700", settings.folder
-            )
-        elif status.st_uid not in (0, os.geteuid()):
-            logger.warning(
-                "shared: another user owns %s, and who writes there can change answers: chown it", settings.folder
-            )
+        problem = who_else_writes(settings.folder)
+        if problem is not None:
+            logger.warning("shared: %s, and who writes there can change answers: chmod 700, or chown it", problem)
         self._about = "shared folder"
         self._name = b""  # of the namespace that is open; empty if there is none
         self._wanted = b""  # of the one that was asked for last

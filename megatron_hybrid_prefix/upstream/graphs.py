@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
+import torch
+from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord, delete_cuda_graphs
 from megatron.core.transformer.enums import InferenceCudaGraphScope
 from megatron.core.transformer.module import GraphableMegatronModule
+
+if TYPE_CHECKING:
+    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
 BLOCK = InferenceCudaGraphScope.block.name
 """The scope of graphs of the whole forward, from the embedding to the logits; by default a graph is of one layer."""
@@ -41,6 +48,47 @@ def use_layers_where_blocks_are_wrong(config: Any) -> str | None:
     if problem is not None:
         config.inference_cuda_graph_scope = InferenceCudaGraphScope.layer
     return problem
+
+
+def kinds_of_step(engine: DynamicInferenceEngine) -> Sequence[InferenceBatchDimensions]:
+    """The kinds of step for which an engine captures graphs."""
+    if engine.cuda_graph_impl != "local" or engine.inference_cuda_graph_scope is InferenceCudaGraphScope.none:
+        return ()
+    kinds: Sequence[InferenceBatchDimensions] = engine.context.cuda_graph_batch_dimensions_list
+    return kinds
+
+
+def kinds_to_compile(engine: DynamicInferenceEngine) -> Iterable[InferenceBatchDimensions]:
+    """Of `kinds_of_step` those that have kernels of their own: Triton compiles apart for a number that is 1, and for multiples of 16.
+
+    None with megatron's layers for inference: indices come from their kernels, and would be undefined.
+    """
+    if engine.controller.model_config.transformer_impl == "inference_optimized":
+        return ()
+
+    def compiled_for(kind: InferenceBatchDimensions) -> tuple[Any, ...]:
+        numbers = kind.token_count, kind.prefill_req_count, kind.decode_req_count
+        return tuple((number > 0, number == 1, number % 16 == 0) for number in numbers)
+
+    return {compiled_for(kind): kind for kind in kinds_of_step(engine)}.values()
+
+
+def launch_eagerly(
+    engine: DynamicInferenceEngine, kind: InferenceBatchDimensions, around: AbstractContextManager[Any]
+) -> None:
+    """Launch the forward of a kind of step, with dummy requests, as kernels and not as graphs.
+
+    Args:
+        engine: An engine without requests.
+        kind: One of `kinds_of_step`.
+        around: The context of the launches.
+    """
+    controller, context = engine.controller, engine.context
+    ids, positions, *_ = controller._dynamic_step_context_init(construct_graph_dimensions=kind)
+    context._using_cuda_graph_this_step = False
+    with torch.inference_mode(), around:
+        controller._dynamic_step_forward_logits(ids, positions)
+    context.reset()
 
 
 def delete_graphs_of(model: Any) -> None:

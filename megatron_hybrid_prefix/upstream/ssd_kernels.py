@@ -17,10 +17,8 @@ _state: Any = import_module(f"{SSD_KERNELS}.ssd_chunk_state")
 chunk_scores = _bmm._bmm_chunk_fwd
 chunk_scan = _scan._chunk_scan_fwd
 chunk_cumsum = _state._chunk_cumsum_fwd
-chunk_states = _state._chunk_state_fwd
 AUTOTUNED = {
     "chunk_cumsum": _state._chunk_cumsum_fwd_kernel,
-    "chunk_states": _state._chunk_state_fwd_kernel,
     "chunk_scores": _bmm._bmm_chunk_fwd_kernel,
     "chunk_scan": _scan._chunk_scan_fwd_kernel,
 }

@@ -268,3 +268,33 @@ def test_flash_attention_4_gets_what_it_supports(monkeypatch, dtype, dim, theirs
     given |= {"page_table": table, "softmax_scale": None, "causal": True, "window_size": (-1, -1), "num_splits": 0}
     call(q, k, v, **given)
     assert called == [1 if theirs else "gathering"]
+
+
+@pytest.mark.parametrize(
+    ("page", "dim", "rows", "spare", "hopper", "tiles"),
+    [
+        (256, 128, 17, 0, True, True),
+        (384, 64, 300, 0, True, True),
+        (256, 128, 17, 128, True, True),
+        (256, 128, 17, 0, False, False),
+        (256, 128, 16, 0, True, False),  # a decode
+        (384, 128, 17, 5, True, True),  # no whole number of tiles from a block to the next
+        (128, 128, 17, 0, True, False),
+        (320, 128, 17, 0, True, False),
+        (256, 256, 17, 0, True, False),  # FA4's tile is shorter
+    ],
+)
+def test_flash_attention_4_prefills_in_pages_of_its_tile_on_hopper(page, dim, rows, spare, hopper, tiles):
+    """They are the same keys and values, also where other layers' lie between the blocks of one."""
+    memory = torch.arange(5 * (4 * page + spare) * 2 * dim).view(5, -1, 2, dim).bfloat16()
+    k, v = memory[:, page : 2 * page], memory[:, 3 * page : 4 * page]
+    table = torch.tensor([[3, 0, 4], [1, 1, 2]], dtype=torch.int32)
+    called = []
+    call = attention_cuda.flash_attn4_varlen_func(lambda *args, **kwargs: called.append((*args, kwargs)), hopper)
+    call(torch.zeros(rows, 4, dim, dtype=torch.bfloat16), k, v, page_table=table, max_seqlen_q=rows, num_splits=0)
+    ((_, *cut, options),) = called
+    assert options["num_splits"] == (1 if hopper else 0) and options["page_table"].dtype == torch.int32
+    for whole, part in zip((k, v), cut, strict=True):
+        assert part.shape[1] == (128 if tiles else page) and part.shape[2:] == whole.shape[2:]
+        assert part.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        assert torch.equal(part[options["page_table"].long()].flatten(1, 2), whole[table.long()].flatten(1, 2))

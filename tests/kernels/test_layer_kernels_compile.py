@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_hybrid_prefix.ops import convolution, delta_gates, mamba_decode, wrong_entries
+from megatron_hybrid_prefix.ops import (
+    convolution,
+    delta_gates,
+    filled_rows,
+    mamba_decode,
+    squared_relu,
+    state_passing,
+    wrong_entries,
+)
 
-INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr"}
+INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "bounds_ptr", "end_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
 INT64 |= {"slots_ptr", "entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
 KERNELS = {  # module, constants
@@ -19,6 +27,12 @@ KERNELS = {  # module, constants
         mamba_decode,
         {"P": 64, "N": 128, "OF_D": 1, "GATE": False, "AFTER": False, "BLOCK_P": 32, "BLOCK_N": 128},
     ),
+    "_zero_after_kernel": (filled_rows, {"ROWS": 16, "BLOCK": 1024}),
+    "_pass_states_kernel": (
+        state_passing,
+        {"P": 64, "N": 128, "CHUNK": 128, "BLOCK_P": 64, "BLOCK_N": 64, "BLOCK_K": 64},
+    ),
+    "_squared_relu_kernel": (squared_relu, {"BLOCK": 2048}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 
@@ -29,7 +43,7 @@ def type_of(name: str) -> str:
     if name in INT64:
         return "*i64"
     if name.endswith("_ptr"):
-        return "*fp32" if name == "log_decay_ptr" else "*bf16"
+        return "*fp32" if name in ("log_decay_ptr", "dt_ptr") else "*bf16"
     return "i64" if name.startswith("stride") else "fp32" if name == "epsilon" else "i32"
 
 

@@ -375,14 +375,14 @@ def test_prefill_of_mamba2(place, seed):
     inputs = rand(device, step.bounds[-1], CONV[0], seed=1)
     weight, bias = rand(device, *CONV, seed=2), rand(device, CONV[0], seed=3)
     heads, channels, width = SSM
-    added = rand(device, len(step.lengths), heads, channels * width, seed=4)
+    x, B = (rand(device, step.bounds[-1], *shape, seed=4) for shape in ((heads, channels), (1, width)))
     log_decay = -rand(device, heads, len(step.lengths), 8, seed=5).abs()
 
     def prefill(at, conv, ssm):
         slots, per_token = step_at(at, step, device)
         convolved = convolve_from_slots(inputs, conv[LAYER], weight, bias, **per_token)
         write_conv_windows(inputs, conv[LAYER], chunk_bounds=bounds, **slots)
-        before = pass_states(added, log_decay, ssm[LAYER], **slots)
+        before = pass_states(x, -log_decay, B, log_decay, bounds, ssm[LAYER], **slots)
         return convolved, before[: step.first_chunks[-2]]
 
     check_same(memory, prefill, {}, states)

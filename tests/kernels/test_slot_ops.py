@@ -14,6 +14,7 @@ import torch
 
 from megatron_hybrid_prefix.ops import convolution
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
+from megatron_hybrid_prefix.ops.filled_rows import empty_up_to
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.state_passing import pass_states
 from tests.kernels import rounding
@@ -56,7 +57,7 @@ def test_conv_windows(device, d_conv, dtype):
         assert torch.equal(pool.nan_to_num(9e9), expected.nan_to_num(9e9)), seed  # copies: bit-equal
 
 
-# The interpreter cuts bfloat16 off rather than rounding it.
+# The interpreter cuts bfloat16 off rather than rounding it, and multiplies its bits.
 CONVOLVED = [torch.float32, *([] if INTERPRETED else [torch.bfloat16])]
 
 
@@ -133,6 +134,18 @@ def test_a_short_sequence_before_the_padding_of_a_step(device):
     torch.testing.assert_close(out[:26].cpu(), torch.cat(alone))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [0, 1, 16, 75])
+def test_only_padding_is_zeroed(device, rows, monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(NAN))
+    like = empty((7, rows, 1030), device=device)[2].view(rows, 5, 206).expand(2, rows, 5, 206)[1]
+    for end in {0, 1, 15, 16, 17, 74, 75} & {*range(rows + 1)}:
+        out = empty_up_to(torch.tensor([9, end], dtype=torch.int32, device=device)[-1:], like)
+        assert out.shape == like.shape and out.dtype == like.dtype and out.is_contiguous()
+        assert out[:end].isnan().all() and (out[end:] == 0).all(), end
+
+
 def shifted_window(inputs, windows, *rest, **fields):
     """Windows are read a tap late."""
     return convolve_from_slots(inputs, windows.roll(1, -1), *rest, **fields)
@@ -157,68 +170,94 @@ def test_the_bound_of_the_convolution_sees(mutant):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_passing(device, dtype):
-    check_state_passing(device, dtype, range(SEEDS))
+@pytest.mark.parametrize("inputs", CONVOLVED)
+def test_state_passing(device, dtype, inputs):
+    check_state_passing(device, dtype, range(SEEDS), inputs=inputs)
 
 
-def rounded_inputs(added, log_decay, pool, **step):
-    """What chunks add is rounded to bfloat16."""
-    return pass_states(added.bfloat16().float(), log_decay, pool, **step)
+def some_chunks(lengths, heads, groups, headdim, d_state, seed, device, inputs=torch.float32):
+    """What `pass_states` takes before the pool; rows of x and B are parts of wider ones, NaN around them."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, chunks = sum(lengths), len(lengths)
+    width = heads * headdim + groups * d_state
+    rows = torch.full((tokens + 3, width + 8), NAN)[:, 8:]
+    rows[:tokens] = torch.randn(tokens, width, generator=generator)
+    x, B = rows.to(device, inputs).split([heads * headdim, groups * d_state], dim=-1)
+    dt = torch.rand(heads, chunks, CHUNK_TOKENS, generator=generator)
+    steps = -torch.rand(heads, chunks, CHUNK_TOKENS, generator=generator) * 0.2
+    for chunk, length in enumerate(lengths):
+        dt[:, chunk, length:], steps[:, chunk, length:] = NAN, 0
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    x, B = x.unflatten(-1, (heads, headdim)), B.unflatten(-1, (groups, d_state))
+    return x, dt.to(device), B, steps.cumsum(-1).to(device), bounds.to(device)
 
 
-def without_the_first_chunk(added, log_decay, pool, **step):
+def rounded_inputs(x, dt, *rest, **step):
+    """dt is rounded to bfloat16."""
+    return pass_states(x, dt.bfloat16().float(), *rest, **step)
+
+
+def without_the_first_chunk(x, dt, *rest, **step):
     """The first chunk adds nothing."""
-    return pass_states(torch.cat([torch.zeros_like(added[:1]), added[1:]]), log_decay, pool, **step)
+    return pass_states(x, torch.cat([torch.zeros_like(dt[:, :1]), dt[:, 1:]], 1), *rest, **step)
 
 
-def from_another_slot(added, log_decay, pool, **step):
+def keys_of_the_first_group(x, dt, B, *rest, **step):
+    return pass_states(x, dt, B[:, :1].expand_as(B), *rest, **step)
+
+
+def from_another_slot(*chunks, source_slots, **step):
     """The first sequence starts from a slot that it must not read."""
-    sources = step.pop("source_slots").clone()
+    sources = source_slots.clone()
     sources[0] = -1
-    return pass_states(added, log_decay, pool, source_slots=sources, **step)
+    return pass_states(*chunks, source_slots=sources, **step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mutant", [rounded_inputs, without_the_first_chunk, from_another_slot])
+@pytest.mark.parametrize(
+    "mutant", [rounded_inputs, without_the_first_chunk, keys_of_the_first_group, from_another_slot]
+)
 def test_the_bound_sees(mutant, dtype):
     for seed in range(4):
         with pytest.raises(AssertionError, match="times the bound"):
             check_state_passing("cpu", dtype, [seed], mutant)
 
 
-def check_state_passing(device, dtype, seeds, pass_states=pass_states):
+def check_state_passing(device, dtype, seeds, pass_states=pass_states, inputs=torch.float32):
     """Raises AssertionError if a state exceeds its rounding bound, or if a slot that is no target was written."""
-    heads, headdim, d_state = 3, 40, 48  # 1920 values a head: more than one program, and no multiple of one
+    heads, groups, headdim, d_state = 4, 2, 40, 72  # several programs a head, and no multiple of one
+    # exp, its argument, two products, and the sum; a product rounded as x is, which on a GPU may be to 10 bits in float32, twice.
+    coarse = {torch.bfloat16: 2**16, torch.float32: 2**15 if device == "cuda" else 0}[inputs]
+    roundings = rounding.EXP + 5 + CHUNK_TOKENS + coarse
     for seed in seeds:
         step = Step.draw(seed)
-        generator = torch.Generator().manual_seed(seed)
         pool = poisoned_pool(step, (heads, headdim, d_state), dtype, device, seed)
         before = pool.clone()
-        chunks = len(step.lengths)
-        added = torch.randn(chunks, heads, headdim * d_state, generator=generator).to(device)
-        steps = -torch.rand(heads, chunks, CHUNK_TOKENS, generator=generator) * 0.2
-        for chunk, length in enumerate(step.lengths):
-            steps[:, chunk, length:] = 0
-        log_decay = steps.cumsum(-1).to(device)
+        given = some_chunks(step.lengths, heads, groups, headdim, d_state, seed, device, inputs)
         names = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
-        entering = pass_states(added, log_decay, pool, **step.tensors(device, *names))
+        entering = pass_states(*given[:4], given[4], pool, **step.tensors(device, *names))
         assert entering.dtype == dtype
+        x, dt, B, log_decay = (each.double().cpu() for each in given[:4])
+        B = B.repeat_interleave(heads // groups, 1)
         for i, own, targets in step.sequences():
-            state = before[step.source_slots[i]].double()
+            state = before[step.source_slots[i]].double().cpu()
             magnitude, weighted = state.abs(), torch.zeros_like(state)  # sums of |term|, and of |term| * roundings
             for chunk in own:
                 bound = rounding.allowed(state, weighted, dtype, truncated=INTERPRETED)
-                rounding.check(entering[chunk].view(heads, headdim, d_state), state, bound)
-                decay = torch.exp(log_decay[:, chunk, -1].double())[:, None, None]
-                state = decay * state + added[chunk].double().view_as(state)
+                rounding.check(entering[chunk].cpu(), state, bound)
+                start, length = step.bounds[chunk], step.lengths[chunk]
+                last = log_decay[:, chunk, -1]
+                scale = torch.exp(last[:, None] - log_decay[:, chunk, :length]) * dt[:, chunk, :length]
+                terms = torch.einsum("thp,thn,ht->thpn", x[start:][:length], B[start:][:length], scale)
+                decay = torch.exp(last)[:, None, None]
+                state = decay * state + terms.sum(0)
                 weighted, magnitude = decay * (weighted + (rounding.EXP + 1) * magnitude), decay * magnitude
-                magnitude = magnitude + added[chunk].double().view_as(state).abs()
-                weighted = weighted + magnitude
+                magnitude = magnitude + terms.abs().sum(0)
+                weighted = weighted + magnitude + roundings * terms.abs().sum(0)
                 for slot, after in targets:
                     if after == chunk + 1:
-                        rounding.check(
-                            pool[slot], state, rounding.allowed(state, weighted, dtype, truncated=INTERPRETED)
-                        )
+                        bound = rounding.allowed(state, weighted, dtype, truncated=INTERPRETED)
+                        rounding.check(pool[slot].cpu(), state, bound)
         untouched = [s for s in range(SLOTS) if s not in step.live_slots and s not in step.chunk_slots]
         assert torch.equal(pool[untouched].nan_to_num(9e9), before[untouched].nan_to_num(9e9))
 
@@ -228,9 +267,7 @@ def check_state_passing(device, dtype, seeds, pass_states=pass_states):
 def test_resuming_has_the_same_bits(device, dtype):
     """A sequence that starts from a kept float32 state continues exactly like one that did not stop."""
     heads, headdim, d_state, chunks = 2, 16, 32, 9
-    generator = torch.Generator().manual_seed(0)
-    added = torch.randn(chunks, heads, headdim * d_state, generator=generator).to(device)
-    log_decay = (-torch.rand(heads, chunks, CHUNK_TOKENS, generator=generator) * 0.1).cumsum(-1).to(device)
+    x, dt, B, log_decay, bounds = some_chunks([CHUNK_TOKENS] * chunks, heads, 1, headdim, d_state, 0, device)
     pool = torch.zeros(SLOTS, heads, headdim, d_state, dtype=dtype, device=device)
 
     def run(first: int, source: int, live: int, keep: int | None) -> torch.Tensor:
@@ -238,9 +275,13 @@ def test_resuming_has_the_same_bits(device, dtype):
         slots = [-1] * own
         if keep is not None:
             slots[keep - first - 1] = 7
+        start = first * CHUNK_TOKENS
         return pass_states(
-            added[first:].contiguous(),
+            x[start:],
+            dt[:, first:].contiguous(),
+            B[start:],
             log_decay[:, first:].contiguous(),
+            bounds[first:] - start,
             pool,
             first_chunks=torch.tensor([0, own], device=device),
             source_slots=torch.tensor([source], device=device),
@@ -305,8 +346,9 @@ def test_slots_beyond_two_to_the_31_elements():
     one = {name: torch.tensor(value, device="cuda") for name, value in (("first_chunks", [0, 1]),)}
     slots_of = {"source_slots": [source], "live_slots": [live], "chunk_slots": [kept]}
     one |= {name: torch.tensor(value, device="cuda") for name, value in slots_of.items()}
-    added = torch.zeros(1, heads, headdim * d_state, device="cuda")
-    pass_states(added, torch.zeros(heads, 1, CHUNK_TOKENS, device="cuda"), pool, **one)
+    x, B = (torch.zeros(1, *shape, dtype=torch.bfloat16, device="cuda") for shape in ((heads, headdim), (8, d_state)))
+    zeros, bounds = torch.zeros(heads, 1, CHUNK_TOKENS, device="cuda"), torch.tensor([0, 1], device="cuda")
+    pass_states(x, zeros, B, zeros, bounds, pool, **one)
     copy_slots(pool[None], pool[None], torch.tensor([source], device="cuda"), torch.tensor([low], device="cuda"))
     assert all(torch.equal(pool[slot], pool[source]) for slot in (live, kept, low))
     dim, d_conv = 10240, 4

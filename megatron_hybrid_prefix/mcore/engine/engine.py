@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.environment import say
 from megatron_hybrid_prefix.errors import RequestDroppedError
 from megatron_hybrid_prefix.index.explain import Explanation
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
@@ -31,12 +32,15 @@ from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
+from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
+from megatron_hybrid_prefix.platform.side_by_side import compiled_side_by_side
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.tokenizer import other_ends
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.coordinator import TELL_ABORT
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
+from megatron_hybrid_prefix.upstream.graphs import kinds_of_step, kinds_to_compile, launch_eagerly
 from megatron_hybrid_prefix.upstream.moe import count_tokens_of_drafts
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
@@ -192,12 +196,23 @@ class HybridPrefixEngine(EngineSeam):
             raise EngineSuspendedError("the engine is suspended: call engine.resume() first")
 
     def create_cuda_graphs(self, *args: Any, **kwargs: Any) -> Any:
-        """A capture resets the context: logs what is lost, and restarts running requests.
+        """A capture resets the context: logs what is lost, and restarts running requests. A line goes before megatron's progress bar.
 
         Resuming captures again if offloaded buffers changed their addresses. Megatron would lose the running requests.
         """
         if self.cuda_graph_impl == "local" and self._has_cache and self._is_suspended:
             self._prepare_for_reset()
+        kinds = kinds_of_step(self)
+        if kinds:
+            say(
+                logger,
+                f"capturing CUDA graphs of {len(kinds)} kinds of step; kernels that are missing are compiled first, and kept: "
+                f"{kernel_folders()}",
+            )
+            if not self._is_suspended:  # else they are compiled
+                with compiled_side_by_side() as without_launches:
+                    for kind in kinds_to_compile(self):
+                        launch_eagerly(self, kind, without_launches())
         return super().create_cuda_graphs(*args, **kwargs)
 
     def _prepare_for_reset(self) -> None:

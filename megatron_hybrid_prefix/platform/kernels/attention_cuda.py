@@ -9,6 +9,7 @@ supports, and in CUDA graphs, in which no size may depend on a value.
 Supports causal attention without a window and without log-sum-exp only, the case that agrees with FA4 on an H200.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -95,14 +96,18 @@ def paged_varlen_attention_cuda(
 flash_attn_varlen_func, flash_attn_with_kvcache = flash_attn_functions(paged_varlen_attention_cuda)
 
 
-def flash_attn4_varlen_func(original: FlashAttention4, one_split: bool) -> FlashAttention4:
+_TILE = 128  # keys that FA4 multiplies at a time on Hopper, for heads of up to 128 channels
+_DECODE = 16  # a decode of so many tokens (drafts included) gains less than a new block table costs
+
+
+def flash_attn4_varlen_func(original: FlashAttention4, hopper: bool) -> FlashAttention4:
     """FA4's entry point with fixes: no split KV on Hopper; what it does not support by the gathering attention.
 
     On a paged cache FA4 supports 16-bit types and heads whose size is a multiple of 16, up to 256.
 
     Args:
         original: ``flash_attn.cute.flash_attn_varlen_func``.
-        one_split: Always call it with ``num_splits=1``.
+        hopper: Always call it with ``num_splits=1``, and for prefills with pages as long as its tile.
 
     Returns:
         A function of the same arguments; (output, log-sum-exp or None).
@@ -112,8 +117,10 @@ def flash_attn4_varlen_func(original: FlashAttention4, one_split: bool) -> Flash
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 16 == 0 and q.shape[-1] <= 256:
-            if one_split:
+            if hopper:
                 kwargs["num_splits"] = 1
+                if kwargs["max_seqlen_q"] > _DECODE:
+                    k, v, kwargs["page_table"] = _in_tiles(k, v, kwargs["page_table"])
             return original(q, k, v, **kwargs)
         return paged_varlen_attention_cuda(
             q,
@@ -128,3 +135,22 @@ def flash_attn4_varlen_func(original: FlashAttention4, one_split: bool) -> Flash
         )
 
     return call
+
+
+def _in_tiles(
+    k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same memory in pages of `_TILE` tokens, if it can be seen so, and the table of these pages.
+
+    FA4 loads such a page by Hopper's copy unit, a longer one row by row. It loads the page whole, and multiplies what is after a request's
+    last token by zero: that is finite (`PageClear` of ``tiers/units.py``).
+    """
+    pages, rest = divmod(k.shape[1], _TILE)
+    step = math.gcd(k.stride(0), _TILE * k.stride(1))  # pages overlap where blocks are spaced otherwise
+    if pages < 2 or rest or k.shape[-1] > _TILE or k.stride()[:2] != v.stride()[:2]:
+        return k, v, block_table
+    apart, next_page = k.stride(0) // step, _TILE * k.stride(1) // step
+    count = (len(k) - 1) * apart + (pages - 1) * next_page + 1
+    k, v = (each.as_strided((count, _TILE, *each.shape[2:]), (step, *each.stride()[1:])) for each in (k, v))
+    inside = torch.arange(0, pages * next_page, next_page, dtype=block_table.dtype, device=block_table.device)
+    return k, v, torch.add(inside, block_table.unsqueeze(-1), alpha=apart).flatten(1)

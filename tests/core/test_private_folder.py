@@ -1,0 +1,126 @@
+"""`make_private`: folders that nobody else can write to."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_hybrid_prefix import private_folder
+from megatron_hybrid_prefix.private_folder import make_private, who_else_writes
+
+
+@pytest.fixture
+def owners(monkeypatch):
+    """Owners of folders by path, where they are not those of the disk."""
+    found, real = {}, Path.stat
+
+    def with_owner(self, **options):
+        status = real(self, **options)
+        fields = dict(zip(("st_mode", "st_uid", "st_gid"), (status.st_mode, status.st_uid, status.st_gid), strict=True))
+        return SimpleNamespace(**fields | found.get(str(self), {}))
+
+    monkeypatch.setattr(Path, "stat", with_owner)
+    return found
+
+
+def test_it_is_made_with_its_parents_for_this_user_alone(tmp_path):
+    umask = os.umask(0)
+    try:
+        made = make_private(tmp_path / "cache" / "ours" / "kernels", locks=True)
+    finally:
+        os.umask(umask)
+    for folder in (made, made.parent, made.parent.parent):
+        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    assert list(made.iterdir()) == [] and make_private(made, locks=True) == made
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o702, 0o720, 0o1777])
+def test_others_can_write_to_it(mode, tmp_path, monkeypatch):
+    monkeypatch.setattr(private_folder, "_is_own_group", lambda group: False)
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(mode)
+    with pytest.raises(OSError, match=rf"^others can write to {tmp_path}/kernels$"):
+        make_private(tmp_path / "kernels", locks=False)
+
+
+def test_others_can_write_to_a_parent_unless_it_is_sticky(tmp_path):
+    parent = tmp_path / "shared"
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(OSError, match=rf"^others can write to {parent}$"):
+        make_private(parent / "kernels", locks=False)
+    parent.chmod(0o1777)
+    assert make_private(parent / "kernels", locks=False) == parent / "kernels"
+
+
+def test_another_owner(tmp_path, owners):
+    folder, other = tmp_path / "a" / "kernels", os.geteuid() + 1
+    folder.mkdir(parents=True)
+    for path, mode in ((folder, 0o700), (folder.parent, 0o700), (folder.parent, 0o1777)):
+        owners.clear()
+        owners[str(path)] = {"st_uid": other, "st_mode": stat.S_IFDIR | mode}
+        with pytest.raises(OSError, match=f"^another user owns {path}$"):
+            make_private(folder, locks=False)
+    owners[str(folder.parent)] = {"st_uid": 0}
+    assert make_private(folder, locks=False) == folder
+    owners[str(folder.parent)] = {"st_uid": 65534}  # root of the host, in a container without root
+    assert make_private(folder, locks=False) == folder
+    owners[str(folder)] = {"st_uid": 65534}
+    with pytest.raises(OSError, match=f"^another user owns {folder}$"):
+        make_private(folder, locks=False)
+
+
+def test_a_group_of_this_user_alone_may_write(tmp_path, monkeypatch):
+    tmp_path.chmod(0o770)
+    group = tmp_path.stat().st_gid
+    user, members = SimpleNamespace(pw_name="me", pw_gid=group), SimpleNamespace(gr_name="me", gr_mem=[])
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: members)
+    assert who_else_writes(tmp_path) is None
+    for name, value in (("gr_mem", ["me", "you"]), ("gr_name", "staff")):
+        before = getattr(members, name)
+        setattr(members, name, value)
+        assert who_else_writes(tmp_path) == f"others can write to {tmp_path}"
+        setattr(members, name, before)
+    user.pw_gid = group + 1
+    assert who_else_writes(tmp_path) == f"others can write to {tmp_path}"
+
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert who_else_writes(tmp_path) == f"others can write to {tmp_path}"
+
+
+def test_a_link_is_followed_once(tmp_path):
+    """Who can change the link cannot change what was returned."""
+    link, real = tmp_path / "link", tmp_path / "real"
+    real.mkdir()
+    link.symlink_to(real)
+    assert make_private(link / "kernels", locks=False) == real / "kernels"
+
+
+def test_what_cannot_be_written_or_locked(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory"):
+        make_private(tmp_path / "file" / "kernels", locks=False)
+    with pytest.raises(OSError, match=f"^cannot write files in {tmp_path}/file: Not a directory$"):
+        make_private(tmp_path / "file", locks=False)
+    with pytest.raises(OSError, match=r"^kernels is not an absolute path$"):
+        make_private(Path("kernels"), locks=False)
+
+    def no_locks(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert make_private(tmp_path / "kernels", locks=False)
+    with pytest.raises(OSError, match=f"^cannot write and lock files in {tmp_path}/kernels: No locks available$"):
+        make_private(tmp_path / "kernels", locks=True)

@@ -1,0 +1,106 @@
+"""A cold prompt's first token with megatron-core's own engine, caching off, and with this package's; and a hit's. On an idle GPU::
+
+    python -m tests.gpu.cold_prompt [--preset hybrid-4b] [--tokens 8492] [--own 300] [--seconds 120]
+
+The engines take turns in one process, prompt by prompt, until the time is over. A hit is a third sighting: all but ``--own`` tokens are
+cached; it is compared with a cold prompt of ``--own`` tokens of the same engine. Then the kernels of one cold prompt, products left out.
+Gated DeltaNet is not in megatron-core's engine: "off" is then this package's. ``--preset tiny --tokens 556 --seconds 5`` tries it on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections import Counter, defaultdict
+
+import torch
+
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.mcore import build_upstream_engine
+from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.decode_profile import part_of
+from tests.gpu.measure import BLOCK_TOKENS, ON_GPU, FirstTokens, engine_fields, synchronize
+from tests.harness.engine_helpers import cache_gb_for
+from tests.harness.named_models import named
+
+OFF, OURS = "megatron-core, off", "this package"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="hybrid-4b")
+    parser.add_argument("--tokens", type=int, default=8492)
+    parser.add_argument("--own", type=int, default=300)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--kernels", type=int, default=24, help="list so many of each engine")
+    args = parser.parse_args()
+    began_s = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"{time.perf_counter() - began_s:7.1f} s: {what}", flush=True)
+
+    say(ensure_platform().describe())
+    model, dice = build_hybrid_model(named(args.preset), seed=0), random.Random(0)
+    fields = engine_fields(model, args.tokens, prompts=4)
+    blocks = 12 * (args.tokens // BLOCK_TOKENS + 1)
+    cache_gb = cache_gb_for(model, blocks, states=32, block_tokens=BLOCK_TOKENS, max_requests=fields["max_requests"])
+    off = build_engine if "G" in model.hybrid_config.layer_pattern else build_upstream_engine
+    engines = {OFF: off(model, **fields)}
+    engines[OURS] = build_engine(model, HybridPrefixConfig(cache_gb=cache_gb), **fields)
+    say("engines are built")
+    tokens = FirstTokens(milestones=False)
+
+    def new(count: int) -> list[int]:
+        return [dice.randrange(model.hybrid_config.vocab_size) for _ in range(count)]
+
+    shared = new(args.tokens - args.own)
+    for name, engine in engines.items():
+        for _ in range(3):  # the first compile kernels and choose their configurations
+            for prompt in (new(args.tokens), shared + new(args.own), new(args.own)):
+                ms = tokens.send(engine, prompt)[0]
+        say(f"{name} is warm: {ms:.2f} ms for {args.own} tokens")
+    times: dict[str, list[float]] = defaultdict(list)
+    end_s = time.perf_counter() + args.seconds
+    while time.perf_counter() < end_s:
+        for name in dice.sample(list(engines), len(engines)):
+            times[f"{name}: {args.tokens} tokens, cold"].append(tokens.send(engines[name], new(args.tokens))[0])
+            times[f"{name}: {args.own} tokens, cold"].append(tokens.send(engines[name], new(args.own))[0])
+        times[f"{OURS}: {args.own} after {len(shared)} cached"].append(
+            tokens.send(engines[OURS], shared + new(args.own))[0]
+        )
+        if len(times[f"{OFF}: {args.own} tokens, cold"]) % 20 == 1:
+            say(", ".join(f"{statistics.median(found):.2f}" for found in times.values()))
+    kernels: dict[str, Counter[str]] = {name: Counter() for name in engines}
+    parts: dict[str, Counter[str]] = {name: Counter() for name in engines}
+    for name, engine in engines.items() if ON_GPU else ():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            tokens.send(engine, new(args.tokens), count=1)
+            synchronize()
+        for event in profiled.key_averages():
+            ms = event.self_device_time_total / 1e3
+            parts[name][part_of(event.key)] += ms
+            if ms and part_of(event.key) != "products":
+                kernels[name][f"{event.count:4} x {event.key[:100]}"] += ms
+    for name, found in kernels.items():
+        for kernel, ms in found.most_common(args.kernels):
+            print(f"{name:20} {ms:8.3f} ms {kernel}")
+    for part in sorted({part for found in parts.values() for part in found}):
+        print(f"{part:20} " + ", ".join(f"{name} {found[part]:.2f} ms" for name, found in parts.items()))
+    print()
+    for name, found in sorted(times.items()):
+        print(f"{name:40} {statistics.median(found):8.2f} ms, fastest {min(found):8.2f}, {len(found)} times")
+
+    def ratio(one: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
+
+    cold = ratio(f"{OURS}: {args.tokens} tokens, cold", f"{OFF}: {args.tokens} tokens, cold")
+    hit = ratio(f"{OURS}: {args.own} after {len(shared)} cached", f"{OURS}: {args.own} tokens, cold")
+    print(f"cold prompt over megatron-core's {cold:.3f} (goal 0.86), hit over cold {hit:.3f} (goal 1.05)")
+    shut_down()
+
+
+if __name__ == "__main__":
+    main()
