@@ -22,6 +22,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ MODEL = shlex.split(
     "--untie-embeddings-and-output-weights --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --seed 7 "
     "--tokenizer-type HuggingFaceTokenizer --no-gradient-accumulation-fusion"
 )
-# What a CPU lacks, beside what `tests/harness/cpu_program.py` replaces.
+# What a CPU lacks, beside what `tests/harness/program_launcher.py` replaces.
 OF_A_CPU = shlex.split(
     "--distributed-backend gloo --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion"
 )
@@ -52,6 +53,8 @@ INFERENCE = shlex.split(
     "--inference-dynamic-batching-max-tokens 2048 --mamba-inference-ssm-states-dtype fp32 --mamba-inference-conv-states-dtype fp32"
 )
 ANSWER = 12  # tokens
+# On Hopper without these megatron asks FlashAttention 4 for what it refuses; with the cache this package asks.
+FLASH_ATTENTION = ("flash_attn_2_cuda", "flash_attn_3", "flashattn_hopper")
 CHAT = "user: {}\nassistant:"  # as the template of `tokenizer_folder.py` has it
 LIMIT_S = 300.0  # of a program; on a CPU most take 10
 ADVANCED = "examples/inference/advanced"
@@ -166,10 +169,11 @@ class Runs:
         checkout: Of Megatron-LM.
         folder: For the model, prompts, answers and logs.
         device: "cpu" or "cuda".
+        flags: Of Megatron-LM, added to those of all programs, the one that makes the checkpoint included.
     """
 
-    def __init__(self, checkout: Path, folder: Path, device: str) -> None:
-        self.checkout, self.folder, self.device = checkout, folder, device
+    def __init__(self, checkout: Path, folder: Path, device: str, flags: Sequence[str] = ()) -> None:
+        self.checkout, self.folder, self.device, self.flags = checkout, folder, device, flags
         self.block_tokens = 256 if device == "cuda" else 64  # flash-attention wants blocks of 256
         self.prompts = make_prompts(self.block_tokens)
         self.tokenizer = Tokenizer.from_file(str(make_folder(folder / "tokenizer") / "tokenizer.json"))
@@ -184,17 +188,20 @@ class Runs:
         path = os.pathsep.join([*self.megatron, *others, str(ROOT)])  # last: a clone has tests and examples, too
         if self.device == "cpu":
             given["CUDA_VISIBLE_DEVICES"] = ""
+        if len(self.megatron) > 1:  # megatron.training runs make in the wheel, where all is compiled and no Makefile is
+            given["MAKEFLAGS"] = "--eval=default:"
         if cached:
             given |= {INSTALL_VARIABLE: ON, CONFIG_VARIABLE: '{"cache_gb": 0.05}'}
             path = python_path(path)
         return given | {"PYTHONPATH": path}
 
-    def command(self, path: str, tp: int, flags: Sequence[str]) -> list[str]:
-        """The command of a program: on a CPU with the launcher before it."""
-        launcher = [str(HARNESS / "cpu_program.py")] if self.device == "cpu" else []
+    def command(self, path: str, tp: int, flags: Sequence[str], cached: bool = False) -> list[str]:
+        """The command of a program, with the launcher before it where it cannot run as it is."""
+        as_it_is = self.device == "cuda" and (cached or any(map(find_spec, FLASH_ATTENTION)))
+        launcher = [] if as_it_is else [str(HARNESS / "program_launcher.py")]
         common = [*MODEL, *(OF_A_CPU if self.device == "cpu" else ["--bf16"]), "--tensor-model-parallel-size", str(tp)]
         common += ["--tokenizer-model", str(self.folder / "tokenizer")]
-        return [*torchrun(tp), *launcher, str(self.checkout / path), *common, *flags]
+        return [*torchrun(tp), *launcher, str(self.checkout / path), *common, *flags, *self.flags]
 
     @contextmanager
     def started(self, command: list[str], cached: bool, log: Path) -> Iterator[subprocess.Popen[bytes]]:
@@ -242,7 +249,7 @@ class Runs:
             flags += ["--termination-id", "-1", "--output-path", str(out)]
         elif program.kind == "server":
             flags += ["--host", "127.0.0.1", "--port", str(port)]
-        with self.started(self.command(program.path, tp, flags), cached, log) as process:
+        with self.started(self.command(program.path, tp, flags, cached), cached, log) as process:
             try:
                 if program.kind == "server":
                     found = self.ask(f"http://127.0.0.1:{port}", process)
@@ -296,15 +303,20 @@ class Runs:
 
 
 def error_in(log: Path) -> str:
-    """The last error in a log, in one line."""
-    lines = re.findall(
-        r"^(?:\[rank\d+\]: )?(\w*(?:Error|Exception)\w*: .*)", log.read_text(errors="replace"), re.MULTILINE
-    )
+    """The first error in a log, in one line: those after it are often of other ranks, which lost this one."""
+    named = r"(?:\w+\.)*(?=\w*(?:Error|Exception)\w*: )|\w+\.py: (?=error: )"  # of Python, or of argparse
+    lines = re.findall(rf"^(?:\[rank\d+\]: )?(?:{named})(.*)", log.read_text(errors="replace"), re.MULTILINE)
     return f"{next((line for line in lines if 'ChildFailedError' not in line), 'no error')} (see {log})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megatron_programs.sh", allow_abbrev=False)
+    given = list(sys.argv[1:] if argv is None else argv)
+    given, flags = (given[: (at := given.index("--"))], given[at + 1 :]) if "--" in given else (given, [])
+    parser = argparse.ArgumentParser(
+        prog="megatron_programs.sh",
+        allow_abbrev=False,
+        epilog="After --: flags of Megatron-LM for all programs, such as -- --transformer-impl inference_optimized.",
+    )
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="of Megatron-LM")
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"some of {', '.join(PROGRAMS)}; default: all")
     parser.add_argument(
@@ -315,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder for logs and answers")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(given)  # programs may stand after options
     checkout = options.checkout.resolve()
     unknown = [name for name in options.programs if name not in PROGRAMS]
     if unknown:
@@ -332,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         failed = 0
         try:
-            runs = Runs(checkout, folder.resolve(), device)
+            runs = Runs(checkout, folder.resolve(), device, flags)
             runs.save()
         except (ValueError, RuntimeError) as error:
             parser.error(str(error))

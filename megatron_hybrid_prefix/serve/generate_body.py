@@ -22,7 +22,7 @@ class GenerateBody(Body):
     }
 
     token_ids: Integers = Field(description="the prompt")
-    sampling_params: dict[str, Any] = Field({}, description="any field of this table but `model` and `token_ids`")
+    sampling_params: dict[str, Any] = Field({}, description="other fields of this table; none with two values")
     logprobs: TopCount | None = Field(
         None, description="log-probs of the ids, and of this many of the most likely ones"
     )

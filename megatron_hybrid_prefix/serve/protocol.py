@@ -141,7 +141,7 @@ def read_request(
         ApiError: The request is invalid.
     """
     if kind == "generate" and isinstance(inner := values.get("sampling_params"), dict):
-        values = inner | {name: value for name, value in values.items() if value is not None}
+        values = _with_sampling(values, inner)
     says_how = any(values.get(name) is not None for name in _HOW)
     values = values | {
         name: value
@@ -186,6 +186,16 @@ def read_request(
         stop_tokens=stop_tokens,
         tenant=tenant,
     )
+
+
+def _with_sampling(values: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """A body, and the fields of its ``sampling_params``. Fields that are only the body's are refused there, as are contradictions."""
+    for name, value in inner.items():
+        if name in ("model", "token_ids", "sampling_params"):
+            raise bad(f"'{name}' does not belong into 'sampling_params'.", "sampling_params", "unknown_parameter")
+        if value is not None and values.get(name) not in (None, value):
+            raise bad(f"'{name}' has another value in 'sampling_params'.", name)
+    return inner | {name: value for name, value in values.items() if value is not None}
 
 
 def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: frozenset[int]) -> dict[str, Any]:

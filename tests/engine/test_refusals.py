@@ -62,6 +62,17 @@ def test_an_engine(request, name, prefix, fields, said):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"cache_gb": 1e6}, r"cache_gb=1000000\.0"), ({"mamba_gb": 1e6}, r".* with mamba_gb=1000000\.0")],
+)
+def test_more_memory_than_there_is(tiny, settings, said):
+    """The line names what sets it."""
+    with pytest.raises(MemoryError, match=rf"^{said}: .*allocate") as error:
+        build_engine(tiny, HybridPrefixConfig(**settings))
+    assert "\n" not in str(error.value)
+
+
 def test_megatrons_own_engine(tiny_mixed):
     with pytest.raises(ValueError, match=r"^megatron's own engine cannot run a model with layers of kind"):
         build_upstream_engine(tiny_mixed)

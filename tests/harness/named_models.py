@@ -82,6 +82,8 @@ MORE = {
         moe_latent_size=256,
         moe_shared_expert_intermediate_size=1344,
     ),
+    # Nemotron 3 Nano at its real dimensions, 21 of its 52 layers: 13 billion parameters.
+    "nemotron-3-nano-short": get_preset("nemotron-3-nano-30b-a3b", layer_pattern="MEMEM*EMEMEM*EMEMEM*E"),
     # Qwen3.5's layers without experts: three value heads share a key head.
     "tiny-qwen3-5": get_preset(
         "qwen3.5-27b",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +54,18 @@ def test_what_is_compared(tmp_path, monkeypatch, with_cache, line):
     runs = tool.Runs(checkout(tmp_path / "checkout"), tmp_path, "cpu")
     program = tmp_path / "program.py"
     program.write_text(STAND_IN.replace("EXPECTED", "1280").replace("WITH_CACHE", with_cache))
-    monkeypatch.setattr(runs, "command", lambda path, tp, flags: [sys.executable, str(program), *flags])
+    monkeypatch.setattr(runs, "command", lambda path, tp, flags, cached: [sys.executable, str(program), *flags])
     assert runs.compare("offline", 1).startswith(line)
+
+
+def test_the_error_of_a_log(tmp_path):
+    """The first one, whatever module it is of, and not torchrun's."""
+    log, torchruns = tmp_path / "log", "torch.distributed.elastic.ChildFailedError: "
+    for line in ("ValueError: two", "[rank1]: ValueError: two", "a_package.errors.ValueError: two"):
+        log.write_text(f"{torchruns}\n  ValueError: not at the start\n{line}\nKeyError: 1\n")
+        assert tool.error_in(log) == f"ValueError: two (see {log})"
+    log.write_text("usage: program.py [--logits-load-ignore-errors]\nprogram.py: error: unrecognized arguments: 0\n")
+    assert tool.error_in(log) == f"error: unrecognized arguments: 0 (see {log})"
 
 
 def test_what_prompts_share():
@@ -95,6 +106,41 @@ def test_what_is_refused_is_one_line(tmp_path, monkeypatch, capsys, argv, said):
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"megatron_programs.sh: error: {said.format(**names)}")
 
 
+def test_programs_stand_anywhere_and_flags_last(tmp_path, monkeypatch):
+    """What is after ``--`` goes to every program, the one that makes the checkpoint included, and overrides this script's."""
+    made = []
+    monkeypatch.setattr(tool.Runs, "save", lambda runs: made.append(runs))
+    monkeypatch.setattr(tool.Runs, "compare", lambda runs, name, tp: f"ok {name}")
+    options = [str(checkout(tmp_path / "checkout")), "--device", "cpu", "--tp", "1", "offline", "--keep", str(tmp_path)]
+    assert tool.main([*options, "--", "--tp", "3", "--", "more"]) == 0
+    (runs,) = made
+    assert runs.command("program.py", 1, ["--load", "x"])[-6:] == ["--load", "x", "--tp", "3", "--", "more"]
+
+
+def test_where_programs_run_as_they_are(tmp_path, monkeypatch):
+    """On a GPU, and there without the cache only if megatron finds an attention that runs on every one."""
+    for device, installed, cached, as_it_is in (
+        ("cpu", True, True, False),
+        ("cuda", True, False, True),
+        ("cuda", False, True, True),
+        ("cuda", False, False, False),
+    ):
+        monkeypatch.setattr(tool, "find_spec", lambda name, found=installed: found and name == "flash_attn_3")
+        runs = tool.Runs(checkout(tmp_path / "checkout"), tmp_path, device)
+        words = runs.command("program.py", 1, [], cached)
+        assert any("program_launcher.py" in word for word in words) != as_it_is
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_training_may_run_make_in_a_wheel(tmp_path):
+    """megatron.training runs make in the folder of megatron-core's data sets; a wheel has all compiled, and no Makefile."""
+    for version, code in (("0, 19, 1, ''", 0), ("0, 20, 0, ''", 2)):
+        runs = tool.Runs(checkout(tmp_path / version[:5], version), tmp_path, "cuda")
+        (wheel := tmp_path / "datasets").mkdir(exist_ok=True)
+        made = subprocess.run(["make", "-C", wheel], env=runs.environment(False), capture_output=True, check=False)
+        assert made.returncode == code
+
+
 PROGRAM = """
 import sys
 import torch
@@ -120,7 +166,7 @@ def test_the_launcher_for_a_cpu(tmp_path):
     program.write_text(PROGRAM)
     flags = [*MODEL, *INFERENCE[:-2], "--micro-batch-size", "1", *tool.OF_A_CPU, "--no-gradient-accumulation-fusion"]
     result = subprocess.run(
-        [sys.executable, tool.HARNESS / "cpu_program.py", program, *flags],
+        [sys.executable, tool.HARNESS / "program_launcher.py", program, *flags],
         env=environment() | environments_of(1)[0],
         capture_output=True,
         text=True,

@@ -203,25 +203,37 @@ class HybridPrefixContext(SlotContext):
         if self._budget is None:
             self._budget = self._agree_on_budget(block)
         self.live_states = self._budget.live_states
-        self.shared_memory = SharedMemory(
-            self.state_layout,
-            own_slots=self._budget.own_slots,
-            drafts=self.num_speculative_tokens,
-            layout=self._budget.layout,
-            block=block,
-            device=torch.cuda.current_device(),
-        )
+        try:
+            self.shared_memory = SharedMemory(
+                self.state_layout,
+                own_slots=self._budget.own_slots,
+                drafts=self.num_speculative_tokens,
+                layout=self._budget.layout,
+                block=block,
+                device=torch.cuda.current_device(),
+            )
+        except RuntimeError as error:  # PyTorch's, without memory
+            raise MemoryError(f"{self._memory_option}: {str(error).splitlines()[0]}") from None
         self.memory_buffer = self.shared_memory.kv
         return True
+
+    @property
+    def _memory_option(self) -> str:
+        """What sets the size of the memory, in words."""
+        prefix = self.prefix_config
+        if prefix.cache_gb is not None:
+            return f"cache_gb={prefix.cache_gb}"
+        more = f" with mamba_gb={prefix.mamba_gb}" if prefix.mamba_gb else ""
+        return f"buffer_size_gb={self.config.buffer_size_gb}{more}"
 
     def _agree_on_budget(self, block: BlockShape) -> Budget:
         """The memory is ``cache_gb``. Without it, it is what megatron allocates, and ``mamba_gb`` more."""
         config, prefix = self.config, self.prefix_config
         drafts = self.num_speculative_tokens
         if prefix.cache_gb is not None:
-            memory_bytes, option = int(prefix.cache_gb * 2**30), f"cache_gb={prefix.cache_gb}"
+            memory_bytes = int(prefix.cache_gb * 2**30)
         else:
-            buffer_gb, option = config.buffer_size_gb, f"buffer_size_gb={config.buffer_size_gb}"
+            buffer_gb = config.buffer_size_gb
             if self.unified_memory_level:
                 buffer_gb += config.paused_buffer_size_gb or 0
             # Megatron rounds up to one KV block, and takes states of requests from `paused_buffer_size_gb`, too.
@@ -234,7 +246,7 @@ class HybridPrefixContext(SlotContext):
             state_bytes=slot_bytes(self.state_layout),
             max_requests=self.max_requests,
             drafts=drafts,
-            option=option,
+            option=self._memory_option,
             groups=config.pg_collection,
         )
         self.checkpoint_slots = budget.layout.slots
