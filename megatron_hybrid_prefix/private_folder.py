@@ -10,7 +10,10 @@ import stat
 import tempfile
 from pathlib import Path
 
-_ROOT, _UNMAPPED = 0, 65534  # root of the host owns / and /home, and has the second number in a container without root
+_ROOT = 0
+_UNMAPPED = (
+    65534  # the owner of / and /home, root of the host, in a container without root; elsewhere "nobody", an account
+)
 
 
 def who_else_writes(folder: Path) -> str | None:
@@ -49,7 +52,7 @@ def make_private(folder: Path, *, locks: bool) -> Path:
         _make(parent)
         # With the sticky bit, as in /tmp, others cannot rename or delete what this user owns.
         is_sticky = parent.stat().st_mode & stat.S_ISVTX
-        _check(_foreign(parent, _ROOT, _UNMAPPED) or (None if is_sticky else _open_to(parent)))
+        _check(_foreign(parent, _ROOT, *_unmapped()) or (None if is_sticky else _open_to(parent)))
     _make(folder)
     _check(who_else_writes(folder))
     try:
@@ -73,10 +76,17 @@ def _check(problem: str | None) -> None:
         raise OSError(problem)
 
 
+def _unmapped() -> tuple[int, ...]:
+    """The number that owners from outside this user namespace have; none if it is an account of this one."""
+    rows = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return () if any(first <= _UNMAPPED < first + count for first, _, count in rows) else (_UNMAPPED,)
+
+
 def _is_own_group(group: int) -> bool:
     """Whether nobody else is in a group: many systems give each user one of the same name, and let it write."""
     try:
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return group == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+    others = set(found.gr_mem) | {other.pw_name for other in pwd.getpwall() if other.pw_gid == group}
+    return group != _ROOT and group == user.pw_gid and found.gr_name == user.pw_name and others <= {user.pw_name}

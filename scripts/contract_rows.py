@@ -133,12 +133,18 @@ def _paths(found: Iterable[Use]) -> dict[Any, str]:
     return paths
 
 
+# Functions of optional packages that megatron imports, None without. Rows do not depend on what the machine has.
+_OF_PACKAGES = ("megatron.core.ssm.mamba_mixer.causal_conv1d_fn",)
+
+
 def _kind(use: Use) -> Kind | None:
     """How we use the name; None if it needs no row."""
     owner, name = use.owner, use.name
     if use.how == "key" or use.how == "mark":
         return use.how
     if use.how in ("module", "through"):
+        if f"{owner.__name__}.{name}" in _OF_PACKAGES:
+            return "package"
         return None if _is_known(owner.__name__, name) else _kind_in_module(getattr(owner, name))
     if (use.how == "class" or is_dataclass(owner)) and _is_known(owner.__module__, name):
         return None
@@ -156,8 +162,6 @@ def _kind(use: Use) -> Kind | None:
 
 
 def _kind_in_module(value: Any) -> Kind:
-    if value is None:
-        return "package"
     if isinstance(value, type):
         return "class"
     return "calls" if inspect.isroutine(value) else "constant"

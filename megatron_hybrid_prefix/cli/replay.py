@@ -86,7 +86,7 @@ def make_parser() -> ArgumentParser:
     add("--eviction", choices=eviction_policy_names(), default=DEFAULT_EVICTION_POLICY, help=text)
     text = "which states are kept. adaptive: junctions, ends of prompts, and interval states while there is room "
     text += "(default); asked: no interval states; tail: ends of prompts only; "
-    text += "sparse-N: N of each prompt, where prompts so far parted"
+    text += "sparse-N (1, 2 or 4): N of each prompt, where prompts so far parted"
     add("--admission", choices=ADMISSIONS, default=ADMISSIONS[0], help=text)
     text = "distance of interval states, a multiple of the block (default: by the prompt's length)"
     add("--interval", metavar="TOKENS", help=text)

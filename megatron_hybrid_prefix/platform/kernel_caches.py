@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _FA4_IS_ON = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _FA4_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _TRITON_FOLDER = "TRITON_CACHE_DIR"
+_OF_A_PROCESS = "hybrid-prefix-triton-"  # begins the name of a folder that is deleted at the end
 
 
 def keep_kernels() -> None:
@@ -44,16 +45,17 @@ def keep_kernels() -> None:
             _warn("FlashAttention 4", error, _FA4_FOLDER)
     if _TRITON_FOLDER not in os.environ:
         try:
-            make_private(_triton_default(), locks=False)
+            os.environ[_TRITON_FOLDER] = str(make_private(_triton_default(), locks=False))
         except OSError as error:
-            folder = os.environ[_TRITON_FOLDER] = tempfile.mkdtemp(prefix="triton-")
+            folder = os.environ[_TRITON_FOLDER] = tempfile.mkdtemp(prefix=_OF_A_PROCESS)
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             _warn("Triton", error, _TRITON_FOLDER)
 
 
 def kernel_folders() -> str:
     """Where compiled kernels are kept, as a part of a line."""
-    triton = f"Triton's in {os.environ.get(_TRITON_FOLDER) or _triton_default()}"
+    folder = Path(os.environ.get(_TRITON_FOLDER) or _triton_default())
+    triton = f"Triton's {'nowhere' if folder.name.startswith(_OF_A_PROCESS) else f'in {folder}'}"
     if not _has_fa4():
         return triton
     kept = f"in {os.environ.get(_FA4_FOLDER, 'its default folder')}"

@@ -188,13 +188,18 @@ def read_request(
     )
 
 
+_MOST_TOKENS = ("max_tokens", "max_completion_tokens")  # two names of one field
+
+
 def _with_sampling(values: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
     """A body, and the fields of its ``sampling_params``. Fields that are only the body's are refused there, as are contradictions."""
     for name, value in inner.items():
         if name in ("model", "token_ids", "sampling_params"):
             raise bad(f"'{name}' does not belong into 'sampling_params'.", "sampling_params", "unknown_parameter")
-        if value is not None and values.get(name) not in (None, value):
-            raise bad(f"'{name}' has another value in 'sampling_params'.", name)
+        names = _MOST_TOKENS if name in _MOST_TOKENS else (name,)
+        others = [values[one] for one in names if value is not None and values.get(one) is not None]
+        if any(other != value or isinstance(other, bool) != isinstance(value, bool) for other in others):
+            raise bad(f"'{short(name)}' has another value in 'sampling_params'.", short(name))
     return inner | {name: value for name, value in values.items() if value is not None}
 
 

@@ -61,7 +61,7 @@ def test_others_can_write_to_a_parent_unless_it_is_sticky(tmp_path):
     assert make_private(parent / "kernels", locks=False) == parent / "kernels"
 
 
-def test_another_owner(tmp_path, owners):
+def test_another_owner(tmp_path, owners, monkeypatch):
     folder, other = tmp_path / "a" / "kernels", os.geteuid() + 1
     folder.mkdir(parents=True)
     for path, mode in ((folder, 0o700), (folder.parent, 0o700), (folder.parent, 0o1777)):
@@ -71,8 +71,16 @@ def test_another_owner(tmp_path, owners):
             make_private(folder, locks=False)
     owners[str(folder.parent)] = {"st_uid": 0}
     assert make_private(folder, locks=False) == folder
-    owners[str(folder.parent)] = {"st_uid": 65534}  # root of the host, in a container without root
-    assert make_private(folder, locks=False) == folder
+    maps = {
+        "all accounts": "0 0 4294967295\n",
+        "without root": "         0       1000          1\n         1     100000      65533\n",
+    }
+    owners[str(folder.parent)] = {"st_uid": 65534}
+    monkeypatch.setattr(Path, "read_text", lambda self: maps["all accounts"])
+    with pytest.raises(OSError, match=f"^another user owns {folder.parent}$"):  # an account, or of a squashed export
+        make_private(folder, locks=False)
+    monkeypatch.setattr(Path, "read_text", lambda self: maps["without root"])
+    assert make_private(folder, locks=False) == folder  # root of the host
     owners[str(folder)] = {"st_uid": 65534}
     with pytest.raises(OSError, match=f"^another user owns {folder}$"):
         make_private(folder, locks=False)
@@ -83,8 +91,17 @@ def test_a_group_of_this_user_alone_may_write(tmp_path, monkeypatch):
     group = tmp_path.stat().st_gid
     user, members = SimpleNamespace(pw_name="me", pw_gid=group), SimpleNamespace(gr_name="me", gr_mem=[])
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
+    accounts = [SimpleNamespace(pw_name="me", pw_gid=group), SimpleNamespace(pw_name="you", pw_gid=group + 1)]
     monkeypatch.setattr(grp, "getgrgid", lambda gid: members)
+    monkeypatch.setattr(pwd, "getpwall", lambda: accounts)
+    monkeypatch.setattr(private_folder, "_ROOT", group + 2)
     assert who_else_writes(tmp_path) is None
+    monkeypatch.setattr(private_folder, "_ROOT", group)  # accounts of the system may be in it
+    assert who_else_writes(tmp_path) == f"others can write to {tmp_path}"
+    monkeypatch.setattr(private_folder, "_ROOT", group + 2)
+    accounts[1].pw_gid = group  # it is not among the members
+    assert who_else_writes(tmp_path) == f"others can write to {tmp_path}"
+    accounts[1].pw_gid = group + 1
     for name, value in (("gr_mem", ["me", "you"]), ("gr_name", "staff")):
         before = getattr(members, name)
         setattr(members, name, value)

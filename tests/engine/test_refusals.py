@@ -73,6 +73,19 @@ def test_more_memory_than_there_is(tiny, settings, said):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError("")]
+)
+def test_another_error_while_memory_is_made(tiny, monkeypatch, error):
+    def failing(*args, **options):
+        raise error
+
+    monkeypatch.setattr("megatron_hybrid_prefix.mcore.context.context.SharedMemory", failing)
+    with pytest.raises(RuntimeError) as raised:
+        build_engine(tiny, HybridPrefixConfig(cache_gb=0.02))
+    assert raised.value is error
+
+
 def test_megatrons_own_engine(tiny_mixed):
     with pytest.raises(ValueError, match=r"^megatron's own engine cannot run a model with layers of kind"):
         build_upstream_engine(tiny_mixed)

@@ -11,6 +11,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler.errors import CompileTimeAssertionFailure  # noqa: E402
 from triton.runtime.autotuner import Autotuner  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
@@ -83,6 +84,8 @@ def test_what_cannot_be_compiled_is_left_to_its_launch(compiled):
         JITFunction(wrong)[(1,)](torch.zeros(1), BLOCK=16)
         JITFunction(plus_one)[(1,)](torch.zeros(16), 16, BLOCK=16)
     assert [name for name, *_ in compiled] == ["plus_one"]
+    with pytest.raises(CompileTimeAssertionFailure):
+        JITFunction(wrong)[(1,)](torch.zeros(1), BLOCK=16)
 
 
 def test_names_are_restored_after_an_error(compiled):

@@ -55,6 +55,20 @@ def test_experts_of_nemotron_h(groups, expected):
     assert (config.num_moe_experts, config.moe_router_topk, config.expert_ffn_hidden_size) == (16, 4, 40)
 
 
+@pytest.mark.parametrize("name", ["nemotron_h_new", "qwen3_next_new"])
+@pytest.mark.parametrize("value", [list(range(5_000)), "x\n" * 5_000, 10**400], ids=["list", "text", "number"])
+def test_a_line_about_a_long_value_is_short(name, value):
+    """In whatever field. A value that a field does not read, or a text that it takes, is no error."""
+    said = []
+    given = read(name)
+    for field in given:
+        try:
+            dimensions_of(given | {field: value}, "config.json")
+        except ValueError as error:
+            said.append(str(error))
+    assert len(said) > 10 and max(map(len, said)) < 500 and "\n" not in "".join(said)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

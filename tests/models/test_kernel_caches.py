@@ -52,13 +52,13 @@ def chosen() -> tuple[str | None, ...]:
 
 def test_by_default_they_are_kept_below_the_home_folder(home, caplog):
     keep_kernels()
-    folder = home / ".cache" / "megatron_hybrid_prefix" / "flash_attention_4"
-    assert chosen() == ("1", str(folder), None) and folder.stat().st_mode & 0o777 == 0o700
-    assert (home / ".triton" / "cache").is_dir()  # Triton's default
+    folder, triton = home / ".cache" / "megatron_hybrid_prefix" / "flash_attention_4", home / ".triton" / "cache"
+    assert chosen() == ("1", str(folder), str(triton)) and folder.stat().st_mode & 0o777 == 0o700
+    assert triton.is_dir()  # Triton's default
     assert os.environ["TRITON_CACHE_AUTOTUNING"] == "1"
     keep_kernels()
-    assert chosen() == ("1", str(folder), None) and not caplog.messages
-    assert kernel_folders() == f"Triton's in {home}/.triton/cache, FlashAttention 4's in {folder}"
+    assert chosen() == ("1", str(folder), str(triton)) and not caplog.messages
+    assert kernel_folders() == f"Triton's in {triton}, FlashAttention 4's in {folder}"
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,9 @@ def test_where_the_environment_says(home, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("TRITON_HOME", str(tmp_path / "triton"))
     keep_kernels()
-    assert chosen() == ("1", f"{tmp_path}/xdg/megatron_hybrid_prefix/flash_attention_4", None)
-    assert (tmp_path / "triton" / ".triton" / "cache").is_dir() and not (home / ".triton").exists()
+    triton = tmp_path / "triton" / ".triton" / "cache"
+    assert chosen() == ("1", f"{tmp_path}/xdg/megatron_hybrid_prefix/flash_attention_4", str(triton))
+    assert triton.is_dir() and not (home / ".triton").exists()
     monkeypatch.delenv(IS_ON)
     monkeypatch.setenv(FA4, str(tmp_path / "own"))
     keep_kernels()
@@ -118,7 +119,7 @@ def test_what_others_can_write_is_not_used(rank, home, monkeypatch, caplog):
         keep_kernels()
         keep_kernels()
     is_on, _, triton = chosen()
-    assert is_on == "0" and kernel_folders().endswith("FlashAttention 4's nowhere")
+    assert is_on == "0" and kernel_folders() == "Triton's nowhere, FlashAttention 4's nowhere"
     assert Path(triton).stat().st_mode & 0o777 == 0o700 and not Path(triton).is_relative_to(home)
     lines = [
         f"compiled kernels of {name} are not kept, each process compiles them again: others can write to {home}; name a "
@@ -131,10 +132,18 @@ def test_what_others_can_write_is_not_used(rank, home, monkeypatch, caplog):
     assert not Path(triton).exists()
 
 
+def test_a_link_is_followed_once(home, tmp_path, monkeypatch):
+    """Who can change the link cannot change what Triton runs."""
+    (tmp_path / "link").symlink_to(home)
+    monkeypatch.setenv("HOME", str(tmp_path / "link"))
+    keep_kernels()
+    assert chosen()[1:] == (f"{home}/.cache/megatron_hybrid_prefix/flash_attention_4", f"{home}/.triton/cache")
+
+
 def test_without_fa4_only_triton_is_looked_at(home, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     keep_kernels()
-    assert chosen() == (None, None, None) and not (home / ".cache").exists()
+    assert chosen() == (None, None, f"{home}/.triton/cache") and not (home / ".cache").exists()
     assert kernel_folders() == f"Triton's in {home}/.triton/cache"
 
 

@@ -211,6 +211,14 @@ def test_a_use_that_megatron_does_not_have_is_refused():
     assert "annotate the variable" in maker.rows_of([Use(None, "_gone", "upstream/fake:1", "unknown")])[1][0]
 
 
+def test_the_row_of_an_optional_function_is_the_same_where_its_package_is_installed(monkeypatch):
+    mixer = resolve("megatron.core.ssm.mamba_mixer")
+    for value in (None, lambda x, weight: x):
+        monkeypatch.setattr(mixer, "causal_conv1d_fn", value)
+        rows, problems = maker.rows_of([Use(mixer, "causal_conv1d_fn", "upstream/packages:1", "module")])
+        assert problems == [] and [(row.name, row.kind) for row in rows] == [("causal_conv1d_fn", "package")]
+
+
 def test_the_kind_of_a_row(made):
     kinds = {(row.owner.rpartition(":")[2], row.name): row.kind for row in made[0]}
     assert {

@@ -212,7 +212,11 @@ class HybridPrefixContext(SlotContext):
                 block=block,
                 device=torch.cuda.current_device(),
             )
-        except RuntimeError as error:  # PyTorch's, without memory
+        except RuntimeError as error:
+            if not (
+                isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            ):  # on a GPU; a CPU
+                raise
             raise MemoryError(f"{self._memory_option}: {str(error).splitlines()[0]}") from None
         self.memory_buffer = self.shared_memory.kv
         return True

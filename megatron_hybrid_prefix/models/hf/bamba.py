@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.family import Family, register_family
 from megatron_hybrid_prefix.models.hf.given import (
@@ -32,7 +33,7 @@ class Bamba(Family):
         given.only("partial_rotary_factor", 0.5)  # transformers takes 0.5, and another value from rope_parameters only
         layers, indices = given.whole("num_hidden_layers"), given.get("attn_layer_indices") or []
         if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < layers for index in indices):
-            raise given.error(f"attn_layer_indices is {indices!r}, no list of layers from 0 to {layers - 1}")
+            raise given.error(f"attn_layer_indices is {shown(indices)}, no list of layers from 0 to {layers - 1}")
         pattern = "".join("*-" if number in indices else "M-" for number in range(layers))
         fields = attention(given, kv_heads=8) | mamba(given) | rotary(given, default_fraction=0.5)
         fraction, channels = fields["rotary_fraction"], fields["kv_channels"]

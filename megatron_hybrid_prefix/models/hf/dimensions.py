@@ -55,7 +55,7 @@ def dimensions_of(data: Mapping[str, Any], name: str, *, dtype: str = "bfloat16"
         if model_type is None:
             raise ValueError(f"{name}: model_type is missing; families: {', '.join(known)}")
         why = _REFUSED.get(str(model_type), f"it is none of {', '.join(known)}")
-        raise ValueError(f"{name}: model_type {model_type!r} is not supported: {why}")
+        raise ValueError(f"{name}: model_type {shown(model_type)} is not supported: {why}")
     text = data.get("text_config")
     parts = [data, text] if isinstance(text, dict) else [data]
     given = Given({key: value for part in parts for key, value in part.items()}, name)
@@ -82,7 +82,7 @@ def _dtype(given: Given, *names: str) -> str | None:
         return None
     value = str(value).removeprefix("torch.")
     if value not in _DTYPES:
-        raise given.error(f"{names[0]} is {value!r}, none of {', '.join(_DTYPES)}")
+        raise given.error(f"{names[0]} is {shown(value)}, none of {', '.join(_DTYPES)}")
     return value
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 
 # "mrope_" names divide channels among the three positions of an image's part; a text's three are equal.
@@ -59,7 +60,7 @@ class Given:
         """The first of these names with a value, as a whole number."""
         value = self.real(*names, default=default, what="a whole number")
         if value < 0 or not value.is_integer():
-            raise self.error(f"{names[0]} is {self.get(*names)!r}, not a whole number")
+            raise self.error(f"{names[0]} is {shown(self.get(*names))}, not a whole number")
         return int(value)
 
     def real(self, *names: str, default: float | None = None, what: str = "a number") -> float:
@@ -67,8 +68,11 @@ class Given:
         value = self.get(*names)
         value = default if value is None else value
         if value is None or type(value) not in (int, float):
-            raise self.error(f"{names[0]} {'is missing' if value is None else f'is {value!r}, not {what}'}")
-        return float(value)
+            raise self.error(f"{names[0]} {'is missing' if value is None else f'is {shown(value)}, not {what}'}")
+        try:
+            return float(value)
+        except OverflowError:
+            raise self.error(f"{names[0]} is {shown(value)}, too large") from None
 
     def fields(self, names: Mapping[str, str], **defaults: int) -> dict[str, Any]:
         """Fields of `HybridModelConfig` by their names in the file, all of them whole numbers; `written` is the other way round."""
@@ -79,7 +83,7 @@ class Given:
         value = self.get(name)
         value = default if value is None else value
         if type(value) is not bool:
-            raise self.error(f"{name} is {value!r}, neither true nor false")
+            raise self.error(f"{name} is {shown(value)}, neither true nor false")
         return value
 
     def only(self, name: str, *possible: Any) -> None:
@@ -90,7 +94,9 @@ class Given:
         """
         value = self.get(name)
         if value is not None and value not in possible:
-            raise self.error(f"{name} is {value!r}; megatron's layers can do {' or '.join(map(repr, possible))} only")
+            raise self.error(
+                f"{name} is {shown(value)}; megatron's layers can do {' or '.join(map(repr, possible))} only"
+            )
 
     def check_step_limits(self) -> None:
         """Checks that the step size of Mamba2 layers is not clamped. transformers 5 writes {"__float__": "Infinity"}."""
@@ -100,7 +106,7 @@ class Given:
         except (KeyError, TypeError, ValueError):
             found = []
         if found != [0.0, float("inf")]:
-            raise self.error(f"time_step_limit is {limits!r}: megatron's mixer does not clamp the step size")
+            raise self.error(f"time_step_limit is {shown(limits)}: megatron's mixer does not clamp the step size")
 
     def texts(self, *names: str) -> list[str] | None:
         """The first of these names with a value, as a list of texts."""
@@ -147,7 +153,7 @@ def rotary(given: Given, *, default_fraction: float) -> dict[str, Any]:
         raise given.error("rope_parameters is not a mapping")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise given.error(f"rope_type {kind!r}: only rotary embeddings without scaling are supported")
+        raise given.error(f"rope_type {shown(kind)}: only rotary embeddings without scaling are supported")
     if other := sorted(name for name, value in rope.items() if name not in _ROPE_NAMES and value is not None):
         raise given.error(f"rope_parameters has {other[0]}, none of {', '.join(sorted(_ROPE_NAMES))}")
     both = Given({**given.data} | {name: value for name, value in rope.items() if value is not None}, given.name)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.family import Family, register_family
 from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, norm_epsilon, written
@@ -166,7 +167,7 @@ def _symbols(given: Given, *names: str) -> str | None:
     kinds = given.texts(*names)
     for kind in kinds or ():
         if kind not in _LAYERS:
-            raise given.error(f"{names[0]} has {kind!r}, none of {', '.join(_LAYERS)}")
+            raise given.error(f"{names[0]} has {shown(kind)}, none of {', '.join(_LAYERS)}")
     return None if kinds is None else "".join(_LAYERS[kind] for kind in kinds)
 
 
@@ -174,7 +175,7 @@ def _written(given: Given, name: str) -> str:
     """Layers whose symbols the file has under this name."""
     pattern = str(given.get(name))
     if other := set(pattern) - set(_LAYERS.values()):
-        raise given.error(f"{name} has {min(other)!r}, none of M, *, - and E")
+        raise given.error(f"{name} has {shown(min(other))}, none of M, *, - and E")
     return pattern
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any, ClassVar
 
+from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.family import Family, register_family
 from megatron_hybrid_prefix.models.hf.given import Given, attention, attention_json, rotary, rotary_json, written
@@ -120,7 +121,7 @@ def _pattern(given: Given) -> str:
         raise given.error(f"layer_types must be {layers} times linear_attention or full_attention")
     without = given.get("mlp_only_layers") or []
     if not isinstance(without, list) or not all(type(layer) is int for layer in without):
-        raise given.error(f"mlp_only_layers is {without!r}, no list of layers")
+        raise given.error(f"mlp_only_layers is {shown(without)}, no list of layers")
     step = max(1, given.whole("decoder_sparse_step", default=1))
     return "".join(
         _MIXERS[kind] + ("E" if experts and number not in without and (number + 1) % step == 0 else "-")

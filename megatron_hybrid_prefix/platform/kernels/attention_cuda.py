@@ -143,7 +143,7 @@ def _in_tiles(
     """The same memory in pages of `_TILE` tokens, if it can be seen so, and the table of these pages.
 
     FA4 loads such a page by Hopper's copy unit, a longer one row by row. It loads the page whole, and multiplies what is after a request's
-    last token by zero: that is finite (`PageClear` of ``tiers/units.py``).
+    last token by zero. Rows there are finite: states are cleared (`PageClear` of ``tiers/units.py``), the rest is KV of earlier requests.
     """
     pages, rest = divmod(k.shape[1], _TILE)
     step = math.gcd(k.stride(0), _TILE * k.stride(1))  # pages overlap where blocks are spaced otherwise
