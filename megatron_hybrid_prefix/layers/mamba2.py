@@ -57,8 +57,8 @@ def scan_by_slots(
     Returns:
         (tokens, heads, headdim) in the dtype of ``x``, contiguous; zero after the last sequence.
     """
-    y = empty_up_to(chunks.bounds[-1:], x)
     if not x.is_cuda:
+        y = torch.zeros(x.shape, dtype=x.dtype)
         _scan_on_host(
             states, chunks, slots, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, chunk_size=chunk_tokens, out=y
         )
@@ -66,6 +66,7 @@ def scan_by_slots(
     from megatron_hybrid_prefix.upstream.ssd_kernels import chunk_cumsum, chunk_scan, chunk_scores
 
     bounds = chunks.bounds
+    y = empty_up_to(bounds[-1:], x)
     log_decay, dt = chunk_cumsum(
         dt, A, chunk_tokens, bounds, dt_bias=dt_bias, dt_softplus=True, dt_limit=(0.0, float("inf"))
     )

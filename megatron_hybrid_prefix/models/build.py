@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals, with_parts
 from megatron_hybrid_prefix.models.norms import Float32RMSNorm
 from megatron_hybrid_prefix.models.weights import initialise_weights
-from megatron_hybrid_prefix.ops.squared_relu import squared_relu
+from megatron_hybrid_prefix.ops.elementwise import squared_relu
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 

@@ -7,9 +7,9 @@ import pytest
 from megatron_hybrid_prefix.ops import (
     convolution,
     delta_gates,
+    elementwise,
     filled_rows,
     mamba_decode,
-    squared_relu,
     state_passing,
     wrong_entries,
 )
@@ -32,7 +32,7 @@ KERNELS = {  # module, constants
         state_passing,
         {"P": 64, "N": 128, "CHUNK": 128, "BLOCK_P": 64, "BLOCK_N": 64, "BLOCK_K": 64},
     ),
-    "_squared_relu_kernel": (squared_relu, {"BLOCK": 2048}),
+    "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from megatron_hybrid_prefix.ops.squared_relu import squared_relu
+from megatron_hybrid_prefix.ops.elementwise import squared_relu
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 # The interpreter cuts bfloat16 off rather than rounding it.
