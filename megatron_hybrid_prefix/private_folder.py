@@ -48,11 +48,12 @@ def make_private(folder: Path, *, locks: bool) -> Path:
     if not folder.is_absolute():
         raise OSError(f"{folder} is not an absolute path")
     folder = Path(os.path.realpath(folder))
+    trusted = (_ROOT, *_unmapped())
     for parent in reversed(folder.parents):
         _make(parent)
         # With the sticky bit, as in /tmp, others cannot rename or delete what this user owns.
         is_sticky = parent.stat().st_mode & stat.S_ISVTX
-        _check(_foreign(parent, _ROOT, *_unmapped()) or (None if is_sticky else _open_to(parent)))
+        _check(_foreign(parent, *trusted) or (None if is_sticky else _open_to(parent)))
     _make(folder)
     _check(who_else_writes(folder))
     try:

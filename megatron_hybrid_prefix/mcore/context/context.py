@@ -213,9 +213,8 @@ class HybridPrefixContext(SlotContext):
                 device=torch.cuda.current_device(),
             )
         except RuntimeError as error:
-            if not (
-                isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-            ):  # on a GPU; a CPU
+            # What PyTorch raises on a GPU, and on a CPU.
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
             raise MemoryError(f"{self._memory_option}: {str(error).splitlines()[0]}") from None
         self.memory_buffer = self.shared_memory.kv
