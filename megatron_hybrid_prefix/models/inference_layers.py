@@ -21,10 +21,11 @@ def inference_fields(config: HybridModelConfig, platform: Platform) -> dict[str,
     """Fields of a ``TransformerConfig`` that these layers require."""
     fields: dict[str, Any] = {"sequence_parallel": platform.tp > 1}
     if config.has_experts:
-        from megatron.core.activations import squared_relu
+        fields |= {"moe_router_dtype": "fp32", "moe_grouped_gemm": True}
+        if config.activation == "relu2":
+            from megatron.core.activations import squared_relu
 
-        # Megatron compares: it knows its own function only.
-        fields |= {"moe_router_dtype": "fp32", "moe_grouped_gemm": True, "activation_func": squared_relu}
+            fields["activation_func"] = squared_relu  # megatron compares: it knows its own function only
     return fields
 
 
@@ -46,8 +47,11 @@ def check_inference_layers(config: HybridModelConfig, platform: Platform, overri
         raise _refusal(f"with tp={platform.tp} needs sequence_parallel=True, its default here", use=None)
     if not config.has_experts:
         return
-    if config.activation != "relu2":
-        raise _refusal(f"computes experts with activation='relu2' only, none with a gate, not {config.activation!r}")
+    from megatron_hybrid_prefix.upstream.moe import INFERENCE_ACTIVATIONS
+
+    if config.activation not in INFERENCE_ACTIVATIONS:
+        able = " or ".join(map(repr, INFERENCE_ACTIVATIONS))
+        raise _refusal(f"computes experts with activation={able} only in this megatron, not {config.activation!r}")
     if config.dtype != EXPERTS_DTYPE:
         raise _refusal(f"computes experts in {EXPERTS_DTYPE} only, not {config.dtype}", use="local")
     if config.moe_router_groups:

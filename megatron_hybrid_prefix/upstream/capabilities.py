@@ -85,6 +85,11 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "any": ("megatron.core.tensor_parallel.layers:ColumnParallelLinear.output_dtype",),
         "the model's": (),
     },
+    # The experts of layers of ``transformer_impl="inference_optimized"``.
+    "inference-optimized experts": {
+        "SwiGLU, too": (f"{_INFERENCE}.moe.fused_moe:ActivationType.SWIGLU",),
+        "squared ReLU": (),
+    },
 }
 """By capability: its forms, newest first. By form: names that it alone has; the first one is looked for. A name is written as
 ``module``, ``module:Class.name`` or ``module:name``. A form without names is that of a megatron without the capability."""

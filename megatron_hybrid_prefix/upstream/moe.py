@@ -16,6 +16,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.moe.token_dispatcher_inference import InferenceAllGatherDispatcherBase
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
+from megatron_hybrid_prefix.upstream.capabilities import form_of
+
 TRAINING_COUNTERS = frozenset(
     ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb_beta_accum", "qb_beta_count")
 )
@@ -24,6 +26,9 @@ TRAINING_COUNTERS = frozenset(
 
 VIEWS_OF_WEIGHTS = frozenset(("_fc1_weight", "_fc2_weight"))
 """Buffers that the experts of ``transformer_impl="inference_optimized"`` make in their first forward, for weights to be views of."""
+
+INFERENCE_ACTIVATIONS = ("relu2", "swiglu") if form_of("inference-optimized experts") == "SwiGLU, too" else ("relu2",)
+"""What these experts compute, as `HybridModelConfig` names it."""
 
 
 def count_tokens_of_drafts(model: Any) -> None:

@@ -12,6 +12,7 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, inference_layers
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
+from megatron_hybrid_prefix.upstream.capabilities import form_of
 from tests.harness import inference_layers as stand_ins
 from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy, random_tokens, run_to_end
 from tests.harness.workers import inference_layers as worker
@@ -21,6 +22,7 @@ from tests.harness.workers.launch import need_ranks, run_ranks
 NOISE, WRONG = LOG_PROB_NOISE, 1e-3
 """Most and least difference of log-probs: of answers that agree, and of those that do not."""
 _OF_GDN = get_preset("tiny-gdn")
+HAS_SWIGLU = form_of("inference-optimized experts") == "SwiGLU, too"
 GDN = {field.name: getattr(_OF_GDN, field.name) for field in fields(_OF_GDN) if field.name.startswith("gdn_")}
 
 
@@ -62,6 +64,18 @@ def test_weights_are_those_of_other_layers(model, platform):
 def test_answers_are_those_of_other_layers(platform, alone):
     other = build_hybrid_model(stand_ins.CONFIG, seed=0, platform=platform, transformer_impl="local")
     assert difference(alone(0)["off"]["answers"], worker.findings(other, 0)["off"]["answers"]) < NOISE
+
+
+@pytest.mark.skipif(not HAS_SWIGLU, reason="this megatron refuses it")
+def test_experts_with_a_gate_give_the_answers_of_other_layers(model, platform):
+    """`model` has put the stand-ins."""
+    gated = replace(stand_ins.CONFIG, activation="swiglu")
+    found = worker.findings(stand_ins.build(platform, gated), 0)
+    others = worker.findings(build_hybrid_model(gated, seed=0, platform=platform, transformer_impl="local"), 0)
+    off, on = found["off"]["answers"], found["on"]["answers"]
+    assert difference(off, others["off"]["answers"]) < NOISE
+    assert sum(answer["cached_tokens"] > 0 for answer in on) >= len(on) - 2
+    assert difference(off, on) < NOISE
 
 
 def test_hits_say_what_a_computed_prompt_says(alone):
@@ -128,13 +142,19 @@ def test_buffers_of_the_first_forward_are_no_new_weights(model):
             "has no Gated DeltaNet layers; use 'transformer_engine'$",
         ),
         ({"residual_multiplier": 0.5}, {}, {}, "does not multiply residuals"),
-        (
+        pytest.param(
             {"activation": "swiglu"},
             {},
             {},
-            "computes experts with activation='relu2' only, none with a gate, not 'swiglu'",
+            "computes experts with activation='relu2' only in this megatron, not 'swiglu'; use 'transformer_engine'$",
+            marks=pytest.mark.skipif(HAS_SWIGLU, reason="this megatron computes it"),
         ),
-        ({"activation": "gelu"}, {}, {}, "computes experts with activation='relu2' only"),
+        (
+            {"activation": "gelu"},
+            {},
+            {},
+            "computes experts with activation='relu2'.* only in this megatron, not 'gelu'",
+        ),
         ({"dtype": "float32"}, {}, {}, "computes experts in bfloat16 only, not float32; use 'local'$"),
         (
             {"moe_router_topk": 2, "moe_router_groups": 4, "moe_router_topk_groups": 2},

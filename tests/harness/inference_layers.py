@@ -95,7 +95,12 @@ def experts_forward(self, hidden_states, probs, routing_map):
     first = self.ep_group.rank() * self.num_local_experts
     for number in range(self.num_local_experts):
         rows, columns = (routing_map == first + number).nonzero(as_tuple=True)
-        inner = F.relu(hidden_states[rows] @ self._fc1_weight[number].t()) ** 2
+        inner = hidden_states[rows] @ self._fc1_weight[number].t()
+        if self.config.gated_linear_unit:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = F.silu(gate) * up
+        else:
+            inner = F.relu(inner) ** 2
         out[rows] += probs[rows, columns, None].float() * (inner @ self._fc2_weight[number].t()).float()
     return out, None
 
@@ -130,7 +135,6 @@ def put_stand_ins(put):
     put(hybrid_block, "TENorm", Norm)
     put(moe_layer, "HAVE_TE", True)
     put(inference_layers, "InferenceLinear", WholeLinear)
-    put(InferenceGroupedMLP, "_resolve_mcore_activation_type", lambda self: None)
     put(InferenceGroupedMLP, "_vllm_forward", experts_forward)
     put(InferenceTopKRouter, "_compiled_topk_routing", staticmethod(topk_routing_with_score_function))
 
