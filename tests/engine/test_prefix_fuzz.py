@@ -210,7 +210,7 @@ class Traffic:
 
 
 # Pages of several states, of one, and of more blocks than one; layers of both kinds, alone and together, with experts.
-SEEDS = {"tiny": range(24), "tiny_large_states": range(8), "tiny_gdn": (0, 2, 4), "tiny_mixed": (1, 3, 5)}
+SEEDS = {"tiny": range(16), "tiny_large_states": range(8), "tiny_gdn": (0, 2, 4), "tiny_mixed": (1, 3, 5)}
 DRAFT_SEEDS = {
     **{"tiny_mtp": (*range(6), *FOUND), "tiny_large_states": (0, 2, 5, 10), "tiny_gdn_mtp": (0, 2, 4)},
     "tiny_nemotron_3": (0, 1, 2),

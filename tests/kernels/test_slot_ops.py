@@ -23,7 +23,7 @@ from tests.kernels.steps import SLOTS, Step, poisoned_pool
 NAN = float("nan")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SEEDS = 6 if INTERPRETED else 40
+SEEDS = 4 if INTERPRETED else 40
 CHUNK_TOKENS = 8
 
 
@@ -213,6 +213,7 @@ def from_another_slot(*chunks, source_slots, **step):
     return pass_states(*chunks, source_slots=sources, **step)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="of the bound")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "mutant", [rounded_inputs, without_the_first_chunk, keys_of_the_first_group, from_another_slot]
