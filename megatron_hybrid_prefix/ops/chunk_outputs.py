@@ -129,10 +129,10 @@ def chunk_outputs(
 def _tiles(dtype: torch.dtype, headdim: int, d_state: int, chunk_tokens: int) -> dict[str, int]:
     """Tiles whose operands fit into the shared memory of a GPU since A100, and what runs them."""
     width = triton.next_power_of_2(d_state)
-    large = dtype.itemsize * width <= 256
-    rows = max(16, min(128 if large else 64, chunk_tokens))
-    sizes = {"BLOCK_M": rows, "BLOCK_K": rows, "BLOCK_P": max(16, min(64, triton.next_power_of_2(headdim)))}
-    return sizes | {"BLOCK_N": max(16, width), "num_warps": 8 if rows == 128 else 4, "num_stages": 2}
+    most = 128 if dtype.itemsize * width <= 256 else 64
+    sizes = {"BLOCK_M": max(16, min(64, chunk_tokens)), "BLOCK_K": max(16, min(most, chunk_tokens))}
+    sizes |= {"BLOCK_P": max(16, min(64, triton.next_power_of_2(headdim))), "BLOCK_N": max(16, width)}
+    return sizes | {"num_warps": 4, "num_stages": 1}
 
 
 def _chunk_outputs_reference(

@@ -37,7 +37,7 @@ KERNELS = {  # module, constants
     "_chunk_outputs_kernel": (
         chunk_outputs,
         {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False}
-        | {"BLOCK_M": 128, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128},
+        | {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128},
     ),
     "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
