@@ -14,6 +14,7 @@ import torch
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
 from megatron_hybrid_prefix.layers.components import mamba2_components
 from megatron_hybrid_prefix.layers.step import Chunks, PrefillStep
+from megatron_hybrid_prefix.ops.chunk_outputs import chunk_decays, chunk_outputs
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.filled_rows import empty_up_to
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_states
@@ -63,18 +64,11 @@ def scan_by_slots(
             states, chunks, slots, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, chunk_size=chunk_tokens, out=y
         )
         return y
-    from megatron_hybrid_prefix.upstream.ssd_kernels import chunk_cumsum, chunk_scan, chunk_scores
-
     bounds = chunks.bounds
     y = empty_up_to(bounds[-1:], x)
-    log_decay, dt = chunk_cumsum(
-        dt, A, chunk_tokens, bounds, dt_bias=dt_bias, dt_softplus=True, dt_limit=(0.0, float("inf"))
-    )
-    before = pass_states(x, dt, B, log_decay, bounds, states, **slots)
-    scores = chunk_scores(C, B, chunk_tokens, bounds, output_dtype=torch.float32)
-    # Each chunk gets the state before it, as if it were a sequence.
-    own = chunks.ids
-    chunk_scan(scores, x, dt, log_decay, C, before, bounds, y, own, D=D, z=z, initial_states=before)
+    steps, log_decay = chunk_decays(dt, A, dt_bias, bounds, chunk_tokens)
+    before = pass_states(x, steps, B, log_decay, bounds, states, **slots)
+    chunk_outputs(x, steps, log_decay, B, C, before, bounds, D=D, z=z, out=y)
     return y
 
 

@@ -84,7 +84,6 @@ class Chunks:
         bounds: (chunks + 1,) int32, chunk i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens.
         of_sequence: (chunks,) int32, the sequence of each chunk.
         last: (sequences,) int32, the last chunk of each sequence.
-        ids: (chunks,) int32, 0, 1, ...
     """
 
     first: torch.Tensor
@@ -92,7 +91,6 @@ class Chunks:
     bounds: torch.Tensor
     of_sequence: torch.Tensor
     last: torch.Tensor
-    ids: torch.Tensor
 
 
 def _allocate(
@@ -168,7 +166,6 @@ class PrefillStep:
             sizes += [(f"bounds{quantum}", chunks + 1, np.int32), (f"of_sequence{quantum}", chunks, np.int32)]
             sizes += [(f"last{quantum}", max_sequences, np.int32)]
         self._pinned, self.buffer, self._arrays, self._tensors = _allocate(sizes, device)
-        self._ids = torch.arange(max(most_chunks.values(), default=0), dtype=torch.int32, device=device)
         self._sizes = (0, 0)
         self._shown: tuple[int, int] | None = None
         self.chunks: dict[int, Chunks] = {}
@@ -219,7 +216,6 @@ class PrefillStep:
                 bounds=own[f"bounds{quantum}"][: count + 1],
                 of_sequence=own[f"of_sequence{quantum}"][:count],
                 last=own[f"last{quantum}"][:sequences],
-                ids=self._ids[:count],
             )
 
     def slots(self, quantum: int) -> dict[str, torch.Tensor]:

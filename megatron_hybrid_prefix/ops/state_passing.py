@@ -50,10 +50,12 @@ def pass_states(
         chunk_slots: (chunks,) int64, slot for the state after a chunk; negative: none.
 
     Returns:
-        (chunks, heads, headdim, d_state) in the dtype of ``states``: the state before each chunk; undefined for chunks of no sequence.
+        (chunks, heads, headdim, d_state): the state before each chunk, rounded to the dtype of ``states`` and to that of x, as a chunk's
+        outputs need no more; undefined for chunks of no sequence.
     """
     chunks, chunk_tokens = log_decay.shape[1:]
-    before = torch.empty((chunks, *states.shape[1:]), dtype=states.dtype, device=states.device)
+    narrower = min(states.dtype, x.dtype, key=lambda dtype: dtype.itemsize)
+    before = torch.empty((chunks, *states.shape[1:]), dtype=narrower, device=states.device)
     slots = first_chunks, source_slots, live_slots, chunk_slots
     if not runs_kernel(x):
         _pass_states_reference(x, dt, B, log_decay, bounds, states, *slots, before)
@@ -111,7 +113,7 @@ def _pass_states_reference(
     for sequence in range(source_slots.shape[0]):
         state = initial[sequence].float()
         for chunk in range(int(first_chunks[sequence]), int(first_chunks[sequence + 1])):
-            before[chunk] = state
+            before[chunk] = state.to(states.dtype)
             rows = slice(int(bounds[chunk]), int(bounds[chunk + 1]))
             last, own = log_decay[:, chunk, -1:], slice(0, rows.stop - rows.start)
             scale = torch.exp(last - log_decay[:, chunk, own]) * dt[:, chunk, own]  # (heads, tokens)
@@ -174,7 +176,9 @@ if triton is not None:
         for chunk in range(first, last):
             start = tl.load(bounds_ptr + chunk)
             tokens = tl.load(bounds_ptr + chunk + 1) - start
-            tl.store(before_ptr + chunk * heads * P * N + in_slot, state.to(dtype), mask=mask)
+            tl.store(
+                before_ptr + chunk * heads * P * N + in_slot, state.to(dtype).to(before_ptr.dtype.element_ty), mask=mask
+            )
             of_chunk = (head * chunks + chunk) * CHUNK
             end = tl.load(log_decay_ptr + of_chunk + CHUNK - 1)
             added = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)

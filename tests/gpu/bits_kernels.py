@@ -253,13 +253,12 @@ def attention_cases():
 
 def main():
     print(ensure_platform().describe(), flush=True)
-    from megatron_hybrid_prefix.layers.invariant_cuda import cuda_problem, pin_kernels
+    from megatron_hybrid_prefix.layers.invariant_cuda import cuda_problem
 
     model = build_hybrid_model(named("small-mixed" if ON_GPU else "tiny-mixed"), seed=0)
     cases, control = layer_cases(model), None
     if ON_GPU:
         print(f"problem of this machine: {cuda_problem(model)}", flush=True)
-        pin_kernels()
         products, control = row_cases()
         cases = products | cases | attention_cases()
     wrong = []

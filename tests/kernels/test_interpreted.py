@@ -26,6 +26,7 @@ def test_the_kernels_do_what_the_loops_do():
             "-p",
             "no:cacheprovider",
             "test_slot_ops.py",
+            "test_chunk_outputs.py",
             "test_delta_rule.py",
             "test_delta_gates.py",
             "test_mamba_decode.py",

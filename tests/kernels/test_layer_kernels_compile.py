@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix.ops import (
+    chunk_outputs,
     convolution,
     delta_gates,
     elementwise,
@@ -32,6 +33,12 @@ KERNELS = {  # module, constants
         state_passing,
         {"P": 64, "N": 128, "CHUNK": 128, "BLOCK_P": 64, "BLOCK_N": 64, "BLOCK_K": 64},
     ),
+    "_chunk_decays_kernel": (chunk_outputs, {"CHUNK": 128, "HEADS": 8}),
+    "_chunk_outputs_kernel": (
+        chunk_outputs,
+        {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False}
+        | {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128},
+    ),
     "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
@@ -43,7 +50,7 @@ def type_of(name: str) -> str:
     if name in INT64:
         return "*i64"
     if name.endswith("_ptr"):
-        return "*fp32" if name in ("log_decay_ptr", "dt_ptr") else "*bf16"
+        return "*fp32" if name in ("log_decay_ptr", "dt_ptr", "steps_ptr") else "*bf16"
     return "i64" if name.startswith("stride") else "fp32" if name == "epsilon" else "i32"
 
 

@@ -237,14 +237,15 @@ def check_state_passing(device, dtype, seeds, pass_states=pass_states, inputs=to
         given = some_chunks(step.lengths, heads, groups, headdim, d_state, seed, device, inputs)
         names = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
         entering = pass_states(*given[:4], given[4], pool, **step.tensors(device, *names))
-        assert entering.dtype == dtype
+        narrower = min(dtype, inputs, key=lambda each: each.itemsize)
+        assert entering.dtype == narrower
         x, dt, B, log_decay = (each.double().cpu() for each in given[:4])
         B = B.repeat_interleave(heads // groups, 1)
         for i, own, targets in step.sequences():
             state = before[step.source_slots[i]].double().cpu()
             magnitude, weighted = state.abs(), torch.zeros_like(state)  # sums of |term|, and of |term| * roundings
             for chunk in own:
-                bound = rounding.allowed(state, weighted, dtype, truncated=INTERPRETED)
+                bound = rounding.allowed(state, weighted, narrower, truncated=INTERPRETED)
                 rounding.check(entering[chunk].cpu(), state, bound)
                 start, length = step.bounds[chunk], step.lengths[chunk]
                 last = log_decay[:, chunk, -1]

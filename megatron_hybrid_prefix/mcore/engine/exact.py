@@ -21,10 +21,6 @@ def make_exact(controller: TextGenerationController) -> None:
     if problem is not None:
         raise ValueError(f"exact='bits': {problem}")
     use_invariant_layers(model)
-    if next(model.parameters()).is_cuda:
-        from megatron_hybrid_prefix.layers.invariant_cuda import pin_kernels
-
-        pin_kernels()
 
 
 class Replays:

@@ -1,0 +1,152 @@
+"""A chunked scan of Mamba2, from `chunk_decays` over `pass_states` to `chunk_outputs`, against the recurrence of each token in float64.
+
+What must not be read is NaN. With TRITON_INTERPRET=1 (``test_interpreted.py``) the kernels run on the host, slowly.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron_hybrid_prefix.ops import chunk_outputs as module
+from megatron_hybrid_prefix.ops.chunk_outputs import chunk_decays, chunk_outputs
+from megatron_hybrid_prefix.ops.state_passing import pass_states
+from tests.kernels import rounding
+from tests.kernels.steps import Step, poisoned_pool
+
+NAN = float("nan")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # it multiplies the bits of bfloat16
+SEEDS = 2 if INTERPRETED else 12
+SHAPES = {  # heads, groups, headdim, d_state, chunk_tokens, channels of D
+    "parts of tiles": (6, 2, 24, 40, 16, 1),
+    "less than a tile": (4, 4, 8, 16, 8, 8),
+    "several tiles": (2, 1, 80, 64, 256, 80),
+}
+if INTERPRETED:
+    SHAPES["several tiles"] = (2, 1, 72, 130, 128, 72)
+
+
+def some_tokens(step, shape, seed, device, dtype):
+    """Inputs of a scan; its rows are parts of wider ones, NaN around them."""
+    heads, groups, headdim, d_state, _, of_D = shape
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [heads * headdim, groups * d_state, groups * d_state, heads * headdim, heads]
+    rows = torch.full((step.bounds[-1] + 3, sum(sizes) + 8), NAN)[:, 8:]
+    rows[: step.bounds[-1]] = torch.randn(step.bounds[-1], sum(sizes), generator=generator)
+    x, B, C, z, dt = rows.to(device, dtype).split(sizes, -1)
+    return {
+        "x": x.unflatten(-1, (heads, headdim)),
+        "B": B.unflatten(-1, (groups, d_state)),
+        "C": C.unflatten(-1, (groups, d_state)),
+        "z": z.unflatten(-1, (heads, headdim)) if seed % 2 else None,
+        "dt": dt,
+        "A": -torch.rand(heads, generator=generator).to(device) - 0.1,
+        "dt_bias": torch.randn(heads, generator=generator).to(device) - 3.0,
+        "D": torch.randn(*((heads,) if of_D == 1 else (heads, of_D)), generator=generator).to(device),
+    }
+
+
+def scan(step, pool, *, x, B, C, z, dt, A, dt_bias, D, chunk_tokens, replaced=None):
+    bounds = torch.tensor(step.bounds, dtype=torch.int32, device=x.device)
+    steps, log_decay = chunk_decays(dt, A, dt_bias, bounds, chunk_tokens)
+    slots = step.tensors(x.device, "first_chunks", "source_slots", "live_slots", "chunk_slots")
+    before = pass_states(x, steps, B, log_decay, bounds, pool, **slots)
+    given = {"x": x, "steps": steps, "log_decay": log_decay, "B": B, "C": C, "before": before, "D": D, "z": z}
+    given |= replaced(given) if replaced else {}
+    out = torch.full(x.shape, NAN, dtype=x.dtype, device=x.device)
+    chunk_outputs(**given, bounds=bounds, out=out)
+    return out
+
+
+def check_scan(device, dtype, shape, seeds, pool_dtype=torch.float32, replaced=None):
+    """Raises AssertionError if an output exceeds its rounding bound, or if a row of no chunk was written."""
+    heads, groups, headdim, d_state, chunk_tokens, _ = shape
+    for seed in seeds:
+        step = Step.draw(seed, chunk_tokens)
+        given = some_tokens(step, shape, seed, device, dtype)
+        pool = poisoned_pool(step, (heads, headdim, d_state), pool_dtype, device, seed)
+        initial = pool.clone()
+        out = scan(step, pool, **given, chunk_tokens=chunk_tokens, replaced=replaced).cpu()
+        assert out[step.bounds[-1] :].isnan().all()
+        exact = {name: None if each is None else each.double().cpu() for name, each in given.items()}
+        B, C = (exact[name].repeat_interleave(heads // groups, 1) for name in "BC")
+        rates = torch.nn.functional.softplus(exact["dt"] + exact["dt_bias"])
+        D = exact["D"].view(heads, -1)
+        # A product of rounded factors: the state, what is passed on, and the weight of a token; on a GPU float32 to 10 bits.
+        coarse = 2**16 * 3 if dtype == torch.bfloat16 else 2**16 if device == "cuda" else 0
+        coarse += 2**16 if pool_dtype == torch.bfloat16 else 0
+        for i, chunks, _ in step.sequences():
+            state = initial[step.source_slots[i]].double().cpu()
+            magnitude = state.abs()
+            # Roundings of a decay: those of its logarithm count as often as it is large.
+            rows = range(step.bounds[chunks.start], step.bounds[chunks.stop])
+            largest = (rates[rows.start : rows.stop] * exact["A"]).sum(0).abs().max().item()
+            of_decay = (chunk_tokens + rounding.SOFTPLUS + 2) * largest + rounding.EXP + 4
+            roundings = len(chunks) * of_decay + rounding.SOFTPLUS + d_state + 3 * chunk_tokens + 10 + coarse
+            for row in rows:
+                decay = torch.exp(rates[row] * exact["A"])[:, None, None]
+                new = torch.einsum("h,hp,hn->hpn", rates[row], exact["x"][row], B[row])
+                state, magnitude = decay * state + new, decay * magnitude + new.abs()
+                y = torch.einsum("hpn,hn->hp", state, C[row]) + D * exact["x"][row]
+                terms = torch.einsum("hpn,hn->hp", magnitude, C[row].abs()) + (D * exact["x"][row]).abs()
+                weighted = roundings * terms
+                if exact["z"] is not None:
+                    gate = torch.nn.functional.silu(exact["z"][row])
+                    y, weighted = y * gate, (weighted + rounding.SILU * terms) * gate.abs()
+                rounding.check(out[row], y, rounding.allowed(y, weighted, dtype, truncated=INTERPRETED))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_scan(device, dtype, shape):
+    check_scan(device, dtype, SHAPES[shape], range(SEEDS))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_scan_with_states_in_bfloat16(device, dtype):
+    check_scan(device, dtype, SHAPES["parts of tiles"], range(2), torch.bfloat16)
+
+
+MUTANTS = {
+    "rounded steps": lambda given: {"steps": given["steps"].bfloat16().float()},
+    "keys of the first group": lambda given: {"B": given["B"][:, :1].expand_as(given["B"])},
+    "queries of the first group": lambda given: {"C": given["C"][:, :1].expand_as(given["C"])},
+    "states of the chunk before": lambda given: {"before": given["before"].roll(1, 0)},
+    "no state": lambda given: {"before": torch.zeros_like(given["before"])},
+    "decays of the token before": lambda given: {"log_decay": given["log_decay"].roll(1, 2)},
+    "no skip": lambda given: {"D": torch.zeros_like(given["D"])},
+    "no gate": lambda given: {"z": None},
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of the bound")
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_bound_sees(mutant):
+    with pytest.raises(AssertionError, match="times the bound"):
+        check_scan("cpu", torch.float32, SHAPES["parts of tiles"], [1], replaced=MUTANTS[mutant])
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="of the kernel")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_do_not_depend_on_what_else_is_computed(shape, monkeypatch):
+    """Later tokens of a chunk, other chunks, or how many heads share a program."""
+    heads, _, headdim, d_state, chunk_tokens, _ = SHAPES[shape]
+    device, dtype = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
+    step = Step([chunk_tokens, chunk_tokens - 3], [0, 2], [0], [1], [-1, -1])
+    given = some_tokens(step, SHAPES[shape], 1, device, dtype)
+    pool = torch.zeros(2, heads, headdim, d_state, device=device)
+    whole = scan(step, pool, **given, chunk_tokens=chunk_tokens)
+    cut = Step([chunk_tokens, 3], [0, 2], [0], [1], [-1, -1])
+    rows = cut.bounds[-1]
+    assert torch.equal(scan(cut, pool, **given, chunk_tokens=chunk_tokens)[:rows], whole[:rows])
+    monkeypatch.setattr(module, "_MOST_HEADS", 1)
+    first, second = (whole[slice(*part)] for part in pairwise(step.bounds))
+    again = scan(step, pool, **given, chunk_tokens=chunk_tokens)
+    assert torch.equal(again[:chunk_tokens], first) and torch.equal(again[chunk_tokens : step.bounds[-1]], second)
