@@ -33,6 +33,7 @@ KERNELS = {  # module, constants
         {"P": 64, "N": 128, "CHUNK": 128, "BLOCK_P": 64, "BLOCK_N": 64, "BLOCK_K": 64},
     ),
     "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
+    "_swiglu_kernel": (elementwise, {"BLOCK": 2048}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 
