@@ -21,7 +21,14 @@ from typing import Any
 
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.console.engine_options import Budgets, check_memory
-from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped, as_input_errors, as_memory_errors
+from megatron_hybrid_prefix.console.terminal import (
+    InputError,
+    Interrupt,
+    Stopped,
+    as_input_errors,
+    as_memory_errors,
+    no_garbage_collection,
+)
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.upstream.version import check_version
 
@@ -38,13 +45,16 @@ def started_platform(args: argparse.Namespace) -> Iterator[Any]:
     Raises:
         InputError: It cannot be started.
     """
-    from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
+    with no_garbage_collection():  # it would look at all modules again and again while they are imported
+        from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
 
     was_running = running_platform() is not None
     try:
-        with as_input_errors(ValueError, PlatformError):
+        with no_garbage_collection(), as_input_errors(ValueError, PlatformError):
             started = ensure_platform(tp=args.tp, pp=args.pp, device=args.device)
-        unregister_stack_dumps()
+            unregister_stack_dumps()
+        if not was_running:
+            gc.freeze()  # modules stay: later collections pass them over
         yield started
     except (InputError, Stopped):  # all ranks get here; after another exception they may not
         if not was_running:

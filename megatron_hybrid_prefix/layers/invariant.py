@@ -102,7 +102,7 @@ class InvariantAttention(SelfAttentionSeam):
 
 
 class InvariantMLP(MLP):
-    """On a GPU, PyTorch's activations round alike everywhere in a tensor."""
+    """On a GPU, PyTorch's activations and ours round alike everywhere in a tensor."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """An activation that rounds alike everywhere."""

@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals, with_parts
 from megatron_hybrid_prefix.models.norms import Float32RMSNorm
 from megatron_hybrid_prefix.models.weights import initialise_weights
-from megatron_hybrid_prefix.ops.elementwise import squared_relu
+from megatron_hybrid_prefix.ops.elementwise import SwiGLU, squared_relu
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 
@@ -82,6 +82,8 @@ def build_hybrid_model(
         check_layer(overrides)
         if overrides.get("cuda_graph_impl", "none") != "none":
             check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
+    elif transformer_impl == "local" and config.activation == "swiglu":
+        overrides = {"use_te_activation_func": True} | overrides  # in fact that of `local_layer_specs`
     staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep, etp=platform.etp)
 
     from megatron.core import parallel_state
@@ -308,6 +310,8 @@ def local_layer_specs(num_moe_experts: int = 0, *, qk_norm: bool = False) -> Any
     Args:
         num_moe_experts: Experts of a mixture-of-experts layer.
         qk_norm: Whether attention layers normalise queries and keys.
+
+    With ``use_te_activation_func``, which is for SwiGLU alone, MLPs compute it in one kernel.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -355,7 +359,7 @@ def local_layer_specs(num_moe_experts: int = 0, *, qk_norm: bool = False) -> Any
             k_layernorm=WrappedTorchNorm if qk_norm else None,
         ),
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
     prediction = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(

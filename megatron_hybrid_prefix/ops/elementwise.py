@@ -1,9 +1,9 @@
 """Activations whose result for an element does not depend on its position in the tensor.
 
-They replace no upstream symbol: Triton kernels compute them inline. torch's `silu`, `sigmoid`, `softplus` and `log1p` run
-vector code over most of a tensor and scalar code over each thread's tail, and the two round differently (seen with torch 2.11
-on AVX-512). A token's bits would then depend on the other tokens, and a reused prefix could not be compared bit by bit with a
-recomputed one. `exp`, `log` and the four arithmetic operations do not have this problem.
+They replace no upstream symbol: Triton kernels compute them inline, and models are built with `squared_relu` and `SwiGLU`. torch's
+`silu`, `sigmoid`, `softplus` and `log1p` run vector code over most of a tensor and scalar code over each thread's tail, and the two
+round differently (seen with torch 2.11 on AVX-512). A token's bits would then depend on the other tokens, and a reused prefix could not
+be compared bit by bit with a recomputed one. `exp`, `log` and the four arithmetic operations do not have this problem.
 """
 
 import torch
@@ -53,7 +53,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     Returns:
         Shape and dtype of x.
     """
-    if not runs_kernel(x) or x.dtype == torch.float64 or (torch.is_grad_enabled() and x.requires_grad):
+    if not _runs_kernel(x):
         return torch.relu(x) ** 2
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -62,7 +62,51 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``, computed in float32 (float64) and rounded once on a GPU, by PyTorch elsewhere.
+
+    Args:
+        x: (..., 2 x width), floating: gate, then up.
+
+    Returns:
+        (..., width), the dtype of x. An element's bits depend on its gate and its up alone on a GPU.
+    """
+    width = x.shape[-1] // 2
+    if not _runs_kernel(x):
+        return torch.nn.functional.silu(x[..., :width]) * x[..., width:]
+    rows = x.reshape(-1, 2 * width).contiguous()
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    if out.numel():
+        _swiglu_kernel[(len(rows), triton.cdiv(width, _BLOCK))](rows, out, width, BLOCK=_BLOCK)
+    return out
+
+
+class SwiGLU(torch.nn.Module):
+    """`swiglu` as megatron's MLP asks for it."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `swiglu`."""
+        return swiglu(x)
+
+
+def _runs_kernel(x: torch.Tensor) -> bool:
+    return runs_kernel(x) and x.dtype != torch.float64 and not (torch.is_grad_enabled() and x.requires_grad)
+
+
 if triton is not None:
+
+    @triton.jit
+    def _swiglu_kernel(x_ptr: tl.tensor, out_ptr: tl.tensor, width: tl.int64, BLOCK: tl.constexpr) -> None:
+        """One program: BLOCK elements of a row."""
+        row = tl.program_id(0).to(tl.int64)
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        gate = tl.load(x_ptr + row * 2 * width + at, mask=at < width, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + (row * 2 + 1) * width + at, mask=at < width, other=0.0).to(tl.float32)
+        out = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(out_ptr + row * width + at, out.to(out_ptr.dtype.element_ty), mask=at < width)
 
     @triton.jit
     def _squared_relu_kernel(x_ptr: tl.tensor, out_ptr: tl.tensor, count: tl.int64, BLOCK: tl.constexpr) -> None:

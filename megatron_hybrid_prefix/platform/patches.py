@@ -3,6 +3,7 @@
 Each group but the last two applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `HOST_IMPORT`             likewise, only while megatron is imported. What it decorated then stays as it is.
+  * `CUDA_IMPORT`             a CUDA device: the same, and what it decorated then is compiled when it is called.
   * `HOST_TRAINING`           likewise, once megatron.training is imported.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
   * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains, and predicts drafts,
@@ -22,6 +23,8 @@ import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
+
+import torch
 
 from megatron_hybrid_prefix.platform import cpu as host
 from megatron_hybrid_prefix.platform.sizes import check_sizes
@@ -103,6 +106,34 @@ HOST_IMPORT = (
         "compile",
         _replace_by(host.compile_nothing),
         "megatron's fused functions: decorating imports all of inductor; the first call takes 20 s and a C++ compiler",
+    ),
+)
+
+
+def _when_called(compile_now: Callable[..., Any]) -> Any:
+    def compile_later(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(compile_later, **options)
+        if not isinstance(model, FunctionType):
+            return compile_now(model, **options)
+        compiled = functools.cache(lambda: compile_now(model, **options))
+
+        @functools.wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Inside of another compiled function it is a part of that.
+            return (model if torch.compiler.is_compiling() else compiled())(*args, **kwargs)
+
+        return call
+
+    return compile_later
+
+
+CUDA_IMPORT = (
+    Rebinding(
+        "torch",
+        "compile",
+        _when_called,
+        "megatron's fused functions: decorating imports all of inductor, and few models call one",
     ),
 )
 
@@ -307,8 +338,6 @@ CUDA_GATHERING_ATTENTION = _gathering_attention("attention_cuda")
 
 
 def _fa4(original: Any) -> Any:
-    import torch
-
     from megatron_hybrid_prefix.platform.kernels.attention_cuda import flash_attn4_varlen_func
 
     return flash_attn4_varlen_func(original, hopper=torch.cuda.get_device_capability()[0] == 9)

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 import math
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -148,6 +150,8 @@ def ensure_platform(
                 f"already running with {_said(running)}; cannot change to {_said(sizes)} in one process"
             )
         return _platform
+    if _machine is None and _use_cuda(device or _asked):
+        threading.Thread(target=_make_context, daemon=True).start()
     machine = patch_platform(device)
     torch_device = _start_distributed(machine.device.type == "cuda", timeout_s)
     world_size = dist.get_world_size()
@@ -207,8 +211,7 @@ def importing_megatron(use_cuda: bool) -> Iterator[None]:
     try:
         if use_cuda:
             keep_kernels()
-        else:
-            apply(patches.HOST_IMPORT, while_importing)
+        apply(patches.CUDA_IMPORT if use_cuda else patches.HOST_IMPORT, while_importing)
         with warnings.catch_warnings():
             # Silences a dozen warnings that Transformer Engine, Apex, absl or a GPU are missing. `Machine.describe_kernels`
             # reports what is used instead.
@@ -330,6 +333,14 @@ def _use_cuda(device: str | None) -> bool:
     if use_cuda and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch finds no CUDA device")
     return use_cuda
+
+
+def _make_context() -> None:
+    """Make the CUDA context that PyTorch will use. The driver's functions let Python run meanwhile; what fails here fails later, too."""
+    with suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuInit(0)
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _start_distributed(use_cuda: bool, timeout_s: float) -> torch.device:

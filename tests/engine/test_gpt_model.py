@@ -143,6 +143,7 @@ def plain_gpt_model(like, **changes):
     """Attention in each of two layers."""
     config = copy.copy(like.config)
     config.num_layers = 2
+    config.use_te_activation_func = False  # these layers have no module for it
     for name, value in changes.items():
         setattr(config, name, value)
     model = GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"), 512, 512).requires_grad_(False).eval()

@@ -21,6 +21,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 MARK = "@part "
@@ -41,6 +42,45 @@ def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             tell(name, time.perf_counter() - began_s)
 
     return call
+
+
+PACKAGES = (
+    "torch",
+    "torch._dynamo",
+    "torch._inductor",
+    "sympy",
+    "triton",
+    "megatron.core",
+    "mamba_ssm",
+    "transformers",
+    "cutlass",
+)
+PACKAGES += ("quack", "flash_attn.cute", "transformer_engine", "megatron_hybrid_prefix.upstream.packages")
+
+
+class TimedImports(MetaPathFinder):
+    """Tells how long packages take to import, each with what it imports first."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in PACKAGES:
+            return None
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in later)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = timed(f"    imported: {name}", spec.loader.exec_module)
+        return spec
+
+
+def watch_start() -> None:
+    """Tells the parts of `ensure_platform`."""
+    import torch
+
+    from megatron_hybrid_prefix.platform import start
+
+    start._make_context = timed("    CUDA context, in a thread", start._make_context)
+    start._start_distributed = timed("  device, process group", start._start_distributed)
+    start._start_parallel_state = timed("  parallel state", start._start_parallel_state)
+    torch.cuda.is_available = timed("    CUDA asked for", torch.cuda.is_available)
 
 
 def watch_megatron() -> None:
@@ -88,9 +128,14 @@ def watch_megatron() -> None:
 
 def serve(began_s: float, scope: str, options: list[str]) -> None:
     """The server's process, which was started at a time of day."""
-    from megatron_hybrid_prefix import platform
+    sys.meta_path.insert(0, TimedImports())
     from megatron_hybrid_prefix.cli import serve as command
+    from megatron_hybrid_prefix.console.terminal import no_garbage_collection
 
+    with no_garbage_collection():  # as the command imports torch
+        from megatron_hybrid_prefix import platform
+
+    watch_start()
     ensure = timed("megatron imported, platform started", platform.ensure_platform)
 
     def ensure_platform(*args: Any, **kwargs: Any) -> Any:

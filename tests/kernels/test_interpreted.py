@@ -36,6 +36,7 @@ def test_the_kernels_do_what_the_loops_do():
             "test_page_copies.py",
             "test_wrong_entries.py",
             "test_squared_relu.py",
+            "test_swiglu.py",
             "test_gated_norm.py",
             "test_invariant_triton.py",
             "test_one_memory.py",

@@ -40,6 +40,7 @@ KERNELS = {  # module, constants
         | {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128},
     ),
     "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
+    "_swiglu_kernel": (elementwise, {"BLOCK": 2048}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 

@@ -115,3 +115,20 @@ def test_numbers_behind_the_last_token_change_no_bit(heads, kv_heads, dim, page)
         rows = (each.nan_to_num(behind).cuda() for each in (q, k, v))
         found.append(flash_attention_4(*rows, table.clamp(min=0), q_lens, k_lens))
     assert found[0].isfinite().all() and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="for a GPU")
+@pytest.mark.parametrize("in_tiles", [True, False], ids=["pages of a tile", "pages of blocks"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_an_earlier_request_left_behind_the_last_token_do_not_spread(in_tiles, value, monkeypatch):
+    """Where a request overflowed: its blocks are given to others as they are."""
+    from megatron_hybrid_prefix.platform.kernels import attention_cuda
+
+    if not in_tiles:
+        monkeypatch.setattr(attention_cuda, "_in_tiles", lambda k, v, block_table: (k, v, block_table))
+    q, k, v, table = make(0, [17], [200], 32, 8, dtype=torch.bfloat16, dim=128, page=256)
+    k, v, table = k.nan_to_num(0.0), v.nan_to_num(0.0), table.clamp(min=0)
+    right = flash_attention_4(q.cuda(), k.cuda(), v.cuda(), table, [17], [200])
+    v[table[0, 0], 200:] = value
+    found = flash_attention_4(q.cuda(), k.cuda(), v.cuda(), table, [17], [200])
+    assert right.isfinite().all() and torch.equal(found, right)

@@ -10,11 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
+from megatron.core.transformer.mlp import MLP
 
 from megatron_hybrid_prefix.lab.fit import parameter_count
 from megatron_hybrid_prefix.models import PRESETS, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.build import _layer_specs
 from megatron_hybrid_prefix.models.config import split_into_stages
+from megatron_hybrid_prefix.ops.elementwise import SwiGLU
 from tests.harness.engine_helpers import LOG_PROB_NOISE, NOISES, assert_matches, random_tokens
 from tests.harness.naive_model import NaiveHybridModel, local_weights
 
@@ -95,6 +97,13 @@ def test_what_follows_a_tie_of_experts_may_differ_and_nothing_else(tiny_mixed):
         else:
             with pytest.raises(AssertionError, match="a log-prob is off by"):
                 check(model, prompt_tokens, 0.1)
+
+
+@pytest.mark.parametrize(("model_name", "gated"), [("tiny_gdn", True), ("tiny", False)])
+def test_gated_mlps_have_one_operation_for_their_activation(request, model_name, gated):
+    model = request.getfixturevalue(model_name)
+    activations = [module.activation_func for module in model.modules() if isinstance(module, MLP)]
+    assert activations and all(isinstance(each, SwiGLU) is gated for each in activations)
 
 
 def test_tiny_is_small_and_depends_only_on_the_seed(platform):

@@ -99,6 +99,62 @@ build_hybrid_model('tiny')
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
+@on_host
+def test_what_megatron_decorates_is_compiled_when_it_is_called_on_a_gpu():
+    code = """
+import sys, torch
+from megatron_hybrid_prefix.platform.start import importing_megatron
+compile_before = torch.compile
+with importing_megatron(use_cuda=True):
+    assert torch.compile is not compile_before
+    import megatron.core
+    from megatron.core.fusions.fused_bias_swiglu import swiglu
+assert torch.compile is compile_before
+assert 'torch._inductor.compile_fx' not in sys.modules, 'seconds of every start'
+try:
+    swiglu()
+except TypeError:
+    pass
+assert 'torch._inductor.compile_fx' in sys.modules, 'and a call compiles'
+"""
+    result = run_python(code, TORCHDYNAMO_DISABLE="0", TRITON_CACHE_DIR="unused")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_function_is_compiled_once_and_not_inside_of_another(monkeypatch):
+    compiled = []
+
+    def compile_now(function, **options):
+        def call(*args, **kwargs):
+            with monkeypatch.context() as inside:
+                inside.setattr(torch.compiler, "is_compiling", lambda: True)
+                return function(*args, **kwargs)
+
+        compiled.append((function.__name__, options))
+        return call
+
+    (rebinding,) = patches.CUDA_IMPORT
+    decorate = rebinding.make(compile_now)
+
+    @decorate
+    def double(x):
+        return x * 2
+
+    class Layer:
+        @decorate(dynamic=True)
+        def forward(self, x, *, more=0):
+            return double(x) + more
+
+    assert compiled == []
+    assert [Layer().forward(1, more=more) for more in (1, 1, 2)] == [3, 3, 4]
+    assert compiled == [("forward", {"dynamic": True})]
+    assert double(1) == double(1) == 2
+    assert compiled[1:] == [("double", {})]
+    decorate(Layer)
+    assert compiled[2:] == [("Layer", {})], "what is no function is compiled at once"
+
+
 @on_host
 @pytest.mark.slow
 def test_megatron_may_be_imported_first():

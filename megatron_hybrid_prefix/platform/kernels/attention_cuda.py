@@ -121,6 +121,8 @@ def flash_attn4_varlen_func(original: FlashAttention4, hopper: bool) -> FlashAtt
                 kwargs["num_splits"] = 1
                 if kwargs["max_seqlen_q"] > _DECODE:
                     k, v, kwargs["page_table"] = _in_tiles(k, v, kwargs["page_table"])
+                    # A bound only. FA4 compiles another kernel where it lets one tile hold all queries of a request.
+                    kwargs["max_seqlen_q"] = max(kwargs["max_seqlen_q"], 2 * _TILE)
             return original(q, k, v, **kwargs)
         return paged_varlen_attention_cuda(
             q,
