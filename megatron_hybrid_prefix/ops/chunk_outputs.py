@@ -163,7 +163,6 @@ def _chunk_outputs_reference(
 
 
 if triton is not None:
-    _LOG2_E, _LARGEST_POWER = tl.constexpr(1.4426950408889634), tl.constexpr(100.0)
 
     @triton.jit
     def _chunk_decays_kernel(
@@ -227,9 +226,8 @@ if triton is not None:
         x = tl.load(of_x + k[:, None].to(tl.int64) * stride_x, mask=k_mask[:, None] & p_mask[None, :], other=0.0)
         decay_k = tl.load(log_decay_ptr + of_chunk + k, mask=k_mask, other=0.0)
         step = tl.load(steps_ptr + of_chunk + k, mask=k_mask, other=0.0)
-        # exp(m - k) * step in one power of 2. Where a token comes later it may be large: finite, as its score is 0.
-        power = (decay_m * _LOG2_E)[:, None] - (decay_k * _LOG2_E - tl.log2(tl.maximum(step, 1e-37)))[None, :]
-        return tl.dot((scores * tl.exp2(tl.minimum(power, _LARGEST_POWER))).to(x.dtype), x)
+        weights = scores * tl.exp(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * step[None, :]
+        return tl.dot(weights.to(x.dtype), x)
 
     @triton.jit
     def _chunk_outputs_kernel(
