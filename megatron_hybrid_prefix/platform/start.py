@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
 import math
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -150,8 +148,6 @@ def ensure_platform(
                 f"already running with {_said(running)}; cannot change to {_said(sizes)} in one process"
             )
         return _platform
-    if _machine is None and _use_cuda(device or _asked):
-        threading.Thread(target=_make_context, daemon=True).start()
     machine = patch_platform(device)
     torch_device = _start_distributed(machine.device.type == "cuda", timeout_s)
     world_size = dist.get_world_size()
@@ -333,14 +329,6 @@ def _use_cuda(device: str | None) -> bool:
     if use_cuda and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch finds no CUDA device")
     return use_cuda
-
-
-def _make_context() -> None:
-    """Make the CUDA context that PyTorch will use. The driver's functions let Python run meanwhile; what fails here fails later, too."""
-    with suppress(OSError):
-        driver = ctypes.CDLL("libcuda.so.1")
-        driver.cuInit(0)
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _start_distributed(use_cuda: bool, timeout_s: float) -> torch.device:

@@ -77,7 +77,6 @@ def watch_start() -> None:
 
     from megatron_hybrid_prefix.platform import start
 
-    start._make_context = timed("    CUDA context, in a thread", start._make_context)
     start._start_distributed = timed("  device, process group", start._start_distributed)
     start._start_parallel_state = timed("  parallel state", start._start_parallel_state)
     torch.cuda.is_available = timed("    CUDA asked for", torch.cuda.is_available)

@@ -271,20 +271,19 @@ def test_flash_attention_4_gets_what_it_supports(monkeypatch, dtype, dim, theirs
 
 
 @pytest.mark.parametrize(
-    ("page", "dim", "rows", "spare", "hopper", "tiles"),
+    ("page", "dim", "rows", "spare", "hopper", "halves"),
     [
-        (256, 128, 17, 0, True, True),
-        (384, 64, 300, 0, True, True),
-        (256, 128, 17, 128, True, True),
-        (256, 128, 17, 0, False, False),
-        (256, 128, 16, 0, True, False),  # a decode
-        (384, 128, 17, 5, True, True),  # no whole number of tiles from a block to the next
-        (128, 128, 17, 0, True, False),
-        (320, 128, 17, 0, True, False),
-        (256, 256, 17, 0, True, False),  # FA4's tile is shorter
+        (128, 128, 17, 0, True, True),
+        (128, 64, 300, 0, True, True),
+        (128, 128, 1, 0, True, True),
+        (128, 128, 17, 64, True, True),
+        (128, 128, 17, 5, True, True),  # no whole number of halves from a block to the next
+        (128, 128, 17, 0, False, False),
+        (256, 128, 17, 0, True, False),
+        (128, 256, 17, 0, True, False),  # FA4's tile is shorter
     ],
 )
-def test_flash_attention_4_prefills_in_pages_of_its_tile_on_hopper(page, dim, rows, spare, hopper, tiles):
+def test_flash_attention_4_gets_no_pages_of_its_tile_on_hopper(page, dim, rows, spare, hopper, halves):
     """They are the same keys and values, also where other layers' lie between the blocks of one."""
     memory = torch.arange(5 * (4 * page + spare) * 2 * dim).view(5, -1, 2, dim).bfloat16()
     k, v = memory[:, page : 2 * page], memory[:, 3 * page : 4 * page]
@@ -297,6 +296,6 @@ def test_flash_attention_4_prefills_in_pages_of_its_tile_on_hopper(page, dim, ro
     one_kernel = hopper and rows > 16  # FA4 has another where 192 queries or fewer, its longest tile, are the bound
     assert options["max_seqlen_q"] == (max(rows, 256) if one_kernel else rows)
     for whole, part in zip((k, v), cut, strict=True):
-        assert part.shape[1] == (128 if tiles else page) and part.shape[2:] == whole.shape[2:]
+        assert part.shape[1] == (64 if halves else page) and part.shape[2:] == whole.shape[2:]
         assert part.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
         assert torch.equal(part[options["page_table"].long()].flatten(1, 2), whole[table.long()].flatten(1, 2))
