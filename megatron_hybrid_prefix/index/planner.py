@@ -146,7 +146,7 @@ class StepPlanner:
             if key in self.writing or (reason != CheckpointReason.VERIFY and checkpoints.has(key)):
                 continue  # another forward writes this state, or it is kept already
             if reason == CheckpointReason.INTERVAL:
-                slot = checkpoints.take_probationary_slot(live.path)
+                slot = checkpoints.take_guess_slot(live.path)
                 room_for_intervals = slot is not None
             else:
                 slot = checkpoints.take_slot()

@@ -67,11 +67,11 @@ class CheckpointTable:
             return self._slot_of(self._index.next_state())
         return self._store.reserve_slot()
 
-    def take_probationary_slot(self, path: Sequence[Node]) -> int | None:
-        """Reserves a slot for a probationary state: a free slot, or the slot of another probationary state.
+    def take_guess_slot(self, path: Sequence[Node]) -> int | None:
+        """Reserves a slot for a guess: a free slot, or the slot of another guess.
 
         Args:
-            path: Nodes of the request. Probationary states on this path are not evicted; otherwise a prompt computed in
+            path: Nodes of the request. Guesses on this path are not evicted; otherwise a prompt computed in
                 chunks would evict its own.
 
         Returns:
@@ -162,12 +162,12 @@ class CheckpointTable:
         self.slots.reset()
 
     def _guess_elsewhere(self, path: Sequence[Node]) -> Node | None:
-        """The probationary state to evict next that is not on the path."""
+        """The guess to evict next that is not on the path."""
 
         def is_elsewhere(node: Node) -> bool:
             return node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node
 
-        return self._index.eviction.victim(is_elsewhere, probationary_only=True)  # nobody pins one
+        return self._index.eviction.victim(is_elsewhere, guesses_only=True)  # nobody pins one
 
     def _slot_of(self, victim: Node | None) -> int | None:
         return None if victim is None else self.slots.reserve_again(self._evicted(victim))

@@ -3,8 +3,8 @@
 A policy only ranks states. The cache drops a state as soon as its KV is evicted, so every state that a policy ranks can
 be reached. The ranking depends only on the order of calls, never on wall time or addresses. So all ranks decide alike.
 
-A state is *probationary* if it is an interval checkpoint (`CheckpointReason.INTERVAL`) that no request has resumed
-from. A new interval checkpoint may only take a free slot or the slot of a probationary state. So guesses never evict a
+A state is a *guess* if it is an interval checkpoint (`CheckpointReason.INTERVAL`) that no request has resumed
+from. A new interval checkpoint may only take a free slot or the slot of a guess. So guesses never evict a
 state that is known to be useful.
 """
 
@@ -50,10 +50,10 @@ class EvictionPolicy[T: KeptState](Protocol):
         """The ranked states, in any order. Used by ``check_integrity``."""
 
     def added(self, state: T) -> None:
-        """``state`` was published. It is probationary if its reason is INTERVAL."""
+        """``state`` was published. It is a guess if its reason is INTERVAL."""
 
     def used(self, state: T) -> None:
-        """A request resumes from ``state``, which is not probationary any more.
+        """A request resumes from ``state``, which is no guess any more.
 
         The states above it get no call, because the request does not use them.
         """
@@ -61,13 +61,13 @@ class EvictionPolicy[T: KeptState](Protocol):
     def removed(self, state: T) -> None:
         """``state`` was evicted, or dropped with its KV."""
 
-    def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
+    def victim(self, evictable: Callable[[T], bool], *, guesses_only: bool = False) -> T | None:
         """The state to evict next, among those that are ``evictable`` (not pinned); None if there is none. Changes no
         order.
 
         Args:
             evictable: Whether a state may be evicted.
-            probationary_only: Consider probationary states only.
+            guesses_only: Consider guesses only.
         """
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""`lru`: evicts the least recently used checkpoint, and probationary checkpoints before all others."""
+"""`lru`: evicts the least recently used checkpoint, and guesses before all others."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 
 class LruEviction[T: KeptState]:
-    """Least recently used (or published) first, probationary states before all others.
+    """Least recently used (or published) first, guesses before all others.
 
     Two linked hash maps. ``victim`` skips pinned states. A state is pinned from a request's admission to its first
-    forward, so there are few; a probationary state is never pinned.
+    forward, so there are few; a guess is never pinned.
     """
 
     def __init__(self) -> None:
-        self._probationary: OrderedDict[T, None] = OrderedDict()
+        self._guesses: OrderedDict[T, None] = OrderedDict()
         self._others: OrderedDict[T, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._probationary) + len(self._others)
+        return len(self._guesses) + len(self._others)
 
     def __iter__(self) -> Iterator[T]:
-        return chain(self._probationary, self._others)
+        return chain(self._guesses, self._others)
 
     def added(self, state: T) -> None:
-        (self._probationary if state.reason == CheckpointReason.INTERVAL else self._others)[state] = None
+        (self._guesses if state.reason == CheckpointReason.INTERVAL else self._others)[state] = None
 
     def used(self, state: T) -> None:
-        if state in self._probationary:
-            del self._probationary[state]
+        if state in self._guesses:
+            del self._guesses[state]
             self._others[state] = None
         else:
             self._others.move_to_end(state)
 
     def removed(self, state: T) -> None:
-        del (self._probationary if state in self._probationary else self._others)[state]
+        del (self._guesses if state in self._guesses else self._others)[state]
 
-    def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
-        states = self._probationary if probationary_only else self
+    def victim(self, evictable: Callable[[T], bool], *, guesses_only: bool = False) -> T | None:
+        states = self._guesses if guesses_only else self
         return next((state for state in states if evictable(state)), None)
 
     def clear(self) -> None:
-        self._probationary.clear()
+        self._guesses.clear()
         self._others.clear()

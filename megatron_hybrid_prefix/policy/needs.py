@@ -125,7 +125,7 @@ class TierIndex[N: KeptState](ABC):
             guesses_only: Consider guesses only.
         """
         return self.eviction.victim(
-            lambda node: not self.is_pinned(node, kv=False) and may_go(node), probationary_only=guesses_only
+            lambda node: not self.is_pinned(node, kv=False) and may_go(node), guesses_only=guesses_only
         )
 
     def check_needs(self, nodes: Iterable[N]) -> None:

@@ -97,7 +97,7 @@ class _Record[T]:
         return int(self.origin), min(self.uses.bit_length(), _MOST_USES_BITS), self.first_blocks.bit_length()
 
     @property
-    def is_probationary(self) -> bool:
+    def is_guess(self) -> bool:
         """Whether the state is an interval checkpoint that was never used."""
         return self.origin == CheckpointReason.INTERVAL and not self.uses
 
@@ -202,7 +202,7 @@ class _Known[T: KeptState]:
         record.entry = -1
         if above is not None:
             self._inherit(self.records[above], record)
-        if record.is_probationary:
+        if record.is_guess:
             self.forget(record)  # a later use cannot be observed: a prompt checkpoints its own junction
             return
         self.lost[state.key] = record
@@ -301,7 +301,7 @@ class RecomputeCostEviction[T: KeptState]:
         # Decides which KV is needed here. Below the device: by the states of all tiers, as what the device has is no loss.
         self._ancestry = known.ancestry
         self.state_blocks = 0.0  # bytes of a state in KV blocks; 0: states have memory of their own
-        self._probationary: _Ranking[T] = _Ranking()
+        self._guesses: _Ranking[T] = _Ranking()
         self._others: _Ranking[T] = _Ranking()
 
     def tier_below(self) -> RecomputeCostEviction[T]:
@@ -331,7 +331,7 @@ class RecomputeCostEviction[T: KeptState]:
         record = known.records.get(state)
         if record is None:
             known.added(state)
-        elif record.is_probationary and state.reason != CheckpointReason.INTERVAL:
+        elif record.is_guess and state.reason != CheckpointReason.INTERVAL:
             known.used(state)  # the other tier has it as a guess
         else:
             self.rank(record)
@@ -357,9 +357,9 @@ class RecomputeCostEviction[T: KeptState]:
         """Whether the state is kept on this tier."""
         return state in self._states
 
-    def victim(self, evictable: Callable[[T], bool], *, probationary_only: bool = False) -> T | None:
-        first = self._first(self._probationary, evictable)
-        if not probationary_only:
+    def victim(self, evictable: Callable[[T], bool], *, guesses_only: bool = False) -> T | None:
+        first = self._first(self._guesses, evictable)
+        if not guesses_only:
             other = self._first(self._others, evictable)
             first = other if first is None else first if other is None else min(first, other)
         return None if first is None else first[-1].state
@@ -376,14 +376,14 @@ class RecomputeCostEviction[T: KeptState]:
         """Keeps the rates that were learned. All tiers are cleared together."""
         self._states.clear()
         self._ancestry.clear()
-        self._probationary.clear()
+        self._guesses.clear()
         self._others.clear()
         self._known.clear()
 
     def rank(self, record: _Record[T]) -> None:
         """Ranks a record again, if the state is kept here."""
         if record.state in self._states:
-            ranking = self._probationary if record.is_probationary else self._others
+            ranking = self._guesses if record.is_guess else self._others
             ranking.changed[record] = record.entry
 
     def frees_more(self, state: T) -> None:
@@ -393,7 +393,7 @@ class RecomputeCostEviction[T: KeptState]:
 
     def rank_all(self) -> None:
         """Ranks all records again."""
-        self._probationary.clear()
+        self._guesses.clear()
         self._others.clear()
         for state in self._states:
             record = self._known.records.get(state)
@@ -440,8 +440,8 @@ class RecomputeCostEviction[T: KeptState]:
 
     def _entry(self, state: T, record: _Record[T]) -> _Entry[T]:
         # Ties: evict the older state. If the older one will be used sooner, evict the younger one, or no state would
-        # live long enough to be used. Of probationary states always evict the older one, so that each prompt gets a
+        # live long enough to be used. Of guesses always evict the older one, so that each prompt gets a
         # chance.
-        newest_first = record.cell.is_rising and not record.is_probationary
+        newest_first = record.cell.is_rising and not record.is_guess
         order = -record.touched if newest_first else record.touched
         return self.value(state), order, record.serial, record.entry, record

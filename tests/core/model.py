@@ -86,7 +86,7 @@ class Kept:
     """A published state. The list is in the order of eviction."""
 
     slot: int
-    probationary: bool  # kept on a guess, and nobody resumed from it
+    guess: bool  # kept on a guess, and nobody resumed from it
     decoded: bool = False  # nobody asked for it, and nobody resumed from it
 
 
@@ -358,22 +358,22 @@ class ModelEngine:
         if kept is None:
             assert not self.predicts
             return
-        self.seen[f"probationary state {what}"] += kept.probationary
+        self.seen[f"guess {what}"] += kept.guess
         self.order.remove(kept)
         self.order.append(kept)
-        kept.probationary = kept.decoded = False
+        kept.guess = kept.decoded = False
 
     def victim(self, guess: bool, request: Request) -> Kept | None:
         """The state to evict when no slot is free.
 
-        Probationary states go first. For an interval state only probationary ones may go, and none of the same request.
+        Guesses go first. For an interval state only guesses may go, and none of the same request.
         """
-        probationary = [kept for kept in self.order if kept.probationary]
+        guesses = [kept for kept in self.order if kept.guess]
         if guess:
             held = [(request.salt, request.kv[:end]) for end in range(0, len(request.kv) + 1, self.block_tokens)]
-            probationary = [kept for kept in probationary if self.slots[kept.slot] not in held]
-        others = [kept for kept in self.order if not kept.probationary and not self.cache._store.slots.pins(kept.slot)]
-        return next(iter(probationary if guess else probationary + others), None)
+            guesses = [kept for kept in guesses if self.slots[kept.slot] not in held]
+        others = [kept for kept in self.order if not kept.guess and not self.cache._store.slots.pins(kept.slot)]
+        return next(iter(guesses if guess else guesses + others), None)
 
     def oracle_plan(self, request: Request, start: int, end: int) -> tuple[list[tuple[int, CheckpointReason]], int]:
         """Returns the states of (start, end] that will be kept, and how many requested ones will not. Evicts."""
@@ -391,7 +391,7 @@ class ModelEngine:
         contents = {position: self.now(request.salt, request.tokens[:position]) for _, position in wanted}
         for reason, position in sorted(wanted):
             state = kept.get(contents[position])
-            if reason != CheckpointReason.INTERVAL and state and (state.probationary or state.decoded):
+            if reason != CheckpointReason.INTERVAL and state and (state.guess or state.decoded):
                 self.use(state.slot, "confirmed")
         free, planned, skipped = len(self.cache._store.slots.slots_in(SlotState.FREE)), [], 0
         for reason, position in sorted(wanted):
@@ -407,7 +407,7 @@ class ModelEngine:
                     self.seen["guess without a slot"] += reason == CheckpointReason.INTERVAL
                     continue
                 self.order.remove(victim)
-                self.seen["probationary state evicted"] += victim.probationary
+                self.seen["guess evicted"] += victim.guess
             planned.append((position, reason))
         return sorted(planned), skipped
 
@@ -584,7 +584,7 @@ class ModelEngine:
         if not self.grow(request, end):
             return None
         self.forget_lost()
-        self.probationary = {node for node in self.cache.nodes() if node.slot >= 0 and is_guess(node)}
+        self.guesses = {node for node in self.cache.nodes() if node.slot >= 0 and is_guess(node)}
         asked = {position: reason for position, reason in self.live(request).boundaries if start < position <= end}
         before, stats = self.on_slots(), self.cache.stats()
         room = self.free_places()
@@ -638,12 +638,12 @@ class ModelEngine:
         return free if cap is None else min(free, max(0, cap - slots.cached_slots))
 
     def check_displaced(self, before: dict[int, Node], asked: int) -> None:
-        """Checks which states were evicted. An interval state may only displace probationary ones."""
-        lost = [node for slot, node in before.items() if node.slot != slot and node not in self.probationary]
+        """Checks which states were evicted. An interval state may only displace guesses."""
+        lost = [node for slot, node in before.items() if node.slot != slot and node not in self.guesses]
         assert asked or not lost
         if self.predicts:
             assert {kept.slot for kept in self.order} == self.kept_slots() and len(lost) <= asked
-            assert not lost or not [kept for kept in self.order if kept.probationary], "probationary ones go first"
+            assert not lost or not [kept for kept in self.order if kept.guess], "guesses go first"
 
     def grow(self, request: Request, end: int) -> bool:
         """Gets blocks up to position ``end`` of the prompt. False: there are too few."""
@@ -743,7 +743,7 @@ class ModelEngine:
         self.cache.publish(plan)
         kept_slots = self.kept_slots() if self.predicts else set()
         if load is not None and load.slot in kept_slots:
-            self.order.append(Kept(load.slot, probationary=False))
+            self.order.append(Kept(load.slot, guess=False))
         for checkpoint in plan.checkpoints:
             if checkpoint.slot in kept_slots:
                 self.order.append(Kept(checkpoint.slot, checkpoint.reason == CheckpointReason.INTERVAL))
@@ -783,7 +783,7 @@ class ModelEngine:
         if position % self.block_tokens or position >= len(request.tokens) + 1 or not request.history:
             return False
         self.forget_lost()
-        kept = [kept for kept in self.order if (self.slots | self.decoded)[kept.slot] == content and kept.probationary]
+        kept = [kept for kept in self.order if (self.slots | self.decoded)[kept.slot] == content and kept.guess]
         slot = self.cache.checkpoint_decoded(request.request_id, position)
         if slot is None:
             if kept and self.live(request).write:
@@ -792,7 +792,7 @@ class ModelEngine:
             return False
         self.order = [kept for kept in self.order if kept.slot != slot]
         if self.predicts:
-            self.order.append(Kept(slot, probationary=False, decoded=True))
+            self.order.append(Kept(slot, guess=False, decoded=True))
         self.decoded[slot] = content
         self.seen["decoded states"] += 1
         return True

@@ -84,8 +84,8 @@ class NaiveRecomputeCost:
             self.known.remove(other)
 
     def order(self, known: Known) -> int:
-        probationary = known.origin == CheckpointReason.INTERVAL and not known.uses
-        return -known.touched if (known.kind, known.age) in self.rising and not probationary else known.touched
+        is_guess = known.origin == CheckpointReason.INTERVAL and not known.uses
+        return -known.touched if (known.kind, known.age) in self.rising and not is_guess else known.touched
 
     # -- behind them ---------------------------------------------------------------------------------------------------
 
@@ -189,11 +189,11 @@ class NaiveTiers:
             cost /= self.state_blocks[tier] + exclusive(node, others)
         return cost * self.rule.rate(self.rule.of(node))
 
-    def victim(self, tier: int, evictable: Callable[[Node], bool], *, probationary_only: bool = False) -> Node | None:
+    def victim(self, tier: int, evictable: Callable[[Node], bool], *, guesses_only: bool = False) -> Node | None:
         found = []
         for node in filter(evictable, self.kept[tier]):
             known = self.rule.of(node)
-            if not probationary_only or (known.origin == CheckpointReason.INTERVAL and not known.uses):
+            if not guesses_only or (known.origin == CheckpointReason.INTERVAL and not known.uses):
                 found.append((self.value(tier, node), self.rule.order(known), known.serial, node))
         return min(found, key=lambda each: each[:3])[3] if found else None
 

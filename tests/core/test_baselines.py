@@ -103,10 +103,8 @@ def calls(rng: random.Random, policy, count: int, most: int) -> Iterator[tuple[s
             policy.added(node)
         elif what in ("victim", "guess"):
             allowed = {node for node in kept if rng.random() < 0.7}
-            node = policy.victim(allowed.__contains__, probationary_only=what == "guess")
-            assert node is policy.victim(allowed.__contains__, probationary_only=what == "guess"), (
-                "asking changes nothing"
-            )
+            node = policy.victim(allowed.__contains__, guesses_only=what == "guess")
+            assert node is policy.victim(allowed.__contains__, guesses_only=what == "guess"), "asking changes nothing"
             assert node is None or node in allowed
         elif kept and what in ("use", "remove"):
             node = rng.choice(kept)

@@ -29,8 +29,8 @@ from megatron_hybrid_prefix.policy.registry import register_eviction_policy
 
 
 class NewestFirst(LruEviction):
-    def victim(self, evictable, *, probationary_only=False):
-        return next((state for state in reversed(list(self)) if not probationary_only and evictable(state)), None)
+    def victim(self, evictable, *, guesses_only=False):
+        return next((state for state in reversed(list(self)) if not guesses_only and evictable(state)), None)
 
 
 register_eviction_policy("newest_first", NewestFirst)

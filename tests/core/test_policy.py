@@ -89,36 +89,32 @@ def test_each_boundary_is_in_one_span_whatever_the_cuts(positions, cuts):
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["guess", "tail", "use", "remove", "victim", "probationary"]), st.integers(0, 99))
-    )
+    st.lists(st.tuples(st.sampled_from(["guess", "tail", "use", "remove", "victim", "guesses"]), st.integers(0, 99)))
 )
 def test_the_order_of_eviction_is_that_of_two_lists(calls):
     policy = make_eviction_policy("lru")
-    probationary: list[Node] = []
+    guesses: list[Node] = []
     others: list[Node] = []
     for number, (what, choice) in enumerate(calls):
-        every = probationary + others
+        every = guesses + others
         if what in ("guess", "tail"):
             node = Node(number.to_bytes(2), None, number)
             node.reason = INTERVAL if what == "guess" else TAIL
             policy.added(node)
-            (probationary if what == "guess" else others).append(node)
-        elif what in ("victim", "probationary"):
+            (guesses if what == "guess" else others).append(node)
+        elif what in ("victim", "guesses"):
             allowed = {node for node in every if (node.block_id + choice) % 3}
-            expected = next(
-                (node for node in (probationary if what == "probationary" else every) if node in allowed), None
-            )
-            assert policy.victim(allowed.__contains__, probationary_only=what == "probationary") is expected
+            expected = next((node for node in (guesses if what == "guesses" else every) if node in allowed), None)
+            assert policy.victim(allowed.__contains__, guesses_only=what == "guesses") is expected
         elif every:
             node = every[choice % len(every)]
-            (probationary if node in probationary else others).remove(node)
+            (guesses if node in guesses else others).remove(node)
             if what == "use":
                 policy.used(node)
                 others.append(node)
             else:
                 policy.removed(node)
-        assert list(policy) == probationary + others and len(policy) == len(probationary + others)
+        assert list(policy) == guesses + others and len(policy) == len(guesses + others)
 
 
 @pytest.mark.parametrize("name", ["random", "replay_cost"])

@@ -73,7 +73,7 @@ def compare(rng: random.Random, calls: int, most: int, state_blocks: tuple[float
     for number in range(calls):
         tier = rng.randrange(len(tiers))
         kept, others = naive.kept[tier], [node for other in naive.kept for node in other]
-        what = rng.choice(["new", "new", "again", "copy", "use", "use", "remove", "evict", "evict probationary"])
+        what = rng.choice(["new", "new", "again", "copy", "use", "use", "remove", "evict", "evict a guess"])
         node = None
         if what == "new" and len(kept) < most:  # at a new node below any other
             parent = rng.choice([None, *nodes[-20:]])
@@ -100,9 +100,9 @@ def compare(rng: random.Random, calls: int, most: int, state_blocks: tuple[float
         elif what.startswith("evict") and kept:
             pinned = set(rng.sample(kept, k=rng.randint(0, min(3, len(kept)))))
             allowed = [node for node in kept if node not in pinned]
-            only = what == "evict probationary"
-            victim = tiers[tier].victim(allowed.__contains__, probationary_only=only)
-            assert victim is naive.victim(tier, allowed.__contains__, probationary_only=only)
+            only = what == "evict a guess"
+            victim = tiers[tier].victim(allowed.__contains__, guesses_only=only)
+            assert victim is naive.victim(tier, allowed.__contains__, guesses_only=only)
             compared += victim is not None
             if victim is not None:
                 remove(tiers, naive, tier, victim)

@@ -307,7 +307,7 @@ COMMON = (
     *("interval", "readmitted", "shared beyond", "decoded states", "stored", "loaded", "swapped out"),
 )
 TWO_BUDGETS = (
-    *("probationary state used", "probationary state evicted", "guess without a slot", "shared beyond by a chunk"),
+    *("guess used", "guess evicted", "guess without a slot", "shared beyond by a chunk"),
     *("breakpoint", "repeat", "skipped", "admitted from the host", "resumed", "load failed", "load given up"),
 )
 ONE_MEMORY = ("ghosts", "moved", "told of a move", "cleared", "one of a page's states", "skipped")
