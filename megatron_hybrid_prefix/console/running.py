@@ -12,6 +12,7 @@ import os
 import platform as host
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError
@@ -45,16 +46,18 @@ def started_platform(args: argparse.Namespace) -> Iterator[Any]:
     Raises:
         InputError: It cannot be started.
     """
+    first = "megatron.core" not in sys.modules
     with no_garbage_collection():  # it would look at all modules again and again while they are imported
         from megatron_hybrid_prefix.platform import ensure_platform, running_platform, shut_down
 
     was_running = running_platform() is not None
     try:
-        with no_garbage_collection(), as_input_errors(ValueError, PlatformError):
-            started = ensure_platform(tp=args.tp, pp=args.pp, device=args.device)
+        with no_garbage_collection():
+            with as_input_errors(ValueError, PlatformError):
+                started = ensure_platform(tp=args.tp, pp=args.pp, device=args.device)
             unregister_stack_dumps()
-        if not was_running:
-            gc.freeze()  # modules stay: later collections pass them over
+        if first:
+            gc.freeze()  # modules stay: later collections pass them over; later, an engine that has ended would stay, too
         yield started
     except (InputError, Stopped):  # all ranks get here; after another exception they may not
         if not was_running:

@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OTHER_ACTIVATIONS = frozenset(
+    (
+        "activation_func",
+        "gated_linear_unit",
+        "activation_func_clamp_value",
+        "glu_linear_offset",
+        "bias_activation_fusion",
+    )
+)
+"""Fields of a ``TransformerConfig`` by which MLPs compute something else than plain SwiGLU, or by other means."""
+
 
 def build_hybrid_model(
     preset_or_config: str | HybridModelConfig | None = None,
@@ -82,7 +93,7 @@ def build_hybrid_model(
         check_layer(overrides)
         if overrides.get("cuda_graph_impl", "none") != "none":
             check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
-    elif transformer_impl == "local" and config.activation == "swiglu":
+    elif transformer_impl == "local" and config.activation == "swiglu" and not overrides.keys() & _OTHER_ACTIVATIONS:
         overrides = {"use_te_activation_func": True} | overrides  # in fact that of `local_layer_specs`
     staged_pattern = config.check_parallel(tp=platform.tp, pp=platform.pp, ep=platform.ep, etp=platform.etp)
 

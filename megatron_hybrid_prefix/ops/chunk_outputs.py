@@ -41,7 +41,7 @@ def chunk_decays(
             rows = dt[int(bounds[chunk]) : int(bounds[chunk + 1])].float()
             steps[:, chunk, : len(rows)] = softplus(rows + dt_bias.float()).T
         return steps, torch.cumsum(steps * A.view(-1, 1, 1), 2, out=log_decay)
-    assert dt.stride(1) == 1
+    assert dt.stride(1) == 1 and A.is_contiguous() and dt_bias.is_contiguous()
     _chunk_decays_kernel[(chunks, triton.cdiv(heads, _HEADS))](
         dt, A, dt_bias, bounds, steps, log_decay, dt.stride(0), heads, chunks, CHUNK=chunk_tokens, HEADS=_HEADS
     )
@@ -127,7 +127,7 @@ def chunk_outputs(
 
 
 def _tiles(dtype: torch.dtype, headdim: int, d_state: int, chunk_tokens: int) -> dict[str, int]:
-    """Tiles whose operands fit into the shared memory of a GPU since A100, and what runs them."""
+    """Tiles whose operands fit into the shared memory of an A100 or H100 (128 KB at most), and what runs them."""
     width = triton.next_power_of_2(d_state)
     most = 128 if dtype.itemsize * width <= 256 else 64
     sizes = {"BLOCK_M": max(16, min(64, chunk_tokens)), "BLOCK_K": max(16, min(most, chunk_tokens))}
@@ -163,8 +163,10 @@ def _chunk_outputs_reference(
 
 
 if triton is not None:
+    # One program for prompts of any length: none is compiled while requests wait.
+    _NUMBERS = ["heads", "chunks"]
 
-    @triton.jit
+    @triton.jit(do_not_specialize=_NUMBERS)
     def _chunk_decays_kernel(
         dt_ptr: tl.tensor,  # (tokens, heads), strided over tokens
         A_ptr: tl.tensor,  # (heads,)
@@ -229,7 +231,7 @@ if triton is not None:
         weights = scores * tl.exp(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * step[None, :]
         return tl.dot(weights.to(x.dtype), x)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=[*_NUMBERS, "heads_of_group", "heads_of_program"])
     def _chunk_outputs_kernel(
         x_ptr: tl.tensor,  # (tokens, heads, P), strided over tokens and heads
         steps_ptr: tl.tensor,  # (heads, chunks, CHUNK)

@@ -6,6 +6,8 @@ round differently (seen with torch 2.11 on AVX-512). A token's bits would then d
 be compared bit by bit with a recomputed one. `exp`, `log` and the four arithmetic operations do not have this problem.
 """
 
+from typing import Any
+
 import torch
 
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
@@ -82,10 +84,20 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 class SwiGLU(torch.nn.Module):
-    """`swiglu` as megatron's MLP asks for it."""
+    """`swiglu` as megatron's MLP asks for it.
 
-    def __init__(self, config: object) -> None:
+    Args:
+        config: Of the layer, a ``TransformerConfig``.
+
+    Raises:
+        ValueError: The layer has another activation.
+    """
+
+    def __init__(self, config: Any) -> None:
         super().__init__()
+        plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
+        if not (plain and config.gated_linear_unit and config.activation_func is torch.nn.functional.silu):
+            raise ValueError("use_te_activation_func=True: these layers have SwiGLU only, without a clamp or an offset")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `swiglu`."""

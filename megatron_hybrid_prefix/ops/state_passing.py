@@ -128,7 +128,7 @@ def _pass_states_reference(
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["heads", "heads_of_group", "chunks"])  # one program for prompts of any length
     def _pass_states_kernel(
         x_ptr: tl.tensor,  # (tokens, heads, P), strided over tokens and heads
         dt_ptr: tl.tensor,  # (heads, chunks, CHUNK)

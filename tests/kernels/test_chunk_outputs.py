@@ -133,12 +133,15 @@ def test_the_bound_sees(mutant):
         check_scan("cpu", torch.float32, SHAPES["parts of tiles"], [1], replaced=MUTANTS[mutant])
 
 
-@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="of the kernel")
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="of the kernel")), DEVICES[1]]
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bits_do_not_depend_on_what_else_is_computed(shape, monkeypatch):
-    """Later tokens of a chunk, other chunks, or how many heads share a program."""
+def test_bits_do_not_depend_on_what_else_is_computed(shape, device, monkeypatch):
+    """Later tokens of a chunk, other chunks, or how many heads share a program: as many as can, and one."""
     heads, _, headdim, d_state, chunk_tokens, _ = SHAPES[shape]
-    device, dtype = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
     step = Step([chunk_tokens, chunk_tokens - 3], [0, 2], [0], [1], [-1, -1])
     given = some_tokens(step, SHAPES[shape], 1, device, dtype)
     pool = torch.zeros(2, heads, headdim, d_state, device=device)

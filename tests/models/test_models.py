@@ -106,6 +106,25 @@ def test_gated_mlps_have_one_operation_for_their_activation(request, model_name,
     assert activations and all(isinstance(each, SwiGLU) is gated for each in activations)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"activation_func_clamp_value": 0.01},
+        {"activation_func": torch.nn.functional.gelu},
+        {"gated_linear_unit": False},
+        {"bias_activation_fusion": True},
+    ],
+    ids=lambda overrides: next(iter(overrides)),
+)
+def test_another_activation_of_the_caller_is_not_replaced(platform, overrides):
+    model = build_hybrid_model("tiny-gdn", seed=0, platform=platform, **overrides)
+    activations = [module.activation_func for module in model.modules() if isinstance(module, MLP)]
+    assert activations and not any(isinstance(each, SwiGLU) for each in activations)
+    if model.config.activation_func_clamp_value is not None or not model.config.gated_linear_unit:
+        with pytest.raises(ValueError, match=r"^use_te_activation_func=True: these layers have SwiGLU only"):
+            SwiGLU(model.config)
+
+
 def test_tiny_is_small_and_depends_only_on_the_seed(platform):
     first = build_hybrid_model("tiny", seed=5, platform=platform)
     assert sum(value.numel() for value in first.parameters()) < 250_000

@@ -122,6 +122,27 @@ assert 'torch._inductor.compile_fx' in sys.modules, 'and a call compiles'
     assert result.returncode == 0, result.stderr
 
 
+@on_host
+def test_a_second_start_in_a_process_keeps_nothing_that_has_ended():
+    """The first one leaves the modules out of later garbage collections."""
+    code = """
+import gc, weakref
+from types import SimpleNamespace
+from megatron_hybrid_prefix.console.running import started_platform
+class Engine:
+    def __init__(self):
+        self.itself = self
+for start in range(2):
+    with started_platform(SimpleNamespace(tp=1, pp=1, device='cpu')):
+        assert gc.isenabled() and gc.get_freeze_count() > 10_000
+    engine = weakref.ref(Engine()) if start == 0 else engine
+gc.collect()
+assert engine() is None
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_function_is_compiled_once_and_not_inside_of_another(monkeypatch):
     compiled = []
 
