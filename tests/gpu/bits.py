@@ -97,6 +97,16 @@ def left_to_cublas(shape):
         invariant.linear = linear
 
 
+def where_different(finished, found, truth):
+    """Of each request with other bits: its number, its cached tokens, and the place and values of the first other log-prob."""
+    for number, (mine, alone) in enumerate(zip(found, truth, strict=True)):
+        for where, ours, wanted in ("prompt", mine[2] or (), alone[2] or ()), ("answer", mine[1], alone[1]):
+            at = next((i for i, (a, b) in enumerate(zip(ours, wanted, strict=False)) if a != b), None)
+            if at is not None:
+                yield number, finished[number].num_cached_tokens, f"{where}, {at}", ours[at], wanted[at]
+                break
+
+
 def control_shape(config, tp):
     """Of the weight that the control leaves to cuBLAS: the second product of an MLP."""
     return torch.Size((config.hidden_size, config.ffn_hidden_size // tp))
@@ -165,7 +175,7 @@ def main():
                 "steps": steps,
                 "hits": sum(bool(request.num_cached_tokens) for request in finished.values()),
                 "evictions": stats.evictions,
-                "first different": next((i for i, (a, b) in enumerate(zip(found, truth, strict=True)) if a != b), None),
+                "first different": next(where_different(finished, found, truth), None),
             }
             if name == "graphs":
                 release_engine(engine)

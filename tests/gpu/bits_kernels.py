@@ -63,6 +63,12 @@ def row_cases():
         logits = rand(most, vocabulary, dtype=torch.float32)
         return lambda: rows_differ(log_softmax, logits)
 
+    def kept_log_probs():
+        """What is kept of a boundary is computed from one row of a step's logits, the answer's from all of them in float32."""
+        logits = rand(256, 32768)
+        whole = log_softmax(logits.float())
+        return sum(not torch.equal(log_softmax(row[None])[0], own) for row, own in zip(logits, whole, strict=True))
+
     norm_weight, a_log, dt_bias = rand(128, seed=2), rand(64, seed=3, dtype=torch.float32), rand(64, seed=4)
     cases = {
         f"product {columns} x {depth}": product(columns, depth)
@@ -75,6 +81,7 @@ def row_cases():
         for size in (128, 1024, 4096, 5000)
     }
     cases |= {f"log-softmax of {size}": log_probs(size) for size in (32768, 50257)}
+    cases["log-softmax of rows in bfloat16, as in float32"] = kept_log_probs
     cases["head norm"] = lambda: rows_differ(
         lambda y, z: gated_head_norm(y, z, norm_weight, 1e-6), rand(most, 16, 128), rand(most, 16, 128, seed=6)
     )

@@ -14,7 +14,8 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Log-softmax over the last dimension.
 
     On a GPU one program computes a row, in an order that depends on the length of a row alone. PyTorch's kernel adds in an order
-    that depends on where the row lies in memory, so on its number where the vocabulary is no multiple of 8.
+    that depends on where the row lies in memory, so on its number where the vocabulary is no multiple of 8. Logits are brought to
+    float32 first: for another type Triton compiles another kernel, which adds in another order.
 
     Args:
         logits: (..., vocabulary), floating; -inf for tokens that are not allowed.
@@ -24,7 +25,7 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """
     if not runs_kernel(logits):  # PyTorch sums each row by itself on a CPU; tests/kernels/test_invariant.py shows it
         return torch.log_softmax(logits.float(), dim=-1)
-    rows, stride = aligned_rows(logits)
+    rows, stride = aligned_rows(logits.float())
     count, columns = rows.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if count:
