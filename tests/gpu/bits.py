@@ -138,7 +138,7 @@ def main():
     }
     report = {"platform": platform.describe(), "preset": options.preset, "dtype": config.dtype}
     report["requests"] = options.requests
-    model = build_hybrid_model(config, seed=0)
+    model = build_hybrid_model(config, seed=0, transformer_impl="local")
     sizes = {"block_tokens": options.block_tokens, "max_requests": MAX_REQUESTS}
     blocks = PLENTY_TOKENS // options.block_tokens
     plenty = {"cache_gb": cache_gb_for(model, blocks, states=4 * MAX_REQUESTS, **sizes)}
@@ -163,7 +163,7 @@ def main():
                 continue
             own = model
             if name == "graphs":  # graphs are tied to the modules that they were captured on
-                own = build_hybrid_model(config, seed=0, cuda_graph_impl="local")
+                own = build_hybrid_model(config, seed=0, transformer_impl="local", cuda_graph_impl="local")
             engine = build_engine(own, HybridPrefixConfig(exact="bits", **memory), **(fields | more))
             with left_to_cublas(control_shape(config, options.tp)) if name == "control" else nullcontext():
                 finished, steps = play(engine, jobs, seed)
