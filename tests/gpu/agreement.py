@@ -1,4 +1,4 @@
-"""Next-token log-probs of one model: alone, batched, in chunks, and resumed from either prefix cache.
+"""Next-token log-probs of one model: alone, batched, in chunks, by this package without hits, and with either cache.
 
 Run by `test_agreement.py`, alone or under torchrun; also useful by hand:
 
@@ -108,12 +108,14 @@ def main() -> None:
     plain = build_upstream_engine if on_megatron else build_engine
     upstream = {"enable_prefix_caching": True, "prefix_caching_mamba_gb": STATES * state_bytes(model) / 2**30}
     ours = HybridPrefixConfig(cache_gb=cache_gb_for(model, BLOCKS, states=STATES, **SIZES), check_ranks=True)
+    nothing_kept = HybridPrefixConfig(cache_gb=ours.cache_gb, mamba_gb=0)
     cases = [
         # In chunks, the arithmetic of a hit without a cache: 1024 tokens, then the tail from the live state.
         ("alone", alone, 1, {}),
         ("batched", batched, 1, {}),
         ("chunked", alone, 2, {"enable_chunked_prefill": True, "max_tokens": PREFIX_TOKENS}),
         *([("upstream", alone, 1, upstream)] if on_megatron else []),
+        ("cold", alone, 1, {"prefix": nothing_kept}),  # this package's kernels, without hits
         ("ours", alone, 1, {"prefix": ours}),
     ]
     report = {"platform": platform.describe(), "preset": source.name, **source.fields}

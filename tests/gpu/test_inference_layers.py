@@ -1,7 +1,8 @@
 """On GPUs with Transformer Engine: ``transformer_impl="inference_optimized"`` with the cache agrees within bf16 noise.
 
-The model has Nemotron 3's layers: latent experts, a shared one, a head that drafts. The noise is measured in the same run, as in
-`test_agreement.py`; the same weights in Transformer Engine's other layers with this package's experts, and in float32, are the reference.
+The model has Nemotron 3's layers: latent experts, a shared one, a head that drafts. The noise is how far prompts in two chunks, and by this
+package's scan, are from megatron's whole ones. (States are float32, so chunks alone may have the same bits.) Hits are compared with the
+same prompts cold; both engines with float32, as Transformer Engine's other layers with this package's experts and the same weights are.
 """
 
 from __future__ import annotations
@@ -44,16 +45,18 @@ def test_hits_and_layers_agree_within_noise(tp, ep, options, tmp_path):
     reference = run(tmp_path, "transformer_engine", "--float32")["rows"]
     found = run(tmp_path, "inference_optimized", *options, tp=tp, ep=ep)
     rows, report = found["rows"], found["report"]
-    assert report["computed_tokens_alone"] == report["prompt_tokens"]
+    assert report["computed_tokens_alone"] == report["computed_tokens_cold"] == report["prompt_tokens"]
     assert report["computed_tokens_ours"] < 0.5 * report["prompt_tokens"]
-    noise = error(rows["chunked"], rows["alone"])
-    off = {name: error(rows[name], rows["alone"]) for name in ("batched", "ours")}
     exact = reference["float32"]
-    of_layers = {"transformer_engine": error(reference["alone"], exact), "here": error(rows["alone"], exact)}
+    noise = max(error(rows[name], rows["alone"]) for name in ("chunked", "cold"))
+    batched, hits = error(rows["batched"], rows["alone"]), error(rows["ours"], rows["cold"])
+    off = {name: error(rows[name], exact) for name in ("alone", "cold", "ours")}
+    of_reference = error(reference["alone"], exact)
     wrong = error(rows["alone"].roll(1, 0), rows["alone"])
     print(
-        f"tp={tp} ep={ep} {options}: in chunks {noise:.5f}, {off}; off float32 {of_layers}; another prompt {wrong:.5f}"
+        f"tp={tp} ep={ep} {options}: noise {noise:.5f}, batched {batched:.5f}, hits off the same prompts cold {hits:.5f}; "
+        f"off float32 {of_reference:.5f} in transformer_engine, here {off}; another prompt {wrong:.5f}"
     )
-    assert max(off.values()) <= 1.5 * noise
-    assert of_layers["here"] <= 1.5 * of_layers["transformer_engine"]
-    assert wrong > 10 * max(noise, 1e-3)
+    assert max(batched, hits) <= 1.5 * noise
+    assert max(off.values()) <= 1.5 * of_reference
+    assert wrong > 10 * max(off.values())
