@@ -42,8 +42,9 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
 
 
 def parameters_by_global_name(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's parameters and its routers' biases of experts (which are buffers), their layers counted from 0 over all pipeline stages, experts over all their ranks.
+    """This rank's parameters, and its routers' biases of experts, which are buffers.
 
+    Layers are counted from 0 over all pipeline stages, experts over all their ranks.
     Experts whose weights are stacked (`GroupedExperts`) or numbered (Transformer Engine's) come one by one, under the names that
     megatron gives experts that are computed one by one.
     """

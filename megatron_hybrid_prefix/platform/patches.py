@@ -3,8 +3,9 @@
 Each group but the last two applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `HOST_IMPORT`             likewise, only while megatron is imported. What it decorated then stays as it is.
-  * `CUDA_IMPORT`             a CUDA device: ``torch.compile``, only while megatron is imported, and what it decorated then is compiled when it is called.
   * `HOST_TRAINING`           likewise, once megatron.training is imported.
+  * `CUDA_IMPORT`             a CUDA device: ``torch.compile``, only while megatron is imported. What it decorated then is compiled when
+                              it is called.
   * `MAMBA_PARTS`             mamba-ssm or causal-conv1d missing or too old: the parts that dynamic inference uses.
   * `MAMBA_TRAINING`          mamba-ssm, causal-conv1d or their compiled extensions missing: the mixer trains, and predicts drafts,
                               with PyTorch.
