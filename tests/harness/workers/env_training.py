@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import initialize
 
@@ -34,6 +35,8 @@ def main(out, flags):
         "platform": running_platform(),
     }
     write_findings(out, found)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()  # gloo's threads may abort a process that ends with them
 
 
 if __name__ == "__main__":
