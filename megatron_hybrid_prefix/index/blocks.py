@@ -14,14 +14,14 @@ holds. This keeps the tree evictable from its leaves inward, without locks on wh
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
-from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.base import EvictionPolicy, LendsStates
 from megatron_hybrid_prefix.policy.needs import TierIndex
 from megatron_hybrid_prefix.pool.pages import Pages
-from megatron_hybrid_prefix.pool.slots import SlotPool
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 
 
 class KVBlocks(TierIndex[Node]):
@@ -33,12 +33,16 @@ class KVBlocks(TierIndex[Node]):
         eviction: Ranks the states.
 
     Attributes:
+        lender: The policy, if it lends states; else None.
+        lent: The states that are lent. They are in ``states``, too: their KV stays.
         cached_blocks: Keyed blocks with ref count 0. All of them can be evicted.
         keyed_blocks: Blocks that belong to a node of the tree, held or not.
     """
 
     def __init__(self, pages: Pages, slots: SlotPool, eviction: EvictionPolicy[Node]) -> None:
         super().__init__(eviction)
+        self.lender = eviction if isinstance(eviction, LendsStates) and eviction.lends else None
+        self.lent: Collection[Node] = () if self.lender is None else self.lender.lent
         self._pages, self._slots = pages, slots
         self.total_blocks = pages.total_blocks
         self.reset()
@@ -147,8 +151,29 @@ class KVBlocks(TierIndex[Node]):
     def has_kv(self, node: Node) -> bool:
         return node.block_id != NO_BLOCK and not self._ref_counts[node.block_id]
 
+    @property
+    def spare_guesses(self) -> int:
+        """Guesses, less lent states. Below 0 if a guess has gone with its KV: that room is for those states."""
+        return self.guesses - len(self.lent)
+
+    def add_state(self, node: Node) -> None:
+        if node not in self.states:
+            super().add_state(node)
+        elif node in self.lent:
+            self.eviction.added(node)
+
+    def evict_state(self, node: Node, *, for_guess: bool = False) -> None:
+        """The node's state leaves the device to make room. It is lent if there would be room without guesses."""
+        if self.lender is not None and self.states[node] and (for_guess or self.spare_guesses > 0):
+            self.lender.lend(node)
+        else:
+            self.drop_state(node)
+
     def is_pinned(self, node: Node, *, kv: bool) -> bool:
-        return not kv and self._slots.pins(node.slot) > 0
+        if kv:
+            return False
+        # Without a slot it is lent, or a request computes it again.
+        return node not in self.lent if node.slot == NO_SLOT else self._slots.pins(node.slot) > 0
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Moves cached blocks, as `Pages.empty` decided.

@@ -185,7 +185,9 @@ class Explainer:
         match = self._match
         if self._asked.refuses:
             match = replace(match, resume_tokens=0, kv_depth_blocks=0, seen_blocks=0)
-        boundaries = self._planner.boundaries(match, self._asked.breakpoints)
+        boundaries = self._planner.boundaries(
+            match, self._asked.breakpoints, self._store.checkpoints.asked_source(match)
+        )
         wanted = (
             boundary.position_tokens // self._step
             for boundary in boundaries

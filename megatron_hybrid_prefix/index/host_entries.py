@@ -94,11 +94,8 @@ class HostEntries(TierIndex[Node]):
     def next_state(
         self, may_go: Callable[[Node], bool] = lambda node: True, *, guesses_only: bool = False
     ) -> Node | None:
-        """All guesses go first, whatever their value, and then the states that the device has, too."""
-        found = super().next_state(may_go, guesses_only=True)
-        if found is not None or guesses_only:
-            return found
-        gone = []
+        """States that the device has, too, go first, whatever their value. There are no guesses."""
+        found, gone = None, []
         for node in self._copies:
             if node.slot == NO_SLOT:
                 gone.append(node)
@@ -107,7 +104,7 @@ class HostEntries(TierIndex[Node]):
                 break
         for node in gone:
             del self._copies[node]
-        return found or super().next_state(may_go)
+        return found or super().next_state(may_go, guesses_only=guesses_only)
 
     @property
     def kv_entries(self) -> int:

@@ -18,10 +18,11 @@ from typing import Any
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.host_entries import HostEntries
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree, is_guess
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Load, Tag
 
@@ -104,7 +105,7 @@ class HostTier:
                 EntryKind.KV, lambda: (forced or node in self.entries.users) and self._evict_state()
             ):
                 if not forced and node.host_slot != NO_SLOT and not self.entries.is_pinned(node, kv=False):
-                    self.drop_state(node)  # a guess: it cannot be reached without its KV
+                    self.drop_state(node)  # it cannot be reached without its KV
                 return False
             self._put_kv(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
         elif node in self.entries.users and not forced:
@@ -117,25 +118,22 @@ class HostTier:
     def store_state(self, node: Node) -> bool:
         """Stores the node's state, before it leaves the device.
 
-        A guess only gets free pages, or those of unneeded KV or of other guesses.
-
         Args:
             node: Its state is on the device.
 
         Returns:
-            False if all that is stored is worth more.
+            False if it is a guess, or if all that is stored is worth more.
         """
-        guess = is_guess(node)
         if node.host_slot != NO_SLOT:
-            if not self.entries.states[node] and not guess:
-                self._use_state(node)
             return True
+        if is_guess(node):
+            return False
         # First, so that its value is compared with the others', and its KV is not evicted for it.
-        self.entries.add_state(node, guess=guess)
+        self.entries.add_state(node)
         if node.used:
             self.entries.use_state(node)
         incoming = node if self.behind is None else None  # the way to the tier below is through the host
-        if not self._make_room(EntryKind.STATE, lambda: self._evict_state(incoming, guesses_only=guess)):
+        if not self._make_room(EntryKind.STATE, lambda: self._evict_state(incoming)):
             self.entries.drop_state(node)
             return False
         self._put_state(node, self._store(node.slot, self._tag(EntryKind.STATE, node)))
@@ -161,7 +159,7 @@ class HostTier:
         if self.behind is None or node.private or node.host_slot != NO_SLOT:
             return
         before = node.parent
-        while before is not None and (before.host_slot == NO_SLOT or is_guess(before)):
+        while before is not None and before.host_slot == NO_SLOT:
             before = before.parent
         saved_blocks = node.depth_blocks - (0 if before is None else before.depth_blocks)
         if saved_blocks >= self.behind.least_blocks:
@@ -247,7 +245,7 @@ class HostTier:
         if node.reason is None:
             # The tier below does not store the reason. Two prompts share this state now.
             node.reason = CheckpointReason.JUNCTION
-        self.entries.add_state(node, guess=is_guess(node))
+        self.entries.add_state(node)
         self._put_state(node, entry)
         return entry
 
@@ -262,11 +260,11 @@ class HostTier:
 
     def use_state(self, node: Node) -> None:
         """Marks the node's state as used, after a request resumed from it on any tier."""
-        if self.behind is not None and node.host_slot == NO_SLOT and node.slot != NO_SLOT:
+        if self.behind is not None and node.host_slot == NO_SLOT and node.slot != NO_SLOT and not is_guess(node):
             self.store_state(node)  # it was a guess
             self.state_also_on_device(node)
         if node.host_slot != NO_SLOT:
-            self._use_state(node)
+            self.entries.use_state(node)
 
     # -- drop ----------------------------------------------------------------------------------------------------------
 
@@ -312,7 +310,7 @@ class HostTier:
         states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
         self.entries.check([*kv, *states])
         self.entries.check_needs(self._tree)
-        if self.entries.states.keys() != set(states.values()):
+        if self.entries.guesses or self.entries.states.keys() != set(states.values()):
             raise CacheCorruptionError("the states on the host and those that are counted differ")
         for nodes, kind in ((kv, EntryKind.KV), (states, EntryKind.STATE)):
             for entry, node in nodes.items():
@@ -348,7 +346,7 @@ class HostTier:
 
         The host's entries depend on nothing that differs between ranks. So KV is stored here even if the tier below has it.
         """
-        if self.behind is None or node.private or is_guess(node) or node.depth_blocks < self.behind.least_blocks:
+        if self.behind is None or node.private or node.depth_blocks < self.behind.least_blocks:
             return
         path: list[Node] = []
         above: Node | None = node
@@ -363,12 +361,6 @@ class HostTier:
         self.also_on_device([block for block in reversed(path) if block.block_id != NO_BLOCK])
         self.entries.unpin(state)
         self._offer(node.host_slot)
-
-    def _use_state(self, node: Node) -> None:
-        was_guess = not self.entries.states[node]
-        self.entries.use_state(node)
-        if was_guess:
-            self._write_down(node)
 
     def _offer(self, entry: int) -> None:
         """Offers an entry to the tier below.
@@ -400,26 +392,22 @@ class HostTier:
         found = self.entries.next_kv()
         if found is None:
             return False
-        guess = found.host_slot  # goes with its KV
         self.drop_kv(found)
-        self._figures.evictions += 1 + (guess != NO_SLOT and guess not in self.entries)
+        self._figures.evictions += 1
         return True
 
-    def _evict_state(self, incoming: Node | None = None, *, guesses_only: bool = False) -> bool:
+    def _evict_state(self, incoming: Node | None = None) -> bool:
         """Evicts a state.
 
         Args:
             incoming: A state that is to be stored.
-            guesses_only: Evict a guess or nothing.
 
         Returns:
             False if there is none to evict, or if the one to evict is ``incoming``.
         """
-        state = self.entries.next_state(
-            lambda node: node is incoming or node.host_slot != NO_SLOT, guesses_only=guesses_only
-        )
+        state = self.entries.next_state(lambda node: node is incoming or node.host_slot != NO_SLOT)
         if state is None or state is incoming:
-            self._figures.full += not guesses_only
+            self._figures.full += 1
             return False
         self.drop_state(state)
         self._figures.evictions += 1

@@ -36,7 +36,13 @@ def check_integrity(
     _check_tree(tree, blocks)
     _check_requests(tree, blocks, requests, block_tokens, tree.epoch)
     _check_ref_counts(blocks, requests, unattached)
-    _check_slots(tree, slots, list(store.blocks.eviction), requests, store.checkpoints.protected)
+    ranked = list(blocks.eviction)
+    without_slot = [node for node in ranked if node.slot == NO_SLOT]
+    _expect(
+        all(node in blocks.lent or node.key in writing for node in without_slot),
+        "a state of the eviction policy is not in a slot",
+    )
+    _check_slots(tree, slots, [node for node in ranked if node.slot != NO_SLOT], requests, store.checkpoints.protected)
     planned = [
         live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
         for live in requests

@@ -4,23 +4,25 @@ What goes first is in ``policy/needs.py``: unneeded KV, then the state that the 
 value per byte *freed*, if they can (`SharesMemory`). A page of several states is free when the last of them has gone. The keys of
 evicted KV are remembered if the policy ranks by value (`Ghosts`).
 
-A guess only gets free bytes, or those of another guess.
+A guess only gets free bytes, or those of another guess or of a state that the policy lends (`LendsStates`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.host_tier import HostTier
+from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import LiveRequest
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree, is_guess
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy, SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
@@ -46,9 +48,11 @@ class CheckpointTable:
 
     def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
         """Gives the node the state in the reserved ``slot``. The node must have no state on the device."""
+        if reason == CheckpointReason.INTERVAL and node.reason is not None:
+            reason = node.reason  # the host's copy was asked for
         self.slots.publish(slot)
         self._tree.set_state(node, slot, reason)
-        self._index.add_state(node, guess=is_guess(node))
+        self._index.add_state(node)
         if self._host is not None:
             self._host.state_also_on_device(node)
 
@@ -61,24 +65,69 @@ class CheckpointTable:
         node = self._tree.get(key)
         return node is not None and node.slot != NO_SLOT
 
+    def keeps(self, key: bytes) -> bool:
+        """As `has`, or the state is lent."""
+        node = self._tree.get(key)
+        return node is not None and node in self._index.states
+
     def take_slot(self) -> int | None:
         """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
-        if self.slots.is_full:
-            return self._slot_of(self._index.next_state())
+        index, slots = self._index, self.slots
+        while slots.is_full or self._is_full_without_guesses():
+            node = index.next_state()
+            if node is None and not slots.is_full:
+                break
+            if node is None or node.slot != NO_SLOT:
+                return self._slot_of(node)
+            index.drop_state(node)
         return self._store.reserve_slot()
 
+    def _is_full_without_guesses(self) -> bool:
+        """Whether lent states would take the last slots."""
+        lacking = -self._index.spare_guesses
+        return lacking > 0 and self.slots.cached_slots + lacking >= self.slots.most_cached
+
     def take_guess_slot(self, path: Sequence[Node]) -> int | None:
-        """Reserves a slot for a guess: a free slot, or the slot of another guess.
+        """Reserves a slot for a guess: a free slot, or that of another guess or of a state that the policy lends.
 
         Args:
-            path: Nodes of the request. Guesses on this path are not evicted; otherwise a prompt computed in
-                chunks would evict its own.
+            path: Nodes of the request. States on this path are not evicted; otherwise a prompt computed in
+                chunks would evict its own guesses.
 
         Returns:
             The slot; None if there is none.
         """
         slot = None if self.slots.is_full else self._store.reserve_free_slot()
-        return self._slot_of(self._guess_elsewhere(path)) if slot is None else slot
+        if slot is not None:
+            return slot
+
+        def is_elsewhere(node: Node) -> bool:
+            return node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node
+
+        return self._slot_of(self._index.next_state(is_elsewhere, guesses_only=True), for_guess=True)
+
+    def take_slot_for(self, key: bytes, path: Sequence[Node]) -> int | None:
+        """Reserves a slot for the state at the end of the block with this key. None: there is none.
+
+        If that state is lent, the loan ends, and guesses have less room. See also `give_up`.
+
+        Args:
+            key: Key of the block.
+            path: Nodes of the request.
+        """
+        node = self._tree.get(key)
+        if node is None or node not in self._index.lent:
+            return self.take_slot()
+        slot = self.take_guess_slot(path)
+        if slot is not None:
+            self._index.add_state(node)
+        return slot
+
+    def give_up(self, key: bytes) -> None:
+        """The state at the end of the block with this key is not written. If it was lent, it is lost."""
+        node = self._tree.get(key)
+        if node is not None and node.slot == NO_SLOT and node in self._index.states and node not in self._index.lent:
+            self._index.drop_state(node)
 
     def protect(self, slot: int) -> None:
         """The state in the published ``slot`` is copied there later, after the queued copies. Until then it stays there."""
@@ -114,6 +163,14 @@ class CheckpointTable:
         self.bind(node, slot, node.reason)
         self.use(node)
 
+    def pin_guesses(self, keys: Iterable[bytes]) -> list[int]:
+        """Pins the guesses among the states at the end of the blocks with these keys. Returns their slots."""
+        nodes = map(self._tree.get, keys)
+        slots = [node.slot for node in nodes if node is not None and node.slot != NO_SLOT and is_guess(node)]
+        for slot in slots:
+            self.slots.pin(slot)
+        return slots
+
     def confirm(self, key: bytes, reason: CheckpointReason) -> None:
         """Changes the reason of an unused interval or decode state to ``reason``. Does nothing if there is no such
         state.
@@ -123,14 +180,43 @@ class CheckpointTable:
             reason: The new reason.
         """
         node = self._tree.get(key)
-        if node is None or node.slot == NO_SLOT or node.used:
+        if node is None or node.slot == NO_SLOT:
             return
-        if node.reason in (CheckpointReason.INTERVAL, CheckpointReason.DECODE):
+        if is_guess(node) and self._index.spare_guesses <= 0:
+            # Without guesses it would be computed now, and take the place of another state.
+            slot = self.take_slot()
+            if slot is not None:
+                self.slots.abandon(slot)
+        if is_guess(node) or (node.reason == CheckpointReason.DECODE and not node.used):
             node.reason = reason
             self._index.use_state(node)
 
+    def asked_source(self, match: Match) -> Node | None:
+        """The node from which the request would resume without guesses, if it does from the device; None: from its start."""
+        index = self._index
+        if index.lent:
+            block_tokens = self._store.settings.block_tokens
+            for key in reversed(match.chain.keys[len(match.path) : match.kv_depth_blocks]):
+                node = self._tree.get(key)
+                if node is not None and node in index.lent and match.may_resume_at(node.depth_blocks * block_tokens):
+                    return node
+        node = match.path[-1] if match.path else None
+        while node is not None and (is_guess(node) if node.slot != NO_SLOT else node not in index.lent):
+            node = node.parent
+        return node
+
+    def resume(self, source: Node | None, asked_source: Node | None) -> None:
+        """A request resumes from ``source``; without guesses it would from ``asked_source``. None: from its start."""
+        if source is not None and (source is asked_source or is_guess(source)):
+            self.use(source)
+        if asked_source is not None and asked_source is not source:
+            self.use(asked_source)
+        if self._index.lender is not None:
+            depths = (0 if node is None else node.depth_blocks for node in (source, asked_source))
+            self._index.lender.resumed(*depths)
+
     def use(self, node: Node) -> None:
-        """A request resumes from this node's state on the device."""
+        """A request resumes from this node's state, or would without guesses."""
         node.used = True
         self._index.use_state(node)
         if self._host is not None:
@@ -161,23 +247,16 @@ class CheckpointTable:
         self.protected.clear()
         self.slots.reset()
 
-    def _guess_elsewhere(self, path: Sequence[Node]) -> Node | None:
-        """The guess to evict next that is not on the path."""
+    def _slot_of(self, victim: Node | None, *, for_guess: bool = False) -> int | None:
+        return None if victim is None else self.slots.reserve_again(self._evicted(victim, for_guess=for_guess))
 
-        def is_elsewhere(node: Node) -> bool:
-            return node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node
-
-        return self._index.eviction.victim(is_elsewhere, guesses_only=True)  # nobody pins one
-
-    def _slot_of(self, victim: Node | None) -> int | None:
-        return None if victim is None else self.slots.reserve_again(self._evicted(victim))
-
-    def _evicted(self, node: Node) -> int:
+    def _evicted(self, node: Node, *, for_guess: bool = False) -> int:
         """Evicts the node's state. Returns its slot, which no node has now."""
         if self._host is not None:
             self._host.store_state(node)
         self._stats.evictions += 1
-        return self._take_off(node)
+        self._index.evict_state(node, for_guess=for_guess)
+        return self._tree.drop_state(node)
 
     def _take_off(self, node: Node) -> int:
         """Takes the node's state off the device. Returns its slot, which no node has now."""
@@ -301,8 +380,11 @@ class PrefixStore:
 
     def take_blocks(self, count: int) -> list[int]:
         """Takes ``count`` of the available blocks. Evicts what is worth least per byte, KV or states."""
-        while self.pages.free_blocks < count:
+        blocks, pages = self.blocks, self.pages
+        while pages.free_blocks < count + (self._lent_blocks() if blocks.lent else 0):
             if not self._evict_next():
+                if pages.free_blocks >= count:
+                    break
                 raise CacheCorruptionError("more blocks taken than available")
         block_ids = self.blocks.take(count)
         # Bytes of states are cleared before KV is written to their pages.
@@ -390,16 +472,24 @@ class PrefixStore:
 
     # -- who gets the next bytes ---------------------------------------------------------------------------------------
 
+    def _lent_blocks(self) -> int:
+        """Free blocks that the lent states would take without guesses."""
+        return max(0, -self.blocks.spare_guesses) * self.pages.page_blocks
+
     def reserve_slot(self) -> int | None:
         """Reserves a slot, if need be after moves and evictions. None: none can be made free."""
         pages = self.pages
-        while (slot := self.reserve_free_slot()) is None:
+        while True:
+            lent_blocks = self._lent_blocks()
+            if not lent_blocks or pages.free_blocks >= lent_blocks + pages.page_blocks:
+                slot = self.reserve_free_slot()
+                if slot is not None:
+                    return slot
             # No KV page can be emptied: only a state's own page helps.
             blocked = pages.unheld_pages == 0
             self._blocked_slots += blocked and pages.free_blocks >= pages.page_blocks
             if not self._evict_next(for_slot=True, states_only=blocked):
-                return None
-        return slot
+                return self.reserve_free_slot()
 
     def reserve_free_slot(self) -> int | None:
         """Reserves a slot for a guess: if need be after moves, but without eviction. None: there is none."""
@@ -426,20 +516,25 @@ class PrefixStore:
             states_only: No KV page can be emptied.
         """
         index = self.blocks
-        node = None if states_only else index.next_kv()
+        may_go = (lambda node: True) if for_slot else self._frees_bytes
+        state = index.next_state(may_go, guesses_only=True) if index.spare_guesses > 0 else None
+        node = None if states_only or state is not None else index.next_kv()
         if node is not None:
             self._drop_kv(node)
             return True
-        state = index.next_state() if for_slot else index.next_state(self._frees_bytes)
+        state = index.next_state(may_go) if state is None else state
         if state is not None:
-            self.checkpoints.evict(state)
+            if state.slot == NO_SLOT:
+                index.drop_state(state)  # it is no longer lent
+            else:
+                self.checkpoints.evict(state)
             return True
         # All that is left is KV that states need which wait for their copy. Without those states it is unneeded.
         return not states_only and self.checkpoints.drop_protected()
 
     def _frees_bytes(self, node: Node) -> bool:
         """Whether KV gets bytes when the node's state goes: those of its page, or of KV that only this state needs."""
-        if self.slots.is_loose(node.slot):
+        if node.slot == NO_SLOT or self.slots.is_loose(node.slot):
             return True
         index = self.blocks
         return index.users.get(node) == 1 and index.states[node] and index.has_kv(node)

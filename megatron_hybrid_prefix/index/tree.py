@@ -69,11 +69,6 @@ class Node:
         return f"Node({self.key.hex()[:8]}, depth {self.depth_blocks}, block {self.block_id}, slot {self.slot})"
 
 
-def is_guess(node: Node) -> bool:
-    """Whether the node's state is an interval checkpoint that no request has resumed from."""
-    return node.reason == CheckpointReason.INTERVAL and not node.used
-
-
 class KeyedValues(Protocol):
     """Values that somebody keeps with the nodes of a tree, by their keys. The tree says which have to go."""
 

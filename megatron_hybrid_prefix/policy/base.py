@@ -3,14 +3,13 @@
 A policy only ranks states. The cache drops a state as soon as its KV is evicted, so every state that a policy ranks can
 be reached. The ranking depends only on the order of calls, never on wall time or addresses. So all ranks decide alike.
 
-A state is a *guess* if it is an interval checkpoint (`CheckpointReason.INTERVAL`) that no request has resumed
-from. A new interval checkpoint may only take a free slot or the slot of a guess. So guesses never evict a
-state that is known to be useful.
+A state is a *guess* if it is an interval checkpoint (`CheckpointReason.INTERVAL`). It stays one when a request resumes from it. It
+is *asked for*, and no guess any more, when a prompt that is computed has another reason to keep it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol, Self, runtime_checkable
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -19,8 +18,7 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 class KeptState(Protocol):
     """A published checkpoint, as a policy sees it: its place in the prefix tree, and why it is kept.
 
-    A policy does not know whether the state is on the device or on the host. Each tier has its own policy object
-    (see also `KnowsTiers`).
+    A policy does not know on which tier the state is. Each tier has its own policy object (see also `KnowsTiers`).
     """
 
     @property
@@ -50,24 +48,23 @@ class EvictionPolicy[T: KeptState](Protocol):
         """The ranked states, in any order. Used by ``check_integrity``."""
 
     def added(self, state: T) -> None:
-        """``state`` was published. It is a guess if its reason is INTERVAL."""
+        """``state`` was published."""
 
     def used(self, state: T) -> None:
-        """A request resumes from ``state``, which is no guess any more.
+        """A request resumes from ``state``, or would without guesses.
 
         The states above it get no call, because the request does not use them.
         """
 
     def removed(self, state: T) -> None:
-        """``state`` was evicted, or dropped with its KV."""
+        """``state`` was evicted, or dropped with its KV. Or it was a guess, and is asked for: `added` follows."""
 
     def victim(self, evictable: Callable[[T], bool], *, guesses_only: bool = False) -> T | None:
-        """The state to evict next, among those that are ``evictable`` (not pinned); None if there is none. Changes no
-        order.
+        """The state to evict next; None if there is none. Changes no order. Without ``guesses_only`` guesses may go in any order.
 
         Args:
-            evictable: Whether a state may be evicted.
-            guesses_only: Consider guesses only.
+            evictable: Whether a state may be evicted (it is not pinned).
+            guesses_only: Consider guesses only. The cache asks so first, as long as there are guesses that take free room.
         """
 
     def clear(self) -> None:
@@ -93,12 +90,36 @@ class SharesMemory(Protocol):
 class KnowsTiers(Protocol):
     """A policy that knows which states the tier below keeps, too.
 
-    Its history of a state goes on when the state moves between the tiers, and a state is lost only when no tier keeps it.
-    Other policies get a second object for the tier below, which knows nothing of the first.
+    Its history of a state goes on when the state moves between the tiers, and a state is lost only when no tier keeps it. Other
+    policies get a second object for the tier below, which knows nothing of the first.
     """
 
     def tier_below(self) -> EvictionPolicy[Any]:
         """The policy of the tier below. Called once, before any other method."""
+
+
+@runtime_checkable
+class LendsStates(Protocol):
+    """A policy that may evict a state for the sake of a guess, and keeps an account of what that gains and costs.
+
+    Asked for a guess to evict, `victim` may name another state, also if there is no guess. That state is *lent*. Without guesses it
+    would be kept, so it stays ranked, and the KV that it needs stays. The loan ends when the state is computed again (`added`), or when
+    it would be evicted without guesses (`removed`).
+    """
+
+    @property
+    def lends(self) -> bool:
+        """Whether it does, now that its tiers are known."""
+
+    @property
+    def lent(self) -> Collection[Any]:
+        """The states that are lent."""
+
+    def lend(self, state: Any) -> None:
+        """``state``, which is no guess, is evicted, but would not be without guesses."""
+
+    def resumed(self, blocks: int, asked_blocks: int) -> None:
+        """A request resumes after so many blocks; without guesses it would after ``asked_blocks``."""
 
 
 @runtime_checkable

@@ -8,16 +8,16 @@ Five rules. Each one serves a way in which a prompt comes back:
 - *repeat*: the deepest boundary from which the same prompt can be resumed, if that is not the tail. The last token is
   always computed, so a prompt of exactly n blocks resumes at n - 1.
 - *interval*: every N tokens, or by default where `default_guesses` says, for a prefix that is shared for the first time.
-  These are guesses, so they only get free slots or the slots of other guesses (``base.py``).
+  These are guesses (``base.py``).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import starmap
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 MOST_INTERVALS = 16  # evenly spaced interval checkpoints per prompt, if their distance is not set
 
@@ -45,21 +45,8 @@ class Boundary(NamedTuple):
     reason: CheckpointReason
 
 
-class BoundaryRule(Protocol):
-    """A function that chooses the boundaries of a prompt that get a checkpoint, such as `prompt_boundaries`."""
-
-    def __call__(
-        self,
-        *,
-        prompt_tokens: int,
-        block_tokens: int,
-        resume_tokens: int,
-        kv_depth_blocks: int,
-        min_computed_tokens: int,
-        breakpoints: Sequence[int],
-        interval_tokens: int | None,
-    ) -> tuple[Boundary, ...]:
-        """See `prompt_boundaries`."""
+type BoundaryRule = Callable[..., tuple[Boundary, ...]]
+"""A function that chooses the boundaries of a prompt that get a checkpoint, with the arguments of `prompt_boundaries`."""
 
 
 def default_interval_tokens(prompt_tokens: int, block_tokens: int) -> int:

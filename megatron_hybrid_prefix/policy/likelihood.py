@@ -14,6 +14,7 @@ cache that ranks by measured hits over measured time. Time is counted in calls, 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 YOUNGEST_BITS = 5  # ages below 2 ** YOUNGEST_BITS share one cell: smaller differences mean nothing
 # Uses that a new cell starts with, over a time that grows with age. This rate is higher than usual, so that states of
@@ -21,6 +22,7 @@ YOUNGEST_BITS = 5  # ages below 2 ** YOUNGEST_BITS share one cell: smaller diffe
 _PRIOR_USES = 1.0
 
 
+@dataclass(slots=True, eq=False)
 class Cell:
     """States of one kind and age.
 
@@ -33,15 +35,12 @@ class Cell:
         since: See ``exposure``.
     """
 
-    __slots__ = ("exposure", "is_rising", "members", "rate", "since", "uses")
-
-    def __init__(self, rate: float, now: int) -> None:
-        self.rate = rate
-        self.is_rising = False
-        self.members = 0
-        self.uses = 0.0
-        self.exposure = 0.0
-        self.since = now
+    rate: float
+    since: int
+    is_rising: bool = False
+    members: int = 0
+    uses: float = 0.0
+    exposure: float = 0.0
 
     def catch_up(self, now: int) -> None:
         """Adds the members' time up to ``now`` to ``exposure``."""
@@ -70,7 +69,7 @@ class Likelihood[K: Hashable]:
         """The cell of states of this kind with age number ``age``."""
         cells = self._cells.setdefault(kind, [])
         while len(cells) <= age:
-            cells.append(Cell(_PRIOR_USES / _prior_exposure(len(cells)), now))
+            cells.append(Cell(_PRIOR_USES / oldest_in(len(cells)), now))
         return cells[age]
 
     def refresh(self, now: int) -> None:
@@ -82,7 +81,7 @@ class Likelihood[K: Hashable]:
             for age in range(len(cells) - 1, -1, -1):
                 cell = cells[age]
                 cell.catch_up(now)
-                uses, exposure = cell.uses + _PRIOR_USES, cell.exposure + _prior_exposure(age)
+                uses, exposure = cell.uses + _PRIOR_USES, cell.exposure + oldest_in(age)
                 while spans and spans[-1][0] * exposure > uses * spans[-1][1]:
                     more_uses, more_exposure = spans.pop()
                     uses, exposure = uses + more_uses, exposure + more_exposure
@@ -102,7 +101,3 @@ class Likelihood[K: Hashable]:
 def oldest_in(age: int) -> int:
     """Age at which a state leaves the cells with this age number."""
     return 1 << (YOUNGEST_BITS + age)
-
-
-def _prior_exposure(age: int) -> float:
-    return float(oldest_in(age))

@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from megatron_hybrid_prefix.policy.base import KeptState
-from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.needs import is_guess
 
 
 class LruEviction[T: KeptState]:
-    """Least recently used (or published) first, guesses before all others.
-
-    Two linked hash maps. ``victim`` skips pinned states. A state is pinned from a request's admission to its first
-    forward, so there are few; a guess is never pinned.
-    """
+    """Least recently used (or published) first. ``victim`` skips pinned states, of which there are few."""
 
     def __init__(self) -> None:
         self._guesses: OrderedDict[T, None] = OrderedDict()
@@ -28,14 +24,10 @@ class LruEviction[T: KeptState]:
         return chain(self._guesses, self._others)
 
     def added(self, state: T) -> None:
-        (self._guesses if state.reason == CheckpointReason.INTERVAL else self._others)[state] = None
+        (self._guesses if is_guess(state) else self._others)[state] = None
 
     def used(self, state: T) -> None:
-        if state in self._guesses:
-            del self._guesses[state]
-            self._others[state] = None
-        else:
-            self._others.move_to_end(state)
+        (self._guesses if state in self._guesses else self._others).move_to_end(state)
 
     def removed(self, state: T) -> None:
         del (self._guesses if state in self._guesses else self._others)[state]

@@ -3,12 +3,12 @@
 A prompt resumes from a state, and reads the KV before it. So a state *needs* the KV at its node and above, and KV is worth
 what the states that need it are worth. When a tier needs room, these go first:
 
-1. *Unneeded* KV: no state of the tier needs it, so no request can resume there. Unneeded longest first; the deepest
+1. On the device: a guess, because it has room that would be free without guesses (or a state that is lent in its place). A guess
+   needs no KV, and goes with the KV at its node. No other tier has guesses.
+2. *Unneeded* KV: no state of the tier needs it, so no request can resume there. Unneeded longest first; the deepest
    block first. On the host, KV that the device has, too, counts as unneeded: nothing is lost with it.
-2. On the host: guesses, then states that the device has, too.
-3. The state that the eviction policy names. The KV that only it needed is unneeded then.
-
-An interval state that nobody used is a guess: it needs no KV, and goes with the KV at its node.
+3. On the host: a state that the device has, too.
+4. The state that the eviction policy names. The KV that only it needed is unneeded then.
 
 `Ancestry` says which kept states are above and below each other, and how much KV only one of them needs. It is a compressed trie over
 the nodes of the prefix tree, with the nodes where a state is kept, and the forks: nodes where the paths to two of them part. The
@@ -23,6 +23,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.policy.base import EvictionPolicy, KeptState
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+
+
+def is_guess(state: KeptState) -> bool:
+    """Whether nobody asked for the state: it is an interval checkpoint."""
+    return state.reason == CheckpointReason.INTERVAL
 
 
 class TierIndex[N: KeptState](ABC):
@@ -36,6 +42,7 @@ class TierIndex[N: KeptState](ABC):
     Attributes:
         eviction: See Args.
         states: The tier's states, and whether each needs KV: a guess does not.
+        guesses: Number of guesses.
         users: By node: 1 if its state is in ``states`` and no guess, and 1 for each child with users. A node without users is
             not in it: no state needs its KV.
         unneeded: Nodes of all unneeded KV that no running request holds, in the order of eviction.
@@ -43,6 +50,7 @@ class TierIndex[N: KeptState](ABC):
 
     def __init__(self, eviction: EvictionPolicy[N]) -> None:
         self.eviction = eviction
+        self.guesses = 0
         self.states: dict[N, bool] = {}
         self.users: dict[N, int] = {}
         self.unneeded: OrderedDict[N, None] = OrderedDict()
@@ -50,6 +58,7 @@ class TierIndex[N: KeptState](ABC):
     def clear(self) -> None:
         """All entries are gone."""
         self.eviction.clear()
+        self.guesses = 0
         self.states.clear()
         self.users.clear()
         self.unneeded.clear()
@@ -67,6 +76,11 @@ class TierIndex[N: KeptState](ABC):
     def is_pinned(self, node: N, *, kv: bool) -> bool:
         """Whether the node's KV, or its state, must stay for now. It keeps its place in the order."""
         return False
+
+    @property
+    def spare_guesses(self) -> int:
+        """Guesses that take room which no other state would take without them."""
+        return self.guesses
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -88,25 +102,33 @@ class TierIndex[N: KeptState](ABC):
         if node in self.unneeded:
             del self.unneeded[node]
 
-    def add_state(self, node: N, *, guess: bool = False) -> None:
+    def add_state(self, node: N) -> None:
         """The tier has the node's state now."""
         self.eviction.added(node)
+        guess = is_guess(node)
         self.states[node] = not guess
-        if not guess:
+        if guess:
+            self.guesses += 1
+        else:
             self._need(node)
 
     def use_state(self, node: N) -> None:
-        """A request resumes from the node's state, or wants it to be kept: it is no guess."""
-        self.eviction.used(node)
-        if not self.states[node]:
-            self.states[node] = True
-            self._need(node)
+        """A request resumes from the node's state, or would without guesses; or it was a guess, and is asked for now."""
+        if self.states[node] or is_guess(node):
+            self.eviction.used(node)
+        else:  # without guesses it would be new
+            self.guesses -= 1
+            self.eviction.removed(node)
+            del self.states[node]
+            self.add_state(node)
 
     def drop_state(self, node: N) -> None:
         """The node's state has left the tier."""
         self.eviction.removed(node)
         if self.states.pop(node):
             self._unneed(node)
+        else:
+            self.guesses -= 1
 
     # -- what goes next ------------------------------------------------------------------------------------------------
 
@@ -122,11 +144,17 @@ class TierIndex[N: KeptState](ABC):
 
         Args:
             may_go: Whether a state may go that is not pinned.
-            guesses_only: Consider guesses only.
+            guesses_only: Only a guess, or a state that is lent in place of one.
         """
-        return self.eviction.victim(
-            lambda node: not self.is_pinned(node, kv=False) and may_go(node), guesses_only=guesses_only
-        )
+
+        def evictable(node: N) -> bool:
+            return not self.is_pinned(node, kv=False) and may_go(node)
+
+        if guesses_only or self.spare_guesses > 0:
+            found = self.eviction.victim(evictable, guesses_only=True)
+            if found is not None or guesses_only:
+                return found
+        return self.eviction.victim(evictable)
 
     def check_needs(self, nodes: Iterable[N]) -> None:
         """Checks the counts and the order.
@@ -150,6 +178,8 @@ class TierIndex[N: KeptState](ABC):
                 raise CacheCorruptionError(f"{node}: a state needs its KV, but it goes next")
         if not self.users.keys() | self.unneeded.keys() <= users.keys():
             raise CacheCorruptionError("an entry is counted that is not there")
+        if self.guesses != list(self.states.values()).count(False):
+            raise CacheCorruptionError("the number of guesses is wrong")
         if len(self.eviction) != len(self.states) or set(self.eviction) != self.states.keys():
             raise CacheCorruptionError("the states and those of the eviction policy differ")
 
@@ -222,6 +252,10 @@ class Ancestry[T: KeptState]:
         self._places.clear()
         self._root = Place(None, kept=True)
 
+    def __contains__(self, node: T) -> bool:
+        """Whether the trie has the state at ``node``."""
+        return node in self._places and self._places[node].kept
+
     def add(self, node: T) -> None:
         """Adds the state at ``node``, which had none."""
         place = self._places.get(node)
@@ -274,19 +308,12 @@ class Ancestry[T: KeptState]:
 
     def nearest_above(self, node: T) -> T | None:
         """The nearest kept state above ``node``, which must be a place. None: there is only the root."""
-        return self._kept_above(node).node
-
-    def depth_above_blocks(self, node: T) -> int:
-        """Depth in blocks of the nearest kept state above ``node``, which must be a place."""
-        return self._kept_above(node).depth_blocks
-
-    def _kept_above(self, node: T) -> Place[T]:
         place = self._places[node].above
         assert place is not None
         while not place.kept:
             assert place.above is not None
             place = place.above
-        return place
+        return place.node
 
     def next_below(self, node: T) -> Iterator[T]:
         """The kept states whose nearest state above is at ``node``, in an order that depends only on earlier calls."""

@@ -21,8 +21,10 @@ Evicted states are remembered for a while. If one is computed again, it would ha
 its history continues. If the evicted state was likelier to be used than the nearest state above, the state above
 inherits its kind and age: a request that would have resumed from the evicted state resumes from the one above.
 
-Interval checkpoints are a kind like any other. They are evicted first where they were of little use. So the pool keeps
-many of them while there is room, and none when slots are scarce, without any threshold.
+States that were asked for are ranked as if there were no guesses, which change no clock, rate or cost of theirs. A guess has room
+that they leave. If it is worth more than one of them, that one may be lent (`LendsStates`), as long as an account covers the whole cost
+of all loans: what requests resumed deeper thanks to guesses, less what they computed for want of lent states. So in total no less is
+reused than without guesses.
 
 Methods cost O(log n) amortised; adding a state between others also O(states next below it). Only the calls set the order.
 """
@@ -32,12 +34,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 
 from megatron_hybrid_prefix.policy.base import KeptState
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.likelihood import Cell, Likelihood, oldest_in
-from megatron_hybrid_prefix.policy.needs import Ancestry
+from megatron_hybrid_prefix.policy.needs import Ancestry, is_guess
 
 type Kind = tuple[int, int, int]
 """Why a state was first kept; binary digits of its number of uses; binary digits of the blocks that it first saved."""
@@ -49,57 +52,40 @@ _REFRESH_AT_LEAST = 64  # least calls between two refreshes of the rates; the nu
 _FADE_REFRESHES = 64  # refreshes after which old counts are halved
 
 
+@dataclass(slots=True, eq=False)
 class _Record[T]:
     """The policy's record of a state that is kept or remembered.
 
     Attributes:
-        state: The state; None if it is evicted and remembered.
         serial: Serial number of the record, which breaks ties.
         origin, uses, first_blocks: Why it was first kept, how often it was used, and how many blocks it first saved.
+        state: The state; None if it is evicted and remembered.
         touched: Time of its last use (or publication), or that of the state it inherited from.
         kind, age: Kind and age number of its cell.
         cell: The cell it is a member of.
         entry: Number of its valid entry on each tier.
         due: Number of its valid entry in the calendar.
+        is_guess, above: Whether nobody asked for it; if so, a node above it. No state is kept between the two.
     """
 
-    __slots__ = (
-        "age",
-        "blocks",
-        "cell",
-        "due",
-        "entry",
-        "first_blocks",
-        "kind",
-        "origin",
-        "serial",
-        "state",
-        "touched",
-        "uses",
-    )
-
-    def __init__(self, serial: int, origin: CheckpointReason) -> None:
-        self.state: T | None = None
-        self.serial = serial
-        self.origin = origin
-        self.uses = 0
-        self.first_blocks = 0
-        self.touched = 0
-        self.age = 0
-        self.kind: Kind
-        self.cell: Cell
-        self.entry = -1
-        self.due = -1
+    serial: int
+    origin: CheckpointReason
+    uses: int
+    is_guess: bool
+    above: T | None
+    first_blocks: int = 0
+    state: T | None = None
+    touched: int = 0
+    age: int = 0
+    kind: Kind = field(init=False)
+    cell: Cell = field(init=False)
+    entry: int = -1
+    due: int = -1
 
     @property
     def own_kind(self) -> Kind:
         # A plain int, because hashing an enum is slow.
         return int(self.origin), min(self.uses.bit_length(), _MOST_USES_BITS), self.first_blocks.bit_length()
-
-    @property
-    def is_guess(self) -> bool:
-        """Whether the state is an interval checkpoint that was never used."""
-        return self.origin == CheckpointReason.INTERVAL and not self.uses
 
 
 type _Entry[T] = tuple[float, int, int, int, _Record[T]]
@@ -107,6 +93,13 @@ type _Entry[T] = tuple[float, int, int, int, _Record[T]]
 record has at most its current value; more of them only come later."""
 
 
+def _least[T](*entries: _Entry[T] | None) -> T | None:
+    """The state of the least entry."""
+    first = min((entry for entry in entries if entry is not None), default=None)
+    return None if first is None else first[-1].state
+
+
+@dataclass(slots=True)
 class _Ranking[T]:
     """Records of one tier, the least value first. They are ranked when somebody asks: most change several times in between.
 
@@ -115,11 +108,8 @@ class _Ranking[T]:
         changed: Records to rank before the heap is read, and the numbers of their entries.
     """
 
-    __slots__ = ("changed", "heap")
-
-    def __init__(self) -> None:
-        self.heap: list[_Entry[T]] = []
-        self.changed: dict[_Record[T], int] = {}
+    heap: list[_Entry[T]] = field(default_factory=list)
+    changed: dict[_Record[T], int] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Removes all entries."""
@@ -140,9 +130,11 @@ class _Known[T: KeptState]:
 
     Attributes:
         tiers: The policies of the tiers, the device first.
-        ancestry: The states that a tier keeps.
-        records: The record of each.
+        ancestry: The states that would be kept without guesses: those that a tier keeps, and those that are lent.
+        records: The record of each of them, and of each guess.
         lost: The same of evicted states that are remembered, by key; evicted longest ago first.
+        lent: The states that are lent, and what each loan may cost.
+        now: Time in calls.
     """
 
     def __init__(self, cost: Callable[[int, int], float]) -> None:
@@ -152,59 +144,63 @@ class _Known[T: KeptState]:
         self.records: dict[T, _Record[T]] = {}
         self._likelihood: Likelihood[Kind] = Likelihood()
         self.lost: OrderedDict[bytes, _Record[T]] = OrderedDict()
-        self._most_kept = 0
+        self.lent: dict[T, float] = {}
+        self._guesses = self._most_kept = 0
         self._calendar: list[tuple[int, int, _Record[T]]] = []  # (time when the age number grows, number, record)
-        self._now = self._numbers = self._serials = self._refreshes = 0
+        self.now = self._numbers = self._serials = self._refreshes = 0
         self._next_refresh = _REFRESH_AT_LEAST
 
     def added(self, state: T) -> None:
         """The first tier keeps ``state``."""
-        self._tick()
-        self.ancestry.add(state)
-        record = self.lost.pop(state.key, None)
+        guess, record = is_guess(state), None
+        if guess:
+            self._guesses += 1
+        else:
+            self._tick()
+            self.ancestry.add(state)
+            record = self.lost.pop(state.key, None)
         if record is not None:
             # A request computed it again, so it would have been used.
-            record.cell.leave(self._now, used=True)
+            record.cell.leave(self.now, used=True)
             record.uses += 1
         else:
             origin = state.reason
             assert origin is not None
-            record = _Record(self._serials, origin)
-            self._serials += 1
             # A junction or a breakpoint is shared by two prompts, which counts as one use.
-            record.uses = int(origin <= CheckpointReason.BREAKPOINT)
-            record.first_blocks = state.depth_blocks - self.ancestry.depth_above_blocks(state)
+            record = _Record(self._serials, origin, int(origin <= CheckpointReason.BREAKPOINT), guess, state.parent)
+            self._serials += 1
+            record.first_blocks = state.depth_blocks - self._depth_above_blocks(state, record)
         record.state = state
         self.records[state] = record
-        self._most_kept = max(self._most_kept, len(self.records))
+        self._most_kept = max(self._most_kept, len(self.records) - self._guesses)
         self._touch(record)
-        for below in self.ancestry.next_below(state):  # they cost less to recompute now
-            self.rank(self.records[below])
+        if not guess:
+            for below in self.ancestry.next_below(state):  # they cost less to recompute now
+                self.rank(self.records[below])
 
     def used(self, state: T) -> None:
-        """A request resumes from ``state``."""
-        self._tick()
+        """A request resumes from ``state``, or would without guesses."""
         record = self.records[state]
-        record.cell.leave(self._now, used=True)
+        if not record.is_guess:
+            self._tick()
+        record.cell.leave(self.now, used=True)
         record.uses += 1
-        if record.origin == CheckpointReason.INTERVAL and state.reason is not None:
-            record.origin = state.reason  # an interval checkpoint that has another reason now
         self._touch(record)
 
     def removed(self, state: T) -> None:
         """No tier keeps ``state`` any more."""
-        above = self.ancestry.nearest_above(state)
         record = self.records.pop(state)
+        record.state, record.entry = None, -1
+        if record.is_guess:  # it leaves nothing behind
+            self._guesses -= 1
+            self.forget(record)
+            return
+        above = self.ancestry.nearest_above(state)
         longer = self.ancestry.remove(state)
         if longer is not None:
             self.tiers[-1].frees_more(longer)
-        record.state = None
-        record.entry = -1
         if above is not None:
             self._inherit(self.records[above], record)
-        if record.is_guess:
-            self.forget(record)  # a later use cannot be observed: a prompt checkpoints its own junction
-            return
         self.lost[state.key] = record
         while len(self.lost) > _REMEMBERED * self._most_kept + _REMEMBERED_AT_LEAST:
             self.forget(self.lost.popitem(last=False)[1])
@@ -216,7 +212,13 @@ class _Known[T: KeptState]:
         self.records.clear()
         self.lost.clear()
         self.ancestry.clear()
+        self.lent.clear()
+        self._guesses = 0
         self._calendar.clear()
+
+    def cost_to(self, state: T) -> float:
+        """Cost of computing from the nearest state above to ``state``."""
+        return self.cost(self._depth_above_blocks(state, self.records[state]), state.depth_blocks)
 
     def rank(self, record: _Record[T]) -> None:
         """The value of a kept record fell, or others go before it now. The tiers that keep it rank it again."""
@@ -226,26 +228,34 @@ class _Known[T: KeptState]:
 
     def forget(self, record: _Record[T]) -> None:
         """Counts the time of a record that is neither kept nor remembered any more."""
-        record.cell.leave(self._now, used=False)
+        record.cell.leave(self.now, used=False)
         record.due = -1
 
+    def _depth_above_blocks(self, state: T, record: _Record[T]) -> int:
+        """Depth of the nearest state above. Only guesses know of guesses, but not of states that came between later."""
+        if record.is_guess:
+            while record.above is not None and (record.above not in self.records or record.above in self.lent):
+                record.above = record.above.parent
+        above = record.above if record.is_guess else self.ancestry.nearest_above(state)
+        return 0 if above is None else above.depth_blocks
+
     def _touch(self, record: _Record[T]) -> None:
-        record.touched = self._now
+        record.touched = self.now
         self._settle(record, record.own_kind, 0)
         self.rank(record)
 
     def _settle(self, record: _Record[T], kind: Kind, age: int) -> None:
         """Puts a record that is in no cell into a cell."""
         record.kind, record.age = kind, age
-        record.cell = self._likelihood.cell(kind, age, self._now)
-        record.cell.enter(self._now)
+        record.cell = self._likelihood.cell(kind, age, self.now)
+        record.cell.enter(self.now)
         record.due = self._number()
         heappush(self._calendar, (record.touched + oldest_in(age), record.due, record))
 
     def _inherit(self, above: _Record[T], lost: _Record[T]) -> None:
         """Requests that would have resumed from ``lost`` will resume from ``above``, so it inherits kind and age."""
         if lost.cell.rate > above.cell.rate:
-            above.cell.leave(self._now, used=False)
+            above.cell.leave(self.now, used=False)
             above.touched = lost.touched
             self._settle(above, lost.kind, lost.age)
             self.rank(above)
@@ -256,26 +266,26 @@ class _Known[T: KeptState]:
 
     def _tick(self) -> None:
         """Advances the time by one call. Records grow older, and from time to time the rates are refreshed."""
-        self._now += 1
+        self.now += 1
         calendar = self._calendar
-        while calendar and calendar[0][0] <= self._now:
+        while calendar and calendar[0][0] <= self.now:
             _, due, record = heappop(calendar)
             if record.due == due:
                 rate = record.cell.rate
-                record.cell.leave(self._now, used=False)
+                record.cell.leave(self.now, used=False)
                 self._settle(record, record.kind, record.age + 1)
                 # If it became likelier, its old heap entry is good enough until it reaches the top.
                 if record.state is not None and record.cell.rate <= rate:
                     self.rank(record)
-        if self._now >= self._next_refresh:
+        if self.now >= self._next_refresh:
             self._refresh()
 
     def _refresh(self) -> None:
         self._refreshes += 1
         if self._refreshes % _FADE_REFRESHES == 0:
-            self._likelihood.fade(self._now)
-        self._likelihood.refresh(self._now)
-        self._next_refresh = self._now + max(_REFRESH_AT_LEAST, len(self.records))
+            self._likelihood.fade(self.now)
+        self._likelihood.refresh(self.now)
+        self._next_refresh = self.now + max(_REFRESH_AT_LEAST, len(self.records) - self._guesses)
         # All values changed. This also removes invalid entries.
         for tier in self.tiers:
             tier.rank_all()
@@ -303,6 +313,11 @@ class RecomputeCostEviction[T: KeptState]:
         self.state_blocks = 0.0  # bytes of a state in KV blocks; 0: states have memory of their own
         self._guesses: _Ranking[T] = _Ranking()
         self._others: _Ranking[T] = _Ranking()
+        self._lent: _Ranking[T] = _Ranking()
+        self._rankings = self._guesses, self._others, self._lent
+        self.lent = known.lent
+        self._last_used: T | None = None  # until another state comes: without guesses its request would pin it
+        self._account = 0.0  # see the top of this file; less what all loans may cost
 
     def tier_below(self) -> RecomputeCostEviction[T]:
         self._ancestry = Ancestry()
@@ -314,7 +329,7 @@ class RecomputeCostEviction[T: KeptState]:
         self.state_blocks = state_blocks
 
     def evicted_keys(self) -> Iterable[bytes]:
-        """See RemembersEvicted. Guesses that nobody used are not remembered."""
+        """See RemembersEvicted. Guesses are not remembered."""
         return self._known.lost.keys()
 
     def __len__(self) -> int:
@@ -325,26 +340,29 @@ class RecomputeCostEviction[T: KeptState]:
 
     def added(self, state: T) -> None:
         known = self._known
-        self._states[state] = None
-        if self._ancestry is not known.ancestry:
+        self._states[state], self._last_used = None, None
+        if self._ancestry is not known.ancestry and not is_guess(state):
             self._ancestry.add(state)
         record = known.records.get(state)
         if record is None:
             known.added(state)
-        elif record.is_guess and state.reason != CheckpointReason.INTERVAL:
-            known.used(state)  # the other tier has it as a guess
+        elif state in self.lent:
+            self._account += self.lent.pop(state)
+            known.rank(record)
         else:
             self.rank(record)
 
     def used(self, state: T) -> None:
+        self._last_used = state if self.lends else None
         # A state that both tiers keep is used on the device.
-        if self is self._known.tiers[0] or state not in self._known.tiers[0]:
+        if self is self._known.tiers[0] or state not in self._known.tiers[0]._states:
             self._known.used(state)
 
     def removed(self, state: T) -> None:
         known = self._known
         del self._states[state]
-        if self._ancestry is not known.ancestry:
+        self._account += self.lent.pop(state, 0.0)
+        if self._ancestry is not known.ancestry and state in self._ancestry:
             longer = self._ancestry.remove(state)
             if longer is not None:
                 self.frees_more(longer)
@@ -353,37 +371,65 @@ class RecomputeCostEviction[T: KeptState]:
                 return
         known.removed(state)
 
-    def __contains__(self, state: T) -> bool:
-        """Whether the state is kept on this tier."""
-        return state in self._states
-
     def victim(self, evictable: Callable[[T], bool], *, guesses_only: bool = False) -> T | None:
-        first = self._first(self._guesses, evictable)
+        """See `EvictionPolicy` and `LendsStates`. Without ``guesses_only`` a guess is named only if there is nothing else."""
         if not guesses_only:
-            other = self._first(self._others, evictable)
-            first = other if first is None else first if other is None else min(first, other)
-        return None if first is None else first[-1].state
+            state = self._next_asked(evictable, self._last_used) or self._next_asked(evictable, None)
+            return state or _least(self._first(self._guesses, evictable))
+        guess = _least(self._first(self._guesses, evictable))
+        if self.lends and self._account > 0:
+            state = _least(self._first(self._others, evictable))
+            if state is not None and self._account > self._known.cost_to(state):
+                guess = state if guess is None or self._worth(state) < self._worth(guess) else guess
+        return guess
+
+    def _next_asked(self, evictable: Callable[[T], bool], spared: T | None) -> T | None:
+        """The state to go next of those that would be kept without guesses."""
+        kept = self._first(self._others, lambda state: state is not spared and evictable(state))
+        return _least(kept, self._first(self._lent, lambda state: state is not spared))
+
+    @property
+    def lends(self) -> bool:
+        """See `LendsStates`."""
+        return len(self._known.tiers) == 1
+
+    def lend(self, state: T) -> None:
+        """See `LendsStates`."""
+        self.lent[state] = self._known.cost_to(state)
+        self._account -= self.lent[state]
+        self._known.rank(self._known.records[state])
+
+    def resumed(self, blocks: int, asked_blocks: int) -> None:
+        """See `LendsStates`."""
+        cost = self._known.cost(*sorted((blocks, asked_blocks)))
+        self._account += cost if blocks > asked_blocks else -cost
+
+    def _worth(self, state: T) -> float:
+        """Expected cost saved per call, whatever evicting it frees: of a lent state only its own bytes are."""
+        return self._known.cost_to(state) * self._known.records[state].cell.rate
 
     def value(self, state: T) -> float:
         """The value of keeping ``state``: expected cost saved per call."""
         known = self._known
-        cost = known.cost(known.ancestry.depth_above_blocks(state), state.depth_blocks)
-        if self.state_blocks:
+        cost, record = known.cost_to(state), known.records[state]
+        if self.state_blocks and not record.is_guess:
             cost /= self.state_blocks + self._ancestry.exclusive_blocks(state)
-        return cost * known.records[state].cell.rate
+        return cost * record.cell.rate
 
     def clear(self) -> None:
         """Keeps the rates that were learned. All tiers are cleared together."""
+        self._account += sum(self.lent.values())
         self._states.clear()
         self._ancestry.clear()
-        self._guesses.clear()
-        self._others.clear()
+        for ranking in self._rankings:
+            ranking.clear()
         self._known.clear()
 
     def rank(self, record: _Record[T]) -> None:
         """Ranks a record again, if the state is kept here."""
         if record.state in self._states:
-            ranking = self._guesses if record.is_guess else self._others
+            lent = record.state in self.lent
+            ranking = self._guesses if record.is_guess else self._lent if lent else self._others
             ranking.changed[record] = record.entry
 
     def frees_more(self, state: T) -> None:
@@ -393,8 +439,8 @@ class RecomputeCostEviction[T: KeptState]:
 
     def rank_all(self) -> None:
         """Ranks all records again."""
-        self._guesses.clear()
-        self._others.clear()
+        for ranking in self._rankings:
+            ranking.clear()
         for state in self._states:
             record = self._known.records.get(state)
             if record is not None:  # else it is being added
@@ -403,8 +449,7 @@ class RecomputeCostEviction[T: KeptState]:
     def _first(self, ranking: _Ranking[T], evictable: Callable[[T], bool]) -> _Entry[T] | None:
         """The entry with the least value of a state that is ``evictable``."""
         self._rank_changed(ranking)
-        heap, kept = ranking.heap, self._states
-        passed_over = []
+        heap, kept, passed_over = ranking.heap, self._states, []
         found = None
         while heap:
             entry = heap[0]

@@ -4,8 +4,6 @@
 - ``recompute_cost``: the one that is cheapest to lose (``recompute_cost.py``).
 - ``seglen``, ``tlru``: baselines of others, to compare with (``seglen.py``, ``tlru.py``).
 - Plugins may register others (``megatron_hybrid_prefix/plugins.py``).
-
-KV blocks are not ranked by these policies: ``needs.py`` has the queue of what no state needs.
 """
 
 from __future__ import annotations
@@ -24,37 +22,10 @@ DEFAULT_EVICTION_POLICY = "recompute_cost"
 
 _POLICIES: Registry[Callable[[], EvictionPolicy[Any]]] = Registry("eviction_policy")
 
-
-def register_eviction_policy(name: str, factory: Callable[[], EvictionPolicy[Any]]) -> None:
-    """Registers a policy that settings and command lines can name.
-
-    Args:
-        name: A name that is not registered yet.
-        factory: Makes an empty policy. Each tier has its own.
-
-    Raises:
-        ValueError: The name is empty or taken.
-    """
-    _POLICIES.register(name, factory)
-
-
-def eviction_policy_names() -> tuple[str, ...]:
-    """Names of all policies, in order of registration.
-
-    Raises:
-        PluginError: A plugin cannot be imported.
-    """
-    return _POLICIES.names()
-
-
-def check_eviction_policy(name: str) -> None:
-    """Checks that the policy exists.
-
-    Raises:
-        ValueError: It does not. The message lists the names.
-        PluginError: A plugin cannot be imported.
-    """
-    _POLICIES.check(name)
+# A policy that settings and command lines can name, and what makes an empty one. Each tier has its own.
+register_eviction_policy = _POLICIES.register
+eviction_policy_names = _POLICIES.names
+check_eviction_policy = _POLICIES.check
 
 
 def make_eviction_policy(name: str) -> EvictionPolicy[Any]:

@@ -24,7 +24,8 @@ class ScoredEviction[T: KeptState](LruEviction[T], ABC):
 
     def replay_blocks(self, state: T) -> int:
         """Blocks from the nearest kept state above that is no guess: what a request for ``state`` computes without it."""
-        return state.depth_blocks - self._ancestry.depth_above_blocks(state)
+        above = self._ancestry.nearest_above(state)
+        return state.depth_blocks - (0 if above is None else above.depth_blocks)
 
     def __iter__(self) -> Iterator[T]:
         yield from takewhile(lambda state: state not in self._others, super().__iter__())
@@ -34,11 +35,6 @@ class ScoredEviction[T: KeptState](LruEviction[T], ABC):
         super().added(state)
         if state in self._others:
             self._ancestry.add(state)
-
-    def used(self, state: T) -> None:
-        if state not in self._others:
-            self._ancestry.add(state)
-        super().used(state)
 
     def removed(self, state: T) -> None:
         if state in self._others:

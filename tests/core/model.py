@@ -11,7 +11,7 @@ bytes have another owner, or a copy that comes too late, is found when somebody 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,8 +20,9 @@ from typing import Any
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, is_guess
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
 from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
 from megatron_hybrid_prefix.tiers.settings import TierSettings
@@ -86,7 +87,7 @@ class Kept:
     """A published state. The list is in the order of eviction."""
 
     slot: int
-    guess: bool  # kept on a guess, and nobody resumed from it
+    guess: bool  # nobody asked for it
     decoded: bool = False  # nobody asked for it, and nobody resumed from it
 
 
@@ -290,6 +291,17 @@ class ModelEngine:
             self.seen["ghosts"] += match.seen_blocks > match.kv_depth_blocks
         return match.seen_blocks
 
+    def asked_depth(self, salt: Salt, tokens: list[int], limit_tokens: int) -> int:
+        """Depth in blocks at which the request would resume without guesses."""
+        cached, _ = self.on_device()
+        states = set()
+        for node in self.cache.nodes():
+            if node in self.cache._store.blocks.lent:
+                states.add(self.blocks[node.block_id])  # KV and state have the same content here
+            elif node.slot != NO_SLOT and not is_guess(node):
+                states.add(self.slots[node.slot])
+        return self.deepest(salt, tokens, limit_tokens, cached, states)[1]
+
     def device_depth(self, salt: Salt, tokens: list[int]) -> int:
         """Number of leading blocks whose KV is on the device."""
         return self.deepest(salt, tokens, len(tokens), *self.on_device())[0]
@@ -361,17 +373,18 @@ class ModelEngine:
         self.seen[f"guess {what}"] += kept.guess
         self.order.remove(kept)
         self.order.append(kept)
-        kept.guess = kept.decoded = False
+        kept.guess, kept.decoded = kept.guess and what == "used", False
 
-    def victim(self, guess: bool, request: Request) -> Kept | None:
-        """The state to evict when no slot is free.
+    def victim(self, guess: bool, request: Request, spared: Collection[Content]) -> Kept | None:
+        """The state to evict when no slot is free, and that is not spared.
 
         Guesses go first. For an interval state only guesses may go, and none of the same request.
         """
-        guesses = [kept for kept in self.order if kept.guess]
+        guesses = [kept for kept in self.order if kept.guess and not self.cache._store.slots.pins(kept.slot)]
         if guess:
             held = [(request.salt, request.kv[:end]) for end in range(0, len(request.kv) + 1, self.block_tokens)]
-            guesses = [kept for kept in guesses if self.slots[kept.slot] not in held]
+            spared = {*spared, *held}
+        guesses = [kept for kept in guesses if self.slots[kept.slot] not in spared]
         others = [kept for kept in self.order if not kept.guess and not self.cache._store.slots.pins(kept.slot)]
         return next(iter(guesses if guess else guesses + others), None)
 
@@ -379,7 +392,6 @@ class ModelEngine:
         """Returns the states of (start, end] that will be kept, and how many requested ones will not. Evicts."""
         if not self.live(request).write:
             return [], 0
-        kept = {self.slots[kept.slot]: kept for kept in self.order}
         written = [
             self.now(other.salt, other.tokens[: checkpoint.position_tokens])
             for other in self.requests
@@ -387,21 +399,26 @@ class ModelEngine:
             for plan in other.plans
             for checkpoint in plan.checkpoints
         ]
-        wanted = [(reason, position) for position, reason in self.live(request).boundaries if start < position <= end]
+        wanted = [(reason, position) for position, reason in self.live(request).boundaries if start <= position <= end]
         contents = {position: self.now(request.salt, request.tokens[:position]) for _, position in wanted}
-        for reason, position in sorted(wanted):
-            state = kept.get(contents[position])
-            if reason != CheckpointReason.INTERVAL and state and (state.guess or state.decoded):
-                self.use(state.slot, "confirmed")
         free, planned, skipped = len(self.cache._store.slots.slots_in(SlotState.FREE)), [], 0
-        for reason, position in sorted(wanted):
-            present = [self.slots[kept.slot] for kept in self.order]
-            if contents[position] in written or contents[position] in present:
+        asked = [(reason, position) for reason, position in sorted(wanted) if reason != CheckpointReason.INTERVAL]
+        for reason, position in (*asked, (None, 0), *sorted(set(wanted) - set(asked))):
+            present = {self.slots[kept.slot]: kept for kept in self.order}
+            if reason is None:  # guesses that are asked for now
+                for _, position in asked:
+                    state = present.get(contents[position])
+                    if state and (state.guess or state.decoded):
+                        self.use(state.slot, "confirmed")
+                continue
+            if position == start or contents[position] in written or contents[position] in present:
                 continue
             if free:
                 free -= 1
             else:
-                victim = self.victim(reason == CheckpointReason.INTERVAL, request)
+                for_guess = reason == CheckpointReason.INTERVAL
+                spared = () if for_guess else [contents[position] for _, position in asked]
+                victim = self.victim(for_guess, request, spared)
                 if victim is None:
                     skipped += reason != CheckpointReason.INTERVAL
                     self.seen["guess without a slot"] += reason == CheckpointReason.INTERVAL
@@ -462,6 +479,7 @@ class ModelEngine:
         assert self.cache.can_admit(old_match, length_tokens=first_chunk and length) == room
         request_id, self.next_id = self.next_id, self.next_id + 1
         before = (self.cache.blocks.available_count, self.cache.stats())
+        asked_depth = self.asked_depth(salt, tokens, limit) if read else 0
         self.forget_lost()
         admission = self.cache.admit(
             request_id, old_match, length_tokens=first_chunk and length, write=write, breakpoints=breakpoints
@@ -478,18 +496,26 @@ class ModelEngine:
         assert (admission.resume_tokens, admission.source_slot) == (depth * self.block_tokens, match.source_slot)
         if match.source_slot is not None:
             self.use(match.source_slot)
+        if 0 < asked_depth < depth and self.predicts:  # it resumes from a guess
+            asked = self.now(salt, tokens[: asked_depth * self.block_tokens])
+            self.use(next(kept.slot for kept in self.order if self.slots[kept.slot] == asked))
         if write and before[1].slots_total:
             seen = max(kv_depth, self.seen_before(salt, tokens, match))
             expected = expected_boundaries(
                 len(tokens),
                 block_tokens=self.block_tokens,
-                resume_tokens=admission.resume_tokens,
+                resume_tokens=asked_depth * self.block_tokens,
                 kv_depth_blocks=seen,
                 min_computed_tokens=self.cache.settings.min_computed_tokens,
                 interval_tokens=self.cache.settings.retention_interval_tokens,
                 breakpoints=breakpoints,
             )
-            assert list(admission.boundaries) == expected
+            if asked_depth > depth:
+                expected.insert(0, (asked_depth * self.block_tokens, CheckpointReason.JUNCTION))
+                self.seen["lent state computed again"] += 1
+            assert list(admission.boundaries) == [
+                (position, reason) for position, reason in expected if position >= admission.resume_tokens
+            ]
         own_ids = admission.block_ids[admission.shared_blocks :]
         assert len(own_ids) == own and not set(own_ids) & (held | set(shared)), "own blocks belong to others"
         request = Request(request_id, salt, list(tokens), len(tokens), admission, write, read)
@@ -587,7 +613,7 @@ class ModelEngine:
         self.guesses = {node for node in self.cache.nodes() if node.slot >= 0 and is_guess(node)}
         asked = {position: reason for position, reason in self.live(request).boundaries if start < position <= end}
         before, stats = self.on_slots(), self.cache.stats()
-        room = self.free_places()
+        room = self.free_places() + min(0, self.cache._store.blocks.spare_guesses)  # a part may be for lent states
         expected, expected_skipped = self.oracle_plan(request, start, end) if self.predicts else ([], 0)
         plan = self.cache.plan(request.request_id, start, end)
         planned = [(checkpoint.position_tokens, checkpoint.reason) for checkpoint in plan.checkpoints]
@@ -596,6 +622,7 @@ class ModelEngine:
         assert planned == sorted(planned) and dict(planned).items() <= asked.items()
         assert self.live(request).write or not planned
         for_others = skipped + sum(reason != CheckpointReason.INTERVAL for _, reason in planned)
+        for_others += sum(node.slot >= 0 and not is_guess(node) for node in self.guesses)  # asked for now
         self.check_displaced(before, for_others)
         assert len(asked) > room or before.keys() <= self.kept_slots(), "evicted, though there was room"
         if skipped:
@@ -638,12 +665,17 @@ class ModelEngine:
         return free if cap is None else min(free, max(0, cap - slots.cached_slots))
 
     def check_displaced(self, before: dict[int, Node], asked: int) -> None:
-        """Checks which states were evicted. An interval state may only displace guesses."""
+        """Checks which states were evicted. A guess may only displace guesses, and states that are lent."""
+        blocks = self.cache._store.blocks
         lost = [node for slot, node in before.items() if node.slot != slot and node not in self.guesses]
+        self.seen["lent"] += any(node in blocks.lent for node in lost)
+        lost = [node for node in lost if node not in blocks.lent]
         assert asked or not lost
         if self.predicts:
-            assert {kept.slot for kept in self.order} == self.kept_slots() and len(lost) <= asked
-            assert not lost or not [kept for kept in self.order if kept.guess], "guesses go first"
+            assert {kept.slot for kept in self.order} == self.kept_slots()
+            assert len(lost) <= asked, (lost, asked)
+            pins = self.cache._store.slots.pins
+            assert not lost or all(pins(kept.slot) for kept in self.order if kept.guess), "guesses go first"
 
     def grow(self, request: Request, end: int) -> bool:
         """Gets blocks up to position ``end`` of the prompt. False: there are too few."""
@@ -670,6 +702,7 @@ class ModelEngine:
         unneeded, states = list(self.cache._store.blocks.unneeded), self.on_slots()
         guesses = {node for node in states.values() if is_guess(node)}
         yield
+        guesses |= {node for node in states.values() if node in self.cache._store.blocks.lent}
         lost = {slot for slot, node in states.items() if node.slot != slot and node not in guesses}
         if not lost:
             return
@@ -741,12 +774,14 @@ class ModelEngine:
                 self.counted["reused_tokens_device" if load is None else "reused_tokens_host"] += skipped
         self.forget_lost()
         self.cache.publish(plan)
-        kept_slots = self.kept_slots() if self.predicts else set()
-        if load is not None and load.slot in kept_slots:
-            self.order.append(Kept(load.slot, guess=False))
+        states = self.on_slots() if self.predicts else {}
+        if load is not None and load.slot in states:
+            self.order.append(Kept(load.slot, is_guess(states[load.slot])))
         for checkpoint in plan.checkpoints:
-            if checkpoint.slot in kept_slots:
-                self.order.append(Kept(checkpoint.slot, checkpoint.reason == CheckpointReason.INTERVAL))
+            if checkpoint.slot in states:  # the host may have had it, and not as a guess
+                guess = is_guess(states[checkpoint.slot])
+                assert guess <= (checkpoint.reason == CheckpointReason.INTERVAL)
+                self.order.append(Kept(checkpoint.slot, guess))
 
     def forget_plan(self, plan: StepPlan, request: Request) -> None:
         """The plan is settled."""

@@ -41,7 +41,6 @@ def test_neighbours_are_those_that_a_walk_finds(parents, toggles):
         for other in kept:
             above = walked_above(other, kept)
             assert ancestry.nearest_above(other) is above
-            assert ancestry.depth_above_blocks(other) == (0 if above is None else above.depth_blocks)
             below = [lower for lower in kept if walked_above(lower, kept) is other]
             found = list(ancestry.next_below(other))
             assert sorted(map(repr, found)) == sorted(map(repr, below))
@@ -60,4 +59,4 @@ def test_a_long_way_without_states_takes_no_memory():
     assert len(ancestry._places) == 2 and ancestry.nearest_above(nodes[-1]) is nodes[999]
     ancestry.clear()
     ancestry.add(nodes[-1])
-    assert ancestry.depth_above_blocks(nodes[-1]) == 0
+    assert ancestry.nearest_above(nodes[-1]) is None

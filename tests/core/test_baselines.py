@@ -35,8 +35,9 @@ class Naive:
         (self.guesses if node.reason == GUESS else self.others).append(node)
 
     def used(self, node: Node) -> None:
-        self.removed(node)
-        self.others.append(node)
+        group = self.guesses if node in self.guesses else self.others
+        group.remove(node)
+        group.append(node)
 
     def removed(self, node: Node) -> None:
         (self.guesses if node in self.guesses else self.others).remove(node)

@@ -108,10 +108,11 @@ def test_the_order_of_eviction_is_that_of_two_lists(calls):
             assert policy.victim(allowed.__contains__, guesses_only=what == "guesses") is expected
         elif every:
             node = every[choice % len(every)]
-            (guesses if node in guesses else others).remove(node)
+            group = guesses if node in guesses else others
+            group.remove(node)
             if what == "use":
                 policy.used(node)
-                others.append(node)
+                group.append(node)
             else:
                 policy.removed(node)
         assert list(policy) == guesses + others and len(policy) == len(guesses + others)

@@ -12,9 +12,8 @@ from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.store import CheckpointTable, PrefixStore
-from megatron_hybrid_prefix.index.tree import is_guess
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
-from megatron_hybrid_prefix.policy.needs import TierIndex
+from megatron_hybrid_prefix.policy.needs import TierIndex, is_guess
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, BlockTransfer, EntryKind, PageClear
@@ -295,6 +294,8 @@ def a_page_that_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pages, "take_blocks", forgotten)
 
 
+_next_state = TierIndex.next_state
+
 MUTANTS = {
     each.__name__: each
     for each in (
@@ -323,7 +324,7 @@ MUTANTS = {
         ),
         (
             "a guess at the cap takes any slot",
-            (CheckpointTable, "_guess_elsewhere", lambda self, path: self._index.next_state()),
+            (TierIndex, "next_state", lambda self, *args, guesses_only=False: _next_state(self, *args)),
         ),
         ("a page goes though a slot is in use", (SlotPool, "is_loose", lambda self, slot: not self.pins(slot))),
         ("only whole pages go", (PrefixStore, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))),
@@ -396,13 +397,14 @@ def test_the_tier_behind_is_offered_each_state_that_is_no_guess(monkeypatch):
     assert guesses and not [key for kind, key in offered if kind == EntryKind.STATE and key in guesses]
 
 
-def test_a_guess_that_got_a_reason_is_no_guess_on_the_host():
+def test_the_host_gets_a_guess_once_it_is_asked_for():
     cache = with_host(kv_blocks=20, state_slots=8, host_pages=40, eviction_policy="lru")
     run(cache, "prompt", 6)
     host = cache._store.host
     node = next(node for node in cache.nodes() if node.slot >= 0 and is_guess(node))
-    assert host.store_state(node)
+    assert not host.store_state(node) and node.host_slot == NO_SLOT
     cache._store.checkpoints.confirm(node.key, CheckpointReason.JUNCTION)
     cache._store.checkpoints.evict(node)
     assert node.host_slot != NO_SLOT
     assert host.entries.next_state(lambda other: other is node, guesses_only=True) is None
+    assert host.entries.next_state(lambda other: other is node) is node

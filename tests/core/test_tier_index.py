@@ -54,6 +54,7 @@ class Naive:
 
     def also_on_device(self, path: Sequence[Node]) -> None:
         """What the device has got goes last; of it, the deepest goes first."""
+        self.look()  # what came before goes before
         got = [node for node in reversed(path) if self.has_kv(node)]
         self.queue = [node for node in self.queue if node not in got] + got
 

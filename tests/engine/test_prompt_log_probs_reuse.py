@@ -226,6 +226,8 @@ def test_back_from_the_host(tiny, reference, case):
     first = ending(128, 0, length=70)
     traffic.add(first, 1, top_n_logprobs=1)
     traffic.run()
+    traffic.add(ending(128, 8), 1, skip_prompt_log_probs=True)  # so it asks for the state that both share
+    traffic.run()
     for number in range(1, 4):
         traffic.add(prompt(number, 200), 1, skip_prompt_log_probs=True)
         traffic.run()

@@ -226,7 +226,7 @@ def preempted(session):
 
 
 def host(session):
-    """Prompts that come back from the host; then one for which the last rank alone has other data."""
+    """Prompts that come back from the host; then two for which the last rank alone has other data."""
     prompts = [random_tokens(3 * BLOCK_TOKENS + 9 + number, seed=60 + number) for number in range(5)]
     session.send(*prompts)
     session.send(*prompts, new_tokens=6)
@@ -235,9 +235,11 @@ def host(session):
     if session.cached and dist.get_rank() == dist.get_world_size() - 1:
         tier, arena = context.prefix_cache._store.host, context.host_moves.arena
         arena.finish()  # on a GPU, what is changed could still be on its way
-        keys = context.prefix_cache.chain(prompts[0]).keys
-        entry = next(node.host_block for node in context.prefix_cache.nodes() if node.key == keys[-1])
-        arena.pages.memory[tier.entries[entry].pages[0] * arena.pages.page_bytes + 5] ^= 1
+        keys = {key for prompt in prompts[:2] for key in context.prefix_cache.chain(prompt).keys}
+        nodes = [node for node in context.prefix_cache.nodes() if node.key in keys]
+        entries = [entry for node in nodes for entry in (node.host_slot, node.host_block) if entry in tier.entries]
+        for entry in entries:
+            arena.pages.memory[tier.entries[entry].pages[0] * arena.pages.page_bytes + 5] ^= 1
     session.send(*prompts[:2], new_tokens=8)
 
 

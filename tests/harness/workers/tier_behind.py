@@ -22,9 +22,17 @@ PROMPTS = [random_tokens((2 + number % 3) * BLOCK_TOKENS + 9, seed=70 + number) 
 
 
 def forgetful(behind):
-    """The last rank's tier refuses every third entry."""
-    put, offered = behind.put, iter(range(10**9))
-    behind.put = lambda namespace, entry: next(offered) % 3 > 0 and put(namespace, entry)
+    """The last rank's tier refuses every third entry. Returns the refused ones."""
+    put, offered, refused = behind.put, iter(range(10**9)), []
+
+    def puts(namespace, entry):
+        if next(offered) % 3 == 0:
+            refused.append(entry.tag)
+            return False
+        return put(namespace, entry)
+
+    behind.put = puts
+    return refused
 
 
 def faulty(behind):
@@ -59,7 +67,7 @@ def traffic(session, rng):
 def main(out):
     platform = ensure_platform(tp=int(os.environ["WORLD_SIZE"]), pp=1, device="cpu", timeout_s=COLLECTIVE_HANG_S["cpu"])
     model = build(PATTERN, platform.world_size, 1, platform)
-    found = {}
+    found, refused = {}, []
     tier = {"host_gb": HOST_GB, "check_ranks": True}
     for name, fields in {
         "off": {"cached": False},
@@ -72,7 +80,7 @@ def main(out):
         if name == "random":
             faulty(behind)
         elif session.cached and dist.get_rank() == dist.get_world_size() - 1:
-            forgetful(behind)
+            refused = forgetful(behind)
         if name.startswith("random"):
             traffic(session, random.Random(5))
         for _ in range(0 if name.startswith("random") else 3):
@@ -82,7 +90,7 @@ def main(out):
                     session.engine.context.host_moves.drain(HANG_S)  # what one rank writes later, the other may lose
         found[name] = session.found()
         if name == "behind":
-            found["kept"] = len(behind.entries)
+            found["kept"], found["refused"] = len(behind.entries), len(refused)
     write_findings(out, found)
     shut_down()
 
