@@ -172,8 +172,7 @@ class CheckpointTable:
         return slots
 
     def confirm(self, key: bytes, reason: CheckpointReason) -> None:
-        """Changes the reason of an unused interval or decode state to ``reason``. Does nothing if there is no such
-        state.
+        """Changes the reason of a guess or of an unused decode state to ``reason``. Does nothing if there is no such state.
 
         Args:
             key: Key of the block whose end the state is at.
@@ -534,7 +533,7 @@ class PrefixStore:
 
     def _frees_bytes(self, node: Node) -> bool:
         """Whether KV gets bytes when the node's state goes: those of its page, or of KV that only this state needs."""
-        if node.slot == NO_SLOT or self.slots.is_loose(node.slot):
+        if self.slots.is_loose(node.slot):
             return True
         index = self.blocks
         return index.users.get(node) == 1 and index.states[node] and index.has_kv(node)
