@@ -185,9 +185,8 @@ class Explainer:
         match = self._match
         if self._asked.refuses:
             match = replace(match, resume_tokens=0, kv_depth_blocks=0, seen_blocks=0)
-        boundaries = self._planner.boundaries(
-            match, self._asked.breakpoints, self._store.checkpoints.asked_source(match)
-        )
+        asked_source = None if self._asked.refuses else self._store.checkpoints.asked_source(match)
+        boundaries = self._planner.boundaries(match, self._asked.breakpoints, asked_source)
         wanted = (
             boundary.position_tokens // self._step
             for boundary in boundaries

@@ -134,7 +134,7 @@ class StepPlanner:
             return None
         if len(live.decoded) >= _DECODED_STATES:
             checkpoints.drop_decoded(*live.decoded.pop(0))
-        slot = checkpoints.take_slot()
+        slot = checkpoints.take_slot_for(node.key, live.path)
         if slot is None:
             self._stats.checkpoints_skipped += 1
             return None

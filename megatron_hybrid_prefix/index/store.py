@@ -109,7 +109,8 @@ class CheckpointTable:
     def take_slot_for(self, key: bytes, path: Sequence[Node]) -> int | None:
         """Reserves a slot for the state at the end of the block with this key. None: there is none.
 
-        If that state is lent, the loan ends, and guesses have less room. See also `give_up`.
+        If that state is lent, guesses have less room. The loan ends when the state is published, or now if the request holds its KV, which
+        nobody can evict then. See also `give_up`.
 
         Args:
             key: Key of the block.
@@ -119,7 +120,7 @@ class CheckpointTable:
         if node is None or node not in self._index.lent:
             return self.take_slot()
         slot = self.take_guess_slot(path)
-        if slot is not None:
+        if slot is not None and node in path[node.depth_blocks - 1 : node.depth_blocks]:
             self._index.add_state(node)
         return slot
 
@@ -181,28 +182,43 @@ class CheckpointTable:
         node = self._tree.get(key)
         if node is None or node.slot == NO_SLOT:
             return
-        if is_guess(node) and self._index.spare_guesses <= 0:
-            # Without guesses it would be computed now, and take the place of another state.
-            slot = self.take_slot()
-            if slot is not None:
-                self.slots.abandon(slot)
-        if is_guess(node) or (node.reason == CheckpointReason.DECODE and not node.used):
+        guess = is_guess(node)
+        if guess:
+            self._make_room_for(node.slot)
+        if guess or (node.reason == CheckpointReason.DECODE and not node.used):
             node.reason = reason
             self._index.use_state(node)
+        if guess and self._host is not None and self._host.stores_published(reason):
+            self._host.store_state(node)
+            self._host.state_also_on_device(node)
+
+    def _make_room_for(self, guess_slot: int) -> None:
+        """Evicts what would go if the state in ``guess_slot`` were computed now, and took another slot, as it would without guesses."""
+        slots, store = self.slots, self._store
+        slots.pin(guess_slot)
+        while self._index.spare_guesses <= 0:
+            full = slots.is_full or self._is_full_without_guesses()
+            slot = None if full else store.reserve_free_slot()
+            if slot is not None:
+                slots.abandon(slot)
+                break
+            if not store.evict_next(for_slot=True, states_only=full or not store.pages.page_blocks):
+                break
+        slots.unpin(guess_slot)
 
     def asked_source(self, match: Match) -> Node | None:
         """The node from which the request would resume without guesses, if it does from the device; None: from its start."""
-        index = self._index
+        index, block_tokens = self._index, self._store.settings.block_tokens
         if index.lent:
-            block_tokens = self._store.settings.block_tokens
             for key in reversed(match.chain.keys[len(match.path) : match.kv_depth_blocks]):
                 node = self._tree.get(key)
                 if node is not None and node in index.lent and match.may_resume_at(node.depth_blocks * block_tokens):
                     return node
-        node = match.path[-1] if match.path else None
-        while node is not None and (is_guess(node) if node.slot != NO_SLOT else node not in index.lent):
-            node = node.parent
-        return node
+        for node in reversed(match.path):
+            kept = not is_guess(node) if node.slot != NO_SLOT else node in index.lent
+            if kept and match.may_resume_at(node.depth_blocks * block_tokens):
+                return node
+        return None
 
     def resume(self, source: Node | None, asked_source: Node | None) -> None:
         """A request resumes from ``source``; without guesses it would from ``asked_source``. None: from its start."""
@@ -381,7 +397,7 @@ class PrefixStore:
         """Takes ``count`` of the available blocks. Evicts what is worth least per byte, KV or states."""
         blocks, pages = self.blocks, self.pages
         while pages.free_blocks < count + (self._lent_blocks() if blocks.lent else 0):
-            if not self._evict_next():
+            if not self.evict_next():
                 if pages.free_blocks >= count:
                     break
                 raise CacheCorruptionError("more blocks taken than available")
@@ -473,7 +489,8 @@ class PrefixStore:
 
     def _lent_blocks(self) -> int:
         """Free blocks that the lent states would take without guesses."""
-        return max(0, -self.blocks.spare_guesses) * self.pages.page_blocks
+        pages = self.pages
+        return -(min(0, self.blocks.spare_guesses) // max(1, pages.page_states)) * pages.page_blocks
 
     def reserve_slot(self) -> int | None:
         """Reserves a slot, if need be after moves and evictions. None: none can be made free."""
@@ -487,7 +504,7 @@ class PrefixStore:
             # No KV page can be emptied: only a state's own page helps.
             blocked = pages.unheld_pages == 0
             self._blocked_slots += blocked and pages.free_blocks >= pages.page_blocks
-            if not self._evict_next(for_slot=True, states_only=blocked):
+            if not self.evict_next(for_slot=True, states_only=blocked):
                 return self.reserve_free_slot()
 
     def reserve_free_slot(self) -> int | None:
@@ -507,7 +524,7 @@ class PrefixStore:
         self._moved_blocks += len(moves)
         self.tree.version += 1
 
-    def _evict_next(self, *, for_slot: bool = False, states_only: bool = False) -> bool:
+    def evict_next(self, *, for_slot: bool = False, states_only: bool = False) -> bool:
         """Evicts what goes first. False: nothing can be evicted.
 
         Args:

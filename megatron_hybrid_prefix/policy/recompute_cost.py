@@ -22,9 +22,9 @@ its history continues. If the evicted state was likelier to be used than the nea
 inherits its kind and age: a request that would have resumed from the evicted state resumes from the one above.
 
 States that were asked for are ranked as if there were no guesses, which change no clock, rate or cost of theirs. A guess has room
-that they leave. If it is worth more than one of them, that one may be lent (`LendsStates`), as long as an account covers the whole cost
-of all loans: what requests resumed deeper thanks to guesses, less what they computed for want of lent states. So in total no less is
-reused than without guesses.
+that they leave. If it is worth more than one of them, that one may be lent (`LendsStates`), if an account covers its whole cost and
+that of all loans: what requests resumed deeper thanks to guesses, less what they computed for want of lent states. So in total hardly
+less is reused than without guesses.
 
 Methods cost O(log n) amortised; adding a state between others also O(states next below it). Only the calls set the order.
 """

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.blocks import KVBlocks
+from megatron_hybrid_prefix.index.requests import StepPlan
+from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.lab.replay import CacheServer, Policy
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
@@ -93,6 +96,67 @@ def test_no_less_is_reused(kind, sizes, eviction):
 def test_states_are_lent_where_guesses_earn_it():
     both = Both(MEMORY | {"kv_blocks": 2_400}).serve_all(pairs(1_200), same_states=True)
     assert both.most_lent > 5 and both.reused > 1.2 * both.reused_without > 0
+
+
+def side_by_side(seed: int) -> int:
+    """Forwards side by side, some of requests that do not read the cache. Returns how many states were lent at a time."""
+    rng, lent = random.Random(seed), 0
+    sizes = {"kv_blocks": rng.choice([60, 90, 140]), "page_blocks": rng.choice([1, 2, 3]), "state_slots": None}
+    cache = HybridPrefixCache(CacheSettings(block_tokens=4, page_states=rng.choice([1, 1, 3]), secret=b"test", **sizes))
+    plans: list[StepPlan] = []
+
+    def settle() -> None:
+        for plan in plans:
+            (cache.publish if rng.random() > 0.05 else cache.abandon)(plan)
+            cache.release(plan.request_id)
+        plans.clear()
+
+    for number in range(1_000):
+        document = max(0, number // 6 - rng.choice([0, 0, 1, 2, 5, 9]))
+        blocks = random.Random(document).randint(4, 16)
+        tokens = [10_000 * document + position for position in range(4 * blocks)]
+        tokens += [10**8 + 100 * number + position for position in range(4 * rng.randrange(3) + 1)]
+        match = cache.match(cache.chain(tokens), read=rng.random() > 0.15)
+        if not cache.can_admit(match):
+            settle()
+            match = cache.match(match.chain, read=match.read)
+        admission = cache.admit(number, match)
+        assert admission is not None
+        plans.append(cache.plan(number, admission.resume_tokens, len(tokens)))
+        lent = max(lent, len(cache._store.blocks.lent))
+        if rng.random() < 0.4:
+            settle()
+        if number % 10 == 0:
+            cache.check_integrity()
+    return lent
+
+
+def test_a_request_that_does_not_read_computes_a_lent_state_again():
+    """It does not hold the KV of that state, so others may evict both while its forward runs."""
+    sizes = {"kv_blocks": 40, "page_blocks": 2, "page_states": 1, "state_slots": None}
+    cache = HybridPrefixCache(CacheSettings(block_tokens=4, retention_interval_tokens=0, **sizes))
+    prompt = list(range(41))
+
+    def plan(request_id: int, tokens: list[int], *, read: bool = True) -> StepPlan | None:
+        match = cache.match(cache.chain(tokens), read=read)
+        assert cache.can_admit(match)
+        admission = cache.admit(request_id, match)
+        return None if admission is None else cache.plan(request_id, admission.resume_tokens, len(tokens))
+
+    cache.publish(plan(1, prompt))
+    cache.release(1)
+    store = cache._store
+    (tail,) = store.blocks.states
+    store.slots.retire(store.checkpoints._evicted(tail, for_guess=True))
+    assert tail in store.blocks.lent
+    again = plan(2, prompt, read=False)
+    assert len(again.checkpoints) == 1 and plan(3, list(range(1000, 1000 + 4 * (store.blocks.available_blocks - 3))))
+    cache.publish(again)
+    cache.check_integrity()
+
+
+def test_memory_pressure_fails_no_request_whatever_is_lent():
+    assert max(map(side_by_side, range(12))) > 5
 
 
 def _ticking(self: _Known, state: Any) -> None:
