@@ -134,7 +134,6 @@ class _Known[T: KeptState]:
         records: The record of each of them, and of each guess.
         lost: The same of evicted states that are remembered, by key; evicted longest ago first.
         lent: The states that are lent, and what each loan may cost.
-        now: Time in calls.
     """
 
     def __init__(self, cost: Callable[[int, int], float]) -> None:
@@ -147,7 +146,7 @@ class _Known[T: KeptState]:
         self.lent: dict[T, float] = {}
         self._guesses = self._most_kept = 0
         self._calendar: list[tuple[int, int, _Record[T]]] = []  # (time when the age number grows, number, record)
-        self.now = self._numbers = self._serials = self._refreshes = 0
+        self._now = self._numbers = self._serials = self._refreshes = 0
         self._next_refresh = _REFRESH_AT_LEAST
 
     def added(self, state: T) -> None:
@@ -161,7 +160,7 @@ class _Known[T: KeptState]:
             record = self.lost.pop(state.key, None)
         if record is not None:
             # A request computed it again, so it would have been used.
-            record.cell.leave(self.now, used=True)
+            record.cell.leave(self._now, used=True)
             record.uses += 1
         else:
             origin = state.reason
@@ -183,7 +182,7 @@ class _Known[T: KeptState]:
         record = self.records[state]
         if not record.is_guess:
             self._tick()
-        record.cell.leave(self.now, used=True)
+        record.cell.leave(self._now, used=True)
         record.uses += 1
         self._touch(record)
 
@@ -228,7 +227,7 @@ class _Known[T: KeptState]:
 
     def forget(self, record: _Record[T]) -> None:
         """Counts the time of a record that is neither kept nor remembered any more."""
-        record.cell.leave(self.now, used=False)
+        record.cell.leave(self._now, used=False)
         record.due = -1
 
     def _depth_above_blocks(self, state: T, record: _Record[T]) -> int:
@@ -240,22 +239,22 @@ class _Known[T: KeptState]:
         return 0 if above is None else above.depth_blocks
 
     def _touch(self, record: _Record[T]) -> None:
-        record.touched = self.now
+        record.touched = self._now
         self._settle(record, record.own_kind, 0)
         self.rank(record)
 
     def _settle(self, record: _Record[T], kind: Kind, age: int) -> None:
         """Puts a record that is in no cell into a cell."""
         record.kind, record.age = kind, age
-        record.cell = self._likelihood.cell(kind, age, self.now)
-        record.cell.enter(self.now)
+        record.cell = self._likelihood.cell(kind, age, self._now)
+        record.cell.enter(self._now)
         record.due = self._number()
         heappush(self._calendar, (record.touched + oldest_in(age), record.due, record))
 
     def _inherit(self, above: _Record[T], lost: _Record[T]) -> None:
         """Requests that would have resumed from ``lost`` will resume from ``above``, so it inherits kind and age."""
         if lost.cell.rate > above.cell.rate:
-            above.cell.leave(self.now, used=False)
+            above.cell.leave(self._now, used=False)
             above.touched = lost.touched
             self._settle(above, lost.kind, lost.age)
             self.rank(above)
@@ -266,26 +265,26 @@ class _Known[T: KeptState]:
 
     def _tick(self) -> None:
         """Advances the time by one call. Records grow older, and from time to time the rates are refreshed."""
-        self.now += 1
+        self._now += 1
         calendar = self._calendar
-        while calendar and calendar[0][0] <= self.now:
+        while calendar and calendar[0][0] <= self._now:
             _, due, record = heappop(calendar)
             if record.due == due:
                 rate = record.cell.rate
-                record.cell.leave(self.now, used=False)
+                record.cell.leave(self._now, used=False)
                 self._settle(record, record.kind, record.age + 1)
                 # If it became likelier, its old heap entry is good enough until it reaches the top.
                 if record.state is not None and record.cell.rate <= rate:
                     self.rank(record)
-        if self.now >= self._next_refresh:
+        if self._now >= self._next_refresh:
             self._refresh()
 
     def _refresh(self) -> None:
         self._refreshes += 1
         if self._refreshes % _FADE_REFRESHES == 0:
-            self._likelihood.fade(self.now)
-        self._likelihood.refresh(self.now)
-        self._next_refresh = self.now + max(_REFRESH_AT_LEAST, len(self.records) - self._guesses)
+            self._likelihood.fade(self._now)
+        self._likelihood.refresh(self._now)
+        self._next_refresh = self._now + max(_REFRESH_AT_LEAST, len(self.records) - self._guesses)
         # All values changed. This also removes invalid entries.
         for tier in self.tiers:
             tier.rank_all()
