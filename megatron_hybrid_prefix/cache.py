@@ -391,6 +391,35 @@ class HybridPrefixCache:
         self._settle(live, plan, kept=False)
         self._planner.stop_writing(live)
 
+    def withdraw(self, request_id: int, start_tokens: int) -> set[int]:
+        """What the request computed from this position on is wrong, though it was published. No tier has it any more, nor what builds on it.
+
+        The request, and those that hold such blocks, cache nothing more.
+
+        Args:
+            request_id: The request.
+            start_tokens: Where its latest forward began, or a position before it.
+
+        Returns:
+            These requests. The caller must release them.
+        """
+        live = self._requests.live.get(request_id)
+        if live is None:
+            return set()
+        self._stats.count_fallback("not_finite")
+        first = start_tokens // self.block_tokens
+        stored = max(first, min(live.stored_tokens // self.block_tokens, len(live.path)))
+        path, root = live.path[first:], live.path[stored : stored + 1]
+        users = [each for each in self._requests.everyone() if root and each.path[stored : stored + 1] == root]
+        for each in (live, *users):
+            self._planner.stop_writing(each)
+        for plan in list(live.plans.values()):
+            self._settle(live, plan, kept=False)
+        for each in users:
+            del each.path[stored:]
+        self._store.withdraw(path, stored - first)
+        return {each.request_id for each in users}
+
     def request_checkpoint(self, request_id: int, position_tokens: int) -> bool:
         """Adds a boundary to the request's prompt, because another request waits for the state there.
 

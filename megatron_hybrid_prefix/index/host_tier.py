@@ -12,7 +12,7 @@ This file is longer than 400 lines because what is stored, loaded and dropped ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -285,6 +285,14 @@ class HostTier:
         self._tree.drop_host_state(node)
         self.entries.remove(entry)
         self._tree.prune(node)
+
+    def take_back(self, keys: Collection[bytes]) -> None:
+        """Takes back what was offered to the tier below under these keys since the last copies were taken."""
+        self.transfers[:] = [
+            copy
+            for copy in self.transfers
+            if not (isinstance(copy, BlockTransfer) and copy.target == SHARED and copy.tag.key in keys)
+        ]
 
     def drop(self, entry: int) -> None:
         """Drops an entry whose load failed. Does nothing if it is gone."""

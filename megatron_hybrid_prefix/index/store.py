@@ -30,6 +30,10 @@ from megatron_hybrid_prefix.tiers.base import DepthTier
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, Copy, PageClear
 
 
+def _depth(node: Node) -> int:
+    return node.depth_blocks
+
+
 class CheckpointTable:
     """Keeps tree, slots and eviction policy consistent: only `bind` and `unbind` move a state in or out of a slot.
 
@@ -438,6 +442,36 @@ class PrefixStore:
             path.append(node)
         if self.host is not None:
             self.host.also_on_device(path[first:])
+
+    def withdraw(self, path: Sequence[Node], stored_blocks: int) -> None:
+        """Drops wrong entries from every tier: the states of these nodes, their KV but for the first blocks, and all below that KV.
+
+        Requests keep their blocks. Their paths must not have these nodes any more.
+
+        Args:
+            path: Nodes, each the parent of the next.
+            stored_blocks: So many of them have KV that is right.
+        """
+        wrong = set(path[stored_blocks:])
+        for node in sorted(self.tree, key=_depth) if wrong else ():
+            if node.parent in wrong:
+                wrong.add(node)
+        host = self.host
+        if host is not None:
+            host.take_back({node.key for node in (*path, *wrong)})
+        for node in sorted({*path, *wrong}, key=_depth, reverse=True):
+            if node.slot != NO_SLOT:
+                self.checkpoints.unbind(node)
+            elif node in self.blocks.states:
+                self.blocks.drop_state(node)  # it is lent
+            if node in wrong and node.block_id != NO_BLOCK:
+                self.blocks.unbind(node)
+            if host is not None and node.host_slot != NO_SLOT:
+                host.drop_state(node)
+            if host is not None and node in wrong and node.host_block != NO_BLOCK:
+                host.drop_kv(node)
+            elif self.tree.get(node.key) is node:
+                self.tree.prune(node)
 
     def let_go(self, live: LiveRequest) -> None:
         """Drops the request's references to its blocks, its pin and its slot."""

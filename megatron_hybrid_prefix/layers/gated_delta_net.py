@@ -85,9 +85,10 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
             bias,
             sources=step.token_sources,
             starts=step.token_starts,
+            wrong=step.wrong,
         )
         write_conv_windows(qkv, windows, chunk_bounds=chunks.bounds, **slots)
-        q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
+        q, k, v, z, log_decay, beta = self._by_head(convolved, *gates, wrong=step.wrong)
         y = scan_delta_rule(
             q,
             k,
@@ -108,7 +109,12 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         return torch.split(inputs, [qkv, self.v_dim_local_tp, heads, heads], dim=-1)
 
     def _by_head(
-        self, qkv: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        wrong: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Query, key (..., key heads, K); value, output gate (..., value heads, V); log-decay, beta (..., value heads).
 
@@ -118,7 +124,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         q, k, v = qkv.split([self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp], dim=-1)
         q, k = (part.unflatten(-1, (-1, self.key_head_dim)) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, self.value_head_dim)) for part in (v, z))
-        return q, k, v, z, *gates(alpha, beta, self.A_log, self.dt_bias)
+        return q, k, v, z, *gates(alpha, beta, self.A_log, self.dt_bias, wrong)
 
     def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Norm of each head, times its gate: (..., value heads, V) to (..., inner width)."""

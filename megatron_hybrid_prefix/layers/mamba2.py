@@ -17,6 +17,7 @@ from megatron_hybrid_prefix.layers.step import Chunks, PrefillStep
 from megatron_hybrid_prefix.ops.chunk_outputs import chunk_decays, chunk_outputs
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.filled_rows import empty_up_to
+from megatron_hybrid_prefix.ops.finite import zero_wrong
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_states
 from megatron_hybrid_prefix.ops.state_passing import pass_states
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
@@ -38,6 +39,7 @@ def scan_by_slots(
     z: torch.Tensor | None,
     dt_bias: torch.Tensor,
     chunk_tokens: int,
+    wrong: torch.Tensor,
 ) -> torch.Tensor:
     """Scan all sequences of the step; their states are read from and written to ``states``.
 
@@ -54,19 +56,20 @@ def scan_by_slots(
         z: (tokens, heads, headdim), or None if the gate is applied later.
         dt_bias: (heads,) float32.
         chunk_tokens: Maximum tokens of a chunk, a power of 2.
+        wrong: (>= tokens,) int32, gets 1 for each token whose step no scan may see.
 
     Returns:
         (tokens, heads, headdim) in the dtype of ``x``, contiguous; zero after the last sequence.
     """
     if not x.is_cuda:
-        y = torch.zeros(x.shape, dtype=x.dtype)
+        y, dt = torch.zeros(x.shape, dtype=x.dtype), zero_wrong(dt, wrong)
         _scan_on_host(
             states, chunks, slots, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, chunk_size=chunk_tokens, out=y
         )
         return y
     bounds = chunks.bounds
     y = empty_up_to(bounds[-1:], x)
-    steps, log_decay = chunk_decays(dt, A, dt_bias, bounds, chunk_tokens)
+    steps, log_decay = chunk_decays(dt, A, dt_bias, bounds, chunk_tokens, wrong)
     before = pass_states(x, steps, B, log_decay, bounds, states, **slots)
     chunk_outputs(x, steps, log_decay, B, C, before, bounds, D=D, z=z, out=y)
     return y
@@ -138,6 +141,7 @@ class HybridPrefixMambaMixer(StepSeam):
             self.cp.get_conv1d_bias(),
             sources=step.token_sources,
             starts=step.token_starts,
+            wrong=step.wrong,
         )
         write_conv_windows(xBC, conv_state, chunk_bounds=chunks.bounds, **slots)
         x, B, C = torch.split(convolved, [self.d_inner_local_tp, groups, groups], dim=-1)
@@ -156,6 +160,7 @@ class HybridPrefixMambaMixer(StepSeam):
             z=None if self.rmsnorm else z.unflatten(1, by_head),
             dt_bias=self.cp.get_dt_bias().float(),
             chunk_tokens=self.chunk_size,
+            wrong=step.wrong,
         )
         y = y.view(tokens, 1, -1)
         return self.norm(y, z.unsqueeze(1)) if self.rmsnorm else y

@@ -134,6 +134,7 @@ class PrefillStep:
         live_slots: (sequences,) int64, the slot for its final state, or NO_SLOT.
         token_sources: (tokens,) int32, the source slot of each token's sequence.
         token_starts: (tokens,) int32, the row where each token's sequence starts.
+        wrong: (tokens,) int32, zero when the step begins: layers mark tokens whose inputs are not finite (``ops/finite.py``).
         chunks: By quantum. Empty before the first prefill. The tensors above (not ``buffer``) do not exist before it.
     """
 
@@ -166,6 +167,7 @@ class PrefillStep:
             sizes += [(f"bounds{quantum}", chunks + 1, np.int32), (f"of_sequence{quantum}", chunks, np.int32)]
             sizes += [(f"last{quantum}", max_sequences, np.int32)]
         self._pinned, self.buffer, self._arrays, self._tensors = _allocate(sizes, device)
+        self.wrong = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._sizes = (0, 0)
         self._shown: tuple[int, int] | None = None
         self.chunks: dict[int, Chunks] = {}
@@ -197,6 +199,7 @@ class PrefillStep:
     def copy(self) -> None:
         """Copy the prepared step to the device. Do not call `prepare` again before this copy is done."""
         self.buffer.copy_(self._pinned, non_blocking=True)
+        self.wrong.zero_()
 
     def show(self) -> None:
         """Set the attributes to the step that was prepared last."""

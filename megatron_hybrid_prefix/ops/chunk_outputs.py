@@ -11,16 +11,27 @@ import torch
 
 from megatron_hybrid_prefix.ops.delta_gates import stable_softplus
 from megatron_hybrid_prefix.ops.elementwise import softplus
+from megatron_hybrid_prefix.ops.finite import zero_wrong
 from megatron_hybrid_prefix.ops.triton_or_torch import multiprocessors, runs_kernel, tl, triton
+
+if triton is not None:
+    from megatron_hybrid_prefix.ops.finite import is_wrong
 
 _HEADS = 8  # of a program of the decays
 _MOST_HEADS = 8  # of a program of the outputs, if there are enough programs
 
 
 def chunk_decays(
-    dt: torch.Tensor, A: torch.Tensor, dt_bias: torch.Tensor, bounds: torch.Tensor, chunk_tokens: int
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    dt_bias: torch.Tensor,
+    bounds: torch.Tensor,
+    chunk_tokens: int,
+    wrong: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Step sizes ``softplus(dt + dt_bias)`` and the logarithms of decays ``cumsum(A * step)`` along each chunk.
+
+    A step that no scan may see is zero (`ops/finite.py`).
 
     Args:
         dt: (tokens, heads), packed; strided over tokens.
@@ -28,6 +39,7 @@ def chunk_decays(
         dt_bias: (heads,).
         bounds: (chunks + 1,) integer, chunk i is rows [bounds[i], bounds[i + 1]) of dt.
         chunk_tokens: Maximum tokens of a chunk, a power of 2.
+        wrong: (>= tokens,) int32, gets 1 for each token with such a step.
 
     Returns:
         Both (heads, chunks, chunk_tokens) float32, contiguous. After a chunk's last token the step is 0, and the sum stays.
@@ -38,12 +50,13 @@ def chunk_decays(
     if not runs_kernel(dt):
         steps.zero_()
         for chunk in range(chunks):
-            rows = dt[int(bounds[chunk]) : int(bounds[chunk + 1])].float()
-            steps[:, chunk, : len(rows)] = softplus(rows + dt_bias.float()).T
+            own = slice(int(bounds[chunk]), int(bounds[chunk + 1]))
+            rows = zero_wrong(softplus(dt[own].float() + dt_bias.float()), wrong[own])
+            steps[:, chunk, : len(rows)] = rows.T
         return steps, torch.cumsum(steps * A.view(-1, 1, 1), 2, out=log_decay)
     assert dt.stride(1) == 1 and A.is_contiguous() and dt_bias.is_contiguous()
     _chunk_decays_kernel[(chunks, triton.cdiv(heads, _HEADS))](
-        dt, A, dt_bias, bounds, steps, log_decay, dt.stride(0), heads, chunks, CHUNK=chunk_tokens, HEADS=_HEADS
+        dt, A, dt_bias, bounds, wrong, steps, log_decay, dt.stride(0), heads, chunks, CHUNK=chunk_tokens, HEADS=_HEADS
     )
     return steps, log_decay
 
@@ -172,6 +185,7 @@ if triton is not None:
         A_ptr: tl.tensor,  # (heads,)
         dt_bias_ptr: tl.tensor,  # (heads,)
         bounds_ptr: tl.tensor,  # (chunks + 1,)
+        wrong_ptr: tl.tensor,  # (tokens,)
         steps_ptr: tl.tensor,  # (heads, chunks, CHUNK)
         log_decay_ptr: tl.tensor,  # (heads, chunks, CHUNK)
         stride_dt: tl.int64,
@@ -190,6 +204,10 @@ if triton is not None:
         dt = tl.load(dt_ptr + (start + token)[None, :] * stride_dt + head[:, None], mask=mask, other=0.0)
         bias = tl.load(dt_bias_ptr + head, mask=of_head, other=0.0).to(tl.float32)
         steps = tl.where(mask, stable_softplus(dt.to(tl.float32) + bias[:, None]), 0.0)
+        bad = is_wrong(steps)
+        steps = tl.where(bad, 0.0, steps)
+        bad_tokens = tl.max(bad.to(tl.int32), 0)
+        tl.store(wrong_ptr + start + token, bad_tokens, mask=bad_tokens > 0)
         A = tl.load(A_ptr + head, mask=of_head, other=0.0)
         at = (head[:, None].to(tl.int64) * chunks + chunk) * CHUNK + token[None, :]
         tl.store(steps_ptr + at, steps, mask=of_head[:, None])

@@ -9,7 +9,11 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid_prefix.ops.elementwise import silu
+from megatron_hybrid_prefix.ops.finite import zero_wrong
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
+
+if triton is not None:
+    from megatron_hybrid_prefix.ops.finite import either, is_wrong
 
 _TOKENS, _CHANNELS = 16, 256  # of a program, which is one warp
 _MANY = 4096  # tokens from which a program computes twice as many
@@ -23,10 +27,11 @@ def convolve_from_slots(
     *,
     sources: torch.Tensor,
     starts: torch.Tensor,
+    wrong: torch.Tensor,
 ) -> torch.Tensor:
     """Depthwise causal convolution and SiLU of packed sequences, each after the inputs in its slot's window.
 
-    Computes in float32 from inputs in the windows' type, and rounds to that type.
+    Computes in float32 from inputs in the windows' type, and rounds to that type. Results that no scan may see are zero (`ops/finite.py`).
 
     Args:
         inputs: (tokens, dim), floating; rows may be strided.
@@ -35,12 +40,13 @@ def convolve_from_slots(
         bias: (dim,), or None.
         sources: (tokens,) integer, the slot of the window before each token's sequence.
         starts: (tokens,) integer, the row where each token's sequence starts.
+        wrong: (>= tokens,) int32, gets 1 for each token with such a result.
 
     Returns:
         (tokens, dim) in the inputs' type, contiguous.
     """
     if inputs.dtype == torch.float64 or not runs_kernel(inputs):
-        return _reference(inputs, windows, weight, bias, sources, starts)
+        return zero_wrong(_reference(inputs, windows, weight, bias, sources, starts), wrong)
     tokens, dim = inputs.shape
     assert windows[0].is_contiguous() and weight.is_contiguous() and 2 <= windows.shape[2] <= 4
     if inputs.stride(1) != 1:
@@ -55,6 +61,7 @@ def convolve_from_slots(
             weight if bias is None else bias,
             sources,
             starts,
+            wrong,
             out,
             inputs.stride(0),
             windows.stride(0),
@@ -138,6 +145,13 @@ if triton is not None:
         return (total / (1.0 + tl.exp(-total))).to(kept)
 
     @triton.jit
+    def _store(at: tl.tensor, values: tl.tensor, mask: tl.tensor, bit: tl.tensor) -> tl.tensor:
+        """Stores what is not wrong; returns this bit, set where a value was."""
+        bad = is_wrong(values) & mask
+        tl.store(at, tl.where(bad, 0.0, values.to(tl.float32)).to(values.dtype), mask=mask)
+        return bad.to(tl.int32) << bit
+
+    @triton.jit
     def _convolve_kernel(
         inputs_ptr: tl.tensor,  # (tokens, dim), strided over tokens
         windows_ptr: tl.tensor,  # (slots, dim, TAPS), strided over slots
@@ -145,6 +159,7 @@ if triton is not None:
         bias_ptr: tl.tensor,  # (dim,); unused without BIAS
         sources_ptr: tl.tensor,  # (tokens,)
         starts_ptr: tl.tensor,  # (tokens,)
+        wrong_ptr: tl.tensor,  # (tokens,)
         out_ptr: tl.tensor,  # (tokens, dim), contiguous
         stride_inputs: tl.int64,
         stride_slot: tl.int64,
@@ -181,6 +196,7 @@ if triton is not None:
         last = tl.minimum(first + TOKENS, tokens) - 1
         row = first + tl.arange(0, TOKENS)
         own = tl.load(starts_ptr + row, mask=row < tokens, other=0)  # not sorted: padding has a start of 0
+        bad = tl.zeros([CHANNELS], tl.int32)  # a bit for each token
         others = tl.sum(((own != start) & (row < tokens)).to(tl.int32), 0)
         if (first - start >= TAPS - 1) & (others == 0):
             # All of them in one sequence, and none near its start: no windows, and loads can run ahead.
@@ -192,11 +208,15 @@ if triton is not None:
                 c = tl.load(at + 2 * stride_inputs, mask=inside & (left > 2), other=0.0).to(kept).to(tl.float32)
                 d = tl.load(at + 3 * stride_inputs, mask=inside & (left > 3), other=0.0).to(kept).to(tl.float32)
                 to = of_out + token * dim
-                tl.store(to, add_taps(bias, x3, x2, x1, a, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 0))
-                tl.store(to + dim, add_taps(bias, x2, x1, a, b, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 1))
+                y = add_taps(bias, x3, x2, x1, a, w3, w2, w1, w0, kept, TAPS)
+                bad |= _store(to, y, inside & (left > 0), token)
+                y = add_taps(bias, x2, x1, a, b, w3, w2, w1, w0, kept, TAPS)
+                bad |= _store(to + dim, y, inside & (left > 1), token + 1)
                 to += 2 * dim
-                tl.store(to, add_taps(bias, x1, a, b, c, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 2))
-                tl.store(to + dim, add_taps(bias, a, b, c, d, w3, w2, w1, w0, kept, TAPS), mask=inside & (left > 3))
+                y = add_taps(bias, x1, a, b, c, w3, w2, w1, w0, kept, TAPS)
+                bad |= _store(to, y, inside & (left > 2), token + 2)
+                y = add_taps(bias, a, b, c, d, w3, w2, w1, w0, kept, TAPS)
+                bad |= _store(to + dim, y, inside & (left > 3), token + 3)
                 x3, x2, x1 = b, c, d
         else:
             for token in range(first, last + 1):
@@ -206,10 +226,15 @@ if triton is not None:
                 a3 = _lagged(x3, of_window, channel, inside, since, 3, TAPS)
                 a2 = _lagged(x2, of_window, channel, inside, since, 2, TAPS)
                 a1 = _lagged(x1, of_window, channel, inside, since, 1, TAPS)
-                tl.store(of_out, add_taps(bias, a3, a2, a1, x0, w3, w2, w1, w0, kept, TAPS), mask=inside)
+                y = add_taps(bias, a3, a2, a1, x0, w3, w2, w1, w0, kept, TAPS)
+                bad |= _store(of_out, y, inside, token - first)
                 of_inputs += stride_inputs
                 of_out += dim
                 x3, x2, x1 = x2, x1, x0
+        bad = tl.reduce(bad, 0, either)
+        if bad != 0:
+            token = tl.arange(0, TOKENS)
+            tl.store(wrong_ptr + first + token, tl.full([TOKENS], 1, tl.int32), mask=((bad >> token) & 1) != 0)
 
 
 _BLOCK = 256

@@ -9,14 +9,22 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid_prefix.ops.elementwise import sigmoid, silu, softplus
+from megatron_hybrid_prefix.ops.finite import zero_wrong
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
+
+if triton is not None:
+    from megatron_hybrid_prefix.ops.finite import is_wrong
 
 _ROWS = 8  # tokens of a program of `gates`
 _FEATURES = 2048  # of a program of `gated_head_norm`
 
 
 def gates(
-    alpha: torch.Tensor, beta: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    wrong: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``-exp(a_log) * softplus(alpha + dt_bias)`` and ``sigmoid(beta)``, computed in float32.
 
@@ -25,6 +33,8 @@ def gates(
         beta: (..., heads), likewise.
         a_log: (heads,), floating, contiguous.
         dt_bias: (heads,), floating, contiguous.
+        wrong: (>= tokens,) int32, gets 1 for each token with a result that no scan may see (`ops/finite.py`); it is zero then. None: a
+            decode, whose tokens do not meet.
 
     Returns:
         log_decay: (..., heads) float32 (float64 of float64), contiguous.
@@ -32,7 +42,8 @@ def gates(
     """
     if alpha.dtype == torch.float64 or not runs_kernel(alpha):
         wide = torch.promote_types(alpha.dtype, torch.float32)
-        return -a_log.to(wide).exp() * softplus(alpha.to(wide) + dt_bias), sigmoid(beta.to(wide)).to(beta.dtype)
+        found = -a_log.to(wide).exp() * softplus(alpha.to(wide) + dt_bias), sigmoid(beta.to(wide)).to(beta.dtype)
+        return found if wrong is None else (zero_wrong(found[0], wrong), zero_wrong(found[1], wrong))
     log_decay = torch.empty(alpha.shape, dtype=torch.float32, device=alpha.device)
     rate = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     alpha, beta = _rows(alpha), _rows(beta)
@@ -45,10 +56,12 @@ def gates(
             dt_bias,
             log_decay,
             rate,
+            log_decay if wrong is None else wrong,
             alpha.stride(0),
             beta.stride(0),
             tokens,
             heads,
+            MARKS=wrong is not None,
             ROWS=_ROWS,
             BLOCK=triton.next_power_of_2(heads),
         )
@@ -108,10 +121,12 @@ if triton is not None:
         dt_bias_ptr: tl.tensor,  # (heads,)
         log_decay_ptr: tl.tensor,  # (tokens, heads) float32, contiguous
         rate_ptr: tl.tensor,  # (tokens, heads), contiguous
+        wrong_ptr: tl.tensor,  # (tokens,); unused without MARKS
         stride_alpha: tl.int64,
         stride_beta: tl.int64,
         tokens: tl.tensor,
         heads: tl.tensor,
+        MARKS: tl.constexpr,
         ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ) -> None:
@@ -125,8 +140,14 @@ if triton is not None:
         alpha = tl.load(alpha_ptr + rows * stride_alpha + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         beta = tl.load(beta_ptr + rows * stride_beta + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         out = rows * heads + columns[None, :]
-        tl.store(log_decay_ptr + out, -a[None, :] * stable_softplus(alpha + bias[None, :]), mask=mask)
+        log_decay = -a[None, :] * stable_softplus(alpha + bias[None, :])
         rate = 1.0 / (1.0 + tl.exp(-beta))
+        if MARKS:
+            bad_decay, bad_rate = is_wrong(log_decay), is_wrong(rate)
+            bad = tl.max(((bad_decay | bad_rate) & mask).to(tl.int32), 1)[:, None]
+            tl.store(wrong_ptr + rows, bad, mask=bad > 0)
+            log_decay, rate = tl.where(bad_decay, 0.0, log_decay), tl.where(bad_rate, 0.0, rate)
+        tl.store(log_decay_ptr + out, log_decay, mask=mask)
         tl.store(rate_ptr + out, rate.to(rate_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit

@@ -15,6 +15,7 @@ from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
+from megatron_hybrid_prefix.ops.finite import zero_wrong_rows
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 
 if TYPE_CHECKING:
@@ -160,8 +161,10 @@ class ContextSeam(DynamicInferenceContext):
 
     Attributes:
         admitted_chunk: What the cache gave to the chunk whose row is being added; else None.
+        wrong_tokens: (max_tokens,) int32 on the device: 1 for tokens of the step whose keys or values were not finite.
     """
 
+    wrong_tokens: torch.Tensor
     admitted_chunk: AdmittedChunk | None = None
     # Megatron's.
     is_tensor_state_allocated: bool
@@ -205,9 +208,15 @@ class ContextSeam(DynamicInferenceContext):
 
     def _allocate_memory_buffer(self) -> None:
         """KV is in the memory that it shares with states."""
+        self.wrong_tokens = torch.zeros(self.max_tokens, dtype=torch.int32, device=torch.cuda.current_device())
         if not self.allocate_kv():
             super()._allocate_memory_buffer()
             self.memory_buffer.zero_()  # training may have left NaN there: see `PageClear` in tiers/units.py
+
+    def append_key_value_cache(self, layer_number: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        """A token whose keys or values are not finite has zeros: attention multiplies by zero what other tokens must not see."""
+        zero_wrong_rows([tensor for tensor in (key, value) if tensor is not None], self.wrong_tokens)
+        super().append_key_value_cache(layer_number, key, value)
 
     def reset_tensors(self) -> None:
         """A suspended context may have no tensors: see `has_tensors`."""
@@ -420,6 +429,12 @@ class ContextSeam(DynamicInferenceContext):
         metadata: MHAMetadata = self.active_attn_metadata["mha_metadata"]
         if not self.is_decode_only() and metadata.state_data["max_seqlen_q"] < _MIN_PREFILL_SEQLEN_Q:
             metadata._max_seqlen_q = metadata.state_data["max_seqlen_q"] = _MIN_PREFILL_SEQLEN_Q
+
+    @property
+    def last_prefilled_tokens(self) -> torch.Tensor:
+        """(prefills,) int32 on the device: the place among the step's tokens of each prefill's last one."""
+        first = self.num_decode_requests * (self.num_speculative_tokens + 1)
+        return self.active_logit_idxs[first : first + self.num_prefill_requests]
 
     def row_tensors(self) -> Sequence[torch.Tensor]:
         """All tensors with one row per request."""

@@ -158,6 +158,11 @@ class ControllerSeam(TextGenerationController):
         return self._sampled_tokens_cuda
 
     @property
+    def accepted_counts(self) -> torch.Tensor:
+        """(max_requests,) on the device: how many drafts of each active row the step accepted."""
+        return self._accepted_token_counts_per_request
+
+    @property
     def step_logits(self) -> torch.Tensor:
         """The step's logits, on the device: (1, rows, vocabulary); a row per token if prompts may have log-probs."""
         return self._all_logits_cuda

@@ -35,6 +35,7 @@ def test_the_kernels_do_what_the_loops_do():
             "test_samples.py",
             "test_page_copies.py",
             "test_wrong_entries.py",
+            "test_finite.py",
             "test_squared_relu.py",
             "test_swiglu.py",
             "test_gated_norm.py",

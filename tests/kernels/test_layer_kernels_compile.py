@@ -10,16 +10,17 @@ from megatron_hybrid_prefix.ops import (
     delta_gates,
     elementwise,
     filled_rows,
+    finite,
     mamba_decode,
     state_passing,
     wrong_entries,
 )
 
-INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "bounds_ptr", "end_ptr"}
+INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "bounds_ptr", "end_ptr", "wrong_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
 INT64 |= {"slots_ptr", "entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
 KERNELS = {  # module, constants
-    "_gates_kernel": (delta_gates, {"ROWS": 8, "BLOCK": 32}),
+    "_gates_kernel": (delta_gates, {"MARKS": True, "ROWS": 8, "BLOCK": 32}),
     "_gated_head_norm_kernel": (delta_gates, {"HEADS": 16, "BLOCK": 128}),
     "_convolve_kernel": (convolution, {"TAPS": 4, "BIAS": True, "TOKENS": 32, "CHANNELS": 256}),
     "_write_conv_windows_kernel": (convolution, {"D_CONV": 4, "WIDTH": 4, "BLOCK": 256}),
@@ -41,6 +42,8 @@ KERNELS = {  # module, constants
     ),
     "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
     "_swiglu_kernel": (elementwise, {"BLOCK": 2048}),
+    "_zero_wrong_rows_kernel": (finite, {"HEADS": 8, "BLOCK": 128}),
+    "_replace_wrong_logits_kernel": (finite, {"ROWS": True, "BLOCK": 4096}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 

@@ -154,7 +154,8 @@ def step_at(at: Callable[..., torch.Tensor], step: Step, device: str) -> tuple[d
         sources[span], starts[span] = step.source_slots[number], span.start
     slots = step.tensors(device, "source_slots", "live_slots", "chunk_slots")
     slots = {name: at(value) for name, value in slots.items()} | step.tensors(device, "first_chunks")
-    return slots, {"sources": at(sources.to(device)), "starts": starts.to(device)}
+    wrong = torch.zeros_like(starts, device=device)
+    return slots, {"sources": at(sources.to(device)), "starts": starts.to(device), "wrong": wrong}
 
 
 HERE = [FAR_PAGES * PAGE_BLOCKS - 1 - block for block in (0, 7, 3, 40, 41, 2, 100)]

@@ -87,7 +87,10 @@ def check_convolution(device, taps, dtype, convolve=convolve_from_slots):
         for i, chunks, _ in step.sequences():
             span = slice(bounds[chunks.start], bounds[chunks.stop])
             sources[span], starts[span] = step.source_slots[i], span.start
-        out = convolve(inputs, windows, weight, bias, sources=sources.to(device), starts=starts.to(device))
+        wrong = torch.zeros(rows, dtype=torch.int32, device=device)
+        step_of = {"sources": sources.to(device), "starts": starts.to(device), "wrong": wrong}
+        out = convolve(inputs, windows, weight, bias, **step_of)
+        assert not wrong.any()
         assert out.dtype == dtype and out.is_contiguous()
         assert torch.equal(windows.nan_to_num(9e9), before.nan_to_num(9e9))
         added = torch.zeros(dim, dtype=torch.float64) if bias is None else bias.double().cpu()
@@ -113,7 +116,7 @@ def test_tokens_of_a_program_do_not_change_the_bits(device, monkeypatch):
         torch.randn(*shape, generator=generator).to(device) for shape in ((90, 40), (2, 40, 4), (40, 4))
     )
     starts = torch.tensor([0] * 41 + [41] * 49, dtype=torch.int32, device=device)
-    step = {"sources": (starts > 0).int(), "starts": starts}
+    step = {"sources": (starts > 0).int(), "starts": starts, "wrong": torch.zeros_like(starts)}
     few = convolve_from_slots(inputs, windows, weight, None, **step)
     monkeypatch.setattr(convolution, "_MANY", 1)
     assert torch.equal(convolve_from_slots(inputs, windows, weight, None, **step), few)
@@ -128,7 +131,9 @@ def test_a_short_sequence_before_the_padding_of_a_step(device):
     sources = torch.tensor([1] * 21 + [2] * 5 + [0] * 6, dtype=torch.int32)
     inputs[26:], windows[0] = NAN, NAN
     arguments = [x.to(device) for x in (inputs, windows, weight)]
-    out = convolve_from_slots(*arguments, None, sources=sources.to(device), starts=starts.to(device))
+    wrong = torch.zeros(32, dtype=torch.int32, device=device)
+    out = convolve_from_slots(*arguments, None, sources=sources.to(device), starts=starts.to(device), wrong=wrong)
+    assert wrong.tolist() == [0] * 26 + [1] * 6
     alone = [convolution._reference(inputs[:21], windows, weight, None, sources[:21], starts[:21])]
     alone += [convolution._reference(inputs[21:26], windows, weight, None, sources[21:26], 0 * starts[21:26])]
     torch.testing.assert_close(out[:26].cpu(), torch.cat(alone))

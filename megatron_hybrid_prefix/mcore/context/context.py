@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -432,6 +432,18 @@ class HybridPrefixContext(SlotContext):
                 failed.add(request_id)
         return failed
 
+    def withdraw(self, request_ids: Collection[int]) -> set[int]:
+        """What these active requests computed in the last forward is not finite: nobody may use it.
+
+        Returns:
+            Other requests that have used it, and must start over.
+        """
+        used: set[int] = set()
+        for request_id in request_ids:
+            self._requests.in_step.pop(request_id, None)
+            used |= self.prefix_cache.withdraw(request_id, rows.begun_tokens(self, request_id))
+        return used - set(request_ids)
+
     def _can_be_published(self) -> bool:
         """Whether what a forward that was just launched computes may be matched.
 
@@ -444,6 +456,7 @@ class HybridPrefixContext(SlotContext):
 
     def _publish_rest(self) -> None:
         self._publish(failed=set() if self.loads is None else self.loads.failed())
+        self.moves.step_ended()
 
     def _publish(self, *, failed: set[int]) -> None:
         for known, plan in self._requests.take_step():

@@ -23,6 +23,16 @@ def find_waiting_row(context: ContextSeam, request_id: int) -> int | None:
     return paused.index(request_id) if request_id in paused else None
 
 
+def begun_tokens(context: ContextSeam, request_id: int) -> int:
+    """Where the forward that was sampled last began for an active request; of a decode, a position up to one forward before it."""
+    active = slice(context.paused_request_count, context.total_request_count)
+    row = context.paused_request_count + context.request_ids[active].tolist().index(request_id)
+    begun = int(context.request_kv_length_offsets[row])
+    if context.request_in_prefill_status_tensor[row]:
+        return begun
+    return max(0, begun - context.num_speculative_tokens - 1)  # the next forward may be prepared
+
+
 def take_out_waiting_row(context: ContextSeam, row: int) -> None:
     """Remove a row of `find_waiting_row`. Its request must have released everything."""
     if row == context.total_request_count:

@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore.context import rows
+from megatron_hybrid_prefix.mcore.ranks.agreement import max_on_device
 from megatron_hybrid_prefix.mcore.state.layout import ModelStates, states_of_config, with_state_dtype
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -198,6 +199,8 @@ class SlotContext(ContextSeam):
         """Rows of states are copied first, so upstream's event covers them, too."""
         if self.prefill_step is not None and self.prefill_is_pending:
             self.prefill_step.copy()
+        if self._marks_tokens:
+            self.wrong_tokens.zero_()
         return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
 
     def calculate_log_probs_tensors(
@@ -212,6 +215,37 @@ class SlotContext(ContextSeam):
         if not only_last_token_logits and not self.is_decode_only():
             logits = logits[:, : self.active_token_count]
         return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, *args, **kwargs)
+
+    @property
+    def _marks_tokens(self) -> bool:
+        """Whether a token of the step that is not finite might not be seen in the logits of its request: it is zero to the others."""
+        return bool(self.num_prefill_requests or self.num_speculative_tokens)
+
+    @torch.inference_mode()
+    def mark_logits(self, logits: torch.Tensor) -> None:
+        """Requests with a token that was not finite get NaN logits, on all ranks. Does not wait for the device.
+
+        Args:
+            logits: (1, rows, vocabulary), on the device, of the forward that was launched last: a row for each decoded token and each
+                prefill, or for all tokens.
+        """
+        if not self._marks_tokens:
+            return
+        tokens, last = self.active_token_count, self.last_prefilled_tokens.long()
+        wrong = self.wrong_tokens[:tokens].clone()
+        decoded = tokens
+        if len(last):
+            decoded = self.num_decode_requests * (self.num_speculative_tokens + 1)
+            if self.prefill_step is not None:
+                wrong[decoded:] |= self.prefill_step.wrong[: tokens - decoded]
+            so_far = torch.cat([wrong.new_zeros(1), wrong[decoded:].cumsum(0)[last - decoded]])
+            wrong = torch.cat([wrong[:decoded], (so_far.diff() > 0).int()])
+        max_on_device(wrong, self.config.pg_collection)
+        if len(last) and not self.config.materialize_only_last_token_logits:
+            rows_of = torch.cat([torch.arange(decoded, device=last.device), last])
+            logits[0, rows_of, 0] += torch.where(wrong > 0, float("nan"), 0.0).to(logits.dtype)
+        else:
+            logits[0, : len(wrong), 0].masked_fill_(wrong > 0, float("nan"))
 
     def step_sampled(self, logits: torch.Tensor) -> None:
         """A forward was sampled, before megatron computes the log-probs.

@@ -499,10 +499,16 @@ class HybridPrefixEngine(EngineSeam):
     def take_stopped_ids(self, active_request_ids: list[int]) -> set[int]:
         """Also cuts off the log-probs of a stop word, those of earlier steps included.
 
-        Requests whose load failed leave the context the same way: in this step, without its token.
+        Requests whose load failed leave the context the same way: in this step, without its token. So do those that computed something
+        that is not finite, and those that resumed from it.
         """
         stopped = super().take_stopped_ids(active_request_ids)
-        failed = self._cached.failed_loads() - stopped
+        failed = self._cached.failed_loads()
+        wrong = getattr(self.controller, "wrong_ids", frozenset())
+        if wrong:
+            self.removals.failing |= wrong - stopped
+            failed |= wrong | self._cached.withdraw(wrong)
+        failed -= stopped
         if failed:
             self.removals.restart(failed)
             self.stop_word_being_finished_ids = stopped | self.removals.restarting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 
@@ -29,6 +30,10 @@ class NoCache:
 
     def failed_loads(self) -> set[int]:
         """Empty: there are no loads."""
+        return set()
+
+    def withdraw(self, request_ids: Collection[int]) -> set[int]:
+        """Empty: nobody resumed from anything."""
         return set()
 
     def fail_step(self) -> None:

@@ -7,6 +7,7 @@ row (paused, or between two chunks of its prompt) is removed between two forward
 
 from __future__ import annotations
 
+import logging
 from collections.abc import MutableSequence
 
 import torch
@@ -16,7 +17,15 @@ from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import compute_again
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
-from megatron_hybrid_prefix.upstream.names import Status
+from megatron_hybrid_prefix.upstream.names import ContextOverflowError, Status
+
+logger = logging.getLogger(__name__)
+
+# Megatron's coordinator sends the text of one class of errors.
+_NOT_FINITE = (
+    "its logits, keys, values or states are not finite (NaN, infinite or beyond 1e18): look at the weights, and at the embeddings of its "
+    "tokens; nothing of the step is cached"
+)
 
 
 class Removals:
@@ -27,6 +36,7 @@ class Removals:
         restarting: Ids of requests that leave with this step's bookkeeping and start over.
         restarting_between_chunks: Ids of requests that start over, too, but wait between two chunks, without a row for the step's
             bookkeeping.
+        failing: Those of both that do not start over, but have failed, because they computed something that is not finite.
     """
 
     def __init__(self, engine: EngineSeam, cached: HybridPrefixContext | NoCache) -> None:
@@ -39,6 +49,7 @@ class Removals:
         self.aborting: set[int] = set()
         self.restarting: set[int] = set()
         self.restarting_between_chunks: set[int] = set()
+        self.failing: set[int] = set()
 
     # -- aborts --------------------------------------------------------------------------------------------------------
 
@@ -75,7 +86,7 @@ class Removals:
     # -- requests that start over ----------------------------------------------------------------------------------------
 
     def restart(self, request_ids: set[int]) -> None:
-        """Restart requests of the last forward whose loads failed."""
+        """Restart requests of the last forward whose loads failed, or that resumed from what is wrong."""
         between_chunks = request_ids & {self._engine.context.chunked_prefill_request_id}
         self.restarting_between_chunks |= between_chunks
         self.restarting |= request_ids - between_chunks
@@ -85,9 +96,21 @@ class Removals:
         engine = self._engine
         waiting = engine.waiting_request_ids
         for request_id in sorted(request_ids):
+            if request_id in self.failing:
+                self._fail(request_id)
+                continue
             self._start_over(request_id)
             chunked = waiting and waiting[0] == engine.context.chunked_prefill_request_id
             waiting.insert(1 if chunked else 0, request_id)
+
+    def _fail(self, request_id: int) -> None:
+        """The request has failed; the step returns it."""
+        self.failing.discard(request_id)
+        self._cached.forget_request(request_id)
+        request = self._engine.get_request(request_id)
+        logger.warning("request %d has failed: %s", request_id, _NOT_FINITE)
+        request.add_event_error_nontransient(ContextOverflowError(request_id, _NOT_FINITE, is_transient=False))
+        self._engine.refuse_request(request_id)
 
     def _start_over(self, request_id: int) -> None:
         request = self._engine.get_request(request_id)
@@ -105,7 +128,12 @@ class Removals:
         if not isinstance(context, SlotContext):
             return  # with megatron's context they end in a later step
         for request_id in sorted(self.restarting_between_chunks):
-            if context.remove_waiting_row(request_id):
+            if not context.remove_waiting_row(request_id):
+                continue
+            if request_id in self.failing:
+                engine.waiting_request_ids.remove(request_id)
+                self._fail(request_id)
+            else:
                 self._start_over(request_id)  # it is still first in the queue
         self.restarting_between_chunks.clear()
         chunk_runs = context.get_index_of_chunked_prefill_request() != -1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_hybrid_prefix.ops.finite import replace_wrong_logits
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.names import Sampling
 
@@ -66,7 +67,7 @@ class RowSampling(Sampling):
     Args:
         backend: Megatron's.
         generator: Noise of requests without a seed. All ranks of a replica draw from it alike.
-        source: Knows which requests these are, and which decode their answer again.
+        source: Knows which requests these are, and which decode their answer again; is told of rows that are not finite.
     """
 
     def __init__(self, backend: Any, generator: torch.Generator, source: Any) -> None:
@@ -82,8 +83,11 @@ class RowSampling(Sampling):
         token_to_request_index: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Sampling options that megatron does not have."""
+        """Sampling options that megatron does not have; rows that are not finite are replaced, and the source is told."""
         kwargs |= {"gather_indices": gather_indices, "token_to_request_index": token_to_request_index}
+        wrong = replace_wrong_logits(logits, gather_indices, n)
+        if not context.num_speculative_tokens or token_to_request_index is not None:  # else these become drafts
+            self._source.rows_sampled(wrong)
         tokens: torch.Tensor = self._backend.sample_kernel(logits, n, context, *args, **kwargs)
         drafts, source = context.num_speculative_tokens, self._source
         if (drafts and token_to_request_index is None) or not (source.row_options or source.replays):

@@ -31,6 +31,12 @@ def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = No
     return _reduce(values, torch.distributed.ReduceOp.MAX, pg_collection, experts=experts)
 
 
+def max_on_device(values: torch.Tensor, pg_collection: Any = None) -> None:
+    """Maximum over all ranks that run the same requests, in place, without waiting for the device; a collective."""
+    for group in _model_groups(pg_collection):
+        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=group)
+
+
 def place_in_model(pg_collection: Any = None) -> tuple[tuple[int, int], ...]:
     """This rank and the number of ranks, in the tensor-parallel and in the pipeline-parallel group; not a collective."""
     return tuple(

@@ -96,7 +96,10 @@ class Moves:
                 memory.clear_pages([copy.page for copy in group if isinstance(copy, PageClear)])
 
     def forward_launched(self) -> None:
-        """Launch what need not precede a forward: copies to the host that `launch` left, and what its publication queued."""
+        """Launch what need not precede a forward: copies to the host that `launch` left."""
+
+    def step_ended(self) -> None:
+        """What a forward published is known to be right: launch what its publication queued for a tier behind the host."""
 
     def wait_for_loads(self, plans: Iterable[StepPlan]) -> None:
         """Make the next forward run after the loads that it uses. Other work can be launched before."""
@@ -261,8 +264,11 @@ class HostMoves(Moves):
         if not self.sends_later:
             return
         self.arena.stores.send()
+
+    def step_ended(self) -> None:
+        if not self.sends_later:
+            return
         units = [copy for copy in self._cache.take_copies(published=True) if isinstance(copy, BlockTransfer)]
-        # While a token is sampled, for which somebody waits.
         self.arena.carry_out(self._with_rows(units), send=False, beside=True)
         self.arena.stores.send()
 
