@@ -114,6 +114,9 @@ class Removals:
 
     def _start_over(self, request_id: int) -> None:
         request = self._engine.get_request(request_id)
+        if request.generated_tokens:  # it goes on after its answer so far, as after a preemption
+            self._engine.requests[request_id].record.checkpoint()
+            request = self._engine.get_request(request_id)
         compute_again(request)
         known = self._cached.prefix_request(request)
         if known is not None and not known.counted_tokens:
