@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from megatron_hybrid_prefix.serve.errors import ApiError
@@ -59,7 +60,31 @@ async def _events(first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) 
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
+    return f"data: {to_json(data)}\n\n"
+
+
+def to_json(data: Any) -> str:
+    """JSON, which has no NaN and no infinity: null in their place. A log-prob of a token that cannot be drawn is -inf."""
+    try:
+        return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return to_json(_without_nan(data))
+
+
+def _without_nan(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _without_nan(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without_nan(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+class Answer(JSONResponse):
+    """A response of `to_json`."""
+
+    def render(self, content: Any) -> bytes:
+        """See `to_json`."""
+        return to_json(content).encode()
 
 
 async def unless_gone[T](receive: Receive, work: Awaitable[T]) -> T:

@@ -156,6 +156,18 @@ def test_a_wrong_state_on_one_rank_shows(case, alone):
             assert off > 1e-3 if answer["cached_tokens"] else off <= LOG_PROB_NOISE
 
 
+def test_what_is_not_finite_on_one_rank_fails_its_request_on_all(case, alone):
+    """On the first rank: the others see it in the logits only."""
+    _, _, ranks = case
+    for rank in ranks:
+        found = rank["spoilt"]
+        (failed, tokens), *others = found["answers"]
+        assert failed and not tokens
+        assert not any(failed for failed, _ in others) and others[0] == others[1] and len(others[0][1]) == 4
+        assert found["cached"] == 2 * worker.BLOCK_TOKENS
+        assert found == ranks[0]["spoilt"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_the_least_value_of_all_ranks_is_agreed_on(launch, layout):
     for rank in launch(layout, PATTERNS[layout][0])[0]:

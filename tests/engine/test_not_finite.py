@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_hybrid_prefix.layers.mamba2 import HybridPrefixMambaMixer
 from megatron_hybrid_prefix.models import build_hybrid_model
+from megatron_hybrid_prefix.upstream.mixer import MambaMixer
 from tests.harness.drafts import Drafting
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, known_answer, tokens
 from tests.harness.limits import HANG_S
@@ -75,6 +77,51 @@ def test_a_bad_token_does_not_spread_to_who_shares_the_prefix(any_model, mode, g
         assert list(after.generated_tokens) == list(again.generated_tokens) == list(right)
         assert again.num_cached_tokens == 2 * BLOCK
     served.check_drained()
+
+
+def logits_of(served: EngineHarness, prompt: list[int]) -> torch.Tensor:
+    """Of all tokens of a prompt, as the forward left them."""
+    controller, found = served.engine.controller, []
+    launched = controller.forward_launched
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(controller, "forward_launched", lambda: (found.append(controller.step_logits.clone()), launched()))
+        served.send(prompt, count=1, cache_read=False)
+    return found[0][0, : len(prompt)]
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), 1e38])
+def test_earlier_tokens_keep_their_bits(any_model, value):
+    served = EngineHarness(any_model, materialize_only_last_token_logits=False)
+    for place in (0, BLOCK - 1, BLOCK, BLOCK + 10, 2 * BLOCK + 4):
+        prompt = without_bad(2 * BLOCK + 5, seed=1)
+        prompt[place] = BAD
+        right = logits_of(served, prompt)
+        assert right.isfinite().all()
+        with embedding(any_model, BAD, value):
+            found = logits_of(served, prompt)
+        assert torch.equal(found[:place], right[:place])
+
+
+@pytest.mark.parametrize("columns", [slice(-1, None), slice(200, 201)])
+def test_inputs_of_one_recurrent_layer(model, columns, monkeypatch):
+    """What no key or value shows in that layer: one step size, one channel."""
+    served, prefill = EngineHarness(model), HybridPrefixMambaMixer.prefill
+    last = [module for module in model.modules() if isinstance(module, MambaMixer)][-1]
+    spoils = True
+
+    def spoilt(self: Any, zxBCdt: torch.Tensor, *args: Any) -> torch.Tensor:
+        if spoils and self is last:
+            zxBCdt = zxBCdt.clone()
+            zxBCdt[BLOCK + 3, :, columns] = NAN
+        return prefill(self, zxBCdt, *args)
+
+    monkeypatch.setattr(HybridPrefixMambaMixer, "prefill", spoilt)
+    number = served.add(tokens(2, 9, seed=1), 1)
+    served.run()
+    failed(served, number)
+    spoils = False
+    served.send(tokens(2, 9, seed=1), count=ANSWER)
+    served.check(served.next_id)
 
 
 @each_mode

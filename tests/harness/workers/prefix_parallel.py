@@ -115,6 +115,7 @@ class Session:
         host_gb=0.0,
         shared=None,
         check_ranks=False,
+        coalesce_prefixes=True,
         **fields,
     ):
         sizes = sizes_of(pattern, tp, pp)
@@ -127,6 +128,7 @@ class Session:
                 host_gb=host_gb,
                 shared=shared,
                 check_ranks=check_ranks,
+                coalesce_prefixes=coalesce_prefixes,
             )
             if cached
             else None,
@@ -268,6 +270,28 @@ def damage_sources(context):
     context.initialize_attention_state = damaging
 
 
+def spoilt(model, pattern, tp, pp, mode, *, here):
+    """Of two requests that share a prefix one fails: where ``here``, a key of it is NaN. What each gives, and what is cached then."""
+    session = Session(model, pattern, tp, pp, mode=mode, slots=8, coalesce_prefixes=False)
+    context = session.engine.context
+    append = context.append_key_value_cache
+
+    def spoil(layer_number, key, value):
+        running = context.request_ids[: context.total_request_count].tolist()
+        if 0 in running:
+            rows = context.token_to_request_idx[: context.active_token_count] == running.index(0)
+            key[rows.nonzero()[BLOCK_TOKENS + 7, 0]] = float("nan")
+        append(layer_number, key, value)
+
+    if here:
+        context.append_key_value_cache = spoil
+    prefix = random_tokens(2 * BLOCK_TOKENS, seed=80)
+    session.send([*prefix, 5], [*prefix, 6])
+    session.send([*prefix, 6])
+    answers = [[request.failed(), list(request.generated_tokens)] for _, request in sorted(session.finished.items())]
+    return {"answers": answers, "cached": session.finished[2].num_cached_tokens, "present": session.present()}
+
+
 def run_scenario(name, model, pattern, tp, pp, mode, *, cached=True, damaged=False):
     """Findings of one scenario."""
     # The last scenarios also compare as the check for users does.
@@ -308,6 +332,7 @@ def layout_findings(pattern, tp, pp, platform):
     layers = [recurrent_layers(stage) for stage in stages(pattern, pp)]
     wrong_rank = layers.index(max(layers)) * tp + tp - 1
     found["damaged"] = run_scenario("tails", model, pattern, tp, pp, "legacy", damaged=dist.get_rank() == wrong_rank)
+    found["spoilt"] = spoilt(model, pattern, tp, pp, modes_of(pattern)[0], here=dist.get_rank() == 0)
     return found
 
 
