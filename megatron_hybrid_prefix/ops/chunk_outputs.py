@@ -203,8 +203,9 @@ if triton is not None:
         mask = of_head[:, None] & (token < tokens)[None, :]
         dt = tl.load(dt_ptr + (start + token)[None, :] * stride_dt + head[:, None], mask=mask, other=0.0)
         bias = tl.load(dt_bias_ptr + head, mask=of_head, other=0.0).to(tl.float32)
-        steps = tl.where(mask, stable_softplus(dt.to(tl.float32) + bias[:, None]), 0.0)
-        bad = is_wrong(steps)
+        dt = dt.to(tl.float32) + bias[:, None]
+        steps = tl.where(mask, stable_softplus(dt), 0.0)
+        bad = is_wrong(dt)  # its softplus would hide NaN
         steps = tl.where(bad, 0.0, steps)
         bad_tokens = tl.max(bad.to(tl.int32), 0)
         tl.store(wrong_ptr + start + token, bad_tokens, mask=bad_tokens > 0)

@@ -143,7 +143,7 @@ if triton is not None:
         log_decay = -a[None, :] * stable_softplus(alpha + bias[None, :])
         rate = 1.0 / (1.0 + tl.exp(-beta))
         if MARKS:
-            bad_decay, bad_rate = is_wrong(log_decay), is_wrong(rate)
+            bad_decay, bad_rate = is_wrong(log_decay) | is_wrong(alpha), is_wrong(rate)  # softplus would hide NaN
             bad = tl.max(((bad_decay | bad_rate) & mask).to(tl.int32), 1)[:, None]
             tl.store(wrong_ptr + rows, bad, mask=bad > 0)
             log_decay, rate = tl.where(bad_decay, 0.0, log_decay), tl.where(bad_rate, 0.0, rate)
