@@ -462,11 +462,5 @@ def _first_that_fits(original: Callable[..., Any]) -> Any:
     return run
 
 
-_UNTUNED = Rebinding(
-    "triton.runtime.autotuner:Autotuner",
-    "run",
-    _first_that_fits,
-    "the fastest depends on what else runs, and kept results pass it on: in an exact step the first that fits runs",
-    same_signature=True,
-)
-AUTOTUNERS = () if triton is None else (_UNTUNED,)
+_WHY = "the fastest depends on what else runs, and kept results pass it on: in an exact step the first that fits runs"
+AUTOTUNERS = () if triton is None else (_alike("triton.runtime.autotuner:Autotuner", "run", _first_that_fits, _WHY),)
