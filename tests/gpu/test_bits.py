@@ -42,12 +42,13 @@ def test_likewise_whichever_configuration_of_a_kernel_is_the_fastest(tmp_path):
     """In processes that begin with empty folders of kernels. Without the mode bits depend on it."""
 
     def run(fastest):
-        said = run_script("tuning.py", "small", fastest, TRITON_CACHE_DIR=str(tmp_path / fastest))
+        said = run_script("tuning.py", "small-mixed", fastest, TRITON_CACHE_DIR=str(tmp_path / fastest))
         return json.loads(said.splitlines()[-1])
 
     with ThreadPoolExecutor(2) as processes:
-        exact, other = zip(*processes.map(run, ("first", "last")), strict=True)
+        exact, other, kernels = zip(*processes.map(run, ("first", "last")), strict=True)
     assert exact[0] == exact[1] and other[0] != other[1]
+    assert kernels == (["_layer_norm_fwd_1pass_kernel"],) * 2, "no other is launched"
 
 
 @pytest.mark.gpu(gib=8, gpus=2, seconds=150)
