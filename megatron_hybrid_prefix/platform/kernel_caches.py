@@ -31,7 +31,7 @@ def keep_kernels() -> None:
     FA4's is the one that its variable names, else one below the user's cache folder; Triton's is its default, below the home folder. One
     that cannot be used safely is not used, with one warning line: FA4 then keeps nothing, and Triton compiles into a folder of this
     process. Whoever sets `_FA4_IS_ON` or `_TRITON_FOLDER` decides, and nothing is checked. Triton also keeps which configuration of a
-    kernel was fastest, so that a process need not time them all; ``exact="bits"`` has one only.
+    kernel was fastest, so that a process need not time them all; ``exact="bits"`` times none.
     """
     if not _is_deterministic():  # megatron then chooses by size, but times all if this is set
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # read where a kernel is defined

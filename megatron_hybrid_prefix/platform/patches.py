@@ -1,6 +1,6 @@
 """Every name that a platform replaces, and why. No other module of the package replaces names for a platform.
 
-Each group but the last two applies only if the part is missing:
+Each group but the last three applies only if the part is missing:
   * `HOST_*`                  no CUDA device: ``torch.cuda`` describes the CPU, pinning is skipped, kernels are PyTorch.
   * `HOST_IMPORT`             likewise, only while megatron is imported. What it decorated then stays as it is.
   * `HOST_TRAINING`           likewise, once megatron.training is imported.
@@ -14,6 +14,7 @@ Each group but the last two applies only if the part is missing:
   * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
   * `NO_TRANSFORMER_ENGINE`   no Transformer Engine, or no CUDA device for it: what upstream calls of it whatever the layers are.
   * `TRAINING`                always: megatron.training compares its flags with the process groups that run.
+  * `AUTOTUNERS`              an engine with ``exact="bits"``: no kernel of its steps is chosen by timing.
 Placeholders replace compiled modules that mamba-ssm and causal-conv1d import and that the dynamic path never calls.
 """
 
@@ -22,11 +23,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.ops.invariant import scope
+from megatron_hybrid_prefix.ops.triton_or_torch import triton
 from megatron_hybrid_prefix.platform import cpu as host
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.upstream import modules
@@ -121,8 +125,8 @@ def _when_called(compile_now: Callable[..., Any]) -> Any:
 
         @functools.wraps(model)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Inside of another compiled function it is a part of that.
-            return (model if torch.compiler.is_compiling() else compiled())(*args, **kwargs)
+            # Inside of another compiled function it is a part of that; in an exact step it runs as it is written.
+            return (model if torch.compiler.is_compiling() or scope.is_on() else compiled())(*args, **kwargs)
 
         return call
 
@@ -437,3 +441,26 @@ TRAINING = (
         on_import=True,
     ),
 )
+
+
+def _first_that_fits(original: Callable[..., Any]) -> Any:
+    from triton.compiler.errors import CompileTimeAssertionFailure
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if scope.is_on() and len(self.configs) > 1:
+            tuned, self.nargs = self.configs, dict(zip(self.arg_names, args, strict=False))
+            try:
+                for config in self.prune_configs(kwargs):
+                    self.configs = [config]
+                    with suppress(OutOfResources, PTXASError, CompileTimeAssertionFailure):
+                        return original(self, *args, **kwargs)
+            finally:
+                self.configs = tuned
+        return original(self, *args, **kwargs)
+
+    return run
+
+
+_WHY = "the fastest depends on what else runs, and kept results pass it on: in an exact step the first that fits runs"
+AUTOTUNERS = () if triton is None else (_alike("triton.runtime.autotuner:Autotuner", "run", _first_that_fits, _WHY),)

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.torch_norm import L2Norm
 
 
 def wider_outputs(layer: ColumnParallelLinear) -> torch.dtype | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm import mamba_mixer
+from megatron.core.transformer.torch_norm import L2Norm
 
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.layers import invariant
@@ -222,6 +223,12 @@ def test_layer_norms_are_refused(tiny, monkeypatch):
     assert invariant_problem(tiny) is None
     monkeypatch.setattr(tiny.config, "normalization", "LayerNorm")
     assert invariant_problem(tiny) == "normalization='LayerNorm' is not covered"
+
+
+def test_norms_that_torch_compiles_are_refused(tiny, monkeypatch):
+    attention = next(module for module in tiny.modules() if hasattr(module, "q_layernorm"))
+    monkeypatch.setitem(attention._modules, "q_layernorm", L2Norm(16))
+    assert "q_layernorm is an L2 norm" in invariant_problem(tiny)
 
 
 def test_the_report_at_the_start_says_which_guarantee_holds(tiny, caplog):

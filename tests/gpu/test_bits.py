@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,6 +35,20 @@ def test_likewise_in_one_memory_with_blocks_as_long_as_the_attentions_tile(tmp_p
     print(run_script("bits.py", "small", "--engines", "tight", "--block-tokens", 128, "--out", tmp_path))
     found = json.loads((tmp_path / "bits_small_tp1.json").read_text())["tight"]
     assert found["hits"] and found["evictions"] and not any(found["different"].values()), found
+
+
+@pytest.mark.gpu(gib=6, seconds=50)
+def test_likewise_whichever_configuration_of_a_kernel_is_the_fastest(tmp_path):
+    """In processes that begin with empty folders of kernels. Without the mode bits depend on it."""
+
+    def run(fastest):
+        said = run_script("tuning.py", "small-mixed", fastest, TRITON_CACHE_DIR=str(tmp_path / fastest))
+        return json.loads(said.splitlines()[-1])
+
+    with ThreadPoolExecutor(2) as processes:
+        exact, other, kernels = zip(*processes.map(run, ("first", "last")), strict=True)
+    assert exact[0] == exact[1] and other[0] != other[1]
+    assert kernels == (["_layer_norm_fwd_1pass_kernel"],) * 2, "no other is launched"
 
 
 @pytest.mark.gpu(gib=8, gpus=2, seconds=150)

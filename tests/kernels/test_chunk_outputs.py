@@ -26,6 +26,7 @@ SHAPES = {  # heads, groups, headdim, d_state, chunk_tokens, channels of D
     "parts of tiles": (6, 2, 24, 40, 16, 1),
     "less than a tile": (4, 4, 8, 16, 8, 8),
     "several tiles": (2, 1, 80, 64, 256, 80),
+    "few channels": (4, 2, 32, 64, 128, 1),
 }
 if INTERPRETED:
     SHAPES["several tiles"] = (2, 1, 72, 130, 128, 72)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
+import torch
 
 from megatron_hybrid_prefix.ops import (
     chunk_outputs,
@@ -15,6 +18,7 @@ from megatron_hybrid_prefix.ops import (
     state_passing,
     wrong_entries,
 )
+from tests.kernels.test_delta_rule_compiles import faults
 
 INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "bounds_ptr", "end_ptr", "wrong_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
@@ -58,18 +62,36 @@ def type_of(name: str) -> str:
     return "i64" if name.startswith("stride") else "fp32" if name == "epsilon" else "i32"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KERNELS)
-def test_compiles(name):
+def compiled(name, **tiles):
+    """For a Hopper GPU, with other tiles where they are given."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     module, constants = KERNELS[name]
+    launch = {option: tiles.pop(option) for option in ("num_warps", "num_stages") if option in tiles}
+    constants = constants | tiles
     kernel = getattr(module, name)
     types = {arg: "constexpr" if arg in constants else type_of(arg) for arg in kernel.arg_names}
     divisible = [[["tt.divisibility", 16]]] * len(types)  # as tensors, strides and widths of models are
     attrs = {(at,): value for at, value in enumerate(divisible) if types[kernel.arg_names[at]] != "constexpr"}
     attrs = {at: value for at, value in attrs.items() if types[kernel.arg_names[at[0]]] != "fp32"}
     source = ASTSource(kernel, types, constexprs=constants, attrs=attrs)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch).asm["cubin"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles(name):
+    assert compiled(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("headdim", "d_state"), [(16, 32), (16, 64), (16, 128), (32, 64), (32, 128), (64, 128)])
+def test_outputs_of_small_heads_are_without_the_fault_of_the_gated_delta_rule(headdim, d_state, tmp_path):
+    """Their tensor cores read memory by what another kernel had left in a register: bits depended on what else ran."""
+    tiles = chunk_outputs._tiles(torch.bfloat16, headdim, d_state, 128)
+    (tmp_path / "kernel.cubin").write_bytes(compiled("_chunk_outputs_kernel", P=headdim, N=d_state, **tiles))
+    command = [pytest.importorskip("triton").knobs.nvidia.nvdisasm.path, "-c", tmp_path / "kernel.cubin"]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "HGMMA" in sass and faults(sass) == []

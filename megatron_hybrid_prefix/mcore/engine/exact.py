@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_hybrid_prefix.layers.invariant import invariant_problem, use_invariant_layers
+from megatron_hybrid_prefix.platform import replace_names
+from megatron_hybrid_prefix.platform.patches import AUTOTUNERS
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, TextGenerationController
 
 
 def make_exact(controller: TextGenerationController) -> None:
-    """Puts invariant layers on the controller's model.
+    """Puts invariant layers on the controller's model, and lets no kernel of an exact step be tuned.
 
     Raises:
         ValueError: The model, or this machine, cannot compute so.
@@ -21,6 +23,7 @@ def make_exact(controller: TextGenerationController) -> None:
     if problem is not None:
         raise ValueError(f"exact='bits': {problem}")
     use_invariant_layers(model)
+    replace_names(AUTOTUNERS)
 
 
 class Replays:
