@@ -250,12 +250,6 @@ def test_a_decoder_says_what_decoding_at_once_says(folder: Path, tokens: list[in
     assert "".join(decoded(tokenizer, tokens)) == tokenizer.detokenize(tokens, skip_special_tokens=True)
 
 
-@given(text=st.text(st.sampled_from("ab €ü🙂"), max_size=12))
-def test_a_decoder_of_byte_tokens_says_what_decoding_at_once_says(fallback: HuggingFaceTokenizer, text: str) -> None:
-    tokens = fallback.tokenize(text)
-    assert "".join(decoded(fallback, tokens)) == fallback.detokenize(tokens, skip_special_tokens=True)
-
-
 @given(tokens=st.lists(st.integers(0, 270), max_size=30))
 def test_a_decoder_takes_bytes_that_are_no_text(fallback: HuggingFaceTokenizer, tokens: list[int]) -> None:
     euro = fallback.tokenize("€")[-1]

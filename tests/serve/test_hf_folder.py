@@ -165,6 +165,19 @@ def test_an_answer_ends_at_each_end_token(tokenizer, end):
     assert (choice.finish_reason, choice.tokens) == ("stop", 3)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (3,), (1, 2)], ids=str)
+def test_an_answer_goes_on_after_its_prompt_up_to_a_special_token(words, sizes):
+    tokenizer = HuggingFaceTokenizer(words, 272)
+    prompt = Prompt(tokens=[1, 3], text="", breakpoints=[])
+    task = GenerationTask(prompt=prompt.tokens, sampling={"termination_id": 9}, deliver=lambda _: None, stop=["</s>"])
+    choice, left = Choice(0, prompt, task, 10, request(tokenizer, logprobs=0), tokenizer), [4, 2, 3]
+    taken = [choice.take(Update(tokens=[left.pop(0) for _ in range(size)], log_probs=[-1.0] * size)) for size in sizes]
+    assert "".join(text for text, _ in taken) == " world" and [note.text for _, notes in taken for note in notes] == [
+        " world"
+    ]
+    assert (choice.finish_reason, choice.tokens) == ("stop", 2)
+
+
 def test_a_folder_without_a_template_has_no_chats(tokenizer, tmp_path):
     chat = load_chat_form(None, tmp_path, plain=False)
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
