@@ -10,6 +10,7 @@ Long, so that a field, its range, its description and the message about it are i
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Annotated, Any, Literal, Self
@@ -70,12 +71,11 @@ def _ascending(value: list[int]) -> list[int]:
 
 
 def _token_biases(value: Any) -> Any:
-    """Keys of JSON objects are text; those of ``logit_bias`` are token ids."""
+    """Keys of JSON objects are text; those of ``logit_bias`` are token ids, each in one form."""
     if not isinstance(value, dict):
         return value
-    return {
-        int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key: value[key] for key in value
-    }
+    is_id = re.compile("0|[1-9][0-9]{0,18}").fullmatch
+    return {int(key) if isinstance(key, str) and is_id(key) else key: value[key] for key in value}
 
 
 def _arguments(call: Any) -> Any:

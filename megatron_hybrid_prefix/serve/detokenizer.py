@@ -159,7 +159,7 @@ class TextStream:
             self.stopped = True
             end = min(found)[1]
         else:
-            end = len(text) - max((_overlap(text, word) for word in self._stop), default=0)
+            end = len(text) - max((_overlap(text, word) for word in words), default=0)
         self._held, self._shown = "" if found else text[end:], shown[end:]
         out = "".join(compress(text[:end], shown))
         self._given += len(out)

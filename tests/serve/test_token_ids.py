@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.serve.protocol import read_request
 from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
-from tests.harness.server_process import PROMPT, Endpoint
+from tests.harness.server_process import LIMIT_TOKENS, PROMPT, Endpoint
 from tests.harness.tokenizer_folder import make_folder
 from tests.serve.test_serve import TOKENIZER, Server, running
 
@@ -204,6 +204,21 @@ def test_stop_texts_count_after_min_tokens(drafting: Server) -> None:
         assert choice["token_ids"] == [65] * count
         assert choice["text"] == "A" * (count if least == 8 else least)
         assert choice["finish_reason"] == ("length" if least == 8 else "stop")
+
+
+@pytest.mark.parametrize(("length", "count"), [(LIMIT_TOKENS - 1, 1), (LIMIT_TOKENS, None), (LIMIT_TOKENS + 1, None)])
+def test_a_prompt_without_room_for_an_answer_is_refused(
+    drafting: Server, server: Server, length: int, count: int
+) -> None:
+    """Unless nothing but its log-probs is asked for."""
+    body = {"model": "tiny", "prompt": [7] * length}
+    for more in ({"max_tokens": 1}, {"max_tokens": 0, "echo": True}, {"max_tokens": 1, "logprobs": 1}):
+        for each in (drafting, server):
+            status, answer = each.send("/v1/completions", body | more)
+            assert status == (400 if count is None else 200), (more, answer)
+    status, answer = server.send("/v1/completions", body | {"max_tokens": 0, "echo": True, "logprobs": 1})
+    assert status == (400 if length > LIMIT_TOKENS else 200), answer
+    assert status == 400 or len(answer["choices"][0]["logprobs"]["token_logprobs"]) == length
 
 
 def test_penalties_and_drafts_exclude_each_other(drafting: Server) -> None:
