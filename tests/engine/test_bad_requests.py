@@ -235,7 +235,9 @@ def test_a_prompt_without_room_for_an_answer_is_returned_as_failed(tiny_mtp, kin
         if count == 0:
             assert len(request.prompt_log_probs) == length - 1
         if length == LIMIT_TOKENS and count is None:
-            assert "leaves no room to generate in max_sequence_length=256" in str([event.payload for event in request.events])
+            assert "leaves no room to generate in max_sequence_length=256" in str(
+                [event.payload for event in request.events]
+            )
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
