@@ -453,6 +453,30 @@ def test_variables_of_a_template():
             ChatForm(template).render([{"role": "user", "content": "x"}])
 
 
+def test_what_clients_send_back_with_an_answer():
+    """Of other servers and libraries; its reasoning is the template's."""
+    model = served(chat=ChatForm("{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}"))
+    noted = {
+        "id": "1",
+        "finish_reason": "stop",
+        "prefix": False,
+        "provider_specific_fields": {"a": 1},
+        "function_call": None,
+    }
+    for more, text in (({}, "hi"), ({"reasoning_content": "why "}, "why hi"), ({"reasoning": "so "}, "so hi")):
+        message = {"role": "assistant", "content": "hi"} | more
+        asked = read_request(CHAT | {"messages": [message | noted | {"audio": {}}]}, "chat", model, None)
+        assert bytes(asked.prompts[0].tokens).decode() == text
+    for wrong in (
+        {"prefix": True},
+        {"reasoning_content": 1},
+        {"audio": {"id": "x"}},
+        {"role": "user", "reasoning": "x"},
+    ):
+        with pytest.raises(Exception, match="messages"):
+            read_request(CHAT | {"messages": [message | wrong]}, "chat", model, None)
+
+
 def test_cache_hints_are_breakpoints_and_nothing_else():
     """A mark is the end of its part, or of its message; a key for caches only routes."""
     model = served(chat=ChatForm())

@@ -165,16 +165,13 @@ def test_an_answer_ends_at_each_end_token(tokenizer, end):
     assert (choice.finish_reason, choice.tokens) == ("stop", 3)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (3,), (1, 2)], ids=str)
-def test_an_answer_goes_on_after_its_prompt_up_to_a_special_token(words, sizes):
-    tokenizer = HuggingFaceTokenizer(words, 272)
-    prompt = Prompt(tokens=[1, 3], text="", breakpoints=[])
+@pytest.mark.parametrize("updates", [[[4], [2]], [[4, 2, 3]], [[4], [2, 3]]], ids=str)
+def test_an_answer_goes_on_after_its_prompt_up_to_a_special_token(words, updates):
+    tokenizer, prompt = HuggingFaceTokenizer(words, 272), Prompt(tokens=[1, 3], text="", breakpoints=[])
     task = GenerationTask(prompt=prompt.tokens, sampling={"termination_id": 9}, deliver=lambda _: None, stop=["</s>"])
-    choice, left = Choice(0, prompt, task, 10, request(tokenizer, logprobs=0), tokenizer), [4, 2, 3]
-    taken = [choice.take(Update(tokens=[left.pop(0) for _ in range(size)], log_probs=[-1.0] * size)) for size in sizes]
-    assert "".join(text for text, _ in taken) == " world" and [note.text for _, notes in taken for note in notes] == [
-        " world"
-    ]
+    choice = Choice(0, prompt, task, 10, request(tokenizer, logprobs=0), tokenizer)
+    taken = [choice.take(Update(tokens=tokens, log_probs=[-1.0] * len(tokens))) for tokens in updates]
+    assert "".join(text for text, _ in taken) == taken[0][1][0].text == " world"
     assert (choice.finish_reason, choice.tokens) == ("stop", 2)
 
 
