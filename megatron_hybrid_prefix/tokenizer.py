@@ -179,7 +179,7 @@ class HuggingFaceTokenizer:
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ``tokens``."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
     @cached_property
     def special(self) -> Mapping[int, str]:
@@ -320,6 +320,8 @@ def other_ends(tokenizer: Any) -> tuple[int, ...]:
 
 def common_tokens(a: Sequence[object], b: Sequence[object]) -> int:
     """Length of the common prefix of two lists of tokens, or of two texts."""
+    if a == b[: len(a)]:
+        return len(a)
     pairs = zip(a, b, strict=False)
     return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 

@@ -83,9 +83,10 @@ def test_an_answer_is_what_it_adds_to_its_prompt(sample: Sample, data: st.DataOb
     text, notes, _ = streamed(sample.tokenizer, prompt, answer)
     assert sample.text(prompt) + text == sample.text([*prompt, *answer])
     assert all(a.offset <= b.offset <= len(text) for a, b in pairwise(notes))
-    for note in notes:  # but CTC's: a token that is repeated adds nothing
-        if not (note.token in sample.tokenizer.special or "bytes:" in note.text or "<pad>" in sample.ids):
-            assert text[note.offset :].startswith(note.text) and note.top[0].text == note.text
+    if "<pad>" not in sample.ids:  # CTC: a token that is repeated adds nothing
+        notes = [note for note in notes if note.token not in sample.tokenizer.special]
+        assert b"".join(note.data for note in notes) == text.encode() == b"".join(note.top[0].data for note in notes)
+        assert all("bytes:" in note.text or text[note.offset :].startswith(note.text) for note in notes)
 
 
 @pytest.mark.parametrize("sample", SPM_KINDS, indirect=True)
@@ -124,8 +125,5 @@ def test_a_special_token_in_a_stop_text(sample: Sample) -> None:
         ("<|im_start|>ris", " is Pa"),
         ("Paris", " is "),  # special tokens are not in the text
         ("</s>", whole),
-        ("<|im_start|> is", whole),
     ):
-        found, notes, stopped = streamed(sample.tokenizer, answer, answer, stop)
-        assert (found, stopped) == (text, text != whole)
-    assert [note.offset for note in notes] == [0, 3, 6, 6, 9, 10]
+        assert streamed(sample.tokenizer, answer, answer, stop)[::2] == (text, text != whole)
