@@ -62,7 +62,7 @@ VALUES: dict[str, Any] = {
 REFUSED = {"tools": [[{"type": "function"}], "x", 1]}
 ACCEPTED = {
     *("user", "metadata", "service_tier", "prompt_cache_retention", "safety_identifier"),
-    *("skip_special_tokens", "detokenize", "output_kind"),
+    *("skip_special_tokens", "detokenize", "output_kind", "output_text_buffer_length"),
     *("include_stop_str_in_output", "routed_experts_prompt_start"),
     *("request_id", "rid", "session_id", "custom_labels"),
 }
