@@ -81,6 +81,8 @@ class SamplingOptions:
         for token, value in self.logit_bias:
             check_integer("logit_bias", token)
             check_number("logit_bias", value, -_MOST, _MOST)
+        if len(self.logit_bias) > len(dict(self.logit_bias)):
+            raise FieldError("logit_bias", "logit_bias has a token twice")
 
     @property
     def is_greedy(self) -> bool:

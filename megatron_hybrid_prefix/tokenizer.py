@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megatron_hybrid_prefix.hf_tokens import end_token_ids, token_texts
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as FastTokenizer
-    from tokenizers.decoders import DecodeStream
-
-
-class Decoder(Protocol):
-    """Decodes token ids to text, one token at a time. Special tokens decode to nothing.
-
-    Text that was returned is final. If the tokens are valid UTF-8, all returned pieces together are the text of all
-    tokens.
-    """
-
-    def step(self, token: int) -> str:
-        """Adds a token. Returns the text that is complete by now; it never ends inside a character."""
-        ...
-
-    def finish(self) -> str:
-        """Ends the text. Returns what is left of it."""
-        ...
 
 
 class Tokenizer(Protocol):
@@ -39,6 +20,7 @@ class Tokenizer(Protocol):
         bos: The token that begins a text; None: there is none.
         eod: The token that ends an answer; None: there is none.
         end_tokens: Other tokens that end an answer.
+        special: Texts of the tokens that a `Decoder` leaves out, by id.
     """
 
     vocab_size: int
@@ -46,15 +28,18 @@ class Tokenizer(Protocol):
     eod: int | None
     end_tokens: tuple[int, ...]
 
+    @property
+    def special(self) -> Mapping[int, str]: ...
+
     def tokenize(self, text: str) -> list[int]: ...
 
     def encode_prompt(self, text: str) -> list[int]: ...
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
-    def token_bytes(self, token: int) -> bytes: ...
+    def token_bytes(self, token: int, before: int | None = None) -> bytes: ...
 
-    def decoder(self) -> Decoder: ...
+    def decoder(self, before: Sequence[int] = ()) -> Decoder: ...
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]: ...
 
@@ -70,6 +55,9 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_characters()
+_BROKEN = "\ufffd"  # what bytes decode to that are no character, or not yet
+_CONTEXT_TOKENS = 16  # more than one character has
+_MOST_HELD = 256  # so many tokens that never end with a character are no text
 # Of a tokenizer.json with nothing beside it that says more.
 _USUAL_BEGINS = ("<s>", "<|begin_of_text|>", "[CLS]", "<bos>")
 _USUAL_ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<SPECIAL_11>", "[SEP]", "<eos>")
@@ -88,6 +76,7 @@ class ByteTokenizer:
     bos: int | None = 256
     eod: int | None = 257
     end_tokens: tuple[int, ...] = ()
+    special: Mapping[int, str] = {}
 
     def __init__(self, vocab_size: int = 258) -> None:
         if vocab_size < 258:
@@ -106,13 +95,13 @@ class ByteTokenizer:
         """The text of ``tokens``. Invalid UTF-8 becomes the replacement character; ids above 255 become nothing."""
         return bytes(token for token in tokens if 0 <= token < 256).decode("utf-8", errors="replace")
 
-    def token_bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int, before: int | None = None) -> bytes:
         """The bytes of a token, which may be a part of a character."""
         return bytes([token]) if 0 <= token < 256 else b""
 
-    def decoder(self) -> Decoder:
-        """A new decoder, for one text."""
-        return _ByteDecoder()
+    def decoder(self, before: Sequence[int] = ()) -> Decoder:
+        """A new decoder, for the text after these tokens."""
+        return Decoder(self.detokenize, lambda token: 0 <= token < 256, before)
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
         """Character position in ``text`` at which each token begins."""
@@ -190,12 +179,28 @@ class HuggingFaceTokenizer:
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ``tokens``."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token, which may be a part of a character."""
-        text = self.detokenize([token])
-        name = self._tokenizer.id_to_token(token)
+    @cached_property
+    def special(self) -> Mapping[int, str]:
+        """Texts of the special tokens, by id."""
+        return {
+            id_: added.content for id_, added in self._tokenizer.get_added_tokens_decoder().items() if added.special
+        }
+
+    def token_bytes(self, token: int, before: int | None = None) -> bytes:
+        """The bytes of a token, which may be a part of a character.
+
+        Args:
+            token: Its id.
+            before: The token before it; None: it begins a text, where many tokenizers leave out a space.
+        """
+        if token in self.special:
+            return self.special[token].encode("utf-8")
+        text, name = self.detokenize([token]), self._tokenizer.id_to_token(token)
+        if before is not None:
+            first, both = self.detokenize([before]), self.detokenize([before, token])
+            text = (both.startswith(first) and both[len(first) :]) or text
         if "\ufffd" not in text or name is None:
             return text.encode("utf-8")
         if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):  # SentencePiece, for characters that it does not know
@@ -204,62 +209,80 @@ class HuggingFaceTokenizer:
         known = [value for value in values if value is not None]
         return bytes(known) if len(known) == len(values) else text.encode("utf-8")
 
-    def decoder(self) -> Decoder:
-        """A new decoder, for one text."""
-        return _HuggingFaceDecoder(self._tokenizer)
+    def decoder(self, before: Sequence[int] = ()) -> Decoder:
+        """A new decoder, for the text after these tokens."""
+
+        def has_text(token: int) -> bool:
+            return token not in self.special and self._tokenizer.id_to_token(token) is not None
+
+        return Decoder(self.detokenize, has_text, before)
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
         """Character position in ``text`` at which each token begins."""
         return _offsets_by_decoding(self, tokens)
 
 
-class _ByteDecoder:
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+class Decoder:
+    """Decodes token ids to text, one token at a time. Special tokens decode to nothing.
+
+    What a token adds to a text depends on the tokens around it: the first one may lose a space, several may be one character. So
+    some tokens before it are decoded with it, and what those alone decode to is taken off. Text that was returned is final. If the
+    tokens are valid UTF-8, all pieces are, together, what they add to the text of the tokens before.
+
+    Args:
+        decode: Token ids to text.
+        has_text: Whether a token is one for ``decode``, not a special one or none at all.
+        before: Tokens before the text, such as the prompt.
+
+    Attributes:
+        position: Where the last token's text begins, in characters from the start.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], has_text: Callable[[int], bool], before: Sequence[int] = ()
+    ) -> None:
+        self._decode, self._has_text = decode, has_text
+        self._context = self._last_of(before)
+        self._before = decode(self._context)  # its text
+        self._held: list[int] = []  # tokens after it,
+        self._pending = ""  # and what they add
+        self._length = self.position = 0
+
+    @property
+    def last(self) -> int | None:
+        """The last token that is no special one."""
+        return next(reversed(self._held or self._context), None)
 
     def step(self, token: int) -> str:
-        return self._decoder.decode(bytes([token])) if 0 <= token < 256 else ""
-
-    def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class _HuggingFaceDecoder:
-    """The library's ``DecodeStream``, with two additions: the end of a text, and bytes that are not valid UTF-8."""
-
-    def __init__(self, tokenizer: FastTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._context: list[int] = []  # tokens of the piece of text that was returned last
-        self._held: list[int] = []  # tokens after them
-        self._stream = self._new_stream()
-
-    def step(self, token: int) -> str:
-        self._held.append(token)
-        try:
-            text = self._stream.step(self._tokenizer, token)
-        except Exception:  # a bare Exception: invalid UTF-8 changed the text of the tokens before it
-            text, self._stream = self._text_of_held(), self._new_stream()
-        if text is None:
+        """Adds a token. Returns the text that is complete by now; it never ends inside a character."""
+        is_new = self._has_text(token)
+        if is_new:
+            self._held.append(token)
+        before, text = self._pending, self._text_of_held() if is_new else self._pending
+        is_open = (not text or text.endswith(_BROKEN)) and len(self._held) < _MOST_HELD
+        self.position = self._length + common_tokens(before.rstrip(_BROKEN) if is_open else before, text)
+        if is_open or not is_new:
+            self._pending = text
             return ""
-        self._context, self._held = self._held, []
-        return str(text)
+        self._length += len(text)
+        self._context, self._held, self._pending = self._held, [], ""
+        self._before = self._decode(self._context)
+        return text
 
     def finish(self) -> str:
-        return self._text_of_held()
+        """Ends the text. Returns what is left of it."""
+        return self._pending
 
     def _text_of_held(self) -> str:
-        """Decodes the held tokens after their context, since a token's text can depend on the token before it."""
-        before, whole = self._decode(self._context), self._decode(self._context + self._held)
-        return whole.removeprefix(before) if whole.startswith(before) else self._decode(self._held)
+        whole = self._decode(self._context + self._held)
+        common = common_tokens(self._before, whole)
+        # Bytes that are no text can change the text of those before, which is out.
+        return whole[common:] if common >= len(self._before.rstrip(_BROKEN)) else self._decode(self._held)
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-
-    @staticmethod
-    def _new_stream() -> DecodeStream:
-        from tokenizers.decoders import DecodeStream
-
-        return DecodeStream(skip_special_tokens=True)
+    def _last_of(self, tokens: Sequence[int]) -> list[int]:
+        found = list(islice(filter(self._has_text, reversed(tokens)), _CONTEXT_TOKENS))[::-1]
+        starts = range(min(4, len(found)))  # the first tokens may be the end of a character
+        return next((found[at:] for at in starts if not self._decode(found[at:]).startswith(_BROKEN)), found)
 
 
 def load_tokenizer(path: str | Path | None, vocab_size: int, **options: Any) -> Tokenizer:
@@ -295,8 +318,10 @@ def other_ends(tokenizer: Any) -> tuple[int, ...]:
     return tuple(getattr(tokenizer, "end_tokens", ()))
 
 
-def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix of ``a`` and ``b``."""
+def common_tokens(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the common prefix of two lists of tokens, or of two texts."""
+    if a == b[: len(a)]:
+        return len(a)
     pairs = zip(a, b, strict=False)
     return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 

@@ -111,7 +111,7 @@ def run_batch(
             try:
                 check_fits(engine, len(prompt), own.num_tokens_to_generate)
             except ValueError as error:
-                # Upstream refuses most of these, but crashes on a prompt of exactly max_sequence_length tokens.
+                # Upstream refuses most of these, but returns nothing for a prompt of exactly max_sequence_length tokens.
                 batch.results[request_id] = RequestResult(prompt_tokens=len(prompt), status="failed", error=str(error))
             else:
                 engine.add_request(request_id, prompt, copy.copy(own))
@@ -180,7 +180,7 @@ def check_fits(engine: DynamicInferenceEngine, prompt_tokens: int, num_tokens_to
 
     context = engine.context
     limit = context.max_sequence_length
-    if prompt_tokens >= limit:
+    if prompt_tokens + (num_tokens_to_generate != 0) > limit:
         raise ValueError(f"{prompt_tokens} prompt tokens leave no room to generate in max_sequence_length={limit}")
     if prompt_tokens > context.max_tokens and not engine.enable_chunked_prefill:
         raise ValueError(

@@ -10,6 +10,7 @@ Long, so that a field, its range, its description and the message about it are i
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Annotated, Any, Literal, Self
@@ -38,6 +39,11 @@ MOST_TOP_LOGPROBS = 20
 MOST_BREAKPOINTS = 128  # each one of a chat renders and tokenizes the conversation
 MOST_STOP_TOKENS = 64
 MOST_BIASES = 1024
+_OF_ANSWERS = (
+    "finish_reason",
+    "id",
+    "provider_specific_fields",
+)  # clients send them back with an answer; without effect
 
 
 def _encodable(value: str) -> str:
@@ -70,12 +76,11 @@ def _ascending(value: list[int]) -> list[int]:
 
 
 def _token_biases(value: Any) -> Any:
-    """Keys of JSON objects are text; those of ``logit_bias`` are token ids."""
+    """Keys of JSON objects are text; those of ``logit_bias`` are token ids, each in one form."""
     if not isinstance(value, dict):
         return value
-    return {
-        int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key: value[key] for key in value
-    }
+    is_id = re.compile("0|[1-9][0-9]{0,18}").fullmatch
+    return {int(key) if isinstance(key, str) and is_id(key) else key: value[key] for key in value}
 
 
 def _arguments(call: Any) -> Any:
@@ -169,6 +174,8 @@ class Message(BaseModel):
     tool_calls: Annotated[list[dict[str, Any]], AfterValidator(_encodable_json)] = []
     tool_call_id: Text | None = None
     name: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # what others call the same
     marks: list[int] = []
 
     @model_validator(mode="before")
@@ -177,9 +184,11 @@ class Message(BaseModel):
         if not isinstance(values, dict):
             return values
         known: tuple[str, ...] = ("role", "content", "name", "cache_control")
-        known += {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}.get(str(values.get("role")), ())
+        of_role = {"assistant": ("tool_calls", "reasoning_content", "reasoning"), "tool": ("tool_call_id",)}
+        known += of_role.get(str(values.get("role")), ())
         for name, value in values.items():
-            if name not in known and value not in (None, "", []):
+            is_known = name in known or name in _OF_ANSWERS or (name == "prefix" and value is False)
+            if not is_known and value not in (None, "", [], {}):
                 raise PydanticCustomError("unsupported_parameter", "is not supported", {"name": encodable(name)})
         values = {name: value for name, value in values.items() if name in known and value is not None}
         content = values.get("content")
@@ -202,6 +211,8 @@ class Message(BaseModel):
             message["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             message["name"] = self.name
+        if reasoning := self.reasoning_content or self.reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         return message
 
 
@@ -218,7 +229,7 @@ class Body(Fields, ABC):
     )
     stop: Annotated[
         list[Stop], FailFast(), BeforeValidator(_list_of_one), Field(max_length=MOST_STOPS), WithJsonSchema(_STOPS)
-    ] = Field([], description="the answer ends before the first of these texts")
+    ] = Field([], description="the answer ends before the first of these texts; one may name a special token")
     stop_token_ids: StopTokens = Field([], description="the answer ends at the first of these tokens")
     temperature: Annotated[float, Field(ge=0, le=2)] = Field(1.0, description="0: the most likely token")
     top_p: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -376,7 +387,7 @@ class ChatBody(Body):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] = Field(
         description="`role` (system, developer, user, assistant, tool), `content` (a string, or parts of type text, each "
         'with `cache_control: {"type": "ephemeral"}` where other prompts will share this one), `tool_calls`, '
-        "`tool_call_id`, `name`"
+        "`reasoning_content`, `tool_call_id`, `name`"
     )
     logprobs: bool = Field(False, description="log-probs of the answer's tokens")
     top_logprobs: TopCount | None = Field(None, description="and of this many of the most likely ones")

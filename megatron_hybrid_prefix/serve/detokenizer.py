@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 from megatron_hybrid_prefix.tokenizer import Tokenizer
@@ -38,16 +39,24 @@ class TokenNote:
 
 
 def note_of(
-    tokenizer: Tokenizer, token: int, log_prob: float | None, top: Mapping[int, float] | None = None, offset: int = 0
+    tokenizer: Tokenizer,
+    token: int,
+    log_prob: float | None,
+    top: Mapping[int, float] | None = None,
+    *,
+    before: int | None,
 ) -> TokenNote:
-    """The note of a token. ``top`` has the log-probs of the likeliest tokens by id, likeliest first."""
-    data = tokenizer.token_bytes(token)
+    """The note of a token. ``top`` has the log-probs of the likeliest tokens by id, likeliest first.
+
+    ``before`` is the token before it, None if it begins a text.
+    """
+    data = tokenizer.token_bytes(token, before)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-    likeliest = tuple(note_of(tokenizer, *item) for item in (top or {}).items())
-    return TokenNote(token=token, text=text, data=data, log_prob=log_prob, top=likeliest, offset=offset)
+    likeliest = tuple(note_of(tokenizer, *item, before=before) for item in (top or {}).items())
+    return TokenNote(token=token, text=text, data=data, log_prob=log_prob, top=likeliest)
 
 
 def prompt_notes(
@@ -61,11 +70,13 @@ def prompt_notes(
         log_probs: Of each token after the first.
         tops: For each token after the first the log-probs of the likeliest tokens by id. May be empty.
     """
-    decoder, offset, notes = tokenizer.decoder(), 0, []
+    decoder, notes = tokenizer.decoder(), []
     for number, token in enumerate(tokens):
         log_prob = log_probs[number - 1] if number else None
-        notes.append(note_of(tokenizer, token, log_prob, tops[number - 1] if number and tops else None, offset))
-        offset += len(decoder.step(token))
+        top = tops[number - 1] if number and tops else None
+        note = note_of(tokenizer, token, log_prob, top, before=decoder.last)
+        decoder.step(token)
+        notes.append(replace(note, offset=decoder.position))
     return notes
 
 
@@ -74,18 +85,26 @@ class TextStream:
 
     Args:
         tokenizer: Decodes the tokens.
-        stop: Stop strings. The answer ends before the first one that is complete.
+        stop: Stop strings. The answer ends before the first one that is complete. Special tokens count there, too, by their names.
         min_tokens: Stop strings are looked for in the text after this many tokens.
         all_notes: Every token has a note, also without a log-prob, or if its text belongs to a stop string.
+        before: The prompt's tokens, on which the text of the first ones depends.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0, all_notes: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        all_notes: bool = False,
+        before: Sequence[int] = (),
     ) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._to_come, self._all_notes = min_tokens, all_notes
-        self._decoder = tokenizer.decoder()
+        self._decoder = tokenizer.decoder(before)
         self._held = ""  # decoded, but may be the start of a stop string
+        self._shown: list[bool] = []  # which of these characters are the answer's, not a special token's
         self._length = 0  # characters decoded in all
         self._given = 0  # characters returned
         self._notes: list[TokenNote] = []
@@ -104,11 +123,13 @@ class TextStream:
         """
         assert not self.stopped
         self._to_come -= 1
+        before = self._decoder.last
+        text = "" if silent else self._decoder.step(token)
         if log_prob is not None or self._all_notes:
-            self._notes.append(note_of(self._tokenizer, token, log_prob, top, self._length))
-        if silent:
-            return ""
-        return self._take(self._decoder.step(token))
+            note = note_of(self._tokenizer, token, log_prob, top, before=before)
+            self._notes.append(replace(note, offset=self._length if silent else self._decoder.position))
+        name = self._tokenizer.special.get(token, "")
+        return "" if silent else self._take(text, name if any(name in word for word in self._stop) else "")
 
     def finish(self) -> str:
         """Ends the answer. Returns the rest of its text."""
@@ -116,7 +137,7 @@ class TextStream:
             return ""
         rest = self._take(self._decoder.finish())
         if not self.stopped:
-            rest, self._held = rest + self._held, ""
+            rest, self._held = rest + "".join(compress(self._held, self._shown)), ""
             self._given = self._length
         return rest
 
@@ -128,17 +149,19 @@ class TextStream:
         found, self._notes = self._notes[:count], self._notes[count:]
         return found
 
-    def _take(self, new: str) -> str:
+    def _take(self, new: str, special: str = "") -> str:
         self._length += len(new)
-        text = self._held + new
+        text = self._held + new + special
+        shown = self._shown + [True] * len(new) + [False] * len(special)
         words = self._stop if self._to_come < 0 else ()
         found = [(at + len(word), at) for word in words if (at := text.find(word)) >= 0]
         if found:
             self.stopped = True
-            self._held, out = "", text[: min(found)[1]]
+            end = min(found)[1]
         else:
-            held = max((_overlap(text, word) for word in words), default=0)
-            self._held, out = text[len(text) - held :], text[: len(text) - held]
+            end = len(text) - max((_overlap(text, word) for word in words), default=0)
+        self._held, self._shown = "" if found else text[end:], shown[end:]
+        out = "".join(compress(text[:end], shown))
         self._given += len(out)
         return out
 

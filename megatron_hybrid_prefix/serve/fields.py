@@ -76,7 +76,7 @@ OF_ALL = {
         guided_whitespace_pattern json_schema regex ebnf grammar guideline stop_regex repetition_detection
         prompt_embeds input_ids truncate truncate_prompt_tokens mm_processor_kwargs media_io_kwargs images_config
         logprob_token_ids lora_path adapter_id extra_key ngram_corpus_id session_params kv_transfer_params ec_transfer_params
-        vllm_xargs bootstrap_host bootstrap_port bootstrap_room data_parallel_rank routed_dp_rank disagg_prefill_dp_rank
+        vllm_xargs extra_args bootstrap_host bootstrap_port bootstrap_room data_parallel_rank routed_dp_rank disagg_prefill_dp_rank
         """
     ),
     **unless(
@@ -109,9 +109,12 @@ OF_CHATS = {
     **unless("verbosity", "medium"),
 }
 
-OF_GENERATE = unless("features content_parts reasoning_parser_kwargs token_offsets reasoning_ended") | unless(
-    "output_mode", "tokens"
-)
+OF_GENERATE = {
+    **unless("features content_parts reasoning_parser_kwargs token_offsets reasoning_ended"),
+    **unless("output_mode", "tokens"),
+    **unless("flat_logprobs", False),
+    **unless("skip_reading_prefix_cache", True, False),  # what vLLM sets with prompt_logprobs
+}
 
 OF_TOKENIZE = {
     **unless("chat_template chat_template_kwargs tools mm_processor_kwargs"),

@@ -31,6 +31,7 @@ class GenerateBody(Body):
     skip_special_tokens: Ignored = None
     detokenize: Ignored = None
     output_kind: Ignored = None
+    output_text_buffer_length: Ignored = None
     include_stop_str_in_output: Ignored = None
     routed_experts_prompt_start: Ignored = None
 

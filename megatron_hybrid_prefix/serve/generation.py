@@ -41,7 +41,9 @@ class Choice:
     ) -> None:
         self.index, self.prompt, self.task = index, prompt, task
         all_notes = request.is_ids or request.body.return_token_ids
-        self.text = TextStream(tokenizer, task.stop, min_tokens=request.body.min_tokens, all_notes=all_notes)
+        self.text = TextStream(
+            tokenizer, task.stop, min_tokens=request.body.min_tokens, all_notes=all_notes, before=prompt.tokens
+        )
         self._most_tokens, self._stop_tokens, self._tokenizer = most_tokens, request.stop_tokens, tokenizer
         self._ends = request.stop_tokens | {task.sampling["termination_id"]}
         self._request = request
@@ -94,7 +96,10 @@ class Choice:
             self.prompt_notes = prompt_notes(self._tokenizer, tokens, log_probs, tops(body.top_tokens))
         if body.prompt_logprobs is not None:
             self.prompt_logprobs = vllm_prompt_logprobs(
-                lambda token: self._tokenizer.detokenize([token]), tokens, log_probs, tops(body.prompt_logprobs)
+                lambda token: self._tokenizer.token_bytes(token, token).decode(errors="replace"),
+                tokens,
+                log_probs,
+                tops(body.prompt_logprobs),
             )
 
 

@@ -176,7 +176,8 @@ def read_request(
         check()
         prompt = make()
         prompts.append(prompt)
-        most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served))
+        least = int(not sampling["return_log_probs"])  # without, the engine has nothing to do for 0 tokens
+        most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served, least))
     return GenerationRequest(
         body=body,
         prompts=prompts,
@@ -235,8 +236,8 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: 
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedModel) -> int:
-    """Most tokens to generate after a prompt."""
+def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedModel, least: int) -> int:
+    """Most tokens to generate after a prompt. There must be room for ``least``."""
     tokens = len(prompt.tokens)
     wanted = max(1, served.limit_tokens - tokens) if asked is None else asked
     if tokens + wanted > served.limit_tokens:
@@ -247,7 +248,7 @@ def _most_tokens(asked: int | None, prompt: Prompt, param: str, served: ServedMo
             "context_length_exceeded",
         )
     try:
-        served.check_fits(tokens, wanted)
+        served.check_fits(tokens, max(wanted, least))
     except ValueError as error:
         raise bad(str(error), param, "context_length_exceeded") from None
     return wanted

@@ -5,6 +5,7 @@ from megatron.core.inference.contexts.dynamic_context import (
     BlockOverflowError,
     ContextOverflowError,
     DynamicInferenceContext,
+    MaxSequenceLengthOverflowError,
     RequestOverflowError,
     TokenOverflowError,
 )

@@ -67,6 +67,11 @@ def test_every_good_request_is_answered_as_alone(behind):
         assert answer == behind["alone"][number]
 
 
+def test_a_prompt_without_room_for_an_answer_fails(behind):
+    fits, *others = behind["longest"]
+    assert fits is None and "no room to generate" in others[0] and others[1] is not None
+
+
 def test_megatrons_own_client_streams_and_aborts(behind):
     """Aborted requests that wait compute nothing, and a trainer finds all."""
     if "streamed" not in behind:

@@ -210,14 +210,32 @@ def test_text_that_cannot_be_tokenized(model):
     assert not engine.requests
 
 
-def test_what_is_too_long_is_still_returned_as_failed(model, alone):
+# Fields, and how many tokens follow a prompt of one token less than the longest, of the longest and of one more; None: it fails.
+LONGEST: dict[str, tuple[dict[str, Any], list[int | None]]] = {
+    "some tokens": ({"num_tokens_to_generate": 5, "skip_prompt_log_probs": False}, [1, None, None]),
+    "all that fit": ({"num_tokens_to_generate": None}, [1, None, None]),
+    "log-probs alone": ({"num_tokens_to_generate": 0, "skip_prompt_log_probs": False}, [0, 0, None]),
+}
+
+
+@pytest.mark.parametrize("drafts", [0, 1])
+@pytest.mark.parametrize("kind", LONGEST)
+def test_a_prompt_without_room_for_an_answer_is_returned_as_failed(tiny_mtp, kind, drafts):
     """Callers rely on that: the server, `run_batch` and megatron's own scripts."""
-    engine, finished = build(model), {}
-    send(engine, 0, LONG)
-    future = send(engine, 1, LONG._replace(prompt=random_tokens(LIMIT_TOKENS + 1, seed=1)))
-    run_to_end(engine, finished)
-    assert finished[1].failed() and future.result().merge().failed()
-    assert finished[0].generated_tokens == alone[1]
+    fields, counts = LONGEST[kind]
+    engine = build(tiny_mtp, num_speculative_tokens=drafts, materialize_only_last_token_logits=False)
+    finished: dict[int, Any] = {}
+    for number, count in enumerate(counts):
+        length = LIMIT_TOKENS - 1 + number
+        future = send(engine, number, Asked(random_tokens(length, seed=1), fields))
+        run_to_end(engine, finished)
+        request = finished[number]
+        assert request.failed() == future.result().merge().failed() == (count is None)
+        assert len(request.generated_tokens) == (count or 0) and (
+            count != 0 or len(request.prompt_log_probs) == length - 1
+        )
+        if length == LIMIT_TOKENS and count is None:
+            assert "no room to generate in max_sequence_length=256" in str([event.payload for event in request.events])
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------

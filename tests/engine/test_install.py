@@ -29,6 +29,7 @@ from megatron_hybrid_prefix.mcore import HybridPrefixContext, HybridPrefixContro
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.entrypoints import install as installation
 from megatron_hybrid_prefix.mcore.entrypoints import patches
+from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
 from megatron_hybrid_prefix.mcore.state import layout
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
@@ -139,6 +140,16 @@ def test_without_settings_the_scripts_own_count(tiny):
     assert classes(engine) == our_classes()
     TOKENS(engine)
     assert skipped(engine) == 4 * BLOCK
+
+
+@pytest.mark.parametrize("prefix", [None, PREFIX], ids=["for contexts that ask", "for all"])
+def test_megatrons_own_engine_can_still_be_had(tiny, prefix):
+    """What the commands compare with (``upstream``, and ``off``)."""
+    own = {"enable_prefix_caching": True, "prefix_caching_mamba_gb": 0.01, "block_size_tokens": BLOCK}
+    with installed(prefix):
+        cached, off = build_engine(tiny, **own), build_upstream_engine(tiny)
+    assert classes(cached) == classes(off) == upstream_classes()
+    assert len(set(map(tuple, TOKENS(cached)))) == 1 and not hasattr(cached.context, "prefix_stats")
 
 
 def test_settings_arrive(tiny):

@@ -97,6 +97,7 @@ def _fields() -> dict[str, Asked]:
             {"logit_bias": [[1, NAN]]},
             {"logit_bias": [[1, 1e308]]},
             {"logit_bias": [[1, None]]},
+            {"logit_bias": [[1, 1.0], [1, 2.0]]},
         ),
     }
     found = {}

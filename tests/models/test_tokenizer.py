@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, prompt_tokens
 
@@ -228,43 +228,12 @@ def decoded(tokenizer: Any, tokens: list[int]) -> list[str]:
     return [*(decoder.step(token) for token in tokens), decoder.finish()]
 
 
-@pytest.fixture(scope="module")
-def fallback(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
-    """As in SentencePiece: a space is part of the word, and characters without a token become byte tokens."""
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a", "€"]
-    vocab = {name: number for number, name in enumerate(names)}
-    merges = [("\u2581", "a")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(parts)
-    tokenizer.add_special_tokens(SPECIAL)
-    path = tmp_path_factory.mktemp("fallback")
-    tokenizer.save(str(path / "tokenizer.json"))
-    return HuggingFaceTokenizer(path)
-
-
 @given(tokens=st.lists(st.integers(0, 330), max_size=30))
 def test_a_decoder_says_what_decoding_at_once_says(folder: Path, tokens: list[int]) -> None:
     tokenizer = HuggingFaceTokenizer(folder)
     assert "".join(decoded(tokenizer, tokens)) == tokenizer.detokenize(tokens, skip_special_tokens=True)
 
 
-@given(text=st.text(st.sampled_from("ab €ü🙂"), max_size=12))
-def test_a_decoder_of_byte_tokens_says_what_decoding_at_once_says(fallback: HuggingFaceTokenizer, text: str) -> None:
-    tokens = fallback.tokenize(text)
-    assert "".join(decoded(fallback, tokens)) == fallback.detokenize(tokens, skip_special_tokens=True)
-
-
-@given(tokens=st.lists(st.integers(0, 270), max_size=30))
-def test_a_decoder_takes_bytes_that_are_no_text(fallback: HuggingFaceTokenizer, tokens: list[int]) -> None:
-    euro = fallback.tokenize("€")[-1]
-    assert "".join(decoded(fallback, [*tokens, euro])).endswith("€")
-
-
-def test_a_character_comes_with_its_last_token(fallback: HuggingFaceTokenizer) -> None:
-    tokens = fallback.tokenize("🙂🙂")
-    assert decoded(fallback, tokens) == ["", "", "", "", "🙂", "", "", "", "🙂", ""]
-    assert decoded(fallback, tokens[:-1])[-1] == "\ufffd" * 3
+def test_a_character_comes_with_its_last_token() -> None:
     assert decoded(ByteTokenizer(), list("ü🙂".encode())) == ["", "ü", "", "", "", "🙂", ""]
     assert decoded(ByteTokenizer(), [0xF0, 0x9F, 256, ord("a")]) == ["", "", "", "\ufffda", ""]

@@ -62,7 +62,7 @@ VALUES: dict[str, Any] = {
 REFUSED = {"tools": [[{"type": "function"}], "x", 1]}
 ACCEPTED = {
     *("user", "metadata", "service_tier", "prompt_cache_retention", "safety_identifier"),
-    *("skip_special_tokens", "detokenize", "output_kind"),
+    *("skip_special_tokens", "detokenize", "output_kind", "output_text_buffer_length"),
     *("include_stop_str_in_output", "routed_experts_prompt_start"),
     *("request_id", "rid", "session_id", "custom_labels"),
 }
@@ -134,7 +134,10 @@ MORE: dict[str, tuple[str, Any]] = {
     "a bias of no token": ("/v1/completions", {"logit_bias": {"512": 1}}),
     "a negative id": ("/v1/completions", {"logit_bias": {"-1": 1}}),
     "a huge id": ("/v1/completions", {"logit_bias": {"9" * 400: 1}}),
-    "digits of another script": ("/v1/completions", {"logit_bias": {"²": 1}}),
+    **{
+        f"{name!r} as an id": ("/v1/completions", {"logit_bias": {"5": 1, name: 1}})
+        for name in ("²", "٣", "05", " 6", "+6", "6_0", "-0")
+    },
     "a bias of text": ("/v1/completions", {"logit_bias": {"1": "1"}}),
     "too strong a bias": ("/v1/completions", {"logit_bias": {"1": 101}}),
     "a stop token of none": ("/v1/completions", {"stop_token_ids": [512]}),

@@ -177,21 +177,6 @@ def test_a_part_of_a_character_has_its_own_bytes():
     assert tops[4] == {"": -4.0, "token_id:301": -0.25}
 
 
-def test_bytes_of_a_byte_level_tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
-    from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
-
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    model = tokenizers.models.BPE(vocab={character: at for at, character in enumerate(alphabet)}, merges=[])
-    fast = tokenizers.Tokenizer(model)
-    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = tokenizers.decoders.ByteLevel()
-    own = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
-    own._tokenizer = fast
-    text = "a €\n\x00ÿ"
-    assert b"".join(own.token_bytes(token) for token in own.tokenize(text)) == text.encode()
-
-
 # --- M1, M4: streams -------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +436,19 @@ def test_variables_of_a_template():
     for template in ("{{ 1 // 0 }}", "{{ range(10**9) }}", "{{ x.y.z }}", "{{ messages + 1 }}"):
         with pytest.raises(ValueError, match="refuses these messages"):
             ChatForm(template).render([{"role": "user", "content": "x"}])
+
+
+def test_what_clients_send_back_with_an_answer():
+    """Of other servers and libraries; its reasoning is the template's."""
+    model = served(chat=ChatForm("{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}"))
+    noted = {"id": "1", "finish_reason": "stop", "prefix": False, "provider_specific_fields": {"a": 1}, "audio": {}}
+    noted |= {"role": "assistant", "content": "hi"}
+    for more, text in (({}, "hi"), ({"reasoning_content": "why "}, "why hi"), ({"reasoning": "so "}, "so hi")):
+        asked = read_request(CHAT | {"messages": [noted | more]}, "chat", model, None)
+        assert bytes(asked.prompts[0].tokens).decode() == text
+    for more in ({"prefix": True}, {"reasoning": 1}, {"audio": {"id": "x"}}, {"role": "user", "reasoning": "x"}):
+        with pytest.raises(Exception, match="messages"):
+            read_request(CHAT | {"messages": [noted | more]}, "chat", model, None)
 
 
 def test_cache_hints_are_breakpoints_and_nothing_else():

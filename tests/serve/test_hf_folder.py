@@ -165,6 +165,16 @@ def test_an_answer_ends_at_each_end_token(tokenizer, end):
     assert (choice.finish_reason, choice.tokens) == ("stop", 3)
 
 
+@pytest.mark.parametrize("updates", [[[4], [2]], [[4, 2, 3]], [[4], [2, 3]]], ids=str)
+def test_an_answer_goes_on_after_its_prompt_up_to_a_special_token(words, updates):
+    tokenizer, prompt = HuggingFaceTokenizer(words, 272), Prompt(tokens=[1, 3], text="", breakpoints=[])
+    task = GenerationTask(prompt=prompt.tokens, sampling={"termination_id": 9}, deliver=lambda _: None, stop=["</s>"])
+    choice = Choice(0, prompt, task, 10, request(tokenizer, logprobs=0), tokenizer)
+    taken = [choice.take(Update(tokens=tokens, log_probs=[-1.0] * len(tokens))) for tokens in updates]
+    assert "".join(text for text, _ in taken) == taken[0][1][0].text == " world"
+    assert (choice.finish_reason, choice.tokens) == ("stop", 2)
+
+
 def test_a_folder_without_a_template_has_no_chats(tokenizer, tmp_path):
     chat = load_chat_form(None, tmp_path, plain=False)
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

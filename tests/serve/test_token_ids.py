@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.serve.protocol import read_request
 from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
-from tests.harness.server_process import PROMPT, Endpoint
+from tests.harness.server_process import LIMIT_TOKENS, PROMPT, Endpoint
 from tests.harness.tokenizer_folder import make_folder
 from tests.serve.test_serve import TOKENIZER, Server, running
 
@@ -206,6 +206,18 @@ def test_stop_texts_count_after_min_tokens(drafting: Server) -> None:
         assert choice["finish_reason"] == ("length" if least == 8 else "stop")
 
 
+@pytest.mark.parametrize("length", [LIMIT_TOKENS - 1, LIMIT_TOKENS, LIMIT_TOKENS + 1])
+def test_a_prompt_without_room_for_an_answer_is_refused(drafting: Server, server: Server, length: int) -> None:
+    """Unless nothing but its log-probs is asked for."""
+    body = {"model": "tiny", "prompt": [7] * length}
+    for more in ({"max_tokens": 1}, {"max_tokens": 0, "echo": True}, {"max_tokens": 1, "logprobs": 1}):
+        for each in (drafting, server):
+            status, answer = each.send("/v1/completions", body | more)
+            assert status == (200 if length < LIMIT_TOKENS else 400), (more, answer)
+    status, answer = server.send("/v1/completions", body | {"max_tokens": 0, "echo": True, "logprobs": 1})
+    assert status == 400 if length > LIMIT_TOKENS else len(answer["choices"][0]["logprobs"]["tokens"]) == length
+
+
 def test_penalties_and_drafts_exclude_each_other(drafting: Server) -> None:
     for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
         status, answer = drafting.send("/v1/completions", {"model": "tiny", "prompt": "x", name: 1.5})
@@ -241,7 +253,8 @@ def test_generate_is_the_completion_of_the_same_ids(server: Server) -> None:
     text = ask(server, ROUTES["completion"], prompt=ids, return_token_ids=True, prompt_logprobs=1, **options)
     # What verifiers and SkyRL send along.
     own = {"skip_special_tokens": False, "include_stop_str_in_output": True, "routed_experts_prompt_start": 3}
-    own |= {"output_kind": 2, "detokenize": True, "prompt_logprobs": 1}
+    own |= {"output_kind": 2, "detokenize": True, "prompt_logprobs": 1, "extra_args": None, "flat_logprobs": False}
+    own |= {"skip_reading_prefix_cache": True, "output_text_buffer_length": 3}
     answer = ask(server, GENERATE, token_ids=ids, sampling_params=options | own)
     assert ask(server, GENERATE, token_ids=ids, **options | own)["choices"] == answer["choices"]
     assert answer["prompt_logprobs"] == text["choices"][0]["prompt_logprobs"]

@@ -50,6 +50,7 @@ from megatron_hybrid_prefix.upstream.names import (
     EngineState,
     EngineSuspendedError,
     KVCacheManagementMode,
+    MaxSequenceLengthOverflowError,
     SamplingParams,
     Status,
     TextGenerationController,
@@ -380,13 +381,14 @@ class HybridPrefixEngine(EngineSeam):
         if self.requests.keys() <= {*self.failed_request_ids, *self.removals.aborting}:
             self._was_idle = True
         self._cached.prefix_request(request)
+        wants_tokens = asked.num_tokens_to_generate != 0 and asked.num_tokens_total != len(request.prompt_tokens)
         super().accept_request(request)
         ends = end_tokens_of(request.sampling_params)  # megatron has set the default of its own
         if ends and self.num_speculative_tokens:
             self._end_tokens[request.request_id] = ends
         if ends and ends != (request.sampling_params.termination_id,):
             self._other_ends[request.request_id] = ends
-        self._refuse_if_never_active(request)
+        self._refuse_if_it_cannot_run(request, wants_tokens=wants_tokens)
         self._use_own_record(request.request_id)
         options = SamplingOptions.of(request.sampling_params)
         if options is not None:
@@ -416,15 +418,21 @@ class HybridPrefixEngine(EngineSeam):
         """Whether rows may have to leave before the next forward."""
         return bool(self.removals.aborting or self.removals.restarting_between_chunks)
 
-    def _refuse_if_never_active(self, request: DynamicInferenceRequest) -> None:
-        # Megatron checks against all blocks. A request that needs more than the active blocks would stay paused forever.
-        needed = blocks_up_to_the_end(request, self.context.block_size_tokens)
-        if request.status == Status.FAILED or needed <= self._most_blocks:
+    def _refuse_if_it_cannot_run(self, request: DynamicInferenceRequest, *, wants_tokens: bool) -> None:
+        # Megatron lowers the tokens to generate to those that fit: none of them after a prompt of the longest sequence.
+        number, error = request.request_id, None
+        if wants_tokens and request.sampling_params.num_tokens_to_generate == 0:
+            limit = f"max_sequence_length={self.context.max_sequence_length}"
+            error = MaxSequenceLengthOverflowError(number, f"the prompt leaves no room to generate in {limit}")
+        # It checks against all blocks. A request that needs more than the active blocks would stay paused forever.
+        elif blocks_up_to_the_end(request, self.context.block_size_tokens) > self._most_blocks:
+            error = BlockOverflowError(number)
+        if error is None or request.status == Status.FAILED:
             return
-        self.waiting_request_ids.remove(request.request_id)
+        self.waiting_request_ids.remove(number)
         request.status = Status.FAILED
-        request.add_event_error_nontransient(BlockOverflowError(request.request_id))
-        self.refuse_request(request.request_id)
+        request.add_event_error_nontransient(error)
+        self.refuse_request(number)
 
     def abort_request(self, request_id: int) -> bool:
         """Abort a request; its blocks and slots are free by the end of the next step.

@@ -48,6 +48,11 @@ def _our_state_config(original: Callable[..., Any]) -> Any:
     return classmethod(from_model)
 
 
+def keep_megatrons(config: Any) -> None:
+    """A context of this ``InferenceConfig`` stays megatron's own, whatever is installed."""
+    config.keeps_megatrons = True
+
+
 def _our_context(
     original: Callable[..., None], settings: Callable[[], HybridPrefixConfig | None]
 ) -> Callable[..., None]:
@@ -65,6 +70,7 @@ def _our_context(
             states_of_config(state)  # raises if it does not describe all recurrent layers
         caches = prefix is not None or inference_config.enable_prefix_caching
         wanted = state is not None and (caches or needs_this_package(state))
+        wanted = wanted and not hasattr(inference_config, "keeps_megatrons")
         if type(self) is not DynamicInferenceContext or not wanted:
             original(self, model_config=model_config, inference_config=inference_config)
             return

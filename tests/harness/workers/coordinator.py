@@ -139,6 +139,8 @@ async def talk(llm, count):
         asked = llm.generate(prompts, params({"num_tokens_to_generate": 100} | own))
         return [why(reply) for reply in await asyncio.wait_for(asked, timeout=HANG_S)]
 
+    longest = llm.context.max_sequence_length
+    found["longest"] = await replies([GOOD_PROMPT[:1] * length for length in (longest - 1, longest, longest + 1)])
     running = asyncio.create_task(replies([GOOD_PROMPT] * 6))
     while llm.context.total_request_count < 2:
         await asyncio.sleep(0)
