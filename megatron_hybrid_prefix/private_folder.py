@@ -87,10 +87,11 @@ class Directory:
 
 @cache  # one line for a file
 def warn_if_others_read(file: Path) -> None:
-    """Log a warning if others can read a file with keys."""
+    """Log a warning, on the first rank of a host, if others can read a file with keys."""
     with suppress(OSError):  # whoever reads it says so
         status = file.stat()
-        if status.st_mode & stat.S_IROTH or (status.st_mode & stat.S_IRGRP and not _is_own_group(status.st_gid)):
+        by_group = status.st_mode & stat.S_IRGRP and not _is_own_group(status.st_gid)
+        if (by_group or status.st_mode & stat.S_IROTH) and os.environ.get("LOCAL_RANK", "0") == "0":
             logger.warning("others can read the keys in %s: chmod 600 it", file)
 
 

@@ -913,19 +913,21 @@ def test_a_planted_folder_is_refused_in_one_line(tmp_path, no_grace, where, kind
 def test_what_is_planted_in_the_place_of_a_file_harms_nothing(tmp_path, no_grace, kind, caplog):
     """Of an entry, of a half-written file and of locks."""
     outside, top = a_cache(tmp_path / "outside"), a_cache(tmp_path / "cache")
-    target = outside / "v1" / SPACE / "id_rsa"
+    key_file = outside / "v1" / SPACE / "id_rsa"
 
     def plant(place: Path) -> None:
+        """Links lead to what could be used: the entry, and what a lock would make."""
         place.unlink(missing_ok=True)
         if kind == "socket":
             with socket.socket(socket.AF_UNIX) as one, pytest.MonkeyPatch.context() as there:
                 there.chdir(place.parent)  # a socket's path is short
                 one.bind(place.name)
+        elif kind == "link":
+            place.symlink_to(outside / "made" if place.name == "lock" else outside / place.relative_to(top))
         else:
-            how = {"link": place.symlink_to, "hard link": place.hardlink_to, "fifo": os.mkfifo, "folder": Path.mkdir}[
+            {"hard link": lambda: place.hardlink_to(key_file), "fifo": lambda: os.mkfifo(place), "folder": place.mkdir}[
                 kind
-            ]
-            how(target if "link" in kind else place)
+            ]()
 
     tier = tier_on(top)
     for number in (1, 3):  # one before a look, one after it
