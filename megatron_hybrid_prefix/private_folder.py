@@ -24,18 +24,15 @@ _UNMAPPED = (
 
 
 class Directory:
-    """An open folder that nobody but this user and root can write to. Names in it are looked up in it, not at its path.
-
-    Its descriptor is closed with the object, so that no thread loses it while it is used.
+    """An open folder that nobody but this user and root can write to. Its descriptor is closed with the object.
 
     Args:
-        path: The folder. It must not be a symbolic link; with no ``above``, links before it are followed.
-        above: The folder that it is in, if that is open.
+        path: The folder, which must not be a symbolic link. Without ``above``, links before it are followed.
+        above: The folder that it is in, in which it is looked up.
         make: Whether to make it, with mode 0700, if it is missing.
 
     Raises:
-        FileNotFoundError: It is missing.
-        OSError: It is a link or no folder, or others own it or can write to it. The text says which, and what to do.
+        OSError: It is missing, a link or no folder, or others own it or can write to it. The text says which.
     """
 
     fd = -1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -42,26 +41,21 @@ class FileName(NamedTuple):
         return PARTS[self.key[0] % len(PARTS)]
 
     @classmethod
-    def of(cls, text: str) -> FileName | None:
-        """The reverse of ``str``; None if the file is no entry."""
+    def of(cls, text: str, part: str | None = None) -> FileName | None:
+        """The reverse of ``str``; None if the file is no entry, or not one of this part."""
         try:
             kind, depth, key, parent = text.split("-")
             name = cls(_KIND_OF[kind], int(depth), bytes.fromhex(key), bytes.fromhex(parent))
         except (ValueError, KeyError):
             return None
-        return name if name.key and str(name) == text else None
+        return name if name.key and str(name) == text and part in (None, name.part) else None
 
 
 class Listing:
-    """Files of one namespace, and their sizes: as of the last look, and as this process has changed them since.
-
-    Attributes:
-        sizes: Bytes of its files, by part and name.
-        bytes: Of all files.
-    """
+    """Files of one namespace, and their sizes: as of the last look, and as this process has changed them since."""
 
     def __init__(self) -> None:
-        self.sizes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
+        self.sizes: dict[str, dict[str, int]] = {part: {} for part in PARTS}  # by part, by name
         # By part: its time of change, when that was first seen (monotonic), and whether it need not be read again.
         self._looks: dict[str, tuple[int, float, bool]] = {}
         self.bytes = 0
@@ -96,8 +90,8 @@ class Listing:
             before, kept = set[str](), set[str]()
             new: dict[FileName, os.stat_result] = {}
             try:
-                status = os.stat(part, dir_fd=folder.fd, follow_symlinks=False)
-                changed_ns, now = status.st_mtime_ns, time.monotonic()
+                changed_ns = os.stat(part, dir_fd=folder.fd, follow_symlinks=False).st_mtime_ns
+                now = time.monotonic()
                 last_ns, since, settled = self._looks.get(part, (None, now, False))
                 if last_ns != changed_ns:
                     since, settled = now, False
@@ -110,14 +104,11 @@ class Listing:
                     for entry in entries:
                         if entry.name in before:
                             kept.add(entry.name)
-                            continue
-                        name = FileName.of(entry.name)
-                        with suppress(FileNotFoundError):
-                            status = entry.stat(follow_symlinks=False)
-                            if name is not None and name.part == part and stat.S_ISREG(status.st_mode):
-                                new[name] = status
-                            else:
-                                leave(opened.path / entry.name)
+                        elif (name := FileName.of(entry.name, part)) and entry.is_file(follow_symlinks=False):
+                            with suppress(FileNotFoundError):
+                                new[name] = entry.stat(follow_symlinks=False)
+                        else:
+                            leave(opened.path / entry.name)
                 # Two changes within one tick of the file system's clock have the same time: read it again later.
                 self._looks[part] = changed_ns, since, now - since > _TICK_S
             except (FileNotFoundError, NotADirectoryError):
