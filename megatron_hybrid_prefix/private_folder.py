@@ -51,7 +51,7 @@ class Directory:
         status = os.fstat(self.fd)
         self._identity = status.st_dev, status.st_ino
         if problem := who_else_writes(path, status):
-            raise OSError(errno.EPERM, f"{problem}: chmod -R go-w or chown it, or name another folder")
+            raise OSError(errno.EPERM, f"{problem}: chmod -R go-w or chown it, or name a new folder in it")
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # the module may be gone before the object
         if self.fd >= 0:

@@ -112,8 +112,9 @@ class SharedFolder:
             self._look()
 
     def _look_at_others(self) -> None:
-        root, others, self._others = self._above[1], self._others, {}
-        for name in names_in(root, _SPACE):
+        root = self._above[1]
+        names, others, self._others = names_in(root, _SPACE), self._others, {}
+        for name in names:
             if name != "writing" and (self.space is None or name != self.space.name):
                 other = others.get(name, Listing())
                 try:
