@@ -83,8 +83,7 @@ def check(folder: Path, *tiers: FileTier) -> None:
         tier.folder.refresh()
         assert tier.folder.space is not None
         assert tier.folder.bytes_used == sum(found.values())
-        nodes = tier.folder.space._nodes.values()
-        listed = {name: size for part in tier.folder.space.listing.sizes.values() for name, size in part.items()}
+        listed, nodes = tier.folder.space.listing.files(), tier.folder.space._nodes.values()
         assert listed.items() <= found.items()
         indexed = [*tier.folder.space._orphans, *(name for node in nodes for name in node.names.values())]
         assert sorted(map(str, indexed)) == sorted(listed)
