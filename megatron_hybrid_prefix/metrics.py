@@ -17,7 +17,7 @@ class TierStats:
     Attributes:
         loads: Entries moved one tier up, because a prompt needed them.
         stores: Entries moved here from the tier above. For the tier behind the host: entries offered to it.
-        evictions: Entries evicted from here.
+        evictions: Entries evicted from here. Of a shared folder, by this process; of Mooncake, which evicts itself, 0.
         full: Entries that found no room here, or were worth less than all that is stored. For the tier behind the host:
             entries it refused.
         preempted: Preempted requests that were swapped out to here.

@@ -1,14 +1,21 @@
-"""Folders from which a process takes what it trusts: who else could put something there."""
+"""Folders and files that a process trusts: who else could put something there, or read it."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import grp
+import logging
 import os
 import pwd
 import stat
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _ROOT = 0
 _UNMAPPED = (
@@ -16,20 +23,89 @@ _UNMAPPED = (
 )
 
 
-def who_else_writes(folder: Path) -> str | None:
-    """Who besides this user and root can write to a folder, in a few words; None: nobody."""
-    return _open_to(folder) or _foreign(folder, _ROOT)
+class Directory:
+    """An open folder that nobody but this user and root can write to. Its descriptor is closed with the object.
+
+    Args:
+        path: The folder, which must not be a symbolic link. Without ``above``, links before it are followed.
+        above: The folder that it is in, in which it is looked up.
+        make: Whether to make it, with mode 0700, if it is missing.
+
+    Raises:
+        OSError: It is missing, a link or no folder, or others own it or can write to it. The text says which.
+    """
+
+    fd = -1
+
+    def __init__(self, path: Path, above: Directory | None = None, *, make: bool = False) -> None:
+        self.path, self._above = path, above
+        self._name = str(path) if above is None else path.name
+        self._at = None if above is None else above.fd
+        if make:
+            with suppress(FileExistsError):
+                os.mkdir(self._name, 0o700, dir_fd=self._at)
+        try:
+            self.fd = os.open(self._name, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._at)
+        except NotADirectoryError as error:
+            raise OSError(error.errno, f"{path} is no folder, or a link, which is not followed") from None
+        status = os.fstat(self.fd)
+        self._identity = status.st_dev, status.st_ino
+        if problem := who_else_writes(path, status):
+            raise OSError(errno.EPERM, f"{problem}: chmod -R go-w or chown it, or name a new folder in it")
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # the module may be gone before the object
+        if self.fd >= 0:
+            close(self.fd)
+
+    def is_in_place(self) -> bool:
+        """Whether its name still leads to it from the folder above."""
+        try:
+            status = os.stat(self._name, dir_fd=self._at, follow_symlinks=False)
+        except OSError:
+            return False
+        return self._identity == (status.st_dev, status.st_ino)
+
+    def open(self, name: str, how: int) -> int:
+        """A file in it; a new one has mode 0600. No link is followed, no pipe is waited for. Raises OSError."""
+        try:
+            return os.open(name, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            error.filename = str(self.path / name)
+            raise
+
+    def delete(self, name: str) -> bool:
+        """Delete a file. Returns whether it was there; a folder in its place is left."""
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except (FileNotFoundError, IsADirectoryError):
+            return False
+        return True
 
 
-def _open_to(folder: Path) -> str | None:
-    status = folder.stat()
+@cache  # one line for a file
+def warn_if_others_read(file: Path) -> None:
+    """Log a warning, on the first rank of a host, if others can read a file with keys."""
+    with suppress(OSError):  # whoever reads it says so
+        status = file.stat()
+        by_group = status.st_mode & stat.S_IRGRP and not _is_own_group(status.st_gid)
+        if (by_group or status.st_mode & stat.S_IROTH) and os.environ.get("LOCAL_RANK", "0") == "0":
+            logger.warning("others can read the keys in %s: chmod 600 it", file)
+
+
+def who_else_writes(folder: Path, status: os.stat_result | None = None) -> str | None:
+    """Who besides this user and root can write to a folder, in a few words; None: nobody. ``status``: what is known of it."""
+    status = status or folder.stat()
+    return _open_to(folder, status) or _foreign(folder, status, _ROOT)
+
+
+def _open_to(folder: Path, status: os.stat_result) -> str | None:
     if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)):
         return f"others can write to {folder}"
     return None
 
 
-def _foreign(folder: Path, *trusted: int) -> str | None:
-    return None if folder.stat().st_uid in (os.geteuid(), *trusted) else f"another user owns {folder}"
+def _foreign(folder: Path, status: os.stat_result, *trusted: int) -> str | None:
+    return None if status.st_uid in (os.geteuid(), *trusted) else f"another user owns {folder}"
 
 
 def make_private(folder: Path, *, locks: bool) -> Path:
@@ -52,8 +128,9 @@ def make_private(folder: Path, *, locks: bool) -> Path:
     for parent in reversed(folder.parents):
         _make(parent)
         # With the sticky bit, as in /tmp, others cannot rename or delete what this user owns.
-        is_sticky = parent.stat().st_mode & stat.S_ISVTX
-        _check(_foreign(parent, *trusted) or (None if is_sticky else _open_to(parent)))
+        status = parent.stat()
+        is_sticky = status.st_mode & stat.S_ISVTX
+        _check(_foreign(parent, status, *trusted) or (None if is_sticky else _open_to(parent, status)))
     _make(folder)
     _check(who_else_writes(folder))
     try:

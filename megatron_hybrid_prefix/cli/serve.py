@@ -45,6 +45,7 @@ from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import running, terminal
 from megatron_hybrid_prefix.console.hf import build_model, default_sampling, tokenizer_folder, tokenizer_of
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, Stopped, as_main
+from megatron_hybrid_prefix.private_folder import warn_if_others_read
 from megatron_hybrid_prefix.serve.chat_template import load_chat_form
 
 ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
@@ -155,6 +156,8 @@ def read_keys(path: Path | None) -> dict[str, str]:
         InputError: A line is not "NAME KEY", or a key appears twice.
     """
     keys: dict[str, str] = {}
+    if path is not None:
+        warn_if_others_read(path)
     for number, line in enumerate(terminal.read_text(path).splitlines() if path is not None else (), 1):
         words = line.split()
         if not words or words[0].startswith("#"):

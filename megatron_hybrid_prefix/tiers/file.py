@@ -27,7 +27,7 @@ from urllib.parse import SplitResult, unquote
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
-from megatron_hybrid_prefix.private_folder import who_else_writes
+from megatron_hybrid_prefix.private_folder import Directory
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
@@ -39,7 +39,8 @@ from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 logger = logging.getLogger(__name__)
 
 # A file that cannot be read today cannot be read tomorrow. While it is in the index, it hides shorter prefixes, and is not replaced.
-_LASTING = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
+# The last four: a folder, a link, a pipe, a socket.
+_LASTING = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,11 @@ class FolderSettings(TierSettings):
             raise ValueError(f"shared: {existing} is not a folder")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise ValueError(f"shared: cannot write to the folder {existing}")
+        try:
+            if existing == self.folder:
+                Directory(existing)
+        except OSError as error:
+            raise ValueError(f"shared: {error}") from None
 
 
 class FileTier(Tier):
@@ -103,13 +109,11 @@ class FileTier(Tier):
             make_ranking=make_ranking,
             wait_s=settings.wait_s,
         )
-        problem = who_else_writes(settings.folder)
-        if problem is not None:
-            logger.warning("shared: %s, and who writes there can change answers: chmod 700, or chown it", problem)
         self._about = "shared folder"
         self._name = b""  # of the namespace that is open; empty if there is none
         self._wanted = b""  # of the one that was asked for last
         self._wrong: dict[FileName, None] = {}  # files to be deleted
+        self._blocked: set[FileName] = set()  # folders are in their places: not tried again in this namespace
         self._wake = threading.Event()
         self._closed = False
         watch = threading.Thread(
@@ -130,6 +134,7 @@ class FileTier(Tier):
             with self.folder.lock:  # the weights may have changed again
                 if self._wanted == name and self.folder.space is not None:
                     self._name = name
+        self.folder.open()
         self.folder.refresh()
 
     def _try_to_look(self) -> None:
@@ -148,6 +153,7 @@ class FileTier(Tier):
         with self.folder.lock:
             self._name = b""
             self._wrong.clear()
+            self._blocked.clear()
             self.folder.leave_space()
         if is_first:
             self._try_to_look()
@@ -179,11 +185,15 @@ class FileTier(Tier):
                 return False
             if space.get(tag.kind, tag.key) is not None:
                 return True
+            if name in self._blocked:
+                return False
         self._wrong.pop(name, None)  # its file is about to be replaced
         header = make_header(namespace, tag, len(entry.data), entry.checksum)
         try:
             written = self.folder.write(name, [header, entry.data], space)
         except OSError as error:
+            if isinstance(error, IsADirectoryError):
+                self._blocked.add(name)
             self.count("write_" + _reason(error), error)
             return False
         if not written:
@@ -197,11 +207,11 @@ class FileTier(Tier):
                 with self.folder.lock:
                     space = self._space(namespace)
                     file = None if space is None else space.get(tag.kind, tag.key)
-                    path = None if file is None else self.folder.path(file)
-                if path is None:
+                    place = None if file is None else self.folder.place(file)
+                if place is None:
                     self.count("gone")
                     return None
-                is_whole = read_file(path, [header, *buffers])
+                is_whole = read_file(*place, [header, *buffers])
         except FileNotFoundError:
             self.count("gone")
             self.folder.forget(self._file_name(tag))
@@ -237,6 +247,7 @@ class FileTier(Tier):
             space = self.folder.space
             if space is not None:
                 stats.kv_blocks, stats.states = space.counts[EntryKind.KV], space.counts[EntryKind.STATE]
+        stats.evictions = self.folder.evictions
         stats.bytes_used, stats.bytes_budget = self.folder.bytes_used, self.folder.budget_bytes
 
     def close(self) -> None:
@@ -256,7 +267,7 @@ class FileTier(Tier):
             self.count("delete_" + _reason(error), error)
 
 
-def read_file(path: Path, buffers: Sequence[memoryview]) -> bool:
+def read_file(folder: Directory, name: str, buffers: Sequence[memoryview]) -> bool:
     """Read a file into buffers, one after the other. Returns whether it has exactly their length.
 
     Few calls, because a thread waits for the interpreter's lock after each.
@@ -265,7 +276,7 @@ def read_file(path: Path, buffers: Sequence[memoryview]) -> bool:
         OSError: It cannot be read.
     """
     left, at = [*filter(len, buffers), memoryview(bytearray(1))], 0  # the last byte is not there if the length is right
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = folder.open(name, os.O_RDONLY)
     try:
         while left and (count := os.preadv(file, left, at)):
             at += count

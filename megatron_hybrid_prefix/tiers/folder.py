@@ -13,6 +13,9 @@ A name says what an entry is, so that the index (`Space`) is made of names alone
 folder again whenever its time of change differs. So an answer may be out of date: an entry that another process has deleted
 is a miss when it is read.
 
+Every folder is opened through the one above it, and only if nobody else can write to it: no link is followed. Only what has
+a name of the above is deleted; the rest is left, and named once.
+
 The locks are released by the kernel when a process dies, however it dies. No decision depends on a clock or a process id.
 
 The byte budget counts all namespaces. A process that needs room deletes, in this order: KV that no state needs; entries
@@ -35,8 +38,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.private_folder import Directory
 from megatron_hybrid_prefix.tiers.header import VERSION
-from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need
+from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need, leave, names_in
 from megatron_hybrid_prefix.tiers.locks import Lock
 from megatron_hybrid_prefix.tiers.space import Space
 from megatron_hybrid_prefix.tiers.units import EntryKind
@@ -45,6 +49,7 @@ AT_ONCE = 64  # entries that are deleted, or noted, while others wait for the in
 # A disk that is full although there is nothing to delete is left alone for this long.
 _PAUSE_S = 10.0
 _TRIES = 3  # others may use up what was made free
+_PROCESS, _FILE, _SPACE = "[0-9a-f]{16}", "[1-9][0-9]*|lock", "[0-9a-f]{32}|writing"  # names, as in the layout
 
 
 class SharedFolder:
@@ -59,9 +64,10 @@ class SharedFolder:
     Attributes:
         lock: Held while `space` is used.
         space: The namespace that this process uses; None until `use_space`.
+        evictions: Files that this process deleted to make room.
 
     Raises:
-        OSError: The folder cannot be made or written to, or its file system has no locks.
+        OSError: The folder cannot be made or written to, others can write to it, or its file system has no locks.
     """
 
     def __init__(
@@ -69,18 +75,17 @@ class SharedFolder:
     ) -> None:
         self.budget_bytes, self._make_ranking, self._wait_s = budget_bytes, make_ranking, wait_s
         self._top = folder
-        self._root = folder / f"v{VERSION}"
         self.lock = threading.RLock()
         self._looking = threading.Lock()  # held while the folder is read
         self.space: Space | None = None
         self._others: dict[str, Listing] = {}
         self._others_bytes = 0
         self._space_lock: Lock | None = None
-        self._writing: Path | None = None
+        self._above: tuple[Directory, ...] = ()  # what `_open_above` opened
         self._writing_lock: Lock | None = None
-        self._reserved_bytes = self._written = 0
+        self._reserved_bytes = self._written = self.evictions = 0
         self._full_until = 0.0  # the disk is full (monotonic)
-        self._make_folders()
+        self.open()
 
     # -- the namespace -------------------------------------------------------------------------------------------------
 
@@ -88,8 +93,8 @@ class SharedFolder:
         """Use the entries of this namespace from now on."""
         self.leave_space()
         with self.lock:
-            self.space = Space(self._make_ranking(), self._root / name)
-        self._make_folders()
+            self.space = Space(self._make_ranking(), name)
+        self.open()
         self.refresh()
 
     def leave_space(self) -> None:
@@ -103,33 +108,35 @@ class SharedFolder:
         """Look at what other processes have written and deleted, and delete what dead ones left half-written."""
         with self._looking:
             self._clean()
-            space = self.space
-            own = "" if space is None else space.listing.folder.name
-            with suppress(FileNotFoundError):
-                for name in sorted(set(os.listdir(self._root)) - {"writing", own}):
-                    self._others.setdefault(name, Listing(self._root / name))
-            for name, other in list(self._others.items()):
-                with suppress(PermissionError):  # another user's
-                    other.look(self.lock)
-                if name == own or not other.folder.exists():
-                    del self._others[name]
+            self._look_at_others()
             self._look()
+
+    def _look_at_others(self) -> None:
+        root = self._above[1]
+        names, others, self._others = names_in(root, _SPACE), self._others, {}
+        for name in names:
+            if name != "writing" and (self.space is None or name != self.space.name):
+                other = others.get(name, Listing())
+                try:
+                    other.look(Directory(root.path / name, root), self.lock)
+                    self._others[name] = other
+                except OSError as error:
+                    leave(error)
 
     def _look(self) -> None:
         """Look at the namespace in use."""
         space = self.space
         with self.lock:
             self._others_bytes = sum(other.bytes for other in self._others.values())
-        if space is None:
+        if space is None or not space.folders:
             return
         found: list[tuple[FileName, os.stat_result]] = []
-        for part, gone, new in space.listing.read(self.lock):
+        for _, gone, new in space.listing.read(space.folders[""], self.lock):
             with self.lock:
                 for name in map(FileName.of, gone):
                     if name is not None:
                         space.remove(name)
-            names = ((FileName.of(text), stat) for text, stat in new.items())
-            found += [(name, stat) for name, stat in names if name is not None and name.part == part]
+            found += new.items()
         new_names = iter(sorted(found, key=by_need))
         while batch := list(islice(new_names, AT_ONCE)):
             with self.lock:
@@ -137,10 +144,10 @@ class SharedFolder:
                     space.add(name, stat.st_size, stat.st_mtime_ns)
             time.sleep(0)  # else others that wait for the lock do not get it
 
-    def path(self, name: FileName) -> Path:
+    def place(self, name: FileName) -> tuple[Directory, str]:
         """Where the entry of the namespace in use is, or would be."""
         assert self.space is not None
-        return self.space.listing.folder / name.part / str(name)
+        return self.space.folders[name.part], str(name)
 
     @property
     def bytes_used(self) -> int:
@@ -155,8 +162,8 @@ class SharedFolder:
         with self.lock:
             return 0 if self.space is None else self.space.remove(name)
 
-    def delete(self, name: FileName) -> int:
-        """Delete the file. Returns its bytes; above 0, even if others were faster.
+    def delete(self, name: FileName, *, evict: bool = False) -> int:
+        """Delete the file, and count that if it makes room. Returns its bytes; above 0, even if others were faster.
 
         Raises:
             OSError: It cannot be deleted.
@@ -164,9 +171,11 @@ class SharedFolder:
         with self.lock:
             if self.space is None:
                 return 0
-            place = self.path(name)
-        place.unlink(missing_ok=True)
-        return max(1, self.forget(name))
+            folder, text = self.place(name)
+        deleted = folder.delete(text)
+        with self.lock:
+            self.evictions += evict and deleted
+            return max(1, self.forget(name))
 
     def touch(self, name: FileName) -> None:
         """A request resumes from this state: it goes later."""
@@ -176,9 +185,9 @@ class SharedFolder:
                 return
             now_ns = time.time_ns()
             self.space.use(node, now_ns)
-            place = self.path(name)
+            folder, text = self.place(name)
         with suppress(OSError):
-            os.utime(place, ns=(now_ns, now_ns))
+            os.utime(text, ns=(now_ns, now_ns), dir_fd=folder.fd, follow_symlinks=False)
 
     def close(self) -> None:
         """Let go of the locks, and of the folder for half-written files."""
@@ -187,7 +196,8 @@ class SharedFolder:
             if self._writing_lock is not None:
                 self._writing_lock.release()
                 self._writing_lock = None
-        self._clean()
+        with suppress(OSError):
+            self._clean()
 
     def write(self, name: FileName, pieces: Sequence[Any], space: Space) -> bool:
         """Write a file under a temporary name, and rename it. Others see all of it or nothing.
@@ -213,8 +223,7 @@ class SharedFolder:
             with self.lock:
                 if self.space is not space:
                     return False
-                place = self.path(name)
-            self._write_with_room(place, pieces, size)
+            self._write_with_room(space, name, pieces, size)
             with self.lock:
                 if self.space is space:
                     space.add(name, size, time.time_ns())
@@ -225,96 +234,109 @@ class SharedFolder:
 
     # -- locks ---------------------------------------------------------------------------------------------------------
 
-    def _make_folders(self) -> None:
-        """Make the folders that are missing, and lock them. Raises TimeoutError if another process keeps a lock."""
+    def open(self) -> None:
+        """Open, make and lock the folders, unless the open ones are in their places. Does nothing once closed.
+
+        Raises:
+            TimeoutError: Another process keeps a lock.
+            OSError: One is a link or no folder, or others can write to it.
+        """
         with self._looking:
-            for folder in (self._top, self._root, self._root / "writing"):
-                if not folder.exists():
-                    os.makedirs(folder, mode=0o700, exist_ok=True)
-            if self._writing is None or not self._writing.exists():
-                if self._writing_lock is not None:
-                    self._writing_lock.release()
-                while True:
-                    self._writing = self._root / "writing" / os.urandom(8).hex()
-                    os.mkdir(self._writing, 0o700)
-                    # Another process may take it for that of a dead one before it is locked.
-                    with suppress(FileNotFoundError, BlockingIOError):
-                        self._writing_lock = Lock(self._writing / "lock", shared=False)
-                        break
+            if self._above and self._writing_lock is None:
+                return
+            moved = not (self._above and all(folder.is_in_place() for folder in self._above))
+            if moved:
+                self._open_above()
             space = self.space
             if space is not None:
-                place = space.listing.folder
-                if self._space_lock is not None and not (place / "lock").exists():
-                    self._space_lock.release()
-                    self._space_lock = None
-                late = time.monotonic() + self._wait_s
-                while self._space_lock is None:
-                    os.makedirs(place, mode=0o700, exist_ok=True)
-                    try:
-                        self._space_lock = Lock(place / "lock", shared=True)
-                    except FileNotFoundError:  # another process has just deleted the folder
-                        continue
-                    except BlockingIOError:  # another process deletes files of it; or it was stopped meanwhile
-                        if time.monotonic() > late:
-                            raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", str(place)) from None
-                        time.sleep(0.01)
-                for number in range(PARTS):
-                    os.makedirs(place / f"{number:02x}", mode=0o700, exist_ok=True)
+                folders = space.folders.values()
+                if moved or not folders or not all(folder.is_in_place() for folder in folders):
+                    self._open_space(space, self._above[1])
+
+    def _open_above(self) -> None:
+        os.makedirs(self._top.parent, exist_ok=True)
+        top = Directory(self._top, make=True)
+        root = Directory(self._top / f"v{VERSION}", top, make=True)
+        writing = Directory(root.path / "writing", root, make=True)
+        if self._writing_lock is not None:
+            self._writing_lock.release()
+        while True:
+            name = os.urandom(8).hex()
+            os.mkdir(name, 0o700, dir_fd=writing.fd)
+            # Another process may take it for that of a dead one before it is locked.
+            with suppress(FileNotFoundError, BlockingIOError):
+                own = Directory(writing.path / name, writing)
+                self._writing_lock = Lock(own, shared=False)
+                break
+        self._above = top, root, writing, own
+
+    def _open_space(self, space: Space, root: Directory) -> None:
+        if self._space_lock is not None:
+            self._space_lock.release()
+            self._space_lock = None
+        path, late = root.path / space.name, time.monotonic() + self._wait_s
+        while self._space_lock is None:
+            try:
+                folder = Directory(path, root, make=True)
+                self._space_lock = Lock(folder, shared=True)
+            except (FileNotFoundError, BlockingIOError):  # another process deletes from it, or was stopped meanwhile
+                if time.monotonic() > late:
+                    raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", str(path)) from None
+                time.sleep(0.01)
+        space.folders = {"": folder} | {part: Directory(path / part, folder, make=True) for part in PARTS}
 
     def _clean(self) -> None:
         """Delete the half-written files of dead processes."""
-        try:
-            folders = os.listdir(self._root / "writing")
-        except FileNotFoundError:
-            return
-        for name in folders:
-            folder = self._root / "writing" / name
-            if folder == self._writing and self._writing_lock is not None:
+        *_, writing, own = self._above
+        for name in names_in(writing, _PROCESS):
+            if name == own.path.name and self._writing_lock is not None:
                 continue
-            with suppress(OSError):  # BlockingIOError: its process lives
-                lock = Lock(folder / "lock", shared=False)
+            try:
+                folder = Directory(writing.path / name, writing)
+                lock = Lock(folder, shared=False)
                 try:
-                    for entry in os.listdir(folder):
-                        os.unlink(folder / entry)
-                    os.rmdir(folder)
+                    for entry in names_in(folder, _FILE):
+                        folder.delete(entry)
                 finally:
                     lock.release()
+                with suppress(OSError):  # not empty
+                    os.rmdir(name, dir_fd=writing.fd)
+            except OSError as error:
+                leave(error)
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    def _write_with_room(self, place: Path, pieces: Sequence[Any], size: int) -> None:
+    def _write_with_room(self, space: Space, name: FileName, pieces: Sequence[Any], size: int) -> None:
         """Write a file. Makes room if the disk is full, and the folder if somebody has deleted it."""
         for left in reversed(range(_TRIES)):
             try:
-                self._write_and_rename(place, pieces)
+                self._write_and_rename(space.folders[name.part], str(name), pieces)
                 return
-            except FileNotFoundError:
-                if not left:
-                    raise
-                self._make_folders()
             except OSError as error:
+                if left and error.errno in (errno.ENOENT, errno.ESTALE):
+                    self.open()
+                    continue
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 if not left or not self._delete_bytes(size):
                     self._full_until = time.monotonic() + _PAUSE_S
                     raise
 
-    def _write_and_rename(self, place: Path, pieces: Sequence[Any]) -> None:
+    def _write_and_rename(self, folder: Directory, name: str, pieces: Sequence[Any]) -> None:
         with self.lock:
             self._written += 1
-            assert self._writing is not None
-            beside = self._writing / str(self._written)
-        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            beside, own = str(self._written), self._above[-1]
+        file = own.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             try:
                 for piece in pieces:
                     write_all(file, memoryview(piece))
             finally:
                 os.close(file)
-            os.rename(beside, place)
+            os.rename(beside, name, src_dir_fd=own.fd, dst_dir_fd=folder.fd)
         except BaseException:
             with suppress(OSError):
-                os.unlink(beside)
+                own.delete(beside)
             raise
 
     def _make_room(self, size: int) -> bool:
@@ -352,7 +374,7 @@ class SharedFolder:
                     return 0
                 more = self.space.grow_up(AT_ONCE)
                 name = self.space.next_unneeded()
-        return 0 if name is None else self.delete(name)
+        return 0 if name is None else self.delete(name, evict=True)
 
     def _delete_state(self) -> int:
         """Delete a state, and the KV that only it needed: whoever writes the state again writes that KV, too."""
@@ -362,9 +384,9 @@ class SharedFolder:
                 if node is None or self.space is None:
                     return 0
                 name = node.names[EntryKind.STATE]
-                place = self.path(name)
+                folder, text = self.place(name)
             try:
-                used_ns = os.stat(place).st_mtime_ns
+                used_ns = os.stat(text, dir_fd=folder.fd, follow_symlinks=False).st_mtime_ns
             except OSError:
                 self.forget(name)
                 return 1
@@ -374,7 +396,7 @@ class SharedFolder:
                 if used_ns > node.used_ns:  # another process used it
                     self.space.use(node, used_ns)
                     continue
-            deleted = self.delete(name)
+            deleted = self.delete(name, evict=True)
             while more := self._delete_unneeded():
                 deleted += more
             return deleted
@@ -382,38 +404,41 @@ class SharedFolder:
     def _delete_unused_space(self) -> int:
         """Delete the oldest files of a namespace that no process uses."""
         with self._looking:
-            for other in list(self._others.values()):
+            root = self._above[1]
+            for name, other in self._others.items():
                 if not other.bytes:
                     continue
                 try:
-                    lock = Lock(other.folder / "lock", shared=False)
+                    folder = Directory(root.path / name, root)
+                    lock = Lock(folder, shared=False)
                 except OSError:
                     continue
                 try:
-                    if deleted := self._delete_oldest(other):
+                    if deleted := self._delete_oldest(other, folder):
                         return deleted
                 finally:
                     lock.release()
         return 0
 
-    def _delete_oldest(self, other: Listing) -> int:
+    def _delete_oldest(self, other: Listing, folder: Directory) -> int:
         ages, before = [], other.bytes
-        for text in other.files():
-            name = FileName.of(text)
-            if name is not None:
-                with suppress(OSError):
-                    ages.append((os.stat(other.folder / name.part / text).st_mtime_ns, text, name.part))
-        for _, text, part in sorted(ages)[: max(1, len(ages) // 8)]:
-            with suppress(FileNotFoundError):
-                os.unlink(other.folder / part / text)
-        other.look(self.lock)
+        for part, names in other.sizes.items():
+            with suppress(FileNotFoundError, NotADirectoryError):
+                opened = Directory(folder.path / part, folder)
+                for text in names:
+                    with suppress(FileNotFoundError):
+                        status = os.stat(text, dir_fd=opened.fd, follow_symlinks=False)
+                        ages.append((status.st_mtime_ns, text, opened))
+        deleted = sum(opened.delete(text) for _, text, opened in sorted(ages)[: max(1, len(ages) // 8)])
+        other.look(folder, self.lock)
         if not other.bytes:  # nobody else can be in the folder: its lock is held
             with suppress(OSError):
-                for number in range(PARTS):
-                    os.rmdir(other.folder / f"{number:02x}")
-                os.unlink(other.folder / "lock")
-                os.rmdir(other.folder)
+                for part in PARTS:
+                    os.rmdir(part, dir_fd=folder.fd)
+                folder.delete("lock")
+                os.rmdir(folder.path.name, dir_fd=self._above[1].fd)
         with self.lock:
+            self.evictions += deleted
             self._others_bytes = sum(each.bytes for each in self._others.values())
         return max(before - other.bytes, len(ages))
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-from pathlib import Path
+import stat
+
+from megatron_hybrid_prefix.private_folder import Directory
 
 
 class Lock:
-    """A lock on a file, held until `release` or the end of the process.
+    """A lock on the file ``lock`` of a folder, held until `release` or the end of the process.
 
     Args:
-        path: The file; made if need be.
+        folder: The folder; the file is made if need be.
         shared: Whether others may hold it, too.
 
     Raises:
         BlockingIOError: Another process holds it.
-        OSError: The file cannot be made, or the file system has no locks.
+        OSError: The file cannot be made, or is a link or no file; or the file system has no locks.
     """
 
-    def __init__(self, path: Path, *, shared: bool) -> None:
+    def __init__(self, folder: Directory, *, shared: bool) -> None:
         while True:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = folder.open("lock", os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                if os.fstat(self._file).st_nlink:
+                status = os.fstat(self._file)
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError(errno.EINVAL, "is no file", str(folder.path / "lock"))
+                if status.st_nlink:
                     return
             except BaseException:
                 os.close(self._file)

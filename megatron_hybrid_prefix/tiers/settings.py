@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 from urllib.parse import SplitResult, parse_qsl, unquote
 
+from megatron_hybrid_prefix.private_folder import warn_if_others_read
+
 SECRET_VARIABLE = "HYBRID_PREFIX_SECRET"
 LEAST_SECRET_BYTES = 16
 
@@ -116,6 +118,7 @@ class TierSettings:
         """
         if self.secret_file is not None:
             try:
+                warn_if_others_read(self.secret_file)
                 text = self.secret_file.read_bytes().strip()
             except OSError as error:
                 raise ValueError(f"shared: cannot read secret_file={self.secret_file}: {error.strerror}") from None

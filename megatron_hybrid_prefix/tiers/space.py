@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex
+from megatron_hybrid_prefix.private_folder import Directory
 from megatron_hybrid_prefix.tiers.listing import FileName, Listing
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
@@ -46,16 +46,19 @@ class Space(TierIndex[KeptFile]):
 
     Args:
         eviction: Ranks the states.
-        folder: Folder of the namespace.
+        name: Of the namespace.
 
     Attributes:
+        name: As given.
         listing: Its files.
+        folders: Their folders, by part; "" is the namespace's own. Empty until they are open.
         counts: Entries by kind.
     """
 
-    def __init__(self, eviction: EvictionPolicy[KeptFile], folder: Path) -> None:
+    def __init__(self, eviction: EvictionPolicy[KeptFile], name: str) -> None:
         super().__init__(eviction)
-        self.listing = Listing(folder)
+        self.name, self.listing = name, Listing()
+        self.folders: dict[str, Directory] = {}
         self._nodes: dict[bytes, KeptFile] = {}
         # Files whose parent is not here, with the time of last use, and when they were seen (monotonic).
         self._orphans: dict[FileName, tuple[int, float]] = {}

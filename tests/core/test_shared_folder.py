@@ -7,8 +7,10 @@ import fcntl
 import logging
 import os
 import random
+import re
 import resource
 import signal
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -18,7 +20,9 @@ from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.private_folder import Directory
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers import listing, locks
@@ -60,6 +64,11 @@ def holds(tier: FileTier, of: Tag, writer: int = 0) -> bool:
     own, found = get(tier, of)
     assert own is None or (own, found) == (checksum(of, writer), data(of, writer))
     return own is not None
+
+
+def path_of(tier: FileTier, of: Tag) -> Path:
+    folder, name = tier.folder.place(tier._file_name(of))
+    return folder.path / name
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -157,7 +166,7 @@ def test_an_entry_without_bytes(tmp_path, reads):
 def test_a_file_that_is_not_right_is_a_miss_and_others_are_not(tmp_path, reads, wrong):
     tier, tags = tier_on(tmp_path), prompt_tags(1, 2)
     put(tier, *tags)
-    path = tier.folder.path(tier._file_name(tags[1]))
+    path = path_of(tier, tags[1])
     content = path.read_bytes()
     path.unlink()
     if wrong == "a folder":
@@ -187,7 +196,7 @@ def test_no_file_stays_open(tmp_path, monkeypatch, reads):
     tier, tags = tier_on(tmp_path), prompt_tags(1, 3)
     put(tier, *tags)
     before = open_files(tmp_path)
-    tier.folder.path(tier._file_name(tags[0])).unlink()
+    path_of(tier, tags[0]).unlink()
     assert [holds(tier, each) for each in tags] == [False, True, True, True]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     os.close(free := os.open(tmp_path, os.O_RDONLY))
@@ -208,14 +217,14 @@ def test_no_state_is_known_while_a_read_hangs(tmp_path, monkeypatch):
     """So other prompts do not wait for the folder."""
     tier, tags = tier_on(tmp_path, wait_s=1e-9), prompt_tags(1, 2)[1:]
     put(tier, *prompt_tags(1, 2))
-    gates = {tier.folder.path(tier._file_name(each)): threading.Event() for each in tags}
-    begun: list[Path] = []
+    gates = {path_of(tier, each).name: threading.Event() for each in tags}
+    begun: list[str] = []
     found: list[bool] = []
 
-    def slow(path: Path, buffers: list[memoryview]) -> bool:
-        begun.append(path)
-        assert gates[path].wait(HANG_S)
-        return read_file(path, buffers)
+    def slow(folder: Directory, name: str, buffers: list[memoryview]) -> bool:
+        begun.append(name)
+        assert gates[name].wait(HANG_S)
+        return read_file(folder, name, buffers)
 
     monkeypatch.setattr(file_tier, "read_file", slow)
     readers = [threading.Thread(target=lambda each=each: found.append(holds(tier, each))) for each in tags]
@@ -266,7 +275,7 @@ def test_another_entry_never_matches(tmp_path, other):
         another = tier_on(tmp_path, name=b"m" * 16)
         assert another.kv_depth(b"m" * 16, [key(1, 1)], 0) == 0 and not holds(another, wanted)
         put(another, *prompt_tags(1, 2), writer=1)
-        os.replace(another.folder.path(another._file_name(wanted)), tier.folder.path(tier._file_name(wanted)))
+        os.replace(path_of(another, wanted), path_of(tier, wanted))
     elif other == "closed namespace":
         closed = b"m" * 16
         assert not tier.contains(closed, STATE, wanted.key) and tier.kv_depth(closed, [key(1, 1)], 0) == 0
@@ -277,7 +286,7 @@ def test_another_entry_never_matches(tmp_path, other):
     else:
         put(tier, *prompt_tags(2, 3))
         its = {"key": tag(STATE, 2, 3), "depth": tag(STATE, 2, 3), "kind": tag(KV, 1, 2)}[other]
-        os.replace(tier.folder.path(tier._file_name(its)), tier.folder.path(tier._file_name(wanted)))
+        os.replace(path_of(tier, its), path_of(tier, wanted))
     assert get(tier, wanted)[0] is None
     assert tier.counts["not_valid"] == 1 and not tier.contains(NAME, STATE, wanted.key)
 
@@ -327,7 +336,7 @@ def test_every_bit_of_a_header_counts(tmp_path):
     tier = tier_on(tmp_path)
     of = tag(KV, 1, 1)
     put(tier, of)
-    path = tier.folder.path(tier._file_name(of))
+    path = path_of(tier, of)
     content = path.read_bytes()
     for bit in range(8 * HEADER_BYTES):
         spoilt = bytearray(content)
@@ -462,7 +471,7 @@ def test_a_clock_that_jumps_changes_no_answer(tmp_path, monkeypatch):
         monkeypatch.setattr(time, "time_ns", lambda at=at: at)
         put(tier, *prompt_tags(number, 2))
         assert all(holds(tier, each) for each in prompt_tags(number, 2))
-        os.utime(tier.folder.path(tier._file_name(tag(STATE, number, 2))), ns=(at, at))
+        os.utime(path_of(tier, tag(STATE, number, 2)), ns=(at, at))
     monkeypatch.setattr(spaces, "_GRACE_S", -1.0)
     for number in range(4, 9):
         assert put(tier, *prompt_tags(number, 2)) == [True] * 3
@@ -520,7 +529,7 @@ def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
     """Many prompts whose first block is gone do not slow down the others."""
     placed, place = [], spaces.Space._place
     monkeypatch.setattr(spaces.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
-    space = spaces.Space(make_eviction_policy("recompute_cost"), Path("space"))
+    space = spaces.Space(make_eviction_policy("recompute_cost"), "space")
     for prompt in range(100):
         space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 1, 0)
     for prompt in range(100, 200):
@@ -562,7 +571,7 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
     noted = []
     note = spaces.Space._note
     monkeypatch.setattr(spaces.Space, "_note", lambda *args, **kwargs: noted.append(1) or note(*args, **kwargs))
-    space, dice = spaces.Space(make_eviction_policy("lru"), Path("space")), random.Random(seed)
+    space, dice = spaces.Space(make_eviction_policy("lru"), "space"), random.Random(seed)
 
     def name(kind: EntryKind, prompt: int, depth: int) -> FileName:
         keys = [b"", *(bytes([at, prompt // 3 ** (4 - at)]) * 8 for at in range(1, 5))]  # three blocks after each block
@@ -742,7 +751,7 @@ def test_half_written_files_of_killed_processes_are_deleted(tmp_path, monkeypatc
 def test_two_changes_within_one_tick_are_both_seen(tmp_path):
     tier, other = tier_on(tmp_path), tier_on(tmp_path)
     put(tier, tag(KV, 1, 1))
-    part = tier.folder.path(tier._file_name(tag(KV, 1, 1))).parent
+    part = path_of(tier, tag(KV, 1, 1)).parent
     changed = part.stat().st_mtime_ns
     other.folder.refresh()
     tier.folder.delete(tier._file_name(tag(KV, 1, 1)))
@@ -767,10 +776,11 @@ def test_a_process_that_is_stopped_while_it_holds_a_lock(tmp_path):
     first = tier_on(tmp_path)
     put(first, *prompt_tags(1, 1))
     first.close()
-    lock = tmp_path / f"v{folders.VERSION}" / NAME.hex() / "lock"
+    space = tmp_path / f"v{folders.VERSION}" / NAME.hex()
 
     def work() -> None:
-        locks.Lock(lock, shared=False)
+        held = locks.Lock(Directory(space), shared=False)
+        assert held
         os.kill(os.getpid(), signal.SIGSTOP)
 
     pid = in_child(work)
@@ -802,19 +812,6 @@ def test_only_the_owner_may_read(tmp_path):
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_others_can_change_is_warned_of(tmp_path, monkeypatch, caplog):
-    tmp_path.chmod(0o777)
-    with caplog.at_level(logging.WARNING):
-        tier_on(tmp_path)
-    tmp_path.chmod(0o700)
-    if not tmp_path.stat().st_uid:  # what is root's is trusted
-        os.chown(tmp_path, 1, -1)
-    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with caplog.at_level(logging.WARNING):
-        tier_on(tmp_path)
-    assert "others can write" in caplog.text and "another user owns" in caplog.text
-
-
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def fails(file: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
@@ -822,3 +819,185 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(OSError, match="no locks available"):
         tier_on(tmp_path)
+
+
+# -- what others plant -------------------------------------------------------------------------------------------------
+
+SPACE, OTHER, DEAD = NAME.hex(), (b"o" * 16).hex(), "0123456789abcdef"
+
+
+def a_cache(folder: Path) -> Path:
+    """A folder that has all that this package deletes, and a key file."""
+    tier = tier_on(folder)
+    put(tier, *prompt_tags(1, 2))
+    for name in (b"o" * 16, NAME):
+        tier.use_namespace(name)
+        wait_until(lambda: tier._name, "the namespace is open")
+        put(tier, *prompt_tags(3, 2))
+    tier.close()
+    for below in (f"writing/{DEAD}", f"writing/{DEAD[::-1]}", SPACE, SPACE + "/03"):
+        (folder / "v1" / below).mkdir(mode=0o700, exist_ok=True)
+        for name in ("1", "lock", "id_rsa"):
+            (folder / "v1" / below / name).write_text("a key")
+    return folder
+
+
+def all_below(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Mode, time of change and content of all files and folders; nothing is followed."""
+    found = {}
+    for path in sorted((folder, *folder.rglob("*"))):
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+        found[str(path)] = status.st_mode, status.st_mtime_ns, content
+    return found
+
+
+def in_time(work: Any) -> Any:
+    """What ``work`` returns, which may wait for nothing, such as a pipe."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    assert found, "it waits, or raised"
+    return found[0]
+
+
+def use(folder: Path, name: bytes = NAME) -> FileTier:
+    """Do all that a process does there: look, clean, read, write, make room, end."""
+    tier = tier_on(folder, budget_bytes=8_000, name=name)
+    for number in range(1, 4):
+        put(tier, *prompt_tags(number, 2))
+        for each in prompt_tags(number, 2):
+            get(tier, each)
+        tier._try_to_look()
+    tier.close()
+    return tier
+
+
+@pytest.mark.parametrize("where", ["", "v1", "v1/writing", f"v1/{SPACE}", f"v1/{SPACE}/03"])
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["link", "another user's", "open to others", "file", "fifo"], "link", "open to others")
+)
+def test_a_planted_folder_is_refused_in_one_line(tmp_path, no_grace, where, kind, caplog, monkeypatch):
+    """Nothing outside of the folder changes, nor anything in it."""
+    outside, top = a_cache(tmp_path / "outside"), a_cache(tmp_path / "cache")
+    place = top / where
+    if kind in ("another user's", "open to others"):
+        place.chmod(0o777 if kind == "open to others" else 0o755)
+        if kind == "another user's":
+            if os.geteuid():
+                pytest.skip("only root can give a folder away")
+            os.chown(place, 12345, 12345)
+    else:
+        place.rename(tmp_path / "moved")
+        {"link": lambda: place.symlink_to(outside / where), "file": place.touch, "fifo": lambda: os.mkfifo(place)}[
+            kind
+        ]()
+    before = all_below(outside), all_below(place)
+    if SPACE not in where:
+        with pytest.raises(OSError, match=re.escape(str(place))) as error:
+            tier_on(top)
+        lines = str(error.value)
+        if not where and not place.is_fifo() and not place.is_file():
+            monkeypatch.setenv("HYBRID_PREFIX_SECRET", "x" * 16)
+            with pytest.raises(ValueError, match=re.escape(str(place))):
+                FolderSettings(folder=top, budget_bytes=1).check()
+    else:
+        tier = in_time(lambda: use(top))
+        assert not tier.contains(NAME, KV, key(1, 1)) and {"look_EPERM", "look_ENOTDIR"} & set(tier.counts)
+        lines = "".join(record.message for record in caplog.records if "look_" in record.message)
+        in_time(lambda: use(top, name=b"p" * 16))  # for which it is an unused namespace
+    assert str(place) in lines and "\n" not in lines
+    assert (all_below(outside), all_below(place)) == before
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "fifo", "socket", "folder"])
+def test_what_is_planted_in_the_place_of_a_file_harms_nothing(tmp_path, no_grace, kind, caplog):
+    """Of an entry, of a half-written file and of locks."""
+    outside, top = a_cache(tmp_path / "outside"), a_cache(tmp_path / "cache")
+    key_file = outside / "v1" / SPACE / "id_rsa"
+
+    def plant(place: Path) -> None:
+        """Links lead to what could be used: the entry, and what a lock would make."""
+        place.unlink(missing_ok=True)
+        if kind == "socket":
+            with socket.socket(socket.AF_UNIX) as one, pytest.MonkeyPatch.context() as there:
+                there.chdir(place.parent)  # a socket's path is short
+                one.bind(place.name)
+        elif kind == "link":
+            place.symlink_to(outside / "made" if place.name == "lock" else outside / place.relative_to(top))
+        else:
+            {"hard link": lambda: place.hardlink_to(key_file), "fifo": lambda: os.mkfifo(place), "folder": place.mkdir}[
+                kind
+            ]()
+
+    tier = tier_on(top)
+    for number in (1, 3):  # one before a look, one after it
+        for each in prompt_tags(number, 2):
+            plant(path_of(tier, each))
+        if number == 1:
+            tier.look()
+    plant(top / "v1" / "writing" / DEAD / "1")
+    plant(top / "v1" / "writing" / DEAD[::-1] / "lock")
+    plant(top / "v1" / OTHER / "lock")
+    before = all_below(outside)
+    tags = [*prompt_tags(1, 2), *prompt_tags(3, 2)]
+    for _ in range(3):
+        assert not in_time(lambda: [each for each in tags if holds(tier, each)])
+        tier.look()
+    written = put(tier, *tags)
+    counts = dict(tier.counts)
+    assert written == [kind != "folder"] * 6 == [holds(tier, each) for each in tags] == put(tier, *tags)
+    if kind == "folder":
+        tier.look()
+        assert put(tier, *tags) == [False] * 6 and counts["write_EISDIR"] == 6, "each is tried once"
+        assert (
+            tier.counts["write_EISDIR"] == 6 and tier.counts["read_EISDIR"] == 6 and "delete_EISDIR" not in tier.counts
+        )
+    in_time(lambda: use(top, name=b"p" * 16))
+    assert all_below(outside) == before and (top / "v1" / "writing" / DEAD / "id_rsa").exists()
+
+
+@pytest.mark.parametrize("where", ["", "v1", "v1/writing", f"v1/{SPACE}", f"v1/{SPACE}/03"])
+def test_a_link_that_takes_the_place_of_an_open_folder(tmp_path, no_grace, where, caplog):
+    outside, top = a_cache(tmp_path / "outside"), tmp_path / "cache"
+    tier, tags = tier_on(top), prompt_tags(3, 2)
+    put(tier, *tags)
+    (top / where).rename(tmp_path / "moved")
+    (top / where).symlink_to(outside / where)
+    before = all_below(outside)
+    assert all(holds(tier, each) for each in tags), "it reads the folder that it opened"
+    for number in range(3, 9):
+        put(tier, *prompt_tags(number, 2))
+        tier.remove(NAME, prompt_tags(number, 2)[:1])
+        tier._try_to_look()
+    tier.close()
+    assert all_below(outside) == before and tier.counts["look_ENOTDIR"] >= 6
+
+
+def test_what_this_package_does_not_make_is_left_and_named_once(tmp_path, no_grace, caplog):
+    top = a_cache(tmp_path / "cache")
+    for _ in range(2):
+        in_time(lambda: use(top, name=b"p" * 16))
+    dead = [top / "v1" / "writing" / name for name in (DEAD, DEAD[::-1])]
+    left = [
+        *(folder / "id_rsa" for folder in dead),
+        *(top / "v1" / SPACE / "03" / name for name in ("1", "id_rsa", "lock")),
+    ]
+    assert all(path.exists() for path in left) and not any((folder / "1").exists() for folder in dead)
+    assert sorted(record.args[0] for record in caplog.records if "left alone" in record.message) == sorted(left)
+
+
+def test_files_that_are_deleted_to_make_room_are_counted(tmp_path):
+    """Not those that are wrong, nor those that others deleted."""
+    old = tier_on(tmp_path, name=b"o" * 16)
+    put(old, *prompt_tags(40, 2))
+    old.close()
+    tier, stats = tier_on(tmp_path, budget_bytes=20_000), TierStats()
+    stored = 3 + sum(sum(put(tier, *prompt_tags(number, 2))) for number in range(1, 30))
+    wrong = next(tag(STATE, number, 2) for number in range(1, 30) if tier.contains(NAME, STATE, key(number, 2)))
+    path_of(tier, wrong).write_bytes(b"")
+    assert not holds(tier, wrong)
+    tier.describe(stats)
+    assert key(40, 1).hex() not in str(files(tmp_path)), "of the unused namespace, too"
+    assert stats.evictions == stored - 1 - len(files(tmp_path)) > 50

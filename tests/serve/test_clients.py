@@ -663,6 +663,25 @@ def test_keys_that_cannot_be_sent_are_refused(tmp_path):
         read_keys(file)
 
 
+@pytest.mark.parametrize(("mode", "lines"), [(0o600, 0), (0o640, 1), (0o604, 1)])
+def test_keys_that_others_can_read_are_warned_of(tmp_path, monkeypatch, caplog, mode, lines):
+    """Once for each file: API keys, and the secret of the cache's keys."""
+    from megatron_hybrid_prefix import private_folder
+    from megatron_hybrid_prefix.cli.serve import read_keys
+    from megatron_hybrid_prefix.tiers.settings import TierSettings
+
+    monkeypatch.setattr(private_folder, "_is_own_group", lambda group: False)
+    keys, secret = tmp_path / "keys", tmp_path / "secret"
+    for file in (keys, secret):
+        file.write_text("name 0123456789abcdef\n")
+        file.chmod(mode)
+    for _ in range(2):
+        assert read_keys(keys) == {"0123456789abcdef": "name"}
+        TierSettings(secret_file=secret).secret()
+    assert len(caplog.records) == 2 * lines
+    assert all(f"others can read the keys in {file}" in caplog.text for file in (keys, secret)[: 2 * lines])
+
+
 def test_the_end_tells_clients_that_still_wait(tiny, monkeypatch, caplog):
     """A stream gets an error and [DONE], a waiting request 503, a half-sent one 503; nothing is logged as an error."""
     server = Server(tiny, max_requests=1)
