@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_hybrid_prefix.lab.traces import Trace
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 
 RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
+_MOST_GIB = 10**6  # of a GPU
 WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
 
 
@@ -24,7 +26,8 @@ class Usage:
     Attributes:
         block_tokens: Tokens per KV block.
         conversation_tokens: Tokens of a conversation that is kept.
-        max_requests: Most running requests. Their states are reserved only with drafts.
+        max_requests: Most running requests, each of a conversation that is kept. Each has a state beside the checkpoint; with drafts
+            theirs are reserved.
         drafts: Draft tokens of speculative decoding.
         host_bytes: Bytes of the host tier.
     """
@@ -38,14 +41,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a budget holds. A conversation that is kept has its KV and a checkpoint.
+    """What a budget holds. A conversation that is kept has its KV and a checkpoint, and a state more while it runs.
 
     Attributes:
         layout: Pages and blocks, as the engine has them.
         block_padding_bytes: Bytes of padding behind each KV block, so that a state fills its page better.
         own_bytes: Bytes that the engine keeps for itself: a state, or with drafts those of all running requests.
         cached_states: Most states that are cached.
-        conversations: Conversations that are kept.
+        conversations: Conversations that are kept while as many of them run as may.
         host_states: States that the host tier holds, if it holds no KV.
         host_conversations: Conversations that the host tier keeps.
     """
@@ -87,8 +90,11 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
     if mamba_bytes is not None:
         cached_states = min(cached_states, mamba_bytes // sizes.state_bytes)
     conversation_blocks = ceil_div(usage.conversation_tokens, usage.block_tokens)
-    left_blocks = layout.total_blocks - layout.page_blocks  # a page is a running request's
-    conversations = left_blocks * layout.page_states // (conversation_blocks * layout.page_states + layout.page_blocks)
+    running = 1 if usage.drafts else usage.max_requests  # drafts: `own_bytes` has the others
+    room, kept = layout.total_blocks * layout.page_states, conversation_blocks * layout.page_states + layout.page_blocks
+    conversations = room // (kept + layout.page_blocks)  # all of them run
+    if conversations > running:
+        conversations = (room - running * layout.page_blocks) // kept
     return Plan(
         layout=layout,
         block_padding_bytes=layout.block_bytes - block_bytes,
@@ -99,6 +105,21 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
         host_states=usage.host_bytes // sizes.state_bytes,
         host_conversations=usage.host_bytes // (conversation_blocks * block_bytes + sizes.state_bytes),
     )
+
+
+def least_cache_gb(sizes: Sizes, usage: Usage, conversations: int, *, mamba_bytes: int | None = None) -> float | None:
+    """The smallest ``--cache-gb``, with two digits, that keeps so many conversations; None: none that a machine has does."""
+
+    def kept(hundredths: int) -> int:
+        try:
+            cache_bytes = int(hundredths / 100 * GIB)  # as of the option
+            return plan_budget(sizes, usage, cache_bytes=cache_bytes, mamba_bytes=mamba_bytes).conversations
+        except ValueError:
+            return 0
+
+    tried = range(_MOST_GIB * 100)
+    found = bisect_left(tried, conversations, key=kept)
+    return found / 100 if found < len(tried) else None
 
 
 def expected_reuse(
