@@ -18,6 +18,13 @@ def free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def total_bytes(device: torch.device) -> int:
+    """Bytes of memory that a device has in all."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().total)
+    return int(torch.cuda.mem_get_info(device)[1])
+
+
 def host_free_bytes(cgroup: Path = _CGROUP) -> int:
     """Bytes of host memory that are available to this process, in a container within its limit."""
     free: int = psutil.virtual_memory().available

@@ -13,6 +13,7 @@ from megatron_hybrid_prefix.mcore.entrypoints import build as entrypoint
 from megatron_hybrid_prefix.models import HybridModelConfig, build, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.upstream import mixer
 from megatron_hybrid_prefix.upstream.capabilities import form_of
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext
 
 BITS = {"mamba_gb": 0.1, "exact": "bits"}
 WHOLE_CHUNKS = "^block_size_tokens=96: layers of kind gated_delta_net need a multiple of 64$"
@@ -62,13 +63,22 @@ def test_an_engine(request, name, prefix, fields, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [({"cache_gb": 1e6}, r"cache_gb=1000000\.0"), ({"mamba_gb": 1e6}, r".* with mamba_gb=1000000\.0")],
-)
-def test_more_memory_than_there_is(tiny, settings, said):
-    """The line names what sets it."""
-    with pytest.raises(MemoryError, match=rf"^{said}: .*allocate") as error:
+TOO_MUCH = [({"cache_gb": 1e6}, r"cache_gb=1000000\.0"), ({"mamba_gb": 1e6}, r".* with mamba_gb=1000000\.0")]
+
+
+@pytest.mark.parametrize(("settings", "said"), TOO_MUCH)
+def test_more_memory_than_there_is(tiny, monkeypatch, settings, said):
+    """The line names what sets it. Before megatron lists its blocks, which takes longer than anybody waits."""
+    monkeypatch.setattr(DynamicInferenceContext, "__init__", lambda *_, **__: pytest.fail("megatron's constructor"))
+    with pytest.raises(MemoryError, match=rf"^{said}: cannot allocate it: there are [0-9.e+]+ GiB in all") as error:
+        build_engine(tiny, HybridPrefixConfig(**settings))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("settings", "said"), TOO_MUCH)
+def test_memory_that_the_system_refuses(tiny, monkeypatch, settings, said):
+    monkeypatch.setattr("megatron_hybrid_prefix.mcore.context.context.total_bytes", lambda device: 2**60)
+    with pytest.raises(MemoryError, match=rf"^{said}: .*allocate memory") as error:
         # Few blocks: megatron makes a list of them before.
         build_engine(tiny, HybridPrefixConfig(**settings), block_size_tokens=4096)
     assert "\n" not in str(error.value)
