@@ -28,6 +28,7 @@ from megatron_hybrid_prefix.console.terminal import InputError, Interrupt
 BENCH = (sys.executable, "-m", "megatron_hybrid_prefix", "bench")
 KIND = "megatron_hybrid_prefix benchmarks"  # what the JSON says it is
 EXIT_FAILED = 1
+_LOOK_S = 1.0  # how often Ctrl-C is looked for while a scenario runs
 # Sizes of --quick: enough to see each scenario's effect, not to measure it.
 QUICK: dict[str, dict[str, float]] = {
     name: {field.name: value for field in kind.sizes() if (value := field.metadata["quick"]) is not None}
@@ -95,18 +96,20 @@ def run_all(args: argparse.Namespace, command: str, interrupt: Interrupt) -> int
     data: dict[str, Any] = {"kind": KIND, "command": command, "quick": args.quick, "scenarios": {}}
     if args.gpus > 1:
         data["gpus"] = args.gpus
+    stopped = False
     for name, found in run_scenarios(names, args, interrupt):
-        if found["status"] == "interrupted" or interrupt.requested:
-            print(
-                f"interrupted: {len(data['scenarios'])} of {len(names)} scenarios are in {args.json}", file=sys.stderr
-            )
-            return 130
+        stopped = stopped or found["status"] == "interrupted" or interrupt.requested
+        if found["status"] == "interrupted" and not found.get("result"):
+            continue
         data["scenarios"][name] = found
         data["scenarios"] = {known: data["scenarios"][known] for known in names if known in data["scenarios"]}
         for key in COMMON:
             if key in found["result"]:
                 data.setdefault(key, found["result"][key])
         terminal.write_json(args.json, data)
+    if stopped:
+        print(f"interrupted: {len(data['scenarios'])} of {len(names)} scenarios are in {args.json}", file=sys.stderr)
+        return 130
     print(f"wrote {args.json}")
     if args.report is not None:
         print(f"wrote {write_report(data, args.report)}")
@@ -123,7 +126,10 @@ def run_scenarios(
     if args.gpus == 1:
         for number, name in enumerate(names, 1):
             print(f"--- {number} of {len(names)}: {name}", flush=True)
-            yield name, run_one(name, args)
+            found = run_one(name, args, interrupt)
+            yield name, found
+            if found["status"] == "interrupted" or interrupt.requested:
+                return
         return
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     free: SimpleQueue[str] = SimpleQueue()
@@ -135,7 +141,7 @@ def run_scenarios(
             return {"status": "interrupted"}
         gpu = free.get()
         try:
-            return run_one(name, args, gpu)
+            return run_one(name, args, interrupt, gpu)
         finally:
             free.put(gpu)
 
@@ -148,12 +154,13 @@ def run_scenarios(
             yield running[ended], found
 
 
-def run_one(name: str, args: argparse.Namespace, gpu: str | None = None) -> dict[str, Any]:
+def run_one(name: str, args: argparse.Namespace, interrupt: Interrupt, gpu: str | None = None) -> dict[str, Any]:
     """One scenario in a process of its own.
 
     Args:
         name: Which.
         args: Options.
+        interrupt: Passed on: a signal may have come to this process alone.
         gpu: Which one it sees, beside others; None: it is alone, and shows what it does as it does it.
 
     Returns:
@@ -171,7 +178,13 @@ def run_one(name: str, args: argparse.Namespace, gpu: str | None = None) -> dict
             text=True,
             errors="replace",
         )
-        output, errors = process.communicate()
+        while True:
+            try:
+                output, errors = process.communicate(timeout=_LOOK_S)
+                break
+            except subprocess.TimeoutExpired:
+                if interrupt.requested:
+                    process.terminate()
         result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if result:  # what to type for it; the file is gone
         result["command"], result["options"]["json"] = terminal.command_line(argv), None
@@ -179,7 +192,7 @@ def run_one(name: str, args: argparse.Namespace, gpu: str | None = None) -> dict
     if code:
         sys.stderr.write(errors)
     crashed = {engine: one["error"] for engine, one in result.get("engines", {}).items() if one["status"] == "crashed"}
-    if code == 130:
+    if code == 130 or (code and interrupt.requested):
         status, error = "interrupted", None
     elif code == 0 and result:
         status, error = "completed", None
