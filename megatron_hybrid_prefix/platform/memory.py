@@ -18,11 +18,10 @@ def free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def total_bytes(device: torch.device) -> int:
-    """Bytes of memory that a device has in all."""
-    if device.type != "cuda":
-        return int(psutil.virtual_memory().total)
-    return int(torch.cuda.mem_get_info(device)[1])
+def total_bytes() -> int:
+    """Bytes of memory that the current device has in all."""
+    device = torch.device(torch.cuda.current_device())
+    return int(torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total)
 
 
 def host_free_bytes(cgroup: Path = _CGROUP) -> int:

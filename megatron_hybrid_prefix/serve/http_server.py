@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import signal
 import socket
 import time
 from types import FrameType
@@ -16,7 +15,6 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from megatron_hybrid_prefix.serve.errors import bad
 
-_logger = logging.getLogger(__name__)
 # Clients have this long to read the last error, and close.
 _LAST_WORDS_S = 2.0
 # Clients such as httpx close idle connections after 5 s. A server that does so at the same moment fails their next request.
@@ -52,7 +50,6 @@ class HttpServer(uvicorn.Server):
         self._api, self._drain_s = api, drain_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told_s: float | None = None
-        self._told_by = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -62,8 +59,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See upstream. Refuses new requests, and ends the open ones after a while."""
-        if self._told_by:  # not in the handler, which may interrupt a log line
-            _logger.warning("%s: no new requests; open ones have %g s", self._told_by, self._drain_s)
+        if self._told_s is not None:  # not said by the handler, which may interrupt a log line
+            logging.warning("SIGTERM or Ctrl-C: no new requests; open ones have %g s", self._drain_s)
         self._api.refuse_more(self._drain_s)
         ending = asyncio.get_running_loop().call_later(self._drain_s, self._api.end_all)
         try:
@@ -75,7 +72,7 @@ class HttpServer(uvicorn.Server):
         """See upstream. Upstream drops all connections at the second SIGINT."""
         now_s = time.monotonic()
         if self._told_s is None:
-            self._told_s, self._told_by = now_s, signal.Signals(sig).name
+            self._told_s = now_s
             super().handle_exit(sig, frame)
         elif now_s - self._told_s > SAME_SIGNAL_S and self._loop is not None:
             self._loop.call_soon_threadsafe(self._api.end_all)

@@ -63,21 +63,20 @@ def test_an_engine(request, name, prefix, fields, said):
     assert "\n" not in str(error.value)
 
 
-TOO_MUCH = [({"cache_gb": 1e6}, r"cache_gb=1000000\.0"), ({"mamba_gb": 1e6}, r".* with mamba_gb=1000000\.0")]
-
-
-@pytest.mark.parametrize(("settings", "said"), TOO_MUCH)
-def test_more_memory_than_there_is(tiny, monkeypatch, settings, said):
-    """The line names what sets it. Before megatron lists its blocks, which takes longer than anybody waits."""
+def test_more_memory_than_there_is(tiny, monkeypatch):
+    """Before megatron lists its blocks, which takes longer than anybody waits."""
     monkeypatch.setattr(DynamicInferenceContext, "__init__", lambda *_, **__: pytest.fail("megatron's constructor"))
-    with pytest.raises(MemoryError, match=rf"^{said}: cannot allocate it: there are [0-9.e+]+ GiB in all") as error:
-        build_engine(tiny, HybridPrefixConfig(**settings))
-    assert "\n" not in str(error.value)
+    with pytest.raises(MemoryError, match=r"^cache_gb=1000000\.0: cannot allocate it: there are [0-9.e+]+ GiB in all$"):
+        build_engine(tiny, HybridPrefixConfig(cache_gb=1e6))
 
 
-@pytest.mark.parametrize(("settings", "said"), TOO_MUCH)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"cache_gb": 1e6}, r"cache_gb=1000000\.0"), ({"mamba_gb": 1e6}, r".* with mamba_gb=1000000\.0")],
+)
 def test_memory_that_the_system_refuses(tiny, monkeypatch, settings, said):
-    monkeypatch.setattr("megatron_hybrid_prefix.mcore.context.context.total_bytes", lambda device: 2**60)
+    """The line names what sets it."""
+    monkeypatch.setattr("megatron_hybrid_prefix.mcore.state.budget.total_bytes", lambda: 2**60)
     with pytest.raises(MemoryError, match=rf"^{said}: .*allocate memory") as error:
         # Few blocks: megatron makes a list of them before.
         build_engine(tiny, HybridPrefixConfig(**settings), block_size_tokens=4096)

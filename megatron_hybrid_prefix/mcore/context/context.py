@@ -48,7 +48,6 @@ from megatron_hybrid_prefix.mcore.state.layout import DESCRIBE_ALL, states_of_co
 from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
-from megatron_hybrid_prefix.platform.memory import total_bytes
 from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 from megatron_hybrid_prefix.tiers.units import HOST
@@ -112,10 +111,8 @@ class HybridPrefixContext(SlotContext):
         if prefix is None:
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb)
         if state_config is None:
-            variant = model_config.experimental_attention_variant
-            named = "" if variant is None else f"experimental_attention_variant={variant!r}: "
             raise ValueError(
-                f"{named}the InferenceConfig describes no recurrent layers: {DESCRIBE_ALL}; "
+                f"the InferenceConfig describes no recurrent layers: {DESCRIBE_ALL}; "
                 "for a model without recurrent layers use megatron's own prefix cache"
             )
         _check_exact(model_config)
@@ -130,12 +127,11 @@ class HybridPrefixContext(SlotContext):
         self._scores = ScoreTable(scores_bytes, inference_config.block_size_tokens)
         self._requests = KnownRequests(self._scores, prefix.verify_hits)
         self._events = KVEvents(self, self._scores)
-        reports.report_ignored(inference_config)
+        reports.report_ignored(inference_config, prefix.eviction_policy)
         # Keep megatron from allocating its own cache, and from warning about it.
         inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False, mamba_memory_ratio=None)
         if prefix.cache_gb is not None:
             inference_config = for_cache_gb(inference_config, prefix.cache_gb, model_config)
-        self._check_memory(inference_config)
         super().__init__(model_config, inference_config)
         self._make_cache(prefix)
         self._is_made = True
@@ -218,26 +214,18 @@ class HybridPrefixContext(SlotContext):
             # What PyTorch raises on a GPU, and on a CPU.
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
-            raise MemoryError(f"{self._memory_option(self.config)}: {str(error).splitlines()[0]}") from None
+            raise MemoryError(f"{self._memory_option}: {str(error).splitlines()[0]}") from None
         self.memory_buffer = self.shared_memory.kv
         return True
 
-    def _memory_option(self, config: InferenceConfig) -> str:
+    @property
+    def _memory_option(self) -> str:
         """What sets the size of the memory, in words."""
         prefix = self.prefix_config
         if prefix.cache_gb is not None:
             return f"cache_gb={prefix.cache_gb}"
         more = f" with mamba_gb={prefix.mamba_gb}" if prefix.mamba_gb else ""
-        return f"buffer_size_gb={config.buffer_size_gb}{more}"
-
-    def _check_memory(self, config: InferenceConfig) -> None:
-        """Raise MemoryError, in one line, for more than the device has in all: megatron would list the blocks of it first."""
-        prefix, device = self.prefix_config, torch.device(torch.cuda.current_device())
-        wanted_gb = config.buffer_size_gb + (prefix.mamba_gb or 0) if prefix.cache_gb is None else prefix.cache_gb
-        if wanted_gb * 2**30 > (there := total_bytes(device)):
-            raise MemoryError(
-                f"{self._memory_option(config)}: cannot allocate it: there are {there / 2**30:.4g} GiB in all"
-            )
+        return f"buffer_size_gb={self.config.buffer_size_gb}{more}"
 
     def _agree_on_budget(self, block: BlockShape) -> Budget:
         """The memory is ``cache_gb``. Without it, it is what megatron allocates, and ``mamba_gb`` more."""
@@ -259,7 +247,7 @@ class HybridPrefixContext(SlotContext):
             state_bytes=slot_bytes(self.state_layout),
             max_requests=self.max_requests,
             drafts=drafts,
-            option=self._memory_option(config),
+            option=self._memory_option,
             groups=config.pg_collection,
         )
         self.checkpoint_slots = budget.layout.slots
