@@ -28,7 +28,6 @@ from megatron_hybrid_prefix.console.terminal import InputError, Interrupt
 BENCH = (sys.executable, "-m", "megatron_hybrid_prefix", "bench")
 KIND = "megatron_hybrid_prefix benchmarks"  # what the JSON says it is
 EXIT_FAILED = 1
-_LOOK_S = 1.0  # how often Ctrl-C is looked for while a scenario runs
 # Sizes of --quick: enough to see each scenario's effect, not to measure it.
 QUICK: dict[str, dict[str, float]] = {
     name: {field.name: value for field in kind.sizes() if (value := field.metadata["quick"]) is not None}
@@ -126,7 +125,7 @@ def run_scenarios(
     if args.gpus == 1:
         for number, name in enumerate(names, 1):
             print(f"--- {number} of {len(names)}: {name}", flush=True)
-            found = run_one(name, args, interrupt)
+            found = run_one(name, args)
             yield name, found
             if found["status"] == "interrupted" or interrupt.requested:
                 return
@@ -141,7 +140,7 @@ def run_scenarios(
             return {"status": "interrupted"}
         gpu = free.get()
         try:
-            return run_one(name, args, interrupt, gpu)
+            return run_one(name, args, gpu)
         finally:
             free.put(gpu)
 
@@ -154,13 +153,12 @@ def run_scenarios(
             yield running[ended], found
 
 
-def run_one(name: str, args: argparse.Namespace, interrupt: Interrupt, gpu: str | None = None) -> dict[str, Any]:
+def run_one(name: str, args: argparse.Namespace, gpu: str | None = None) -> dict[str, Any]:
     """One scenario in a process of its own.
 
     Args:
         name: Which.
         args: Options.
-        interrupt: Passed on: a signal may have come to this process alone.
         gpu: Which one it sees, beside others; None: it is alone, and shows what it does as it does it.
 
     Returns:
@@ -178,13 +176,7 @@ def run_one(name: str, args: argparse.Namespace, interrupt: Interrupt, gpu: str 
             text=True,
             errors="replace",
         )
-        while True:
-            try:
-                output, errors = process.communicate(timeout=_LOOK_S)
-                break
-            except subprocess.TimeoutExpired:
-                if interrupt.requested:
-                    process.terminate()
+        output, errors = process.communicate()
         result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if result:  # what to type for it; the file is gone
         result["command"], result["options"]["json"] = terminal.command_line(argv), None
@@ -192,7 +184,7 @@ def run_one(name: str, args: argparse.Namespace, interrupt: Interrupt, gpu: str 
     if code:
         sys.stderr.write(errors)
     crashed = {engine: one["error"] for engine, one in result.get("engines", {}).items() if one["status"] == "crashed"}
-    if code == 130 or (code and interrupt.requested):
+    if code == 130:
         status, error = "interrupted", None
     elif code == 0 and result:
         status, error = "completed", None

@@ -25,9 +25,8 @@ reported as crashed, and the others continue; but a lack of memory ends the benc
 
 An engine may have settings of its own: layer or block (what a CUDA graph captures), bf16 or fp32 (states), async.
 
-After Ctrl-C or SIGTERM --json has the rounds that were complete.
-
-exit code: 0; 1 if an engine other than "upstream" crashed; 2 for bad input; 130 after Ctrl-C.
+exit code: 0; 1 if an engine other than "upstream" crashed; 2 for bad input; 130 after Ctrl-C or SIGTERM: --json then has the
+rounds that were complete.
 """
 
 from __future__ import annotations
@@ -147,12 +146,12 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     """Runs the command."""
     args = make_parser().parse_args(argv)
     command = terminal.command_line(argv)
-    interrupt.listen(signal.SIGTERM)
     if args.scenario == "all":
         return run_all(args, command, interrupt)
     if args.scenario == "report":
         return run_report(args)
     names, scenario, config = complete(args)
+    interrupt.listen(signal.SIGTERM)
     with running.started_platform(args) as platform:
         console = terminal.output_console()
         console.print(platform.describe(), markup=False, soft_wrap=True)

@@ -41,7 +41,7 @@ from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.hf import folder_of
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 from megatron_hybrid_prefix.lab.budget import Usage, advice, expected_reuse, least_cache_gb, plan_budget
-from megatron_hybrid_prefix.lab.capacity import Sizes, file_of, sizes_from
+from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
 from megatron_hybrid_prefix.lab.fit import GB, break_even, break_even_rows, fits, parameter_count
 from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of, floor_gib
 from megatron_hybrid_prefix.lab.plan_report import print_fits, print_plan
@@ -151,8 +151,9 @@ def run_budget(argv: Sequence[str] | None, args: argparse.Namespace, sizes: Size
         raise InputError(f"--host-gb {args.host_gb:g}: a state and a KV block take {least_bytes / GIB:.4f} GiB")
     reuse, text = None, "add --trace to learn which budget to raise first"
     if args.conversations is not None:
-        least = least_cache_gb(sizes, usage, args.conversations, mamba_bytes=mamba_bytes)
-        named = "no --cache-gb keeps" if least is None else f"--cache-gb {least:g} is the smallest that keeps"
+        named = f"--cache-gb {least_cache_gb(plan, usage, args.conversations):g} is the smallest that keeps"
+        if mamba_bytes is not None and mamba_bytes // sizes.state_bytes < args.conversations:
+            named = f"with --mamba-gb {args.mamba_gb:g} no --cache-gb keeps"
         text = f"{named} {args.conversations:,} conversations of {usage.conversation_tokens:,} tokens"
     if args.trace:
         trace = read_trace(args.trace, limit=args.limit)
@@ -195,16 +196,16 @@ def run_budget(argv: Sequence[str] | None, args: argparse.Namespace, sizes: Size
     return 0
 
 
-def check_model(args: argparse.Namespace) -> None:
-    """Checks that there is one model, which is known, and a budget or a GPU.
+def check_model(args: argparse.Namespace) -> Sizes:
+    """Checks that there is one model, and a budget or a GPU. Returns the model's sizes.
 
     Raises:
-        InputError: There is no such model; or an option is missing, or one too many.
+        InputError: The model is not known; or an option is missing, or one too many.
     """
     if (args.model is None) == (args.hf is None):
         raise InputError("give MODEL or --hf DIR, and only one of them")
-    if folder_of(args) is None and args.model not in PRESETS:
-        file_of(args.model)
+    sizes = sizes_from(args.model, args, tp=args.tp, state_dtype=args.state_dtype)
+    assert sizes is not None  # there is a model
     if args.cache_gb is not None:
         if args.gpu_gb is not None:
             raise InputError("--cache-gb: does not go with --gpu-gb")
@@ -218,17 +219,16 @@ def check_model(args: argparse.Namespace) -> None:
         or (args.hf is None and args.model not in PRESETS)
     ):
         raise InputError("give --cache-gb, or --gpu-gb alone (with --hf or a preset) to learn which")
+    return sizes
 
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     """Runs the command."""
     args = make_parser().parse_args(argv)
     options.check_output(args)
-    check_model(args)
+    sizes = check_model(args)
     if args.cache_gb is None:
         return run_fits(argv, args)
-    sizes = sizes_from(args.model, args, tp=args.tp, state_dtype=args.state_dtype)
-    assert sizes is not None  # there is a model
     with terminal.as_input_errors(ValueError):
         sizes.check_blocks(args.block_size_tokens)
     return run_budget(argv, args, sizes, interrupt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,6 @@ from megatron_hybrid_prefix.lab.traces import Trace
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 
 RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
-_MOST_GIB = 10**6  # of a GPU
 WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
 
 
@@ -26,8 +24,7 @@ class Usage:
     Attributes:
         block_tokens: Tokens per KV block.
         conversation_tokens: Tokens of a conversation that is kept.
-        max_requests: Most running requests, each of a conversation that is kept. Each has a state beside the checkpoint; with drafts
-            theirs are reserved.
+        max_requests: Most running requests, each of a conversation that is kept. Their states are reserved only with drafts.
         drafts: Draft tokens of speculative decoding.
         host_bytes: Bytes of the host tier.
     """
@@ -92,9 +89,8 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
     conversation_blocks = ceil_div(usage.conversation_tokens, usage.block_tokens)
     running = 1 if usage.drafts else usage.max_requests  # drafts: `own_bytes` has the others
     room, kept = layout.total_blocks * layout.page_states, conversation_blocks * layout.page_states + layout.page_blocks
-    conversations = room // (kept + layout.page_blocks)  # all of them run
-    if conversations > running:
-        conversations = (room - running * layout.page_blocks) // kept
+    all_run = min(running, room // (kept + layout.page_blocks))
+    conversations = max(all_run, (room - running * layout.page_blocks) // kept)
     return Plan(
         layout=layout,
         block_padding_bytes=layout.block_bytes - block_bytes,
@@ -107,19 +103,12 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
     )
 
 
-def least_cache_gb(sizes: Sizes, usage: Usage, conversations: int, *, mamba_bytes: int | None = None) -> float | None:
-    """The smallest ``--cache-gb``, with two digits, that keeps so many conversations; None: none that a machine has does."""
-
-    def kept(hundredths: int) -> int:
-        try:
-            cache_bytes = int(hundredths / 100 * GIB)  # as of the option
-            return plan_budget(sizes, usage, cache_bytes=cache_bytes, mamba_bytes=mamba_bytes).conversations
-        except ValueError:
-            return 0
-
-    tried = range(_MOST_GIB * 100)
-    found = bisect_left(tried, conversations, key=kept)
-    return found / 100 if found < len(tried) else None
+def least_cache_gb(plan: Plan, usage: Usage, conversations: int) -> float:
+    """The smallest ``--cache-gb``, with two digits, that keeps so many conversations."""
+    layout, running = plan.layout, 1 if usage.drafts else min(conversations, usage.max_requests)
+    blocks = conversations * ceil_div(usage.conversation_tokens, usage.block_tokens)
+    blocks += ceil_div((conversations + running) * layout.page_blocks, layout.page_states)
+    return ceil_div(100 * (plan.own_bytes + (blocks + 1) * layout.block_bytes), GIB) / 100
 
 
 def expected_reuse(

@@ -124,7 +124,10 @@ def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Size
     with as_input_errors(ValueError):
         if model in PRESETS:
             return sizes_of_config(model, PRESETS[model], tp=tp, state_dtype=state_dtype)
-        path = file_of(model)
+        path = Path(model)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise InputError(f"{model}: neither a file nor a preset; presets: {', '.join(PRESETS)}")
         data = _read(path)
         if "model_type" in data:
             return sizes_of_config(str(path), dimensions_of(data, str(path)), tp=tp, state_dtype=state_dtype)
@@ -132,15 +135,6 @@ def sizes_of(model: str, *, tp: int = 1, state_dtype: str | None = None) -> Size
         given = Given({str(key).lstrip("-").replace("-", "_"): value for key, value in data.items()}, str(path))
         vocabulary = given.whole("padded_vocab_size", "vocab_size", default=0) or None
         return Sizes(name=str(path), config=_of_megatron(given), tp=tp, state_dtype=state_dtype, vocabulary=vocabulary)
-
-
-def file_of(model: str) -> Path:
-    """The file that describes a model that is no preset. Raises InputError: there is none."""
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise InputError(f"{model}: neither a file nor a preset; presets: {', '.join(PRESETS)}")
-    return path
 
 
 def sizes_of_config(name: str, config: HybridModelConfig, *, tp: int = 1, state_dtype: str | None = None) -> Sizes:

@@ -39,7 +39,6 @@ def print_plan(
         ("KV blocks, if there were no states", f"{layout.total_blocks:,}"),
         ("most cached states", f"{plan.cached_states:,}"),
         (f"conversations of {usage.conversation_tokens:,} tokens with a checkpoint each", f"{plan.conversations:,}"),
-        ("... of which so many run at once", f"{min(plan.conversations, usage.max_requests):,}"),
     ]
     if usage.host_bytes:
         rows += [

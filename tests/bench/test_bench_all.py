@@ -14,8 +14,6 @@ from megatron_hybrid_prefix.bench import charts, suite
 from megatron_hybrid_prefix.bench import report as bench_report
 from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
 from megatron_hybrid_prefix.cli import bench
-from megatron_hybrid_prefix.console.terminal import Interrupt
-from tests.harness.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -239,7 +237,7 @@ def test_results_so_far_are_kept_after_ctrl_c(
         "herd": fake_run("completed", **versions),
         "samples": fake_run("interrupted", **(versions if in_part else {})),
     }
-    monkeypatch.setattr(suite, "run_one", lambda name, *_: runs[name])
+    monkeypatch.setattr(suite, "run_one", lambda name, args: runs[name])
     path = tmp_path / "bench.json"
     assert bench.main(["all", "--scenarios", "herd,samples,no_reuse", "--json", str(path)]) == 130
     data = json.loads(path.read_text())
@@ -280,7 +278,7 @@ open(sys.argv[-1], "w").write(json.dumps({"options": {}, "engines": {}, "hardwar
 
 @pytest.mark.parametrize(("status", "code"), [("completed", 0), ("crashed", 1), ("failed", 1)])
 def test_exit_codes(status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, "run_one", lambda name, *_: fake_run(status, None if status == "completed" else "x"))
+    monkeypatch.setattr(suite, "run_one", lambda name, args: fake_run(status, None if status == "completed" else "x"))
     assert bench.main(["all", "--scenarios", "herd", "--json", str(tmp_path / "b.json")]) == code
 
 
@@ -303,15 +301,5 @@ def test_how_a_process_ended(
     fake = tmp_path / "bench.py"
     fake.write_text(script.replace("{write}", write))
     monkeypatch.setattr(suite, "BENCH", (sys.executable, str(fake)))
-    found = suite.run_one("herd", options(), Interrupt())
+    found = suite.run_one("herd", options())
     assert (found["status"], found["error"]) == (status, error)
-
-
-def test_a_signal_to_this_process_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a job's manager, which tells only this process to end."""
-    fake, interrupt = tmp_path / "bench.py", Interrupt()
-    fake.write_text(f"import time; time.sleep({HANG_S})")
-    monkeypatch.setattr(suite, "BENCH", (sys.executable, str(fake)))
-    interrupt.requested = True
-    found = suite.run_one("herd", options(), interrupt)
-    assert (found["status"], found["error"], found["result"]) == ("interrupted", None, {})

@@ -113,7 +113,7 @@ def test_the_budget_of_a_folder(tmp_path, capsys):
         (["tiny", "--hf", "x", "--gpu-gb", "1"], "give MODEL or --hf DIR"),
         (["tiny"], "give --cache-gb, or --gpu-gb alone"),
         (["tiny", "--mamba-gb", "1", "--gpu-gb", "1"], "or --gpu-gb alone"),
-        (["pyproject.toml", "--gpu-gb", "1"], "with --hf or a preset"),
+        (["tests/models/hf_configs/nemotron_h_old.json", "--gpu-gb", "1"], "with --hf or a preset"),
         (["nosuch"], "nosuch: neither a file nor a preset"),
         (["--hf", "nosuch"], "--hf: there is no folder nosuch"),
         (["--hf", "nvidia/Nemo-8B", "--gpu-gb", "80"], "hf download nvidia/Nemo-8B"),

@@ -255,7 +255,7 @@ def test_the_smallest_budget_that_keeps_so_many(tmp_path, trace_file, more):
 
 def test_checkpoints_that_no_budget_keeps(tmp_path):
     found = plan(tmp_path, "--cache-gb", 20, "--conversations", 100, "--mamba-gb", 1)
-    assert found["advice"] == "no --cache-gb keeps 100 conversations of 8,192 tokens"
+    assert found["advice"] == "with --mamba-gb 1 no --cache-gb keeps 100 conversations of 8,192 tokens"
 
 
 def test_what_a_budget_holds_of_qwen3_next(tmp_path, capsys):

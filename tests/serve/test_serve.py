@@ -851,7 +851,7 @@ def test_the_command(tmp_path):
         assert process.returncode == 0, errors
         *replies, told = sorted(errors.splitlines(), key=lambda line: " WARNING " in line)
         assert [" INFO " in line for line in replies] == [True] * 3, errors  # the three requests
-        assert told.endswith(" WARNING - SIGINT: no new requests; open ones have 0 s"), errors
+        assert told.endswith(" WARNING - SIGTERM or Ctrl-C: no new requests; open ones have 0 s"), errors
     finally:
         process.kill()
         process.wait()
