@@ -48,9 +48,8 @@ def say(logger: logging.Logger, line: str, *, on_each_rank: bool = False) -> Non
 def python_path(present: str) -> str:
     """``PYTHONPATH`` with the folder of ``sitecustomize.py`` first and that of the package last, each once.
 
-    Last, as there may be other packages beside it. It is left out where it is one of this Python's own folders for packages: this
-    Python has it already, and another one must not get all that is in there. It is left out of a clone, too: what is put behind it
-    later would find ``examples`` and ``tests`` of the clone first. ``sitecustomize.py`` finds the package there.
+    It is left out where it is one of this Python's own folders for packages: this Python has it already, and another one must not get
+    all that is in there. So is a clone, whose ``examples`` and ``tests`` would hide others; ``sitecustomize.py`` finds the package there.
 
     Args:
         present: The value of the variable now; may be empty.

@@ -197,11 +197,7 @@ def run_budget(argv: Sequence[str] | None, args: argparse.Namespace, sizes: Size
 
 
 def check_model(args: argparse.Namespace) -> Sizes:
-    """Checks that there is one model, and a budget or a GPU. Returns the model's sizes.
-
-    Raises:
-        InputError: The model is not known; or an option is missing, or one too many.
-    """
+    """Checks that there is one model, and a budget or a GPU, and returns its sizes. Raises InputError if not."""
     if (args.model is None) == (args.hf is None):
         raise InputError("give MODEL or --hf DIR, and only one of them")
     sizes = sizes_from(args.model, args, tp=args.tp, state_dtype=args.state_dtype)

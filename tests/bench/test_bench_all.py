@@ -232,11 +232,8 @@ def fake_run(status: str, error: str | None = None, **result: Any) -> dict[str, 
 def test_results_so_far_are_kept_after_ctrl_c(
     in_part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    versions = {"versions": {"python": "3.12"}}
-    runs = {
-        "herd": fake_run("completed", **versions),
-        "samples": fake_run("interrupted", **(versions if in_part else {})),
-    }
+    found, part = fake_run("completed", versions={"python": "3.12"}), {"workload": "x"} if in_part else {}
+    runs = {"herd": found, "samples": fake_run("interrupted", **part)}
     monkeypatch.setattr(suite, "run_one", lambda name, args: runs[name])
     path = tmp_path / "bench.json"
     assert bench.main(["all", "--scenarios", "herd,samples,no_reuse", "--json", str(path)]) == 130

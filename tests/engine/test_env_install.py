@@ -172,13 +172,10 @@ def test_a_spawned_actor(tmp_path):
     assert "PlatformError: HYBRID_PREFIX_INSTALL=1: HYBRID_PREFIX_CONFIG: not JSON: Extra data" in result.stderr
 
 
-def test_a_process_that_is_started_later_does_not_repeat_the_line(tmp_path):
+def test_a_process_that_is_started_later_does_not_repeat_the_line():
     """Megatron's coordinator is such a process."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import subprocess, sys\nimport megatron.core\nif sys.argv[1:]:\n    subprocess.check_call([sys.executable, __file__])\n"
-    )
-    result = run(sys.executable, script, "parent", HYBRID_PREFIX_INSTALL="1")
+    later = "import subprocess, sys; subprocess.check_call([sys.executable, '-c', 'import megatron.core'])"
+    result = run(sys.executable, "-c", f"import megatron.core; {later}", HYBRID_PREFIX_INSTALL="1")
     assert result.returncode == 0, result.stderr[-4000:]
     (line,) = lines(result.stderr)
     assert line.startswith(f"{LINE}prefix cache ")
