@@ -9,11 +9,11 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
+from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.entrypoints import build as entrypoint
 from megatron_hybrid_prefix.models import HybridModelConfig, build, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.upstream import mixer
 from megatron_hybrid_prefix.upstream.capabilities import form_of
-from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext
 
 BITS = {"mamba_gb": 0.1, "exact": "bits"}
 WHOLE_CHUNKS = "^block_size_tokens=96: layers of kind gated_delta_net need a multiple of 64$"
@@ -65,7 +65,7 @@ def test_an_engine(request, name, prefix, fields, said):
 
 def test_more_memory_than_there_is(tiny, monkeypatch):
     """Before megatron lists its blocks, which takes longer than anybody waits."""
-    monkeypatch.setattr(DynamicInferenceContext, "__init__", lambda *_, **__: pytest.fail("megatron's constructor"))
+    monkeypatch.setattr(SlotContext, "__init__", lambda *_, **__: pytest.fail("megatron is told"))
     with pytest.raises(MemoryError, match=r"^cache_gb=1000000\.0: cannot allocate it: there are [0-9.e+]+ GiB in all$"):
         build_engine(tiny, HybridPrefixConfig(cache_gb=1e6))
 
