@@ -701,10 +701,9 @@ def test_a_signal_leaves_what_was_measured(
         return repeat(self, *args)
 
     monkeypatch.setattr(SCENARIOS["no_reuse"], "repeat", stopped)
-    try:
-        assert bench.main(["no_reuse", *map(str, SMALL["no_reuse"]), "--repeats", "3", "--json", str(path)]) == 130
-    finally:
-        signal.signal(number, before)
+    code = bench.main(["no_reuse", *map(str, SMALL["no_reuse"]), "--repeats", "3", "--json", str(path)])
+    signal.signal(number, before)
+    assert code == 130
     assert capsys.readouterr().err == f"interrupted: what was measured is in {path}\n"
     data = json.loads(path.read_text())
     ends = {(engine["status"], engine["error"]) for engine in data["engines"].values()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,8 +245,9 @@ def test_what_runs_has_a_state_more(tmp_path):
 def test_the_smallest_budget_that_keeps_so_many(tmp_path, trace_file, more):
     wanted = ["--conversations", 100, "--conversation-tokens", 4000, *more]
     said = plan(tmp_path, "--cache-gb", 20, *wanted)["advice"]
-    least = re.fullmatch(r"--cache-gb ([0-9.]+) is the smallest that keeps 100 conversations of 4,000 tokens", said)
-    kept = [plan(tmp_path, "--cache-gb", float(least[1]) + off, *wanted)["conversations"] for off in (-0.01, 0)]
+    least = float(said.split()[1])
+    assert said == f"--cache-gb {least:g} is the smallest that keeps 100 conversations of 4,000 tokens"
+    kept = [plan(tmp_path, "--cache-gb", least + off, *wanted)["conversations"] for off in (-0.01, 0)]
     assert kept[0] < 100 <= kept[1]
     found = plan(tmp_path, "--cache-gb", 20, *wanted, "--trace", trace_file, "--limit", 20)
     assert found["advice"].startswith(f"{said}; ")
