@@ -48,8 +48,8 @@ def say(logger: logging.Logger, line: str, *, on_each_rank: bool = False) -> Non
 def python_path(present: str) -> str:
     """``PYTHONPATH`` with the folder of ``sitecustomize.py`` first and that of the package last, each once.
 
-    Last, as a clone has other packages, too (``tests``). It is left out where it is one of this Python's own folders for packages: this
-    Python has it already, and another one must not get all that is in there.
+    It is left out where it is one of this Python's own folders for packages: this Python has it already, and another one must not get
+    all that is in there. So is a clone, whose ``examples`` and ``tests`` would hide others; ``sitecustomize.py`` finds the package there.
 
     Args:
         present: The value of the variable now; may be empty.
@@ -58,7 +58,8 @@ def python_path(present: str) -> str:
         ValueError: The path of a folder cannot be in such a list.
     """
     first, last = [str(PACKAGE / "startup")], [str(PACKAGE.parent)]
-    if last[0] in map(os.path.realpath, [*site.getsitepackages(), site.getusersitepackages()]):
+    clone = (PACKAGE.parent / "pyproject.toml").is_file()
+    if clone or last[0] in map(os.path.realpath, [*site.getsitepackages(), site.getusersitepackages()]):
         last = []
     for folder in (*first, *last):
         if os.pathsep in folder:

@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.console.engine_options import (
 )
 from megatron_hybrid_prefix.console.hf import build_model
 from megatron_hybrid_prefix.console.running import free_for_engines, hardware, stop_requested, versions
-from megatron_hybrid_prefix.console.terminal import InputError, Interrupt
+from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped
 
 
 class Bench:
@@ -52,7 +52,7 @@ class Bench:
         return stop_requested(self.platform, self._interrupt)
 
     def run(self) -> None:
-        """Runs all rounds, and keeps the figures."""
+        """Runs all rounds, and keeps the figures; after Ctrl-C those of the rounds that were complete."""
         if terminal.is_main_rank():
             self.plain_metrics, self.plain_samples = self.scenario.without_engine(self.args.repeats)
         built = contestants(
@@ -67,12 +67,17 @@ class Bench:
         with built as every:
             self._check_fits(every)
             rooms = {contestant.name: contestant.room() for contestant in every if contestant.engine is not None}
+            status, error = "completed", None
             with terminal.progress(["rounds"], 1 + self.args.repeats) as done:
-                self._rounds(every, lambda count: done("rounds", count))
+                try:
+                    self._rounds(every, lambda count: done("rounds", count))
+                except Stopped:
+                    rounds = max(map(len, self.samples.values()))
+                    status, error = "interrupted", f"after {rounds} of {self.args.repeats} rounds"
             for contestant in every:
                 self.engines[contestant.name] = {
-                    "status": "completed" if contestant.crash is None else "crashed",
-                    "error": contestant.crash,
+                    "status": status if contestant.crash is None else "crashed",
+                    "error": error if contestant.crash is None else contestant.crash,
                     "traceback": contestant.trace,
                     "budget": budget_of(contestant.fields),
                     **rooms.get(contestant.name, {}),
@@ -172,7 +177,7 @@ def print_report(console: Console, bench: Bench, report: dict[str, Any]) -> None
     console.print(side_by_side("engines side by side", report["metrics"]))
     for name, engine in bench.engines.items():
         room = f": {_room(engine)}" if "kv_blocks" in engine else ""
-        crash = f" crashed: {engine['error']}" if engine["status"] == "crashed" else ""
+        crash = f" {engine['status']}: {engine['error']}" if engine["error"] else ""
         line = f"engine {name}{room}{';' if room and crash else ''}{crash}"
         console.print(terminal.printable(line), markup=False, soft_wrap=True)
 

@@ -95,18 +95,20 @@ def run_all(args: argparse.Namespace, command: str, interrupt: Interrupt) -> int
     data: dict[str, Any] = {"kind": KIND, "command": command, "quick": args.quick, "scenarios": {}}
     if args.gpus > 1:
         data["gpus"] = args.gpus
+    stopped = False
     for name, found in run_scenarios(names, args, interrupt):
-        if found["status"] == "interrupted" or interrupt.requested:
-            print(
-                f"interrupted: {len(data['scenarios'])} of {len(names)} scenarios are in {args.json}", file=sys.stderr
-            )
-            return 130
+        stopped = stopped or found["status"] == "interrupted" or interrupt.requested
+        if found["status"] == "interrupted" and not found.get("result"):
+            continue
         data["scenarios"][name] = found
         data["scenarios"] = {known: data["scenarios"][known] for known in names if known in data["scenarios"]}
         for key in COMMON:
             if key in found["result"]:
                 data.setdefault(key, found["result"][key])
         terminal.write_json(args.json, data)
+    if stopped:
+        print(f"interrupted: {len(data['scenarios'])} of {len(names)} scenarios are in {args.json}", file=sys.stderr)
+        return 130
     print(f"wrote {args.json}")
     if args.report is not None:
         print(f"wrote {write_report(data, args.report)}")
@@ -123,7 +125,10 @@ def run_scenarios(
     if args.gpus == 1:
         for number, name in enumerate(names, 1):
             print(f"--- {number} of {len(names)}: {name}", flush=True)
-            yield name, run_one(name, args)
+            found = run_one(name, args)
+            yield name, found
+            if found["status"] == "interrupted" or interrupt.requested:
+                return
         return
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     free: SimpleQueue[str] = SimpleQueue()

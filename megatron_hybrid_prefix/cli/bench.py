@@ -25,12 +25,14 @@ reported as crashed, and the others continue; but a lack of memory ends the benc
 
 An engine may have settings of its own: layer or block (what a CUDA graph captures), bf16 or fp32 (states), async.
 
-exit code: 0; 1 if an engine other than "upstream" crashed; 2 for bad input; 130 after Ctrl-C.
+exit code: 0; 1 if an engine other than "upstream" crashed; 2 for bad input; 130 after Ctrl-C or SIGTERM: --json then has the
+rounds that were complete.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,17 +151,20 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     if args.scenario == "report":
         return run_report(args)
     names, scenario, config = complete(args)
+    interrupt.listen(signal.SIGTERM)
     with running.started_platform(args) as platform:
         console = terminal.output_console()
         console.print(platform.describe(), markup=False, soft_wrap=True)
         bench = Bench(args, names, scenario, config, platform, interrupt)
         bench.run()
-        if bench.should_stop():
-            raise Stopped
-        if terminal.is_main_rank():
+        stopped = bench.should_stop()
+        measured = any(bench.samples.values()) or bench.plain_samples
+        if terminal.is_main_rank() and (measured or not stopped):
             report = as_json(bench, command)
             print_report(console, bench, report)
             terminal.save_json(console, args.json, report)
+        if stopped:
+            raise Stopped(f"what was measured is in {args.json}" if measured and args.json else "")
     return EXIT_CRASHED if {options.kind_of(name) for name in crashed_engines(bench)} - {options.UPSTREAM} else 0
 
 

@@ -1,7 +1,8 @@
 """Generate with a hybrid model, on one or more caching engines side by side.
 
 The input is prompts, a conversation or recorded sessions. The output is a table: how many prompt tokens of each request
-were computed, how many were reused, and how long it took. With several engines (--compare) their answers are compared.
+were computed, how many were reused, and how long it took. The prefix cache is on (--compare off: without). With several
+engines (--compare) their answers are compared.
 
 examples:
     hybrid-prefix generate "Hello" --preset tiny
@@ -55,11 +56,11 @@ def make_parser() -> ArgumentParser:
     prompts.add_prompt_options(parser)
     group = parser.add_argument_group("model")
     options.add_options(group, *options.MODEL_OPTIONS, "--load", *options.TEXT_OPTIONS)
-    group = options.add_several_engines(parser, "--compare", "off")
+    group = options.add_several_engines(parser, "--compare", "ours")
     text = "send prompts one by one or all at once (default: batch; conversations and sessions: sequential)"
     group.add_argument("--concurrency", choices=("sequential", "batch"), help=text)
     options.add_options(group, "--max-sequence-length", "--num-speculative-tokens")
-    parser.set_defaults(compare="off")
+    parser.set_defaults(compare="ours")
     prompts.add_sampling_options(parser)
     options.add_options(parser, "--json", title="output")
     return parser
@@ -205,7 +206,9 @@ def run_on(
     """Builds the model, runs the engines, prints and writes the report."""
     console = terminal.output_console()
     console.print(platform.describe(), markup=False, soft_wrap=True)
-    running.budgets_of(args, platform)  # before weights are read
+    budgets = running.budgets_of(args, platform)  # before weights are read
+    if names == ["ours"]:
+        console.print(f"the prefix cache has {budgets.cache_gb:g} GiB (--cache-gb); to go without it: --compare off")
     model = build_model(args, config, platform)
     runner = Runner(model, tokenizer, platform, interrupt)
     if runner.should_stop():

@@ -9,12 +9,12 @@ examples:
 MODEL is a preset, a YAML or JSON file of Megatron arguments, or a Hugging Face config.json (or its folder). Budgets are
 in GiB per rank.
 
---gpu-gb with --hf or a preset: what fits GPUs of this size at each tensor-parallel size, and which budget to give. A
-conversation that is kept has its KV and a checkpoint. 10 % of a GPU stay free for activations. A folder needs config.json
-only.
+--gpu-gb with --hf or a preset: what fits GPUs of this size at each tensor-parallel size, and the smallest one that keeps
+--conversations. One that is kept has its KV and a checkpoint, and a state more while it runs. 10 % of a GPU stay free for
+activations. A folder needs config.json only.
 
 --cache-gb: the budget that KV, checkpoints and states of running requests share. --mamba-gb limits the checkpoints in it.
---host-gb adds a host tier.
+--host-gb adds a host tier. With --conversations the smallest budget that keeps them is named.
 
 --prefill-tokens-per-s: from how many tokens on it is faster to load a prefix from a shared tier (--shared of serve) than
 to compute it, by what the disk or the network gives each rank. It is the value for min_tokens in the URL.
@@ -40,7 +40,7 @@ from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.hf import folder_of
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
-from megatron_hybrid_prefix.lab.budget import Usage, advice, expected_reuse, plan_budget
+from megatron_hybrid_prefix.lab.budget import Usage, advice, expected_reuse, least_cache_gb, plan_budget
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
 from megatron_hybrid_prefix.lab.fit import GB, break_even, break_even_rows, fits, parameter_count
 from megatron_hybrid_prefix.lab.memory import GIB, Memory, bytes_of, floor_gib
@@ -75,6 +75,8 @@ def make_parser() -> ArgumentParser:
     add("--gpu-gb", type=options.positive_float, metavar="X", help=text)
     text = "tokens of a conversation that is kept, for --gpu-gb and --cache-gb (default: %(default)s)"
     add("--conversation-tokens", type=options.positive_int, default=8192, metavar="N", help=text)
+    text = "conversations that must be kept (default: with --gpu-gb as many as --max-requests)"
+    add("--conversations", type=options.positive_int, metavar="N", help=text)
     add = parser.add_argument_group("a shared folder").add_argument
     text = "prompt tokens that the model computes per second: those of a long prompt over the time to its first token; "
     text += "not with --gpu-gb"
@@ -113,12 +115,14 @@ def run_fits(argv: Sequence[str] | None, args: argparse.Namespace) -> int:
     parameters = parameter_count(config)
     console = terminal.output_console()
     title = f"{terminal.printable(name)}, {parameters / 1e9:.3g} B parameters, {config.dtype}"
-    print_fits(console, found, title, conversation_tokens)
-    smallest = next((fit for fit in found if fit.plan is not None), None)
-    if smallest is None or smallest.plan is None:
+    print_fits(console, found, title, usage)
+    wanted = args.conversations or args.max_requests
+    kept = {fit.tp: 0 if fit.plan is None else fit.plan.conversations for fit in found}
+    smallest = next((fit for fit in found if kept[fit.tp] >= wanted), None)
+    if smallest is None:
         text = (
-            f"no GPU of {args.gpu_gb:g} GB holds 1/{max((fit.tp for fit in found), default=1)} of this model and one "
-            f"conversation of {conversation_tokens:,} tokens"
+            f"no GPU of {args.gpu_gb:g} GB holds 1/{max(kept, default=1)} of this model and {wanted:,} conversations of "
+            f"{conversation_tokens:,} tokens, at most {max(kept.values(), default=0):,}: lower --conversations"
         )
     else:
         text = "hybrid-prefix"
@@ -146,6 +150,11 @@ def run_budget(argv: Sequence[str] | None, args: argparse.Namespace, sizes: Size
     if 0 < usage.host_bytes < least_bytes:
         raise InputError(f"--host-gb {args.host_gb:g}: a state and a KV block take {least_bytes / GIB:.4f} GiB")
     reuse, text = None, "add --trace to learn which budget to raise first"
+    if args.conversations is not None:
+        named = f"--cache-gb {least_cache_gb(plan, usage, args.conversations):g} is the smallest that keeps"
+        if mamba_bytes is not None and mamba_bytes // sizes.state_bytes < args.conversations:
+            named = f"with --mamba-gb {args.mamba_gb:g} no --cache-gb keeps"
+        text = f"{named} {args.conversations:,} conversations of {usage.conversation_tokens:,} tokens"
     if args.trace:
         trace = read_trace(args.trace, limit=args.limit)
         memory = Memory(
@@ -162,7 +171,7 @@ def run_budget(argv: Sequence[str] | None, args: argparse.Namespace, sizes: Size
                 eviction=args.eviction,
                 on_request=lambda done: interrupt.check(),
             )
-        text = advice(reuse)
+        text = advice(reuse) if args.conversations is None else f"{text}; {advice(reuse)}"
     pays = break_even(sizes.kv_token_bytes, sizes.state_bytes, args.prefill_tokens_per_s)
     console = terminal.output_console()
     print_plan(console, sizes, plan, usage, more_rows=break_even_rows(pays), reuse=reuse)
@@ -187,14 +196,12 @@ def run_budget(argv: Sequence[str] | None, args: argparse.Namespace, sizes: Size
     return 0
 
 
-def check_model(args: argparse.Namespace) -> None:
-    """Checks that there is one model, and a budget or a GPU.
-
-    Raises:
-        InputError: An option is missing, or one too many.
-    """
+def check_model(args: argparse.Namespace) -> Sizes:
+    """Checks that there is one model, and a budget or a GPU, and returns its sizes. Raises InputError if not."""
     if (args.model is None) == (args.hf is None):
         raise InputError("give MODEL or --hf DIR, and only one of them")
+    sizes = sizes_from(args.model, args, tp=args.tp, state_dtype=args.state_dtype)
+    assert sizes is not None  # there is a model
     if args.cache_gb is not None:
         if args.gpu_gb is not None:
             raise InputError("--cache-gb: does not go with --gpu-gb")
@@ -208,17 +215,16 @@ def check_model(args: argparse.Namespace) -> None:
         or (args.hf is None and args.model not in PRESETS)
     ):
         raise InputError("give --cache-gb, or --gpu-gb alone (with --hf or a preset) to learn which")
+    return sizes
 
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     """Runs the command."""
     args = make_parser().parse_args(argv)
     options.check_output(args)
-    check_model(args)
+    sizes = check_model(args)
     if args.cache_gb is None:
         return run_fits(argv, args)
-    sizes = sizes_from(args.model, args, tp=args.tp, state_dtype=args.state_dtype)
-    assert sizes is not None  # there is a model
     with terminal.as_input_errors(ValueError):
         sizes.check_blocks(args.block_size_tokens)
     return run_budget(argv, args, sizes, interrupt)

@@ -54,7 +54,7 @@ class MemoryShortageError(InputError):
 
 
 class Stopped(Exception):
-    """Ctrl-C was pressed. Raised on all ranks at the same step; exit code 130."""
+    """Ctrl-C was pressed. Raised on all ranks at the same step; exit code 130. Its text: what was written, if anything was."""
 
 
 def is_main_rank() -> bool:
@@ -92,17 +92,22 @@ class Interrupt:
     def __init__(self) -> None:
         self.requested = False
         self._since_s = 0.0
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+        self.listen(signal.SIGINT)
         return self
 
     def __exit__(self, *_: object) -> None:
         # After a Ctrl-C keep the handler: a second one must not raise during the interpreter's shutdown.
-        if self._previous is not None and not self.requested:
-            signal.signal(signal.SIGINT, self._previous)
+        if not self.requested:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+
+    def listen(self, number: int) -> None:
+        """This signal sets ``requested``, too: for a verb that asks often, and has something to write before it ends."""
+        if threading.current_thread() is threading.main_thread():
+            self._previous[number] = signal.signal(number, self._handle)
 
     def check(self) -> None:
         """Raises `Stopped` after Ctrl-C."""
@@ -113,7 +118,7 @@ class Interrupt:
         now_s = time.monotonic()
         if not self.requested:
             self.requested, self._since_s = True, now_s
-        elif now_s - self._since_s > _SAME_SIGINT_S:
+        elif signum == signal.SIGINT and now_s - self._since_s > _SAME_SIGINT_S:
             os._exit(EXIT_INTERRUPTED)
 
 
@@ -128,9 +133,9 @@ def as_main(run: Callable[[Sequence[str] | None, Interrupt], int | None]) -> Cal
         with Interrupt() as interrupt:
             try:
                 return run(argv, interrupt) or 0
-            except Stopped:
+            except Stopped as stopped:
                 if is_main_rank():
-                    print("interrupted: nothing was written", file=sys.stderr, flush=True)
+                    print(f"interrupted: {str(stopped) or 'nothing was written'}", file=sys.stderr, flush=True)
                 return EXIT_INTERRUPTED
             except Exception as error:
                 problem = _problem_of(error)

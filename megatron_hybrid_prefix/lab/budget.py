@@ -24,7 +24,7 @@ class Usage:
     Attributes:
         block_tokens: Tokens per KV block.
         conversation_tokens: Tokens of a conversation that is kept.
-        max_requests: Most running requests. Their states are reserved only with drafts.
+        max_requests: Most running requests, each of a conversation that is kept. Their states are reserved only with drafts.
         drafts: Draft tokens of speculative decoding.
         host_bytes: Bytes of the host tier.
     """
@@ -38,14 +38,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a budget holds. A conversation that is kept has its KV and a checkpoint.
+    """What a budget holds. A conversation that is kept has its KV and a checkpoint, and a state more while it runs.
 
     Attributes:
         layout: Pages and blocks, as the engine has them.
         block_padding_bytes: Bytes of padding behind each KV block, so that a state fills its page better.
         own_bytes: Bytes that the engine keeps for itself: a state, or with drafts those of all running requests.
         cached_states: Most states that are cached.
-        conversations: Conversations that are kept.
+        conversations: Conversations that are kept while as many of them run as may.
         host_states: States that the host tier holds, if it holds no KV.
         host_conversations: Conversations that the host tier keeps.
     """
@@ -87,8 +87,10 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
     if mamba_bytes is not None:
         cached_states = min(cached_states, mamba_bytes // sizes.state_bytes)
     conversation_blocks = ceil_div(usage.conversation_tokens, usage.block_tokens)
-    left_blocks = layout.total_blocks - layout.page_blocks  # a page is a running request's
-    conversations = left_blocks * layout.page_states // (conversation_blocks * layout.page_states + layout.page_blocks)
+    running = 1 if usage.drafts else usage.max_requests  # drafts: `own_bytes` has the others
+    room, kept = layout.total_blocks * layout.page_states, conversation_blocks * layout.page_states + layout.page_blocks
+    all_run = min(running, room // (kept + layout.page_blocks))
+    conversations = max(all_run, (room - running * layout.page_blocks) // kept)
     return Plan(
         layout=layout,
         block_padding_bytes=layout.block_bytes - block_bytes,
@@ -99,6 +101,14 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
         host_states=usage.host_bytes // sizes.state_bytes,
         host_conversations=usage.host_bytes // (conversation_blocks * block_bytes + sizes.state_bytes),
     )
+
+
+def least_cache_gb(plan: Plan, usage: Usage, conversations: int) -> float:
+    """The smallest ``--cache-gb``, with two digits, that keeps so many conversations."""
+    layout, running = plan.layout, 1 if usage.drafts else min(conversations, usage.max_requests)
+    blocks = conversations * ceil_div(usage.conversation_tokens, usage.block_tokens)
+    blocks += ceil_div((conversations + running) * layout.page_blocks, layout.page_states)
+    return ceil_div(100 * (plan.own_bytes + (blocks + 1) * layout.block_bytes), GIB) / 100
 
 
 def expected_reuse(

@@ -73,7 +73,7 @@ def print_plan(
     console.print(table)
 
 
-def print_fits(console: Console, found: Sequence[Fit], title: str, conversation_tokens: int) -> None:
+def print_fits(console: Console, found: Sequence[Fit], title: str, usage: Usage) -> None:
     """Prints what GPUs hold at each tensor-parallel size."""
     table = table_of(title, "--tp", "weights", "left", "budget", "keeps")
     for fit in found:
@@ -85,5 +85,7 @@ def print_fits(console: Console, found: Sequence[Fit], title: str, conversation_
         table.add_row(*cells)
     console.print(table)
     console.print(
-        f"of each GPU; keeps: conversations of {conversation_tokens:,} tokens, with a checkpoint each", soft_wrap=True
+        f"of each GPU; keeps: conversations of {usage.conversation_tokens:,} tokens, with a checkpoint each; at most "
+        f"{usage.max_requests:,} of them run",
+        soft_wrap=True,
     )

@@ -18,6 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_hybrid_prefix.models.weights import warn_not_finite
+
 DIMENSIONS_FILE = "hybrid_model.json"
 # These do not affect the weights: a checkpoint may be loaded into a model that differs in them.
 _NOT_COMPARED = ("max_sequence_length", "chunk_size", "dtype", "float32_norms", "state_dtype", "long_memory")
@@ -106,6 +108,7 @@ def load_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
             raise ValueError(f"the checkpoint at {path} cannot be loaded: {_one_line(error)}") from error
         finally:
             invalidate_layers(model)
+        warn_not_finite(model, path)
 
     together(lambda: _check_complete(path))
     together(lambda: _check_dimensions(model, path))

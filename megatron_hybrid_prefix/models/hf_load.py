@@ -23,7 +23,7 @@ from megatron_hybrid_prefix.models.checkpoint import together
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, StoredWeight
 from megatron_hybrid_prefix.models.hf.mapping import Finish
 from megatron_hybrid_prefix.models.hf_weights import Copy, plan_copies
-from megatron_hybrid_prefix.models.weights import parameters_by_global_name
+from megatron_hybrid_prefix.models.weights import parameters_by_global_name, warn_not_finite
 
 CHUNK_BYTES = 16 << 20
 """Bytes of one read, and of one pinned buffer."""
@@ -60,6 +60,7 @@ def load_hf_weights(model: Any, folder: HfFolder, *, on_read: Callable[[int, int
                 if on_read is not None:
                     on_read(read_values, total)
         invalidate_layers(model)
+        warn_not_finite(model, name)
 
     together(load)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -39,6 +40,15 @@ def initialise_weights(model: Any, config: HybridModelConfig, seed: int) -> None
         _draw(name, full, config, generator, components, tp)
         parameter.copy_(shard_for_this_rank(full, name, parameter, config))
     invalidate_layers(model)
+
+
+def warn_not_finite(model: Any, source: object) -> None:
+    """Warn in one line of weights of this rank, read from ``source``, that have NaN or infinity: one reduction of each."""
+    values = [(name, value.detach()) for name, value in parameters_by_global_name(model) if value.is_floating_point()]
+    names = [name for name, value in values if value.numel() and not torch.stack(value.aminmax()).isfinite().all()]
+    if names:
+        said = "%s: NaN or infinity in %d weights, the first is %s"
+        logging.getLogger(__name__).warning(said, source, len(names), names[0])
 
 
 def parameters_by_global_name(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,6 +18,12 @@ def free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def total_bytes() -> int:
+    """Bytes of memory that the current device has in all."""
+    device = torch.device(torch.cuda.current_device())
+    return int(torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total)
+
+
 def host_free_bytes(cgroup: Path = _CGROUP) -> int:
     """Bytes of host memory that are available to this process, in a container within its limit."""
     free: int = psutil.virtual_memory().available

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import time
 from types import FrameType
@@ -58,6 +59,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See upstream. Refuses new requests, and ends the open ones after a while."""
+        if self._told_s is not None:  # not said by the handler, which may interrupt a log line
+            logging.warning("SIGTERM or Ctrl-C: no new requests; open ones have %g s", self._drain_s)
         self._api.refuse_more(self._drain_s)
         ending = asyncio.get_running_loop().call_later(self._drain_s, self._api.end_all)
         try:

@@ -42,6 +42,16 @@ class _MegatronFinder:
         return spec
 
 
+class _PackageFinder:
+    """Finds this package in its clone. On ``PYTHONPATH`` the clone would also give its ``examples`` and ``tests`` to others."""
+
+    clone = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [cls.clone]) if name == "megatron_hybrid_prefix" else None
+
+
 def _is_on() -> bool:
     return os.environ.get("HYBRID_PREFIX_INSTALL", "") not in ("", "0")
 
@@ -71,6 +81,8 @@ def _run_next() -> None:
         spec.loader.exec_module(module)
 
 
+if os.path.isfile(os.path.join(_PackageFinder.clone, "pyproject.toml")):
+    sys.meta_path.insert(0, _PackageFinder)
 if _is_on():
     sys.meta_path.insert(0, _MegatronFinder())
 _run_next()

@@ -68,7 +68,7 @@ def check_contract() -> None:
         )
     if not version.was_run and os.environ.get("RANK", "0") == "0":
         logger.warning(
-            "%s has all %d names that this package needs, but the tests were run with others: %s",
+            "%s has all %d names that this package needs; the tests were run with: %s",
             version,
             len(needed),
             ", ".join(RUN),

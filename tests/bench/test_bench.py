@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import pytest
 from megatron_hybrid_prefix.bench import engines, runner
 from megatron_hybrid_prefix.bench.floor import floor_bytes
 from megatron_hybrid_prefix.bench.forced import forced_answers
+from megatron_hybrid_prefix.bench.report import write_report
+from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
 from megatron_hybrid_prefix.bench.stats import Metric, median, percentile, ratio, rotated, summarise
 from megatron_hybrid_prefix.cli import bench
 from megatron_hybrid_prefix.console.terminal import InputError
@@ -677,11 +680,38 @@ def test_ctrl_c_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = iter(range(1000))
-    monkeypatch.setattr(runner, "stop_requested", lambda platform, interrupt: next(asked) == 15)
+    monkeypatch.setattr(runner, "stop_requested", lambda platform, interrupt: next(asked) >= 15)  # in the warm-up
     argv = ["no_reuse", *map(str, SMALL["no_reuse"]), "--json", str(tmp_path / "result.json")]
     assert bench.main(argv) == 130
     assert capsys.readouterr().err == "interrupted: nothing was written\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_what_was_measured(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the last of three rounds: the two before it are written, and make a report."""
+    repeat, path = SCENARIOS["no_reuse"].repeat, tmp_path / "result.json"
+    before, rounds = signal.getsignal(number), iter(range(9))
+
+    def stopped(self: Any, *args: Any) -> Any:
+        if next(rounds) == 3:  # after the warm-up
+            os.kill(os.getpid(), number)
+        return repeat(self, *args)
+
+    monkeypatch.setattr(SCENARIOS["no_reuse"], "repeat", stopped)
+    code = bench.main(["no_reuse", *map(str, SMALL["no_reuse"]), "--repeats", "3", "--json", str(path)])
+    signal.signal(number, before)
+    assert code == 130
+    assert capsys.readouterr().err == f"interrupted: what was measured is in {path}\n"
+    data = json.loads(path.read_text())
+    ends = {(engine["status"], engine["error"]) for engine in data["engines"].values()}
+    assert ends == {("interrupted", "after 2 of 3 rounds")}
+    assert {len(values) for values in data["metrics"]["wall_s"]["samples"].values()} == {2}
+    found = {"no_reuse": {"status": "interrupted", "error": None, "result": data}}
+    whole = {"quick": True, "command": "", "scenarios": found}
+    assert "Engine ours interrupted: after 2 of 3 rounds" in write_report(whole, tmp_path / "out").read_text()
 
 
 # --- Processes -------------------------------------------------------------------------------------------------------

@@ -228,16 +228,19 @@ def fake_run(status: str, error: str | None = None, **result: Any) -> dict[str, 
     return {"status": status, "error": error, "exit_code": 0, "result": result}
 
 
+@pytest.mark.parametrize("in_part", [True, False])
 def test_results_so_far_are_kept_after_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = {"herd": fake_run("completed", versions={"python": "3.12"}), "samples": fake_run("interrupted")}
+    found, part = fake_run("completed", versions={"python": "3.12"}), {"workload": "x"} if in_part else {}
+    runs = {"herd": found, "samples": fake_run("interrupted", **part)}
     monkeypatch.setattr(suite, "run_one", lambda name, args: runs[name])
     path = tmp_path / "bench.json"
     assert bench.main(["all", "--scenarios", "herd,samples,no_reuse", "--json", str(path)]) == 130
     data = json.loads(path.read_text())
-    assert list(data["scenarios"]) == ["herd"] and data["versions"] == {"python": "3.12"}
-    assert f"interrupted: 1 of 3 scenarios are in {path}" in capsys.readouterr().err
+    kept = ["herd", "samples"][: 1 + in_part]
+    assert list(data["scenarios"]) == kept and data["versions"] == {"python": "3.12"}
+    assert f"interrupted: {len(kept)} of 3 scenarios are in {path}" in capsys.readouterr().err
 
 
 def test_several_at_a_time_have_a_gpu_each(

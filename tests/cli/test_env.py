@@ -7,6 +7,7 @@ import shlex
 import site
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, PACKAGE, config_
 from tests.cli.test_cli import ROOT, run
 from tests.harness.limits import HANG_S
 
-OURS = [str(PACKAGE / "startup"), str(ROOT)]
+STARTUP = str(PACKAGE / "startup")
 
 
 @pytest.fixture
@@ -40,24 +41,35 @@ def exports(monkeypatch, capsys):
 
 
 def test_without_options_there_are_no_settings(exports):
-    assert exports() == {"HYBRID_PREFIX_INSTALL": "1", "PYTHONPATH": ":".join(OURS)}
+    assert exports() == {"HYBRID_PREFIX_INSTALL": "1", "PYTHONPATH": STARTUP}
     assert exports("--optional")["HYBRID_PREFIX_INSTALL"] == "optional"
 
 
-def test_present_folders_stay_and_ours_are_around_them_once(exports):
-    """A clone has other packages than this one, such as tests: those of a trainer come before."""
-    first, last = OURS
-    for path in ("/a:/b c", f"/a:{last}:/b c", ":".join([*OURS, "/a", "/b c"])):
-        assert exports(path=path)["PYTHONPATH"] == ":".join([first, "/a", "/b c", last])
-    assert exports(path="")["PYTHONPATH"] == ":".join(OURS)
-    assert exports(path="/a:")["PYTHONPATH"] == ":".join([first, "/a", "", last]), (
-        "an empty one is the working directory"
-    )
+def test_present_folders_stay_and_ours_are_around_them_once(exports, monkeypatch, tmp_path):
+    """Of a clone the first alone: it has other packages, such as tests."""
+    for first, *last in ([STARTUP], [str(tmp_path / "package" / "startup"), str(tmp_path)]):
+        monkeypatch.setattr(environment, "PACKAGE", Path(first).parent)
+        for path in ("/a:/b c", ":".join(["/a", *last, "/b c"]), ":".join([first, *last, "/a", "/b c"])):
+            assert exports(path=path)["PYTHONPATH"] == ":".join([first, "/a", "/b c", *last])
+        assert exports(path="")["PYTHONPATH"] == ":".join([first, *last])
+        assert exports(path="/a:")["PYTHONPATH"] == ":".join([first, "/a", "", *last]), "the working directory"
 
 
-def test_the_folder_of_all_installed_packages_is_not_for_other_pythons(exports, monkeypatch):
-    monkeypatch.setattr(site, "getsitepackages", lambda: [str(ROOT)])
-    assert exports(path="/a")["PYTHONPATH"] == f"{OURS[0]}:/a"
+def test_the_folder_of_all_installed_packages_is_not_for_other_pythons(exports, monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
+    assert exports(path="/a")["PYTHONPATH"] == f"{tmp_path / 'package' / 'startup'}:/a"
+
+
+def test_a_clone_hides_nothing_of_folders_that_come_later(exports, tmp_path):
+    """Such as the examples of megatron's clone."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "__init__.py").touch()
+    code = "import examples, megatron_hybrid_prefix as it; print(examples.__file__, it.__file__, sep='\\n')"
+    variables = {**exports(), "PYTHONPATH": f"{exports()['PYTHONPATH']}:{tmp_path}"}
+    command = [sys.executable, "-c", code]
+    found = subprocess.check_output(command, env=os.environ | variables, cwd=tmp_path.parent, text=True, timeout=HANG_S)
+    assert found.split() == [str(tmp_path / "examples" / "__init__.py"), str(PACKAGE / "__init__.py")]
 
 
 def test_options_are_the_fields(exports):
@@ -110,7 +122,7 @@ def test_a_shell_takes_it(tmp_path):
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.splitlines() == [":".join([OURS[0], f"{tmp_path}/it's here", OURS[1]]), '{"cache_gb": 1.0}']
+    assert result.stdout.splitlines() == [f"{STARTUP}:{tmp_path}/it's here:{ROOT}", '{"cache_gb": 1.0}']
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,9 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def requests_of(data: dict[str, Any], engine: str = "off") -> list[dict[str, Any]]:
-    requests = data["engines"][engine]["requests"]
+def requests_of(data: dict[str, Any], engine: str | None = None) -> list[dict[str, Any]]:
+    """Of the engine; by default of the first."""
+    requests = data["engines"][engine or next(iter(data["engines"]))]["requests"]
     for request in requests:
         assert request["computed_tokens"] + request["reused_tokens"] == request["prompt_tokens"]
         assert request["time_to_first_token_s"] > 0
@@ -97,7 +98,7 @@ BAD_OPTIONS = {
     ),
     "more tokens than there is memory": (
         ["x", "--max-tokens", "960000000"],
-        "engine off: not enough memory; lower --cache-gb, --max-requests or --max-tokens, or run fewer",
+        "engine ours: not enough memory; lower --cache-gb, --max-requests or --max-tokens, or run fewer",
     ),
     "too large a number": (["x", "--max-requests", "9" * 30], "is too large: it must have at most 9 digits"),
     "drafts of a model that has none": (
@@ -250,11 +251,14 @@ def test_bad_conversations(text: str, folder: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["x", "--cache-gb", "0.0001"], "is too small: the recurrent states of max_requests=16 need"),
+        (
+            ["x", "--compare", "off", "--cache-gb", "0.0001"],
+            "is too small: the recurrent states of max_requests=16 need",
+        ),
         (["x", "--compare", "upstream", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
         (["x", "--compare", "ours", "--cache-gb", "0.0001"], "engine ours: cache_gb=0.0001 is too small"),
         (
-            ["x" * 2000, "--cache-gb", "0.002", "--max-requests", "4"],
+            ["x" * 2000, "--compare", "off", "--cache-gb", "0.002", "--max-requests", "4"],
             "need 8 KV blocks of 256 tokens, there are 5: raise buffer_size_gb or lower max_requests",
         ),
         (
@@ -288,11 +292,13 @@ def test_prompts_of_every_kind_in_one_batch(folder: Path, capsys: pytest.Capture
     assert [len(r["generated"]) for r in requests] == [5, 5, 3, 1]
     assert all(len(r["log_probs"]) == len(r["generated"]) and max(r["log_probs"]) < 0 for r in requests)
     assert requests[3]["tokens_per_second"] is None
-    total = data["engines"]["off"]["totals"]
+    assert list(data["engines"]) == ["ours"]
+    total = data["engines"]["ours"]["totals"]
     assert total["computed_tokens"] == total["prompt_tokens"] == 308 + len(CONTEXT)
     assert (total["generated_tokens"], total["failed_requests"]) == (14, 0)
     output = capsys.readouterr().out
     assert output.count("platform: CPU") == 1
+    assert "the prefix cache has 0.3 GiB (--cache-gb); to go without it: --compare off\n" in output
     assert "prompt 2" in output and "wrote" in output
 
     # One at a time they say the same, and an own budget of tokens changes nothing either.
@@ -529,7 +535,7 @@ def test_sessions_in_the_order_of_time(folder: Path, capsys: pytest.CaptureFixtu
     batch = run_json(folder, *argv, "--concurrency", "batch")
     assert [r["generated"] for r in requests_of(batch)] == [r["generated"] for r in requests_of(data)]
     firsts = [request["time_to_first_token_s"] for request in requests_of(batch)]
-    assert max(firsts) <= batch["engines"]["off"]["totals"]["wall_s"]
+    assert max(firsts) <= batch["engines"]["ours"]["totals"]["wall_s"]
 
 
 # --- run_batch -------------------------------------------------------------------------------------------------------

@@ -172,6 +172,15 @@ def test_a_spawned_actor(tmp_path):
     assert "PlatformError: HYBRID_PREFIX_INSTALL=1: HYBRID_PREFIX_CONFIG: not JSON: Extra data" in result.stderr
 
 
+def test_a_process_that_is_started_later_does_not_repeat_the_line():
+    """Megatron's coordinator is such a process."""
+    later = "import subprocess, sys; subprocess.check_call([sys.executable, '-c', 'import megatron.core'])"
+    result = run(sys.executable, "-c", f"import megatron.core; {later}", HYBRID_PREFIX_INSTALL="1")
+    assert result.returncode == 0, result.stderr[-4000:]
+    (line,) = lines(result.stderr)
+    assert line.startswith(f"{LINE}prefix cache ")
+
+
 @pytest.mark.multi
 def test_ranks_of_a_training_script(tmp_path):
     """It makes its own groups, of two tensor-parallel ranks, and its flag of prefix caching is enough."""

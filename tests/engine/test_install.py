@@ -6,13 +6,14 @@ The functions with capital names are users' scripts: they import and call only m
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.inference.apis import MegatronLLM
-from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
+from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig, PrefixCachingEvictionPolicy
 from megatron.core.inference.contexts import dynamic_context
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
@@ -26,6 +27,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine, install, installed, uninstall
 from megatron_hybrid_prefix.errors import UpstreamDriftError
 from megatron_hybrid_prefix.mcore import HybridPrefixContext, HybridPrefixController, HybridPrefixEngine
+from megatron_hybrid_prefix.mcore.context.reports import report_none_asked
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.entrypoints import install as installation
 from megatron_hybrid_prefix.mcore.entrypoints import patches
@@ -150,6 +152,27 @@ def test_megatrons_own_engine_can_still_be_had(tiny, prefix):
         cached, off = build_engine(tiny, **own), build_upstream_engine(tiny)
     assert classes(cached) == classes(off) == upstream_classes()
     assert len(set(map(tuple, TOKENS(cached)))) == 1 and not hasattr(cached.context, "prefix_stats")
+
+
+def test_a_cache_that_no_context_asks_for_is_one_line(tiny, monkeypatch, capsys):
+    """Where the variable is set, as with NeMo-RL's defaults."""
+    install()
+    for value, expected in (("0", 0), ("1", 1)):
+        monkeypatch.setenv("HYBRID_PREFIX_INSTALL", value)
+        report_none_asked.cache_clear()
+        for _ in range(2):
+            assert classes(ENGINE(tiny, CONFIG(tiny))) == upstream_classes()
+        said = capsys.readouterr().err
+        assert said.count("a context without enable_prefix_caching has no prefix cache") == expected
+
+
+def test_an_eviction_policy_of_megatrons_is_one_line(tiny, caplog):
+    for policy, prefix in product(PrefixCachingEvictionPolicy, (None, HybridPrefixConfig(eviction_policy="lru"))):
+        caplog.clear()
+        with installed(prefix):
+            ENGINE(tiny, CONFIG(tiny, enable_prefix_caching=True, prefix_caching_eviction_policy=policy))
+        said = ["prefix_caching_eviction_policy=lru is ignored, eviction_policy is recompute_cost"]
+        assert caplog.messages == (said if policy.value == "lru" and prefix is None else [])
 
 
 def test_settings_arrive(tiny):

@@ -9,6 +9,7 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
+from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.entrypoints import build as entrypoint
 from megatron_hybrid_prefix.models import HybridModelConfig, build, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.upstream import mixer
@@ -62,13 +63,21 @@ def test_an_engine(request, name, prefix, fields, said):
     assert "\n" not in str(error.value)
 
 
+def test_more_memory_than_there_is(tiny, monkeypatch):
+    """Before megatron lists its blocks, which takes longer than anybody waits."""
+    monkeypatch.setattr(SlotContext, "__init__", lambda *_, **__: pytest.fail("megatron is told"))
+    with pytest.raises(MemoryError, match=r"^cache_gb=1000000\.0: cannot allocate it: there are [0-9.e+]+ GiB in all$"):
+        build_engine(tiny, HybridPrefixConfig(cache_gb=1e6))
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [({"cache_gb": 1e6}, r"cache_gb=1000000\.0"), ({"mamba_gb": 1e6}, r".* with mamba_gb=1000000\.0")],
 )
-def test_more_memory_than_there_is(tiny, settings, said):
+def test_memory_that_the_system_refuses(tiny, monkeypatch, settings, said):
     """The line names what sets it."""
-    with pytest.raises(MemoryError, match=rf"^{said}: .*allocate") as error:
+    monkeypatch.setattr("megatron_hybrid_prefix.mcore.state.budget.total_bytes", lambda: 2**60)
+    with pytest.raises(MemoryError, match=rf"^{said}: .*allocate memory") as error:
         # Few blocks: megatron makes a list of them before.
         build_engine(tiny, HybridPrefixConfig(**settings), block_size_tokens=4096)
     assert "\n" not in str(error.value)

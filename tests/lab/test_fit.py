@@ -41,7 +41,7 @@ def test_parameters_are_those_of_the_files(name):
 
 def test_the_budget_fills_what_the_weights_leave_and_no_more():
     config = get_preset("nemotron-h-8b")
-    usage = Usage(conversation_tokens=8192, block_tokens=256, max_requests=64)
+    usage = Usage(conversation_tokens=8192, block_tokens=256, max_requests=1)
     found = fits(config, usage, gpu_bytes=80 * 10**9)
     assert [fit.tp for fit in found] == [1, 2, 4, 8]
     for fit in found:
@@ -63,11 +63,36 @@ def test_the_budget_that_it_names_can_be_planned(tmp_path, capsys):
     said = capsys.readouterr().out
     assert report["advice"] in said and "conversations of 4,000 tokens" in said
     words = shlex.split(report["advice"])
-    assert words[:4] == ["hybrid-prefix", "serve", "--preset", "nemotron-h-8b"] and "--cache-gb" in words
-    assert plan.main([*words[3:], *options]) == 0
-    planned, fit = json.loads(path.read_text()), report["fits"][0]
+    assert words[words.index("serve") :][:3] == ["serve", "--preset", "nemotron-h-8b"] and "--cache-gb" in words
+    assert plan.main([*words[words.index("nemotron-h-8b") :], *options]) == 0
+    planned, fit = json.loads(path.read_text()), report["fits"][1]  # on one GPU not all 64 that run are kept
     assert planned["cache_bytes"] == fit["cache_bytes"]
     assert planned["plan"]["conversations"] == fit["plan"]["conversations"]
+
+
+def test_the_smallest_size_that_keeps_so_many(tmp_path):
+    """Without the option: all conversations that may run."""
+    options = [
+        "nemotron-h-8b",
+        "--gpu-gb",
+        "80",
+        "--conversation-tokens",
+        "65536",
+        "--json",
+        str(tmp_path / "fit.json"),
+    ]
+    for wanted, least, tp in (
+        ("--max-requests 64", 64, 2),
+        ("--max-requests 32", 32, 1),
+        ("--conversations 200", 200, 4),
+    ):
+        assert plan.main([*options, *wanted.split()]) == 0
+        report = json.loads((tmp_path / "fit.json").read_text())
+        assert f" --tp {tp} " in report["advice"]
+        assert tp == next(fit["tp"] for fit in report["fits"] if fit["plan"]["conversations"] >= least)
+    assert plan.main([*options, "--conversations", "1000"]) == 0
+    said = json.loads((tmp_path / "fit.json").read_text())["advice"]
+    assert said.startswith("no GPU of 80 GB holds 1/8 of this model and 1,000 conversations of 65,536 tokens, at most ")
 
 
 def test_the_budget_of_a_folder(tmp_path, capsys):
@@ -86,7 +111,9 @@ def test_the_budget_of_a_folder(tmp_path, capsys):
         (["tiny", "--hf", "x", "--gpu-gb", "1"], "give MODEL or --hf DIR"),
         (["tiny"], "give --cache-gb, or --gpu-gb alone"),
         (["tiny", "--mamba-gb", "1", "--gpu-gb", "1"], "or --gpu-gb alone"),
-        (["config.json", "--gpu-gb", "1"], "with --hf or a preset"),
+        (["tests/models/hf_configs/nemotron_h_old.json", "--gpu-gb", "1"], "with --hf or a preset"),
+        (["nosuch"], "nosuch: neither a file nor a preset"),
+        (["--hf", "nosuch"], "--hf: there is no folder nosuch"),
         (["--hf", "nvidia/Nemo-8B", "--gpu-gb", "80"], "hf download nvidia/Nemo-8B"),
     ],
 )

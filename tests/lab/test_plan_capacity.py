@@ -212,7 +212,7 @@ def test_what_a_budget_holds(tmp_path, capsys):
     assert (data["total_blocks"], data["page_blocks"], data["cached_states"]) == (kv_blocks, 13, kv_blocks // 13)
     assert (data["checkpoint_bytes"], data["block_bytes"]) == (STATE_BYTES, block)
     assert data["next_logits_bytes"] == 2 * 131_072
-    assert data["conversations"] == (kv_blocks - 13) // (32 + 13)
+    assert data["conversations"] == (kv_blocks - 8 * 13) // (32 + 13)
     assert data["expected_reuse"] is None and data["host_states"] == data["host_conversations"] == 0
     said = capsys.readouterr().out
     assert "add --trace to learn which budget to raise first" in said and "log-probs of prompts" in said
@@ -232,6 +232,27 @@ def test_a_limit_of_the_checkpoints(tmp_path, trace_file):
     few = plan(tmp_path, "--cache-gb", 40, "--mamba-gb", 0.1, "--trace", trace_file)
     assert few["advice"].startswith("raise --mamba-gb first: 10.0 GiB more reuse")
     assert list(few["expected_reuse"]["gains"]) == ["--cache-gb", "--host-gb", "--mamba-gb"]
+
+
+def test_what_runs_has_a_state_more(tmp_path):
+    """Also if all that is kept runs; with drafts those states are set aside already."""
+    every, few = (plan(tmp_path, "--cache-gb", 2, "--max-requests", requests) for requests in (64, 1))
+    assert every["conversations"] == every["total_blocks"] // (32 + 2 * 13)
+    assert few["conversations"] == (few["total_blocks"] - 13) // (32 + 13) > every["conversations"]
+
+
+@pytest.mark.parametrize("more", [(), ("--max-requests", 1), ("--mamba-gb", 8), ("--num-speculative-tokens", 2)])
+def test_the_smallest_budget_that_keeps_so_many(tmp_path, trace_file, more):
+    wanted = ["--conversations", 100, "--conversation-tokens", 4000, *more]
+    said = plan(tmp_path, "--cache-gb", 20, *wanted)["advice"]
+    least = float(said.split()[1])
+    assert said == f"--cache-gb {least:g} is the smallest that keeps 100 conversations of 4,000 tokens"
+    kept = [plan(tmp_path, "--cache-gb", least + off, *wanted)["conversations"] for off in (-0.01, 0)]
+    assert kept[0] < 100 <= kept[1]
+    found = plan(tmp_path, "--cache-gb", 20, *wanted, "--trace", trace_file, "--limit", 20)
+    assert found["advice"].startswith(f"{said}; ")
+    capped = plan(tmp_path, "--cache-gb", 20, *wanted, "--mamba-gb", 1)["advice"]
+    assert capped == "with --mamba-gb 1 no --cache-gb keeps 100 conversations of 4,000 tokens"
 
 
 def test_what_a_budget_holds_of_qwen3_next(tmp_path, capsys):

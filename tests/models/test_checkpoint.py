@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, load_checkpoint, save_checkpoint
+from megatron_hybrid_prefix.models.hf_save import save_hf_folder
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.workers.checkpoint_layouts import SAVED_SEED
 from tests.harness.workers.launch import run_ranks
@@ -46,6 +48,20 @@ def test_another_models_weights_are_replaced_bit_for_bit(saved, checkpoint):
     load_checkpoint(other, checkpoint)
     assert_equal_parameters(other, saved)
     assert answer(other) == answer(saved) != before
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_one_line(tmp_path, caplog, value):
+    model = build_hybrid_model("tiny", seed=2)
+    name, weight = next((name, each) for name, each in model.named_parameters() if name.endswith("dt_bias"))
+    weight.data[3] = value
+    save_checkpoint(model, tmp_path / "checkpoint")
+    save_hf_folder(model, tmp_path / "hf")
+    load_checkpoint(model, tmp_path / "checkpoint")
+    build_hybrid_model(hf=tmp_path / "hf")
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("megatron_hybrid_prefix")]
+    more = f"NaN or infinity in 1 weights, the first is {name}"
+    assert said == [f"{tmp_path / 'checkpoint'}: {more}", f"{tmp_path / 'hf'}: {more}"]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_what_is_wrong_is_one_line(plugged, folder):
         ({"layers": "MG"}, "layers is 'MG', no text of M"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"ssm_heads": None}, "ssm_heads is missing"),
-        ({"model_type": "tandem2"}, "'tandem2' is not supported: it is none of bamba, .*, tandem$"),
+        ({"model_type": "tandem2"}, "'tandem2' is not supported: it is none of bamba, .*, tandem; register_family"),
     ):
         (folder / "config.json").write_text(json.dumps(data | changes))
         with pytest.raises(ValueError, match=message) as error:

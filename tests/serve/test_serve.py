@@ -849,7 +849,9 @@ def test_the_command(tmp_path):
                 list(chunks)
         _, errors = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, errors
-        assert [" INFO " in line for line in errors.splitlines()] == [True] * 3, errors  # the three requests
+        *replies, told = sorted(errors.splitlines(), key=lambda line: " WARNING " in line)
+        assert [" INFO " in line for line in replies] == [True] * 3, errors  # the three requests
+        assert told.endswith(" WARNING - SIGTERM or Ctrl-C: no new requests; open ones have 0 s"), errors
     finally:
         process.kill()
         process.wait()

@@ -248,7 +248,7 @@ def test_only_what_the_tests_were_not_run_with_is_worth_a_line(tmp_path, only_th
         if version not in known:
             (line,) = caplog.messages
             assert line.startswith(f"megatron-core {version} has all 0 names ") and "\n" not in line
-            assert line.endswith(f" with others: {', '.join(megatron_version.RUN)}")
+            assert line.endswith(f"; the tests were run with: {', '.join(megatron_version.RUN)}")
             caplog.clear()
         assert not caplog.messages
     monkeypatch.setenv("RANK", "1")

@@ -111,10 +111,8 @@ class HybridPrefixContext(SlotContext):
         if prefix is None:
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb)
         if state_config is None:
-            variant = model_config.experimental_attention_variant
-            named = "" if variant is None else f"experimental_attention_variant={variant!r}: "
             raise ValueError(
-                f"{named}the InferenceConfig describes no recurrent layers: {DESCRIBE_ALL}; "
+                f"the InferenceConfig describes no recurrent layers: {DESCRIBE_ALL}; "
                 "for a model without recurrent layers use megatron's own prefix cache"
             )
         _check_exact(model_config)
@@ -129,7 +127,7 @@ class HybridPrefixContext(SlotContext):
         self._scores = ScoreTable(scores_bytes, inference_config.block_size_tokens)
         self._requests = KnownRequests(self._scores, prefix.verify_hits)
         self._events = KVEvents(self, self._scores)
-        reports.report_ignored(inference_config)
+        reports.report_ignored(inference_config, prefix.eviction_policy)
         # Keep megatron from allocating its own cache, and from warning about it.
         inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False, mamba_memory_ratio=None)
         if prefix.cache_gb is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_hybrid_prefix.environment import is_on, say
+from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, is_on, say
 from megatron_hybrid_prefix.pool.pages import own_bytes
 
 if TYPE_CHECKING:
@@ -62,9 +63,20 @@ def policy_report(context: Any) -> str:
     )
 
 
-def report_ignored(config: InferenceConfig) -> None:
-    """Log on rank 0 that ``mamba_memory_ratio`` is ignored. NeMo-RL always sets it."""
-    if config.mamba_memory_ratio is not None and torch.distributed.get_rank() == 0:
+@cache
+def report_none_asked() -> None:
+    """Say once, where the variable is set, that a context has no cache."""
+    if is_on():
+        example = f"{CONFIG_VARIABLE}='{{\"cache_gb\": 50}}'"
+        say(logger, f"a context without enable_prefix_caching has no prefix cache; for all contexts set {example}")
+
+
+def report_ignored(config: InferenceConfig, eviction_policy: str) -> None:
+    """Log on rank 0 what is ignored: ``mamba_memory_ratio``, which NeMo-RL always sets, and a policy that is not the default."""
+    theirs, first = config.prefix_caching_eviction_policy.value, torch.distributed.get_rank() == 0
+    if theirs not in ("ref_zero", eviction_policy) and first:
+        logger.warning("prefix_caching_eviction_policy=%s is ignored, eviction_policy is %s", theirs, eviction_policy)
+    if config.mamba_memory_ratio is not None and first:
         logger.info("mamba_memory_ratio=%s is ignored: KV and states share one memory", config.mamba_memory_ratio)
 
 

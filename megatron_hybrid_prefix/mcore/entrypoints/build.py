@@ -125,11 +125,17 @@ def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[
         raise ValueError(f"unknown InferenceConfig field(s): {', '.join(sorted(unknown))}")
     if prefix is not None and fields.get("enable_prefix_caching"):
         raise ValueError("prefix=... and enable_prefix_caching=True (megatron's own cache) exclude each other")
+    described = mamba_state_config(model)
+    if prefix is not None and described is None:
+        variant = model.config.experimental_attention_variant
+        named = "" if variant is None else f"experimental_attention_variant={variant!r}: "
+        raise ValueError(f"{named}the model has no recurrent layers: use megatron's cache, enable_prefix_caching=True")
     values: dict[str, Any] = {
         "max_sequence_length": get_attr_wrapped_model(model, "max_sequence_length"),
-        "mamba_inference_state_config": mamba_state_config(model),
-        "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
+        "mamba_inference_state_config": described,
     }
+    if prefix is None:
+        values["prefix_caching_eviction_policy"] = PrefixCachingEvictionPolicy.LRU
     if next(model.parameters()).device.type == "cpu":
         values |= HOST_DEFAULTS
     values |= fields

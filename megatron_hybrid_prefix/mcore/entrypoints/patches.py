@@ -60,6 +60,7 @@ def _our_context(
 
     def __init__(self: Any, model_config: Any, inference_config: Any) -> None:
         from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+        from megatron_hybrid_prefix.mcore.context.reports import report_none_asked
         from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
         from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
         from megatron_hybrid_prefix.platform import replace_names
@@ -70,7 +71,10 @@ def _our_context(
             states_of_config(state)  # raises if it does not describe all recurrent layers
         caches = prefix is not None or inference_config.enable_prefix_caching
         wanted = state is not None and (caches or needs_this_package(state))
-        wanted = wanted and not hasattr(inference_config, "keeps_megatrons")
+        keeps_megatrons = hasattr(inference_config, "keeps_megatrons")
+        wanted = wanted and not keeps_megatrons
+        if state is not None and not caches and not keeps_megatrons:
+            report_none_asked()
         if type(self) is not DynamicInferenceContext or not wanted:
             original(self, model_config=model_config, inference_config=inference_config)
             return

@@ -21,6 +21,8 @@ from megatron_hybrid_prefix.platform.start import importing_megatron, patch_plat
 from megatron_hybrid_prefix.upstream.version import check_version
 
 logger = logging.getLogger(__name__)
+# The process that has said the line; one that it starts, such as megatron's coordinator, does not repeat it.
+_SAID_BY = "HYBRID_PREFIX_SAID_BY"
 
 
 def import_megatron(run: Callable[[], None]) -> None:
@@ -49,6 +51,9 @@ def import_megatron(run: Callable[[], None]) -> None:
             raise PlatformError(problem) from None  # no ImportError: many scripts take that for "no megatron"
         say(logger, f"no prefix cache, {problem}", on_each_rank=True)  # one rank alone without it is worth a line
     else:
+        if os.environ.get(_SAID_BY) == str(os.getppid()):
+            return
+        os.environ[_SAID_BY] = str(os.getpid())
         say(
             logger,
             f"prefix cache {__version__} in {check_version()}, {_settings(config)}; {machine.device.type}, {machine.describe_kernels()}",

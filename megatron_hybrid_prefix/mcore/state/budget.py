@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hybrid_prefix.arithmetic import ceil_div, round_up
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks, of_all_stages
 from megatron_hybrid_prefix.mcore.state.layout import state_bytes
+from megatron_hybrid_prefix.platform.memory import total_bytes
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 
 if TYPE_CHECKING:
@@ -27,8 +28,11 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
     Megatron takes the states of ``max_requests`` requests from ``buffer_size_gb``, and gives the rest to KV. So it is told a
     budget that is larger by these states. It allocates none of it: `HybridPrefixContext` allocates the memory.
 
-    A collective if ``max_requests`` is not set. Then their states may take half of the memory.
+    A collective if ``max_requests`` is not set. Then their states may take half of the memory. Raises MemoryError for more than the
+    device has in all: megatron would list the blocks of it before any is allocated.
     """
+    if cache_gb * 2**30 > (there := total_bytes()):
+        raise MemoryError(f"cache_gb={cache_gb}: cannot allocate it: there are {there / 2**30:.4g} GiB in all")
     state = config.mamba_inference_state_config
     assert state is not None
     request_bytes = own_bytes(state_bytes(state), own_slots=1, drafts=config.num_speculative_tokens)

@@ -18,12 +18,18 @@ from megatron_hybrid_prefix.models.hf import bamba, granite, nemotron_h, qwen3_5
 from megatron_hybrid_prefix.models.hf.family import FAMILIES, Family
 from megatron_hybrid_prefix.models.hf.given import Given
 
-_REFUSED = {
+_WHY = {
     "falcon_h1": "megatron has no layer of attention and Mamba2 side by side",
-    "jamba": "its recurrent layers are Mamba1",
+    "jamba zamba": "its recurrent layers are Mamba1",
     "zamba2": "its attention layers share weights",
-    "lfm2": "its recurrent layers are short convolutions",
+    "lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl": "its recurrent layers are short convolutions",
+    "olmo_hybrid": "its Gated DeltaNet has negative eigenvalues (linear_allow_neg_eigval)",
+    "kimi_linear bailing_hybrid glm5_next": "its recurrent layers are Kimi Delta Attention, which forgets by channel",
+    "qwen4_exp": "its residuals are several streams (hyper-connections)",
+    "minimax": "its recurrent layers are lightning attention",
+    "recurrent_gemma": "its recurrent layers are RG-LRU",
 }
+_REFUSED = {model_type: why for names, why in _WHY.items() for model_type in names.split()}
 _DTYPES = ("float32", "bfloat16")
 _NOT_COMPARED = ("chunk_size", "dtype", "float32_norms", "state_dtype", "long_memory")  # how it is computed or made
 _NAMED = 3  # differences that an error names
@@ -54,7 +60,8 @@ def dimensions_of(data: Mapping[str, Any], name: str, *, dtype: str = "bfloat16"
     if not isinstance(model_type, str) or model_type not in known:
         if model_type is None:
             raise ValueError(f"{name}: model_type is missing; families: {', '.join(known)}")
-        why = _REFUSED.get(str(model_type), f"it is none of {', '.join(known)}")
+        other = f"it is none of {', '.join(known)}; register_family adds one (docs/models.md, Add a family)"
+        why = _REFUSED.get(str(model_type).removesuffix("_text"), other)
         raise ValueError(f"{name}: model_type {shown(model_type)} is not supported: {why}")
     text = data.get("text_config")
     parts = [data, text] if isinstance(text, dict) else [data]
