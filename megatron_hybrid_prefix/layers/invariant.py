@@ -32,6 +32,7 @@ from megatron_hybrid_prefix.upstream.invariant import (
     SelfAttentionSeam,
     wider_outputs,
 )
+from megatron_hybrid_prefix.upstream.overrides import lost_override
 
 
 class InvariantModel(HybridModel):
@@ -179,6 +180,11 @@ def _problem_of_modules(model: torch.nn.Module) -> str | None:
             return f"{name} is of Transformer Engine; build the model with transformer_impl='local'"
         if isinstance(module, BaseMoELayer):
             return f"{name} has experts, which are not covered"
+        for base, ours in _CLASSES:
+            if not isinstance(module, base):
+                continue
+            if found := lost_override(module, ours, lost=("_forward_impl",), extends=base is HybridModel):
+                return f"{name}: {found}"
         if isinstance(module, torch.nn.Linear):
             return f"{name} is a plain torch.nn.Linear, which is not covered"
         if isinstance(module, ColumnParallelLinear) and (wider := wider_outputs(module)) is not None:

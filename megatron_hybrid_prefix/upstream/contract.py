@@ -25,11 +25,9 @@ logger = logging.getLogger(__name__)
 
 # Folders that an engine does not need.
 WINGS = ("serve/", "bench/", "lab/", "cli/")
-PARTS = {
-    "coordinator": ("mcore/ranks/coordinator", "mcore/ranks/client", "upstream/coordinator", "upstream/client"),
-    "experts": ("models/experts",),
-}
-"""What not every engine needs: checked when a coordinator starts, or a model with this package's experts is built."""
+_COORDINATOR = ("mcore/ranks/client", "mcore/ranks/coordinator", "upstream/client", "upstream/coordinator")
+PARTS = dict.fromkeys(_COORDINATOR, "coordinator") | {"models/experts": "experts"}
+"""Modules that not every engine needs: checked when a coordinator starts, or a model with this package's experts is built."""
 
 
 def rows_in(path: Path) -> tuple[ContractRow, ...]:
@@ -85,9 +83,8 @@ def check_contract(part: str = "") -> None:
 
 def _part(entry: ContractRow) -> str | None:
     """The one of `PARTS` that alone uses a row; empty: any engine does; None: none does."""
-    users = {where for where in entry.where if not where.startswith(WINGS)}
-    parts = (name for name, modules in PARTS.items() if users <= set(modules))
-    return next(parts, "") if users else None
+    parts = {PARTS.get(where, "") for where in entry.where if not where.startswith(WINGS)}
+    return "" if len(parts) > 1 else next(iter(parts), None)
 
 
 def _use(entry: ContractRow) -> str:

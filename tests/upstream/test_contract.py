@@ -316,8 +316,8 @@ def test_a_changed_coordinator_stops_no_engine_without_one(tiny, monkeypatch, fr
     monkeypatch.setattr(DataParallelInferenceCoordinator, "_send_to_engine", lambda self, identity, frames: None)
     engine = build_engine(tiny)
     assert len(engine.generate(["some words"])) == 1
-    listening = engine.start_listening_to_data_parallel_coordinator
-    for start in (lambda: asyncio.run(listening()), lambda: CoordinatorProcess(engine, "localhost")):
+    listens = engine.start_listening_to_data_parallel_coordinator
+    for start in (lambda: asyncio.run(listens()), lambda: CoordinatorProcess(engine, "localhost")):
         with pytest.raises(
             UpstreamDriftError, match=r"in 1 of .*_send_to_engine .*found \(self, identity, frames\)"
         ) as e:
