@@ -15,12 +15,13 @@ A model may have several kinds; a slot then holds the states of all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from megatron_hybrid_prefix.plugins import Registry
 from megatron_hybrid_prefix.pool.layout import StateComponent
+from megatron_hybrid_prefix.upstream.overrides import NOT_IN_STEPS, lost_override, written_for
 
 
 class LayerKind(ABC):
@@ -34,6 +35,8 @@ class LayerKind(ABC):
         cuda_graphs: Whether CUDA graphs can capture its work in a step: it never waits for the GPU, nor loops over data there.
             A graph that captured other work is wrong without an error, so a kind has to say so.
         whole_chunks: Whether a KV block must consist of whole chunks. Otherwise the last chunk of a block may be shorter.
+        keeps: Methods of the layers' class that ``slot_class`` calls as that does, or that only training calls: a subclass may override
+            them. What ``slot_class`` defines it may extend, if ``slot_class`` derives from the layers' class (`upstream.overrides`).
     """
 
     name: ClassVar[str]
@@ -41,6 +44,7 @@ class LayerKind(ABC):
     drafts: ClassVar[bool] = False
     cuda_graphs: ClassVar[bool] = False
     whole_chunks: ClassVar[bool] = False
+    keeps: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def is_layer(self, module: torch.nn.Module) -> bool:
@@ -76,7 +80,12 @@ class LayerKind(ABC):
         Returns:
             Whether the layer changed; False if it already uses slots.
         """
-        return put_before("Slot", self.slot_class, module)
+        return put_before("Slot", self.slot_class, module, last=bool(written_for(type(module), self.slot_class)))
+
+    def problem_of(self, module: torch.nn.Module) -> str | None:
+        """What of the module's class `put_on` would lose, in a few words; None: nothing."""
+        extends = bool(written_for(type(module), self.slot_class))
+        return lost_override(module, self.slot_class, keeps=self.keeps | NOT_IN_STEPS, extends=extends)
 
     def take_off(self, module: torch.nn.Module) -> bool:
         """Undo `put_on`; returns whether the layer changed."""
@@ -107,19 +116,23 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def put_before(prefix: str, mixin: type, module: torch.nn.Module) -> bool:
+def put_before(prefix: str, mixin: type, module: Any, *, last: bool = False) -> bool:
     """Put a mixin before the class of a module, in place. Returns False if it is there already.
 
     Args:
         prefix: Of the new class's name. There is one class for each mixin and class.
         mixin: The mixin.
-        module: The module.
+        module: The module, or another object.
+        last: Before the class that the mixin derives from only: what a subclass of that overrides comes first.
     """
     if isinstance(module, mixin):
         return False
     original = type(module)
     if (mixin, original) not in _DERIVED:
-        derived = type(prefix + original.__name__, (mixin, original), {"__doc__": original.__doc__})
+        bases: tuple[type, ...] = (mixin, original)
+        if last:
+            bases = (mixin,) if issubclass(mixin, original) else (original, mixin)
+        derived = type(prefix + original.__name__, bases, {"__doc__": original.__doc__})
         _DERIVED[mixin, original], _ORIGINALS[derived] = derived, original
     module.__class__ = _DERIVED[mixin, original]
     return True

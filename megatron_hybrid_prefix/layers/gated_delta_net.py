@@ -22,6 +22,7 @@ from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, check_heads
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet
 from megatron_hybrid_prefix.upstream.mixer import convolve_step
+from megatron_hybrid_prefix.upstream.overrides import is_known
 
 TAPS = range(2, 5)
 """Taps of the convolution that megatron's decode kernel supports; with others it is silently wrong."""
@@ -130,7 +131,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         """Norm of each head, times its gate: (..., value heads, V) to (..., inner width)."""
         norm = self.out_norm
         is_plain = isinstance(norm, torch.nn.RMSNorm) and not self.config.layernorm_zero_centered_gamma
-        if is_plain and norm.weight is not None and norm.eps is not None:
+        if is_plain and is_known(norm, "forward") and norm.weight is not None and norm.eps is not None:
             return gated_head_norm(y, z, norm.weight, norm.eps)
         normed: torch.Tensor = norm(y.reshape(-1, self.value_head_dim)).view(y.shape)
         gate: torch.Tensor = self.act_fn(z.float())

@@ -35,6 +35,7 @@ from megatron_hybrid_prefix.upstream.invariant import (
     SelfAttentionSeam,
     wider_outputs,
 )
+from megatron_hybrid_prefix.upstream.overrides import lost_override
 
 
 class InvariantModel(HybridModel):
@@ -187,6 +188,11 @@ def _problem_of_modules(model: torch.nn.Module) -> str | None:
             return f"{name} has experts, which are not covered"
         if isinstance(module, L2Norm):
             return f"{name} is an L2 norm (qk_l2_norm), which is not covered"
+        for base, ours in _CLASSES:
+            if not isinstance(module, base):
+                continue
+            if found := lost_override(module, ours, lost=("_forward_impl",), extends=base is HybridModel):
+                return f"{name}: {found}"
         if isinstance(module, torch.nn.Linear):
             return f"{name} is a plain torch.nn.Linear, which is not covered"
         if isinstance(module, ColumnParallelLinear) and (wider := wider_outputs(module)) is not None:

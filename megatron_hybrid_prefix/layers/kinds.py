@@ -42,7 +42,13 @@ def use_slot_mixers(model: Any) -> int:
 
     Returns:
         How many layers changed; 0 where all did already.
+
+    Raises:
+        ValueError: The class of a layer overrides what would be lost; none changed.
     """
+    for kind, module in recurrent_modules(model):
+        if (lost := kind.problem_of(module)) is not None:
+            raise ValueError(f"{lost}: this package computes layers of kind {kind.name!r}; run this model without it")
     layers = enumerate(decoder_layers(model), 1)
     number_of = {id(part): number for number, (_, layer) in layers for part in layer.modules()}
     changed = 0

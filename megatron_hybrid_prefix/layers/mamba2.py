@@ -177,6 +177,12 @@ class Mamba2(LayerKind):
     def is_layer(self, module: torch.nn.Module) -> bool:
         return isinstance(module, MambaMixer)
 
+    def problem_of(self, module: torch.nn.Module) -> str | None:
+        mixer: MambaMixer = module
+        if mixer.activation not in ("silu", "swish"):
+            return f"activation={mixer.activation!r} of this {type(module).__name__} is not SiLU"
+        return super().problem_of(module)
+
     def components(
         self, module: torch.nn.Module, *, state_dtype: torch.dtype | None, window_dtype: torch.dtype | None
     ) -> tuple[StateComponent, ...]:

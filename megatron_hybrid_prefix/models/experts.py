@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid_prefix.upstream import moe
+from megatron_hybrid_prefix.upstream.contract import check_contract
 
 logger = logging.getLogger(__name__)
 
@@ -406,6 +407,7 @@ class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
         is_mtp_layer: bool = False,
         name: str | None = None,
     ) -> None:
+        check_contract("experts")
         check_layer(vars(config))
         groups = moe.get_default_pg_collection() if pg_collection is None else pg_collection
         # With a latent size megatron's constructor asks for Transformer Engine; without one it would build other experts.

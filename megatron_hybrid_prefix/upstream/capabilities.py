@@ -63,8 +63,14 @@ CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     # Recurrent layers of all kinds split a step into rows in one base class; or each class does.
     "steps of recurrent layers": {
-        "shared": (f"{_SSM}.ssm_inference", f"{_MIXER}.ssm_prefill", f"{_MIXER}.ssm_decode"),
-        "by class": (f"{_MIXER}._dynamic_inference_prefill", f"{_MIXER}._ssm_decode"),
+        "shared": (
+            f"{_SSM}.ssm_inference",
+            *(f"{_MIXER}.ssm_{name}" for name in ("dynamic_inference", "prefill", "decode")),
+        ),
+        "by class": tuple(
+            f"{_MIXER}._{name}"
+            for name in ("dynamic_inference_prefill", "dynamic_inference", "ssm_prefill", "ssm_decode")
+        ),
     },
     # What a layer computes once from its weights is computed again when they change; or in a later step, if a flag says so.
     "what follows from weights": {"refreshed": (f"{_MIXER}.refresh_cache",), "flagged": ()},

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 # Folders that an engine does not need.
 WINGS = ("serve/", "bench/", "lab/", "cli/")
+_COORDINATOR = ("mcore/ranks/client", "mcore/ranks/coordinator", "upstream/client", "upstream/coordinator")
+PARTS = dict.fromkeys(_COORDINATOR, "coordinator") | {"models/experts": "experts"}
+"""Modules that not every engine needs: checked when a coordinator starts, or a model with this package's experts is built."""
 
 
 def rows_in(path: Path) -> tuple[ContractRow, ...]:
@@ -49,30 +52,39 @@ def installed_contract() -> tuple[ContractRow, ...]:
 
 
 @functools.cache
-def check_contract() -> None:
+def check_contract(part: str = "") -> None:
     """Compare the rows with the installed megatron-core, once per process, before the first engine is built.
 
     Rows that only `WINGS` use are skipped. The first rank warns of a version or commit that the tests were not run with.
+
+    Args:
+        part: One of `PARTS`, for the rows that it alone uses. They are skipped without.
 
     Raises:
         PlatformError: megatron-core is missing or unsupported.
         UpstreamDriftError: Names are missing or changed. One line lists them, the version, and what to do.
     """
     version = check_version()
-    needed = [entry for entry in installed_contract() if not all(where.startswith(WINGS) for where in entry.where)]
+    needed = [entry for entry in installed_contract() if _part(entry) == part]
     problems = [f"{entry.symbol} ({_use(entry)}): {problem}" for entry in needed if (problem := problem_of(entry))]
     if problems:
         raise UpstreamDriftError(
             f"{version} differs from what this package expects in {len(problems)} of {len(needed)} names: "
             f"{'; '.join(problems)}. To fix this, use one that the tests were run with: {', '.join(RUN)}"
         )
-    if not version.was_run and os.environ.get("RANK", "0") == "0":
+    if not part and not version.was_run and os.environ.get("RANK", "0") == "0":
         logger.warning(
             "%s has all %d names that this package needs; the tests were run with: %s",
             version,
             len(needed),
             ", ".join(RUN),
         )
+
+
+def _part(entry: ContractRow) -> str | None:
+    """The one of `PARTS` that alone uses a row; empty: any engine does; None: none does."""
+    parts = {PARTS.get(where, "") for where in entry.where if not where.startswith(WINGS)}
+    return "" if len(parts) > 1 else next(iter(parts), None)
 
 
 def _use(entry: ContractRow) -> str:

@@ -280,10 +280,18 @@ def replica_of(identity: bytes) -> int:
     return int(identity.rpartition(b"-")[2])
 
 
+def _ours(original: type) -> type:
+    if not issubclass(CoordinatorSeam, original):
+        raise TypeError(
+            f"{original.__name__} is in the place of megatron's coordinator, where this package puts its own"
+        )
+    return CoordinatorSeam
+
+
 LAUNCHED = Rebinding(
     owner=modules.DYNAMIC_ENGINE,
     name="DataParallelInferenceCoordinator",
-    make=lambda original: CoordinatorSeam,
+    make=_ours,
     why="megatron's engine names the class of the coordinator that it starts; replaced while it does",
 )
 

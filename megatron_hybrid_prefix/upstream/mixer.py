@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -16,22 +17,38 @@ from megatron_hybrid_prefix.upstream.modules import ROWS_OF_A_STEP
 class StepSeam(MambaMixer):
     """Megatron's mixer: `prefill` and `decode` replace its own in a step of a context of this package."""
 
-    # Whether the running forward is of such a step. Megatron tells its decode nothing of the context.
-    _is_slot_step = False
+    # Of the running step of a context of this package; megatron tells its kernels nothing of the context.
+    _step: Any = None
+    _owes_prefill = False
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, inference_context: Any = None, **kwargs: Any) -> Any:
+    def _dynamic_inference(self, hidden_states: torch.Tensor, context: Any) -> Any:
         """Notes whose step it is."""
-        self._is_slot_step = getattr(inference_context, "prefill_step", None) is not None
-        return super().forward(hidden_states, *args, inference_context=inference_context, **kwargs)
+        return self._run(super()._dynamic_inference, hidden_states, context)
+
+    def ssm_dynamic_inference(self, hidden_states: torch.Tensor, context: Any) -> Any:
+        """Notes whose step it is."""
+        megatrons: Any = super()
+        return self._run(megatrons.ssm_dynamic_inference, hidden_states, context)
+
+    def _run(self, step: Callable[..., Any], hidden_states: torch.Tensor, context: Any) -> Any:
+        self._step = getattr(context, "prefill_step", None)
+        self._owes_prefill = self._step is not None and context.padded_batch_dimensions.prefill_req_count > 0
+        try:
+            result = step(hidden_states, context)
+            if self._owes_prefill:
+                raise RuntimeError(f"{type(self).__name__} did not call super() in a prefill: its states are lost")
+            return result
+        finally:
+            self._step = None
 
     def _ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
         """Decode by kernels that read and write each state once."""
-        decoded = self.decode(zxBCdt, *states, **named) if self._is_slot_step else None
+        decoded = None if self._step is None else self.decode(zxBCdt, *states, **named)
         return super()._ssm_decode(zxBCdt, *states, **named) if decoded is None else decoded
 
     def ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
         """Decode by kernels that read and write each state once."""
-        decoded = self.decode(zxBCdt, *states, **named) if self._is_slot_step else None
+        decoded = None if self._step is None else self.decode(zxBCdt, *states, **named)
         megatrons: Any = super()
         return megatrons.ssm_decode(zxBCdt, *states, **named) if decoded is None else decoded
 
@@ -69,23 +86,35 @@ class StepSeam(MambaMixer):
         context: Any,
         conv_state: torch.Tensor,
         ssm_state: torch.Tensor,
-        mamba_layer_idx: int | None = None,
+        *args: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        """Goes on to `_ssm_prefill`, as megatron's does: a subclass may change its input."""
+        if self._step is None:
+            return super()._dynamic_inference_prefill(zxBCdt, context, conv_state, ssm_state, *args, **named)
+        metadata = context.mamba_metadata
+        where = {"seq_idx": metadata.seq_idx, "cu_seqlens": metadata.cu_seqlens}
+        where |= {"batch_indices": metadata.batch_indices_prefill}
+        return self._ssm_prefill(zxBCdt, conv_state=conv_state, ssm_state=ssm_state, **where)
+
+    def _ssm_prefill(
+        self, zxBCdt: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor, *args: Any, **named: Any
     ) -> torch.Tensor:
         """Prefill from and to any slot."""
-        if getattr(context, "prefill_step", None) is not None:
-            return self.prefill(zxBCdt, context.prefill_step, conv_state, ssm_state)
-        return super()._dynamic_inference_prefill(
-            zxBCdt, context, conv_state, ssm_state, mamba_layer_idx=mamba_layer_idx
-        )
+        if self._step is None:
+            return super()._ssm_prefill(zxBCdt, conv_state, ssm_state, *args, **named)
+        self._owes_prefill = False
+        return self.prefill(zxBCdt, self._step, conv_state, ssm_state)
 
     def ssm_prefill(
         self, zxBCdt: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor, context: Any
     ) -> torch.Tensor:
         """Prefill from and to any slot."""
-        if getattr(context, "prefill_step", None) is not None:
-            return self.prefill(zxBCdt, context.prefill_step, conv_state, ssm_state)
-        megatrons: Any = super()
-        return megatrons.ssm_prefill(zxBCdt, conv_state, ssm_state, context)
+        if self._step is None:
+            megatrons: Any = super()
+            return megatrons.ssm_prefill(zxBCdt, conv_state, ssm_state, context)
+        self._owes_prefill = False
+        return self.prefill(zxBCdt, self._step, conv_state, ssm_state)
 
     def prefill(
         self, zxBCdt: torch.Tensor, step: Any, conv_state: torch.Tensor, ssm_state: torch.Tensor

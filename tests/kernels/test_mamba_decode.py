@@ -341,7 +341,7 @@ def test_a_mixer_decodes_as_megatrons(mixer, tokens):
     inputs, slots = rand(0, 3, tokens, width).float() / 4, torch.tensor([2, -1, 0])
     decode, found = mixer.ssm_decode if form_of("steps of recurrent layers") == "shared" else mixer._ssm_decode, []
     with torch.inference_mode():
-        for mixer._is_slot_step in (True, False):
+        for mixer._step in (object(), None):
             states = [rand(seed, 3, *shape).float() for seed, shape in enumerate(shapes)]
             after = [torch.zeros(3, tokens, *shape) for shape in shapes]
             named = dict(zip(("intermediate_conv_state", "intermediate_ssm_state"), after, strict=True))
@@ -356,10 +356,9 @@ def test_a_mixer_decodes_as_megatrons(mixer, tokens):
 def test_only_a_step_of_this_packages_context_decodes_by_slots(mixer, monkeypatch):
     from megatron_hybrid_prefix.upstream.mixer import MambaMixer
 
-    def forward(self, hidden_states, inference_context=None, **fields):
-        return self._is_slot_step
-
-    monkeypatch.setattr(MambaMixer, "forward", forward)
-    contexts = [SimpleNamespace(prefill_step=1), SimpleNamespace(prefill_step=None), SimpleNamespace(), None]
-    assert [mixer(None, inference_context=context) for context in contexts] == [True, False, False, False]
-    assert mixer(None, packed_seq_params=None) is False
+    name = "ssm_dynamic_inference" if form_of("steps of recurrent layers") == "shared" else "_dynamic_inference"
+    monkeypatch.setattr(MambaMixer, name, lambda self, hidden_states, context: self._step is not None)
+    rows = {"padded_batch_dimensions": SimpleNamespace(prefill_req_count=0)}
+    contexts = [SimpleNamespace(prefill_step=step, **rows) for step in (1, None)] + [SimpleNamespace(**rows)]
+    assert [getattr(mixer, name)(None, context) for context in contexts] == [True, False, False]
+    assert mixer._step is None

@@ -5,6 +5,7 @@ Tests run over all rows and name those that fail. ``test_contract_rows.py`` comp
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import inspect
 import re
@@ -303,6 +304,40 @@ def test_what_only_a_wing_uses_does_not_stop_an_engine(monkeypatch, fresh):
     monkeypatch.setattr(contract, "installed_contract", lambda: (replace(gone, where=("serve/ranks", "mcore/runner")),))
     with pytest.raises(UpstreamDriftError, match="gone"):
         check_contract()
+
+
+def test_a_changed_coordinator_stops_no_engine_without_one(tiny, monkeypatch, fresh):
+    """As in megatron's pull request 6497."""
+    from megatron.core.inference.data_parallel_inference_coordinator.coordinator import DataParallelInferenceCoordinator
+
+    from megatron_hybrid_prefix import build_engine
+    from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
+
+    monkeypatch.setattr(DataParallelInferenceCoordinator, "_send_to_engine", lambda self, identity, frames: None)
+    engine = build_engine(tiny)
+    assert len(engine.generate(["some words"])) == 1
+    listens = engine.start_listening_to_data_parallel_coordinator
+    for start in (lambda: asyncio.run(listens()), lambda: CoordinatorProcess(engine, "localhost")):
+        with pytest.raises(
+            UpstreamDriftError, match=r"in 1 of .*_send_to_engine .*found \(self, identity, frames\)"
+        ) as e:
+            start()
+        assert "\n" not in str(e.value)
+
+
+def test_changed_experts_stop_no_model_without_them(platform, monkeypatch, fresh):
+    """As in megatron's pull request 6541."""
+    from megatron_hybrid_prefix import build_engine
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from megatron_hybrid_prefix.upstream.moe import MoETokenDispatcher
+
+    def dispatch_preprocess(self, tokens, routing_map, probs, shared_expert_input=None): ...
+
+    monkeypatch.setattr(MoETokenDispatcher, "dispatch_preprocess", dispatch_preprocess)
+    build_engine(build_hybrid_model("tiny", platform=platform))
+    with pytest.raises(UpstreamDriftError, match=r"in 1 of .*dispatch_preprocess .*shared_expert_input=None") as error:
+        build_hybrid_model("tiny-moe", platform=platform)
+    assert "\n" not in str(error.value)
 
 
 def test_checked_before_the_first_engine_and_once(tiny, monkeypatch, fresh):

@@ -242,6 +242,7 @@ class HybridPrefixEngine(EngineSeam):
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
         """Returns once all ranks receive each other's messages."""
+        check_contract("coordinator")
         address: str = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
         meet_subscribers(self)  # before the engine's loop starts
         if self.ep_world_size == 1:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
+from megatron_hybrid_prefix.environment import say
 from megatron_hybrid_prefix.mcore.entrypoints.flags import naming_flags
 from megatron_hybrid_prefix.upstream import modules
+from megatron_hybrid_prefix.upstream.overrides import lost_override
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
+
+logger = logging.getLogger(__name__)
 
 
 def _accepting_subclasses(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -76,6 +81,8 @@ def _our_context(
         if state is not None and not caches and not keeps_megatrons:
             report_none_asked()
         if type(self) is not DynamicInferenceContext or not wanted:
+            if wanted and not isinstance(self, SlotContext):
+                say(logger, f"no prefix cache: {type(self).__name__} does not derive from HybridPrefixContext")
             original(self, model_config=model_config, inference_config=inference_config)
             return
         if model_config.cuda_graph_impl == "local":
@@ -98,10 +105,16 @@ def _our_controller(original: Callable[..., None]) -> Callable[..., None]:
     from megatron_hybrid_prefix.upstream.names import TextGenerationController
 
     def __init__(self: Any, inference_wrapped_model: Any, tokenizer: Any) -> None:
+        from megatron_hybrid_prefix.layers.base import put_before
         from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 
-        if type(self) is TextGenerationController and _needs_ours(inference_wrapped_model.inference_context):
-            self.__class__ = HybridPrefixController
+        if _needs_ours(inference_wrapped_model.inference_context):
+            if (lost := lost_override(self, HybridPrefixController, extends=True)) is not None:
+                raise TypeError(f"{lost}: derive the class from HybridPrefixController to run with this cache")
+            if type(self) is TextGenerationController:
+                self.__class__ = HybridPrefixController
+            else:
+                put_before("Prefix", HybridPrefixController, self, last=True)
         original(self, inference_wrapped_model=inference_wrapped_model, tokenizer=tokenizer)
 
     return __init__

@@ -28,6 +28,7 @@ from megatron_hybrid_prefix.mcore.ranks.messages import (
     unpack,
 )
 from megatron_hybrid_prefix.upstream.config import PrefixCachingCoordinatorPolicy, get_pg_size
+from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.coordinator import CoordinatorSeam, replica_of
 
 _MEET_MS = 50
@@ -158,9 +159,11 @@ class CoordinatorProcess:
 
     Raises:
         RuntimeError: It did not start.
+        UpstreamDriftError: As `check_contract`, of what a coordinator needs.
     """
 
     def __init__(self, engine: Any, hostname: str) -> None:
+        check_contract("coordinator")
         spawn = multiprocessing.get_context("spawn")
         receiver, sender = spawn.Pipe(duplex=False)
         self._ready: Any = spawn.Event()
