@@ -84,7 +84,9 @@ def logits_of(served: EngineHarness, prompt: list[int]) -> torch.Tensor:
     controller, found = served.engine.controller, []
     launched = controller.forward_launched
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(controller, "forward_launched", lambda: (found.append(controller.step_logits.clone()), launched()))
+        patched.setattr(
+            controller, "forward_launched", lambda: (found.append(controller.step_logits.clone()), launched())
+        )
         served.send(prompt, count=1, cache_read=False)
     return found[0][0, : len(prompt)]
 
@@ -190,7 +192,10 @@ def test_sampled_rows(model, mode, params):
     """PyTorch raises where it is to sample from NaN; on a GPU that ends the process."""
     served = EngineHarness(model, async_sched_mode=mode)
     with embedding(model, BAD, NAN):
-        numbers = [served.add([*without_bad(20, seed=seed), BAD][: 20 + (seed == 1)], ANSWER, params=params) for seed in range(4)]
+        numbers = [
+            served.add([*without_bad(20, seed=seed), BAD][: 20 + (seed == 1)], ANSWER, params=params)
+            for seed in range(4)
+        ]
         seeded = served.add([*without_bad(20, seed=7), BAD], ANSWER, params=params | {"top_k": 0}, seed=3)
         served.run()
     failed(served, numbers[1])

@@ -44,7 +44,9 @@ def earlier_bits(engine, weight, prompt):
                 right = rows
                 assert right.isfinite().all() and not request.failed()
             else:
-                if engine.controller.inference_wrapped_model.model.config.num_moe_experts:  # how many rows an expert gets differs
+                if (
+                    engine.controller.inference_wrapped_model.model.config.num_moe_experts
+                ):  # how many rows an expert gets differs
                     torch.testing.assert_close(rows[:place], right[:place], rtol=1e-3, atol=1e-3)
                 else:
                     assert torch.equal(rows[:place], right[:place]), (place, value)
@@ -76,7 +78,10 @@ def among_others(engine, weight, prompt, mode):
         assert all(len(each.generated_tokens) == 12 for each in answers[1:])
         assert all(torch.tensor(each.generated_log_probs).isfinite().all() for each in answers[1:])
         if not fields:
-            off = [abs(a.generated_log_probs[0] - b.generated_log_probs[0]) for a, b in zip(answers[1:], right[1:], strict=True)]
+            off = [
+                abs(a.generated_log_probs[0] - b.generated_log_probs[0])
+                for a, b in zip(answers[1:], right[1:], strict=True)
+            ]
             assert max(off) < 0.25, off
     token = right[0].generated_tokens[4]
     kept = weight[token].clone()
@@ -94,7 +99,9 @@ def main():
     print(ensure_platform().describe(), flush=True)
     model = built(sys.argv[1])
     weight, dice = model.embedding.word_embeddings.weight.data, random.Random(0)
-    prompt = [dice.choice([token for token in range(model.hybrid_config.vocab_size) if token != BAD]) for _ in range(TOKENS)]
+    prompt = [
+        dice.choice([token for token in range(model.hybrid_config.vocab_size) if token != BAD]) for _ in range(TOKENS)
+    ]
     fields = engine_fields(model, TOKENS, prompts=12, requests=8)
     sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": fields["max_requests"]}
     prefix = HybridPrefixConfig(cache_gb=cache_gb_for(model, 80, states=24, **sizes), check_weights=False)

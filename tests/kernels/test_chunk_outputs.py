@@ -54,7 +54,9 @@ def some_tokens(step, shape, seed, device, dtype):
 
 def scan(step, pool, *, x, B, C, z, dt, A, dt_bias, D, chunk_tokens, replaced=None):
     bounds = torch.tensor(step.bounds, dtype=torch.int32, device=x.device)
-    steps, log_decay = chunk_decays(dt, A, dt_bias, bounds, chunk_tokens, torch.zeros(len(dt), dtype=torch.int32, device=dt.device))
+    steps, log_decay = chunk_decays(
+        dt, A, dt_bias, bounds, chunk_tokens, torch.zeros(len(dt), dtype=torch.int32, device=dt.device)
+    )
     slots = step.tensors(x.device, "first_chunks", "source_slots", "live_slots", "chunk_slots")
     before = pass_states(x, steps, B, log_decay, bounds, pool, **slots)
     given = {"x": x, "steps": steps, "log_decay": log_decay, "B": B, "C": C, "before": before, "D": D, "z": z}

@@ -37,7 +37,11 @@ def cut() -> Chunks:
     """The chunks of both sequences, each with a slot for its state but the last of each."""
     grid, bounds, first, of_sequence = ChunkGrid(chunk_tokens=CHUNK, block_tokens=CHUNK), [0], [0], []
     for number, length in enumerate(LENGTHS):
-        bounds += [bounds[-1] + end for end in grid.ends(0, length)] if number == 0 else [FIRST + end for end in grid.ends(0, length)]
+        bounds += (
+            [bounds[-1] + end for end in grid.ends(0, length)]
+            if number == 0
+            else [FIRST + end for end in grid.ends(0, length)]
+        )
         of_sequence += [number] * (len(bounds) - 1 - len(of_sequence))
         first.append(len(of_sequence))
     slots = [-1 if chunk + 1 in first else 2 + chunk for chunk in range(len(of_sequence))]
@@ -96,7 +100,11 @@ class Mamba2(Scan):
         A, zeros = torch.tensor([-1.0, -0.2], device=self.device), torch.zeros(HEADS, device=self.device)
         if not INTERPRETED:
             inputs = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": zeros + 1, "z": None, "dt_bias": zeros}
-            return scan_by_slots(states, self.chunks, self.slots, **inputs, chunk_tokens=CHUNK, wrong=wrong), states, wrong
+            return (
+                scan_by_slots(states, self.chunks, self.slots, **inputs, chunk_tokens=CHUNK, wrong=wrong),
+                states,
+                wrong,
+            )
         bounds, y = self.chunks.bounds, torch.empty_like(x)
         steps, log_decay = chunk_decays(dt, A, zeros, bounds, CHUNK, wrong)
         before = pass_states(x, steps, B, log_decay, bounds, states, **self.slots)
@@ -118,9 +126,7 @@ class GatedDeltaNet(Scan):
         states = self.states(GDN_HEADS, K, V)
         shapes = ((GDN_HEADS, K), (GDN_HEADS, K), (GDN_HEADS, V))
         q, k, v = (part.unflatten(1, shape) for part, shape in zip((q, k, v), shapes, strict=True))
-        y = scan_delta_rule(
-            q, k, v, decay, beta, states, normalise=True, chunk_bounds=self.chunks.bounds, **self.slots
-        )
+        y = scan_delta_rule(q, k, v, decay, beta, states, normalise=True, chunk_bounds=self.chunks.bounds, **self.slots)
         return y, states, wrong
 
 
@@ -137,12 +143,14 @@ def test_a_scan_is_causal_for_all_values(kind, dtype, device, request):
     bounds, slots = scan.chunks.bounds.tolist(), scan.chunks.slots.tolist()
     for number, place in enumerate(PLACES):
         for value in VALUES[number::2] if INTERPRETED else VALUES:
-            for part in (slice(None), slice(0, 1), slice(kind.wide - 1, kind.wide), slice(kind.wide, None))[:: 3 if INTERPRETED else 1]:
+            for part in (slice(None), slice(0, 1), slice(kind.wide - 1, kind.wide), slice(kind.wide, None))[
+                :: 3 if INTERPRETED else 1
+            ]:
                 case, spoilt, at = (place, value, part), rows.clone(), FIRST + place
                 spoilt[at, part] = value
                 other, kept, marked = scan.run(spoilt)
                 assert torch.equal(other[:at], y[:at]), case
-                right = [slot for slot, end in zip(slots, bounds[1:], strict=True) if 0 <= slot and end <= at]
+                right = [slot for slot, end in zip(slots, bounds[1:], strict=True) if slot >= 0 and end <= at]
                 assert torch.equal(kept[[0, *right]], states[[0, *right]]), case
                 assert not marked[:at].any(), case
                 finite_gate = part.start == kind.wide and (value == -INF or abs(value) < INF)
