@@ -77,7 +77,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
 
     def slot_prefill(self, inputs: torch.Tensor, states: Mapping[str, torch.Tensor], step: PrefillStep) -> torch.Tensor:
         chunks, slots = step.chunks[CHUNK], step.slots(CHUNK)
-        qkv, *gates = self._parts(inputs)
+        qkv, z, beta, alpha = self._parts(inputs)
         windows, bias = states[GDN_CONV], self.conv1d.bias
         convolved = convolve_from_slots(  # reads the sources before windows are written
             qkv,
@@ -89,7 +89,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
             wrong=step.wrong,
         )
         write_conv_windows(qkv, windows, chunk_bounds=chunks.bounds, **slots)
-        q, k, v, z, log_decay, beta = self._by_head(convolved, *gates, wrong=step.wrong)
+        q, k, v, z, log_decay, beta = self._by_head(convolved, z, beta, alpha, step.wrong)
         y = scan_delta_rule(
             q,
             k,

@@ -72,6 +72,11 @@ def test_a_prompt_without_room_for_an_answer_fails(behind):
     assert fits is None and "no room to generate" in others[0] and others[1] is not None
 
 
+def test_what_is_not_finite_fails_alone(behind):
+    good, bad = behind["not finite"]
+    assert good is None and "not finite" in bad
+
+
 def test_megatrons_own_client_streams_and_aborts(behind):
     """Aborted requests that wait compute nothing, and a trainer finds all."""
     if "streamed" not in behind:

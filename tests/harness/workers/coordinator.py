@@ -141,6 +141,11 @@ async def talk(llm, count):
 
     longest = llm.context.max_sequence_length
     found["longest"] = await replies([GOOD_PROMPT[:1] * length for length in (longest - 1, longest, longest + 1)])
+    from tests.engine.test_not_finite import NAN, embedding
+
+    bad = next(token for token in range(512) if token not in GOOD_PROMPT)
+    with embedding(llm.controller.inference_wrapped_model.model, bad, NAN):
+        found["not finite"] = await replies([GOOD_PROMPT, [*GOOD_PROMPT, bad]], num_tokens_to_generate=4)
     running = asyncio.create_task(replies([GOOD_PROMPT] * 6))
     while llm.context.total_request_count < 2:
         await asyncio.sleep(0)
