@@ -513,7 +513,7 @@ class HybridPrefixEngine(EngineSeam):
         """
         stopped = super().take_stopped_ids(active_request_ids)
         failed = self._cached.failed_loads()
-        wrong = getattr(self.controller, "wrong_ids", frozenset())
+        wrong: frozenset[int] = getattr(self.controller, "wrong_ids", frozenset())
         if wrong:
             self.removals.failing |= wrong - stopped
             failed |= wrong | self._cached.withdraw(wrong)
