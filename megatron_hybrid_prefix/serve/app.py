@@ -32,7 +32,7 @@ from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, ExplainBody, Tok
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
 from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short, stopping
-from megatron_hybrid_prefix.serve.event_stream import Answer, EventStream, unless_gone
+from megatron_hybrid_prefix.serve.event_stream import EventStream, FiniteJson, unless_gone
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read_request, text_tokens
@@ -243,7 +243,7 @@ class Api:
             if ends_here:
                 generation.close()
                 on_end(generation, gone)
-        return EventStream(generation, chunks, answer, on_end) if streamed else Answer(answer)
+        return EventStream(generation, chunks, answer, on_end) if streamed else FiniteJson(answer)
 
     def _count(self, request: Request, generation: Generation, gone: bool) -> None:
         usage = generation.usage()

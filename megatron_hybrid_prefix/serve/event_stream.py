@@ -79,7 +79,7 @@ def _without_nan(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-class Answer(JSONResponse):
+class FiniteJson(JSONResponse):
     """A response of `to_json`."""
 
     def render(self, content: Any) -> bytes:
