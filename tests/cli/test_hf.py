@@ -42,7 +42,7 @@ def generated(tmp_path, *argv):
     arguments = ["--device", "cpu", "--num-tokens-to-generate", 4, "--max-sequence-length", 256, *argv]
     assert generate.main([*map(str, arguments), "--json", str(path)]) == 0
     data = json.loads(path.read_text())
-    return data, data["engines"]["off"]["requests"][0]
+    return data, data["engines"]["ours"]["requests"][0]
 
 
 def test_generate_takes_tokenizer_end_tokens_and_sampling_of_the_folder(folder, tmp_path):

@@ -141,7 +141,7 @@ def test_streams_are_those_of_one_process(server, tiny):
             for event in stream:
                 event.pop("usage")  # counts both answers, whose order may differ
         assert by_choice[0] == by_choice[1]
-        assert len(here) > 10  # token by token
+        assert len(here) > 5  # text of bytes that are no characters waits for the next that is
         assert sorted(here_log_probs) == pytest.approx(sorted(there_log_probs), abs=LOG_PROB_NOISE)
 
 
