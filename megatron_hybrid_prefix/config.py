@@ -40,8 +40,8 @@ class HybridPrefixConfig:
     eviction_policy: str = _setting(
         DEFAULT_EVICTION_POLICY,
         "Which checkpoint to evict when a slot is needed. 'recompute_cost': the one that is cheapest to lose, by "
-        "the tokens it saves and by how often such states are reused. 'lru': the least recently used one. 'seglen' and "
-        "'tlru': rules of others, to compare with; they sort all states for each one that goes. Plugins may add others.",
+        "the tokens it saves and by how often such states are reused. 'lru': the least recently used one. Plugins may add "
+        "others.",
         choices=eviction_policy_names,
     )
     verify_hits: float = _setting(
