@@ -1,13 +1,10 @@
-"""`HybridPrefixConfig`: the settings of the prefix cache, and those that are gone."""
+"""`HybridPrefixConfig`: the settings of the prefix cache."""
 
 from __future__ import annotations
 
-import argparse
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import Any, Literal, get_args
 
 from megatron_hybrid_prefix.policy.registry import (
     DEFAULT_EVICTION_POLICY,
@@ -19,41 +16,6 @@ from megatron_hybrid_prefix.tiers.registry import parse_url
 StateDtypeName = Literal["float32", "bfloat16"]
 ExactName = Literal["bits"]
 
-# Settings of 0.1 that were removed, and what to do instead.
-REMOVED = {
-    "host_state_share": "leave it out; KV and states share all of the host tier",
-    "host_write_through": "leave it out; what is evicted is stored, and with a shared tier what is computed",
-    "verify_host_loads": "leave it out; loads are always checked",
-}
-
-
-class _RefusesRemoved:
-    """Says what to do in place of Python's "unexpected keyword argument"."""
-
-    __slots__ = ()
-
-    def __new__(cls, *_: Any, **settings: Any) -> Self:
-        for name, instead in REMOVED.items():
-            if name in settings:
-                raise ValueError(f"{name}={settings[name]!r}: this setting was removed: {instead}")
-        return super().__new__(cls)
-
-
-def add_removed_flags(parser: argparse.ArgumentParser, removed: Mapping[str, str]) -> None:
-    """Makes removed flags an error of one line. The help does not show them.
-
-    Args:
-        parser: The parser that had the flags.
-        removed: What to do instead, by flag.
-    """
-
-    def refuse(instead: str, _: str) -> NoReturn:
-        raise argparse.ArgumentTypeError(f"this flag was removed: {instead}")
-
-    hidden: dict[str, Any] = {"nargs": "?", "const": "", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    for flag, instead in removed.items():
-        parser.add_argument(flag, type=partial(refuse, instead), **hidden)
-
 
 def _setting(default: Any, text: str, **more: Any) -> Any:
     """A field, with its help text, for the class's docstring and for ``--help``, and argparse options."""
@@ -61,7 +23,7 @@ def _setting(default: Any, text: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HybridPrefixConfig(_RefusesRemoved):
+class HybridPrefixConfig:
     """Settings of the prefix cache, validated once. All sizes are per rank."""
 
     cache_gb: float | None = _setting(
@@ -78,8 +40,8 @@ class HybridPrefixConfig(_RefusesRemoved):
     eviction_policy: str = _setting(
         DEFAULT_EVICTION_POLICY,
         "Which checkpoint to evict when a slot is needed. 'recompute_cost': the one that is cheapest to lose, by "
-        "the tokens it saves and by how often such states are reused. 'lru': the least recently used one. 'seglen' and "
-        "'tlru': rules of others, to compare with; they sort all states for each one that goes. Plugins may add others.",
+        "the tokens it saves and by how often such states are reused. 'lru': the least recently used one. Plugins may add "
+        "others.",
         choices=eviction_policy_names,
     )
     verify_hits: float = _setting(

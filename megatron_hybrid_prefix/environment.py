@@ -21,7 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megatron_hybrid_prefix.config import REMOVED, HybridPrefixConfig
+from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import shown
 
 INSTALL_VARIABLE = "HYBRID_PREFIX_INSTALL"
@@ -110,7 +110,7 @@ def _config(text: str) -> HybridPrefixConfig:
             kinds = _kinds(hints[name])
             if type(value) not in kinds and not (type(value) is int and float in kinds):
                 raise ValueError(f"{name}={shown(value)}: must be {' or '.join(map(_KINDS.__getitem__, kinds))}")
-        elif name not in REMOVED:
+        else:
             raise ValueError(f"there is no setting {shown(name)}; there are: {', '.join(names)}")
     return HybridPrefixConfig(**values)
 

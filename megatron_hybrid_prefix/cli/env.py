@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import NoReturn, get_type_hints
 
-from megatron_hybrid_prefix.config import REMOVED, HybridPrefixConfig, add_removed_flags
+from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.config_options import add_option, value_of
 from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, INSTALL_VARIABLE, ON, OPTIONAL, python_path
 from megatron_hybrid_prefix.errors import PluginError
@@ -49,7 +49,6 @@ def _parser() -> _Parser:
     group = parser.add_argument_group("settings")
     for field in fields(HybridPrefixConfig):
         add_option(group, field, kinds[field.name], _flag(field.name), field.name)
-    add_removed_flags(parser, {_flag(name): instead for name, instead in REMOVED.items()})
     return parser
 
 

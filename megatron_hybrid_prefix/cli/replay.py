@@ -1,13 +1,11 @@
 """Replay recorded requests through the cache's index and policies, without a model: how much is reused at which budget?
 
 examples:
-    hybrid-prefix replay trace.jsonl                                # this cache and the baselines, at several budgets
+    hybrid-prefix replay trace.jsonl                                # this cache and others, at several budgets
     hybrid-prefix replay trace.jsonl --state-slots 64,256,1024 --json reuse.json
     hybrid-prefix replay trace.jsonl --kv-blocks 20000              # with limited KV, too
-    hybrid-prefix replay trace.jsonl --eviction lru --admission asked --baselines none
-    hybrid-prefix replay trace.jsonl --baselines seglen,tlru,lru:sparse-2,recompute_cost:asked
+    hybrid-prefix replay trace.jsonl --eviction lru --interval 0 --baselines none
     hybrid-prefix replay trace.jsonl --interval 4096                # interval states every 4096 tokens
-    hybrid-prefix replay trace.jsonl --clairvoyant                  # how much is left: no rule reuses more than this
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b         # shows the slots and blocks in GiB
     hybrid-prefix replay trace.jsonl --preset nemotron-h-8b --cache-gb 10,20,40    # KV and states share one memory
 
@@ -18,9 +16,6 @@ TRACE is a file with one JSON object per line, in one of three formats:
 
 With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB, with the bytes of
 the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it.
-
---clairvoyant adds two rows for rules that know all requests beforehand: an offline rule, and a bound that no rule passes.
-Both are for unlimited KV. They take a second or more for every 100 slots (6,000 requests).
 
 Requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
 The last row, "no limits", is a cache with unlimited memory and a state after every block.
@@ -45,7 +40,6 @@ from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
-from megatron_hybrid_prefix.lab.clairvoyant import Clairvoyant, clairvoyant
 from megatron_hybrid_prefix.lab.memory import GIB, memory_of, page_words
 from megatron_hybrid_prefix.lab.replay import ADMISSIONS, Policy, Replayed, TooLargeError, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace, read_trace
@@ -85,18 +79,13 @@ def make_parser() -> ArgumentParser:
     text = "policy that picks the state to evict (default: %(default)s)"
     add("--eviction", choices=eviction_policy_names(), default=DEFAULT_EVICTION_POLICY, help=text)
     text = "which states are kept. adaptive: junctions, ends of prompts, and interval states while there is room "
-    text += "(default); asked: no interval states; tail: ends of prompts only; "
-    text += "sparse-N (1, 2 or 4): N of each prompt, where prompts so far parted"
+    text += "(default); tail: ends of prompts only"
     add("--admission", choices=ADMISSIONS, default=ADMISSIONS[0], help=text)
-    text = "distance of interval states, a multiple of the block (default: by the prompt's length)"
+    text = "distance of interval states, a multiple of the block; 0: none (default: by the prompt's length)"
     add("--interval", metavar="TOKENS", help=text)
-    text = "other policies to compare with, comma-separated: names of --eviction, or EVICTION:ADMISSION, upstream "
-    text += "(megatron-core 0.19's rule), align (LRU, ends of prompts only), interval:TOKENS (LRU with "
-    text += "interval states); or none "
-    text += f"(default: {DEFAULT_BASELINES}; with --cache-gb: lru)"
+    text = "others to compare with, comma-separated: names of --eviction, upstream (megatron-core 0.19's rule), align "
+    text += f"(LRU, ends of prompts only); or none (default: {DEFAULT_BASELINES}; with --cache-gb: lru)"
     add("--baselines", metavar="NAMES", help=text)
-    text = "also show what rules that know all requests beforehand reuse; needs unlimited KV and no host tier"
-    add("--clairvoyant", action="store_true", help=text)
     options.add_options(parser, "--json")
     return parser
 
@@ -108,9 +97,6 @@ def check_options(args: argparse.Namespace) -> None:
         InputError: Some do not.
     """
     options.check_output(args)
-    limited = args.kv_blocks not in (None, "unlimited")
-    if args.clairvoyant and (limited or args.cache_gb is not None or args.host_pages):
-        raise InputError("--clairvoyant: does not go with --kv-blocks, --cache-gb, --host-pages")
     if args.cache_gb is None:
         if args.mamba_gb is not None:
             raise InputError("--mamba-gb: limits the states in --cache-gb; give that, too, or --state-slots instead")
@@ -160,25 +146,26 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
     Raises:
         InputError: A name is unknown, or an interval is not a multiple of the block.
     """
-    interval = None if args.interval is None else _interval(args.interval, "--interval", block_tokens)
+    interval = None
+    if args.interval is not None:
+        with terminal.as_input_errors(argparse.ArgumentTypeError, prefix="--interval: "):
+            interval = options.whole_number(args.interval)
+        if interval % block_tokens:
+            raise InputError(f"--interval: {interval} is not a multiple of the block of {block_tokens} tokens")
     if interval is not None and args.admission != "adaptive":
         raise InputError(f"--interval {interval}: --admission {args.admission} keeps no states at intervals")
     host = {"host_pages": args.host_pages} if args.host_pages else {}
-    first = _policy(args.eviction, args.admission, interval)
-    found = [dataclasses.replace(first, options=host)]
+    name = args.eviction if args.admission == "adaptive" else f"{args.eviction}, {args.admission}"
+    name += "" if interval is None else f", every {interval}"
+    found = [
+        Policy(name=name, eviction=args.eviction, admission=args.admission, interval_tokens=interval, options=host)
+    ]
+    known = {name: Policy(name=name, eviction=name) for name in eviction_policy_names()} | BASELINES
     baselines = args.baselines or (DEFAULT_BASELINES if args.cache_gb is None else "lru")
     for item in () if baselines == "none" else baselines.split(","):
-        head, colon, tail = item.partition(":")
-        if item in BASELINES:
-            policy = BASELINES[item]
-        elif head == "interval" and tail:
-            policy = _policy("lru", "adaptive", _interval(tail, "--baselines interval", block_tokens))
-        elif head in eviction_policy_names() and (tail in ADMISSIONS or not colon):
-            policy = _policy(head, tail or "adaptive")
-        else:
-            names = ", ".join((*eviction_policy_names(), *BASELINES, "interval:TOKENS", "none"))
-            ends = ", ".join(f":{name}" for name in ADMISSIONS)
-            raise InputError(f"--baselines: no {item!r}; there are: {names}; an eviction policy may end with {ends}")
+        if item not in known:
+            raise InputError(f"--baselines: no {item!r}; there are: {', '.join((*known, 'none'))}")
+        policy = known[item]
         if policy.eviction == "upstream" and args.cache_gb is not None:
             raise InputError(
                 "--baselines upstream: megatron-core's rule has no shared memory; it does not go with --cache-gb"
@@ -188,22 +175,6 @@ def policies(args: argparse.Namespace, block_tokens: int) -> list[Policy]:
         if policy.name not in [other.name for other in found]:
             found.append(policy)
     return found
-
-
-def _policy(eviction: str, admission: str, interval_tokens: int | None = None) -> Policy:
-    """A policy with the name that tables show."""
-    name = eviction if admission == "adaptive" else f"{eviction}, {admission}"
-    if interval_tokens is not None:
-        name += f", every {interval_tokens}"
-    return Policy(name=name, eviction=eviction, admission=admission, interval_tokens=interval_tokens)
-
-
-def _interval(text: str, option: str, block_tokens: int) -> int:
-    with terminal.as_input_errors(argparse.ArgumentTypeError, prefix=f"{option}: "):
-        tokens = options.whole_number(text)
-    if tokens % block_tokens:
-        raise InputError(f"{option}: {tokens} is not a multiple of the block of {block_tokens} tokens")
-    return tokens
 
 
 # --- Run -------------------------------------------------------------------------------------------------------------
@@ -230,21 +201,6 @@ def run_all(
                 with terminal.as_input_errors(TooLargeError):
                     runs.append(replay(trace, policy, on_request=on_request, **budget))
     return runs
-
-
-def run_clairvoyant(trace: Trace, slots: Sequence[int], interrupt: Interrupt) -> list[Clairvoyant]:
-    """The rows of ``--clairvoyant``.
-
-    Raises:
-        Stopped: Ctrl-C was pressed.
-    """
-    with terminal.progress(["clairvoyant"], max(slots)) as done:
-
-        def on_slot(count: int) -> None:
-            interrupt.check()
-            done("clairvoyant", count)
-
-        return clairvoyant(trace, slots, on_slot)
 
 
 # --- Report ----------------------------------------------------------------------------------------------------------
@@ -278,14 +234,7 @@ def as_json(
     }
 
 
-def print_report(
-    console: Console,
-    trace: Trace,
-    runs: Sequence[Replayed],
-    ceiling: float,
-    sizes: Sizes | None,
-    bounds: Sequence[Clairvoyant] = (),
-) -> None:
+def print_report(console: Console, trace: Trace, runs: Sequence[Replayed], ceiling: float, sizes: Sizes | None) -> None:
     """Prints the reuse, one row per policy and one column per budget; then notes."""
     own = [run for run in runs if run.policy is runs[0].policy]
     memory, blocks = own[0].memory, own[0].kv_blocks
@@ -308,11 +257,6 @@ def print_report(
     for policy in dict.fromkeys(run.policy.name for run in runs):
         shares = (f"{run.reused_token_fraction:.4f}" for run in runs if run.policy.name == policy)
         table.add_row(policy, *shares)
-    if bounds:
-        all_tokens = trace.prompt_tokens
-        table.add_section()
-        table.add_row("a rule that knows all requests", *(f"{bound.rule_tokens / all_tokens:.4f}" for bound in bounds))
-        table.add_row("no rule reuses more than", *(f"{bound.bound_tokens / all_tokens:.4f}" for bound in bounds))
     if sizes is not None and memory is None:
         table.add_section()
         gib = (f"{run.state_slots * sizes.state_bytes / GIB:.1f}" for run in own)
@@ -337,13 +281,9 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     chosen = policies(args, trace.block_tokens)
     ceiling = sum(ceiling_tokens(trace)) / trace.prompt_tokens
     runs = run_all(trace, chosen, budgets, interrupt)
-    slots = [budget["state_slots"] for budget in budgets if args.cache_gb is None]
-    bounds = run_clairvoyant(trace, slots, interrupt) if args.clairvoyant else []
     console = terminal.output_console()
-    print_report(console, trace, runs, ceiling, sizes, bounds)
-    report = as_json(args, trace, runs, ceiling, terminal.command_line(argv))
-    report["clairvoyant"] = [dataclasses.asdict(bound) for bound in bounds]
-    terminal.save_json(console, args.json, report)
+    print_report(console, trace, runs, ceiling, sizes)
+    terminal.save_json(console, args.json, as_json(args, trace, runs, ceiling, terminal.command_line(argv)))
     return 0
 
 

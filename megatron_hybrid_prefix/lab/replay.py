@@ -20,13 +20,11 @@ from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
 from megatron_hybrid_prefix.lab.upstream_rule import UpstreamRule
-from megatron_hybrid_prefix.policy.boundaries import Boundary, BoundaryRule, prompt_boundaries
-from megatron_hybrid_prefix.policy.sparse import SparsePlacement
+from megatron_hybrid_prefix.policy.boundaries import Boundary, prompt_boundaries
 
 MOST_ENTRIES = 2**22
 """Most KV blocks, state slots or pages of the host. The index takes some 300 bytes for each."""
-_SPARSE = {f"sparse-{count}": count for count in (1, 2, 4)}
-ADMISSIONS = ("adaptive", "asked", "tail", *_SPARSE)
+ADMISSIONS = ("adaptive", "tail")
 _CALLS = 200  # of `on_request` in a replay
 
 
@@ -41,9 +39,9 @@ class Policy:
     Attributes:
         name: Name in tables.
         eviction: Name of an eviction policy. "upstream": megatron-core 0.19's rules for everything.
-        admission: "adaptive": junctions, tails, repeats, and interval states while there is room. "asked": no interval
-            states. "tail": only the last full block of each prompt. "sparse-2": two of each prompt, by `SparsePlacement`.
-        interval_tokens: Distance of interval states; None: the cache's default.
+        admission: "adaptive": junctions, tails, repeats, and interval states while there is room. "tail": only the last full
+            block of each prompt.
+        interval_tokens: Distance of interval states; None: the cache's default; 0: no interval states.
         options: Further fields of `CacheSettings`.
     """
 
@@ -96,11 +94,8 @@ class CacheServer:
     """`HybridPrefixCache`, called as the engine calls it. `UpstreamRule` has the same methods."""
 
     def __init__(self, policy: Policy, block_tokens: int, sizes: Mapping[str, Any]) -> None:
-        placed = _SPARSE.get(policy.admission)
-        self._placement = None if placed is None else SparsePlacement(placed)
-        rule: BoundaryRule = _tail_only if policy.admission == "tail" else self._placement or prompt_boundaries
         settings = CacheSettings(
-            boundary_rule=rule,
+            boundary_rule=_tail_only if policy.admission == "tail" else prompt_boundaries,
             block_tokens=block_tokens,
             eviction_policy=policy.eviction,
             retention_interval_tokens=policy.interval_tokens if policy.admission == "adaptive" else 0,
@@ -115,8 +110,6 @@ class CacheServer:
         cache = self._cache
         self._next_id += 1
         match = cache.match(KeyChain(request.keys, request.prompt_tokens))
-        if self._placement is not None:
-            self._placement.learn(max(match.kv_depth_blocks, match.seen_blocks))
         if match.loadable_blocks:
             match = cache.loads.begin_load_back(self._next_id, match) or match
         admission = cache.admit(self._next_id, match)

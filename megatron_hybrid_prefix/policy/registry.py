@@ -2,7 +2,6 @@
 
 - ``lru``: the least recently used one (``lru.py``).
 - ``recompute_cost``: the one that is cheapest to lose (``recompute_cost.py``).
-- ``seglen``, ``tlru``: baselines of others, to compare with (``seglen.py``, ``tlru.py``).
 - Plugins may register others (``megatron_hybrid_prefix/plugins.py``).
 """
 
@@ -15,8 +14,6 @@ from megatron_hybrid_prefix.plugins import Registry
 from megatron_hybrid_prefix.policy.base import EvictionPolicy, KnowsTiers, SharesMemory
 from megatron_hybrid_prefix.policy.lru import LruEviction
 from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
-from megatron_hybrid_prefix.policy.seglen import SegLenEviction
-from megatron_hybrid_prefix.policy.tlru import TailOptimizedLruEviction
 
 DEFAULT_EVICTION_POLICY = "recompute_cost"
 
@@ -54,5 +51,3 @@ def make_policy_below(above: EvictionPolicy[Any], name: str, *, state_blocks: fl
 
 register_eviction_policy("lru", LruEviction)
 register_eviction_policy("recompute_cost", RecomputeCostEviction)
-register_eviction_policy("seglen", SegLenEviction)
-register_eviction_policy("tlru", TailOptimizedLruEviction)

@@ -14,7 +14,6 @@ import pytest
 from megatron_hybrid_prefix import HybridPrefixConfig, environment
 from megatron_hybrid_prefix.cli.env import main
 from megatron_hybrid_prefix.cli.main import main as command
-from megatron_hybrid_prefix.config import REMOVED
 from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, PACKAGE, config_of
 from tests.cli.test_cli import ROOT, run
 from tests.harness.limits import HANG_S
@@ -131,10 +130,6 @@ def test_a_shell_takes_it(tmp_path):
         (["--cache-gb", "-1"], "cache_gb=-1.0: must be above 0"),
         (["--cache-gb", "much"], "argument --cache-gb: invalid float or 'auto' value: 'much'"),
         (["--colour"], "unrecognized arguments: --colour"),
-        (
-            ["--host-write-through"],
-            f"argument --host-write-through: this flag was removed: {REMOVED['host_write_through']}",
-        ),
         (["--shared", "file:///tmp/x?gb=1"], "shared='file:///tmp/x?gb=1': needs a host tier; set host_gb above 0"),
     ],
 )

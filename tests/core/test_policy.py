@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_hybrid_prefix.config import REMOVED, HybridPrefixConfig
+from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import (
     Boundary,
@@ -131,7 +131,6 @@ def test_an_unknown_policy_is_refused(name):
         {"mamba_gb": -1},
         {"mamba_gb": float("nan")},
         {"mamba_gb": float("inf")},
-        {"mamba_gb": 1, "eviction_policy": "fifo"},
         {"mamba_gb": 1, "state_dtype": "float16"},
         {"mamba_gb": 1, "retention_interval_tokens": -1},
     ],
@@ -147,15 +146,6 @@ def test_config_is_frozen_and_by_keyword():
         config.mamba_gb = 2
     with pytest.raises(TypeError):
         HybridPrefixConfig(1)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_setting_says_what_to_do(name):
-    with pytest.raises(ValueError, match=rf"^{name}=True: this setting was removed: leave it out; .*$"):
-        HybridPrefixConfig(mamba_gb=1, **{name: True})
-    assert not hasattr(HybridPrefixConfig, name)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'host_writes'"):
-        HybridPrefixConfig(mamba_gb=1, host_writes=True)
 
 
 def test_settings_can_be_copied():

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_type_hints
 import pytest
 
 from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, hybrid_prefix_config_from_args, installed
-from megatron_hybrid_prefix.config import REMOVED
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.mcore.entrypoints.flags import naming_flags
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
@@ -173,7 +172,6 @@ def test_help_can_be_printed():
     text = " ".join(add_hybrid_prefix_args(own_parser()).format_help().split())
     for field in arguments.own_fields():
         assert arguments.flag_of(field.name) in text
-    assert not any(arguments.flag_of(name)[2:] in text for name in REMOVED)
     assert "0 to 1, to compute without the cache and compare" in text
 
 
@@ -225,15 +223,6 @@ def test_megatrons_eviction_policy_and_another_one(megatron_parser):
     args.hybrid_prefix_eviction_policy = "other"
     with pytest.raises(ValueError, match=r"eviction-policy other contradicts .*eviction-policy lru"):
         hybrid_prefix_config_from_args(args)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-@pytest.mark.parametrize("value", [[], ["0.5"]])
-def test_a_removed_flag_says_what_to_do(config_of, name, value):
-    for flag in (arguments.flag_of(name), f"--no{arguments.flag_of(name)[1:]}"):
-        with pytest.raises(argparse.ArgumentError) as caught:
-            config_of(SWITCH, flag, *value)
-        assert str(caught.value) == f"argument {flag}: this flag was removed: {REMOVED[name]}"
 
 
 def test_values_that_argparse_refuses(megatron_parser):

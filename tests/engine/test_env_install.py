@@ -100,7 +100,6 @@ WRONG: list[tuple[dict[str, str], str | None, str, str]] = [
         for text, start, end in (
             ('{"cache_gb": 1', "not JSON: ", ""),
             ('{"colour": 1}', f"there is no setting 'colour'; {FIELDS}", ""),
-            ('{"host_write_through": true}', "host_write_through=True: this setting was removed: ", ""),
             ('{"cache_gb": "50"}', "cache_gb='50': must be a number or null", ""),
             ('{"cache_gb": true}', "cache_gb=True: must be a number or null", ""),
             ('{"retention_interval_tokens": 1.5}', "retention_interval_tokens=1.5: must be a whole number or null", ""),

@@ -30,8 +30,8 @@ class Both:
 
     def __init__(self, sizes: dict[str, Any], eviction: str = "recompute_cost") -> None:
         self.with_guesses, self.without = (
-            CacheServer(Policy(name=admission, eviction=eviction, admission=admission), BLOCK, sizes)
-            for admission in ("adaptive", "asked")
+            CacheServer(Policy(name=eviction, eviction=eviction, interval_tokens=interval), BLOCK, sizes)
+            for interval in (None, 0)
         )
         self.reused = self.reused_without = self.most_lent = 0
 

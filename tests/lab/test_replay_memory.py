@@ -67,37 +67,6 @@ def test_table_and_json(tmp_path, capsys):
     assert data["runs"][0]["counters"]["memory_use"]["total_blocks"] == 184
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cache-gb", "3"], "--cache-gb: needs the bytes of a model: give --preset or --hf"),
-        (["--splits", "3"], "unrecognized arguments: --splits 3"),
-        (["--mamba-gb", "3"], "--mamba-gb: limits the states in --cache-gb; give that, too"),
-        (
-            ["--cache-gb", "2,4", "--mamba-gb", "3", "--preset", "tiny"],
-            "--mamba-gb 3: the most for checkpoints in --cache-gb 2,",
-        ),
-        (["--cache-gb", "3", "--kv-blocks", "4"], "--cache-gb replaces --state-slots and --kv-blocks"),
-        (["--cache-gb", "3,3", "--preset", "tiny"], "--cache-gb: 3,3 has a number twice"),
-        (
-            ["--cache-gb", "0.01", "--preset", "nemotron-h-8b"],
-            "--cache-gb 0.01: too small: a state and a KV block take 0.0",
-        ),
-        (["--cache-gb", "3", "--preset", "tiny", "--baselines", "upstream"], "--baselines upstream: megatron-core's"),
-        (["--cache-gb", "1e300", "--preset", "tiny"], "--cache-gb 1e+300: more than any machine has"),
-        (["--cache-gb", "1e8", "--preset", "tiny"], "204,800,000,000 KV blocks: a replay has at most 4,194,304"),
-        (["--state-slots", "9999999"], "9,999,999 state slots: a replay has at most 4,194,304"),
-        (["--kv-blocks", "9999999"], "9,999,999 KV blocks: a replay has at most 4,194,304"),
-        (["--hf", "somewhere", "--preset", "tiny"], "--hf"),
-    ],
-)
-def test_bad_options_are_named(tmp_path, capsys, arguments, message):
-    trace = write_trace(tmp_path / "t.jsonl", made_up("chat", 2))
-    assert run(trace, *arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {message}") and said.count("\n") == 1
-
-
 def steps_of_a_request(kind: str, requests: int, gib: int) -> float:
     trace = made_up(kind, requests)
     memory = with_fields(MEMORY, cache_bytes=gib * GIB)

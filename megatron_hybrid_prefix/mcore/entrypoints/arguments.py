@@ -10,7 +10,7 @@ import argparse
 from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from megatron_hybrid_prefix.config import REMOVED, HybridPrefixConfig, add_removed_flags
+from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.config_options import NONE, add_option, value_of
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.Argument
     kinds = get_type_hints(HybridPrefixConfig)
     for field in own_fields():
         add_option(group, field, kinds[field.name], flag_of(field.name), PREFIX + field.name)
-    for name, instead in REMOVED.items():
-        add_removed_flags(parser, dict.fromkeys((flag_of(name), f"--no{flag_of(name)[1:]}"), instead))
     return parser
 
 
