@@ -132,7 +132,7 @@ def slow_ends(
 def test_ends_are_those_of_a_tokenization_each(tokenizer: HuggingFaceTokenizer, name: str) -> None:
     dice = random.Random(name)
     model = served(tokenizer=tokenizer, chat=ChatForm(TEMPLATES[name], {"bos_token": "<s>"}), limit_tokens=10**6)
-    for turns, tools in product((1, 3, 25), (0,) if name == "in turns" else (0, 3, 30)):
+    for turns, tools in product((1, 3, 20), (0,) if name == "in turns" else (0, 2, 12)):
         messages = conversation(dice, turns, tools)
         last = len(messages) - 1
         wanted = range(last + 1) if last < 32 else [0, *range(last - 30, last + 1)]
