@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_hybrid_prefix.hf_tokens import end_token_ids, token_texts
+
+# The number of tokens that end at or before a character of their text.
+TokensBefore = Callable[[int], int]
 
 
 class Tokenizer(Protocol):
@@ -34,6 +38,8 @@ class Tokenizer(Protocol):
     def tokenize(self, text: str) -> list[int]: ...
 
     def encode_prompt(self, text: str) -> list[int]: ...
+
+    def locate(self, text: str, *, special: bool) -> tuple[list[int], TokensBefore]: ...
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
@@ -90,6 +96,10 @@ class ByteTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """The same: no special token is added."""
         return self.tokenize(text)
+
+    def locate(self, text: str, *, special: bool) -> tuple[list[int], TokensBefore]:
+        """Tokens of ``text``, and where they are in it. ``special`` changes nothing."""
+        return self.tokenize(text), lambda character: len(self.tokenize(text[:character]))
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ``tokens``. Invalid UTF-8 becomes the replacement character; ids above 255 become nothing."""
@@ -149,6 +159,9 @@ class HuggingFaceTokenizer:
         self.vocab_size = vocab_size or ids
         self._tokenizer.no_padding()  # a file can say how batches were padded and cut when it was saved
         self._tokenizer.no_truncation()
+        if (post := self._tokenizer.post_processor) is not None:  # `locate` needs offsets that count blanks, too
+            post.__setstate__(post.__getstate__().replace(b'"trim_offsets":true', b'"trim_offsets":false'))
+            self._tokenizer.post_processor = post
         folder = file.parent
         begins, own_ends = token_texts(folder, "bos_token"), token_texts(folder, "eos_token") or ()
         self.bos = self._first(_USUAL_BEGINS if begins is None else begins)
@@ -167,15 +180,38 @@ class HuggingFaceTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of ``text``, without special tokens."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, special=False)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer's post-processor adds.
 
         A text that has the begin-of-text token itself does not get it twice.
         """
-        tokens = list(self._tokenizer.encode(text).ids)
-        return tokens[1:] if self.bos is not None and tokens[:2] == [self.bos] * 2 else tokens
+        tokens = self._ids(text, special=True)
+        return tokens[self._bos_twice(tokens) :]
+
+    def locate(self, text: str, *, special: bool) -> tuple[list[int], TokensBefore]:
+        """Tokens of ``text``, and where they are in it; a third dearer than tokens alone.
+
+        Args:
+            text: The text.
+            special: Whether the tokens are those of `encode_prompt`; else of `tokenize`.
+        """
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        tokens = list(encoding.ids)
+        twice = self._bos_twice(tokens) if special else 0
+
+        def end(at: int) -> int:
+            return (encoding.token_to_chars(at) or (0, 0))[1]  # the post-processor's tokens are nowhere
+
+        return tokens[twice:], lambda before: bisect_right(range(twice, len(tokens)), before, key=end)
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        # `encode` would hold the interpreter's lock.
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+    def _bos_twice(self, tokens: list[int]) -> int:
+        return int(self.bos is not None and tokens[:2] == [self.bos] * 2)
 
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ``tokens``."""

@@ -245,6 +245,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         from megatron_hybrid_prefix.serve.app import make_app
+        from megatron_hybrid_prefix.serve.gate import is_loopback
 
         app_of = partial(
             make_app,
@@ -262,6 +263,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
             max_per_tenant=args.max_per_tenant,
             read_s=args.read_timeout,
             step_s=args.step_timeout,
+            is_private=is_loopback(listener.getsockname()[0]),
             admin_token=args.admin_token,
             on_start=on_start,
         )

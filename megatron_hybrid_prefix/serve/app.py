@@ -11,16 +11,17 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from anyio import to_thread
+from anyio import from_thread, to_thread
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -33,6 +34,7 @@ from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
 from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short, stopping
 from megatron_hybrid_prefix.serve.event_stream import EventStream, FiniteJson, unless_gone
+from megatron_hybrid_prefix.serve.gate import Gate
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read_request, text_tokens
@@ -58,6 +60,7 @@ class Limits:
         read_s: Seconds that a request's body may take to arrive.
         step_s: Seconds that a step may take. After them ``/health`` says that the engine is stuck.
         keys: Tenant names by API key; empty: no key is needed.
+        is_private: Whether it listens on this machine only; without keys it is then called only by names of this machine.
         admin_token: Token for ``/admin``; None: ``/admin`` is off.
     """
 
@@ -67,6 +70,7 @@ class Limits:
     read_s: float = 60.0
     step_s: float = 300.0
     keys: dict[str, str] = field(default_factory=dict)
+    is_private: bool = False
     admin_token: str | None = None
 
 
@@ -131,6 +135,7 @@ class Api:
         self._engine, self._served, self._limits, self._metrics = engine, served, limits, metrics
         self._started_s = int(time.time())
         self._open_of_tenant: Counter[str] = Counter()
+        self._tokenizing: Counter[str | None] = Counter()  # answers, by tenant
         self._reading: set[asyncio.Timeout] = set()  # of bodies
         self._stopping = False
         self._refreshing: asyncio.Task[None] | None = None
@@ -165,7 +170,10 @@ class Api:
         ]
         handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _server_error}
         paths = frozenset(route.path for route in routes)
-        app = ServerApp(paths, self._metrics, routes=routes, lifespan=lifespan, exception_handlers=handlers)
+        gate = Middleware(Gate, is_private=self._limits.is_private and not self._limits.keys)
+        app = ServerApp(
+            paths, self._metrics, routes=routes, middleware=[gate], lifespan=lifespan, exception_handlers=handlers
+        )
         app.state.backend, app.state.api = self._engine, self
         return app
 
@@ -190,17 +198,36 @@ class Api:
     async def _generate(self, request: Request, kind: str) -> Response:
         arrived_s = time.perf_counter()
         tenant = self._tenant(request)
+        self._check_room(tenant, 1)
         try:
             data = await self._body(request)
-            asked = await self._read(
-                request, lambda check: read_request(read_json(data), kind, self._served, tenant, check)
-            )
+            with self._places(tenant) as take:
+                read = partial(read_request, kind=kind, served=self._served, tenant=tenant, take_places=take)
+                asked = await self._read(request, lambda check: read(read_json(data), check=check))
         except ClientDisconnect:
             self._metrics.cancelled.inc()
             return Response(status_code=_CLIENT_GONE)
         self._check_room(tenant, len(asked.prompts) * asked.body.n)
         generation = Generation(asked, self._engine, self._served, arrived_s, self._metrics.between_tokens)
         return await self._answer(request, generation)
+
+    @contextmanager
+    def _places(self, tenant: str | None) -> Iterator[Callable[[int], None]]:
+        """Gives a function that takes places while prompts are tokenized, for the thread that does it: else all would be at once."""
+        taken, is_open = 0, True
+
+        def take(sequences: int) -> None:
+            nonlocal taken
+            if is_open:  # else the client is gone
+                self._check_room(tenant, sequences)
+                taken = sequences
+                self._tokenizing[tenant] += sequences
+
+        try:
+            yield lambda sequences: from_thread.run_sync(take, sequences)
+        finally:
+            self._tokenizing[tenant] -= taken
+            is_open = False
 
     async def _read(self, request: Request, read: Callable[[Callable[[], None]], Any]) -> Any:
         """Parses a body off the event loop, since long prompts take time. Ends early if the client disconnects.
@@ -259,6 +286,9 @@ class Api:
             self._metrics.cancelled.inc()
 
     async def _body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a page of another site can send any other one without asking this server
+            raise ApiError(415, "The content type must be application/json.", code="unsupported_media_type")
         most = self._limits.body_bytes
         data, size = bytearray(), 0
         try:
@@ -288,9 +318,10 @@ class Api:
     def _check_room(self, tenant: str | None, sequences: int) -> None:
         self._check_stopping()
         self._check_engine()
-        limits = [(self._limits.sequences, self._engine.open_sequences, "")]
+        limits = [(self._limits.sequences, self._engine.open_sequences + self._tokenizing.total(), "")]
         if self._limits.max_per_tenant is not None and tenant is not None:
-            limits.append((self._limits.max_per_tenant, self._open_of_tenant[tenant], " of this API key"))
+            used = self._open_of_tenant[tenant] + self._tokenizing[tenant]
+            limits.append((self._limits.max_per_tenant, used, " of this API key"))
         for limit, used, whose in limits:
             if sequences > limit:
                 message = f"The request asks for {sequences} answers at once; the limit{whose} is {limit}."
@@ -348,7 +379,7 @@ class Api:
             chat = partial(
                 chat_tokens, begin_answer=body.add_generation_prompt, add_special_tokens=body.add_special_tokens
             )
-            _, tokens = await to_thread.run_sync(chat, messages, self._served)
+            _, tokens, _ = await to_thread.run_sync(chat, messages, self._served)
         else:
             text = partial(text_tokens, add_special_tokens=body.add_special_tokens)
             tokens = await to_thread.run_sync(text, body.prompt, self._served)
@@ -452,7 +483,8 @@ class Api:
 
     async def _explain(self, request: Request) -> Response:
         self._check_admin(request)
-        body = read_fields(read_json(await self._body(request)), ExplainBody)
+        data = await self._body(request)
+        body = await to_thread.run_sync(lambda: read_fields(read_json(data), ExplainBody))
         if body.tenant not in (list[str | None](self._limits.keys.values()) or [None]):
             raise bad("'tenant' must be the name of the request's API key, and missing without API keys.", "tenant")
         values = {"model": self._served.model} | body.request

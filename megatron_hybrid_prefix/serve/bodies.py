@@ -36,7 +36,7 @@ from megatron_hybrid_prefix.serve.fields import OF_ALL, OF_CHATS, OF_COMPLETIONS
 MOST_SEQUENCES = 128  # answers per request: prompts times n
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
-MOST_BREAKPOINTS = 128  # each one of a chat renders and tokenizes the conversation
+MOST_BREAKPOINTS = 128  # each one of a chat renders the conversation, or its last messages
 MOST_STOP_TOKENS = 64
 MOST_BIASES = 1024
 _OF_ANSWERS = (

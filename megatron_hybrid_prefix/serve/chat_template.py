@@ -13,9 +13,8 @@ from typing import Any
 
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
 from megatron_hybrid_prefix.hf_tokens import read_object, token_texts
-from megatron_hybrid_prefix.tokenizer import common_tokens
 
-# Most message ends to find in a prompt: those of the first message and of the last ones.
+# Most message ends to find in a prompt unless it names them: those of the first message and of the last ones.
 _MOST_ENDS = 32
 PLAIN_STOP = "\nUser:"
 # What a template gets from the server. A request cannot set these variables.
@@ -115,39 +114,79 @@ class ChatForm:
 
     def ends(
         self,
+        text: str,
         messages: Messages,
-        tokens: Sequence[int],
-        tokenize: Callable[[str], list[int]],
         wanted: Sequence[int] | None = None,
         *,
-        more: Sequence[Messages] = (),
+        more: Sequence[tuple[int, dict[str, Any]]] = (),
+        begin_answer: bool = True,
         variables: dict[str, Any] | None = None,
         check: Callable[[], None] = lambda: None,
-    ) -> list[int]:
-        """Lengths, in tokens, of the prompt's prefixes that end with a message, ascending.
+    ) -> set[int]:
+        """Characters of a prompt up to which it is that of a conversation which ends earlier.
 
         Args:
+            text: The prompt, as rendered.
             messages: The conversation.
-            tokens: The prompt's tokens.
-            tokenize: Text to tokens.
-            wanted: Indices of the messages. None: all messages (of a long conversation, the first and the last ones).
-            more: Further conversations with which a prefix of the prompt ends.
-            variables: More variables for the template.
+            wanted: Indices of the last messages. None: all messages (of a long conversation, the first and the last ones).
+            more: Further last messages, each with the number of messages before it.
+            begin_answer, variables: As of `render`.
             check: Called before each conversation. What it raises ends the search.
         """
         if wanted is None:
             wanted = range(len(messages))
             if len(wanted) > _MOST_ENDS:
                 wanted = [0, *wanted[1 - _MOST_ENDS :]]
-        found = set()
-        for part in [*(messages[: number + 1] for number in wanted), *more]:
+        lasts = [*((number, messages[number]) for number in wanted), *more]
+
+        def rendered(part: Messages, *, begin: bool = False) -> str | None:
             check()
             try:
-                begin = self.render(part, begin_answer=False, variables=variables)
+                return self.render(part, begin_answer=begin, variables=variables)
             except ValueError:
-                continue  # a template may refuse a conversation that ends here
-            found.add(common_tokens(tokens, tokenize(begin)))
-        return sorted(end for end in found if 0 < end < len(tokens))
+                return None  # a template may refuse a conversation that ends here
+
+        head, tail = _middle(messages, [number for number, _ in lasts])
+        short: str | None = text
+        first: str | None = None
+        if head < tail:  # else each conversation is rendered whole
+            short = rendered([*messages[:head], *messages[tail:]], begin=begin_answer)
+            first = rendered([*messages[:head], messages[tail]])
+        if short is None or first is None or not text.endswith(short[_common(text, short) :]):
+            head, tail, short, first = 0, 0, text, ""  # what comes before a message changes it
+        least, ends, far = _common(short, first), set[int](), dict[int, int]()
+        for number, last in lasts:
+            part = rendered([*messages[: min(number, head)], *messages[tail:number], last])
+            if part is None:
+                continue
+            end = _common(text if number < head else short, part)
+            if number >= head and end > least:
+                end += len(text) - len(short)
+            elif number >= head:  # it may be in the middle: the thoughts of a turn that began there are stripped later
+                if end not in far:
+                    far[end] = _common(text, rendered([*messages[:number], last]) or "")
+                end = far[end]
+            ends.add(end)
+        return ends
+
+
+def _middle(messages: Messages, ends: Sequence[int]) -> tuple[int, int]:
+    """A span of messages that no end needs, from one answer up to another, so that roles still take turns; or an empty one."""
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        return 0, 0
+    first = answers[0]
+    least = min((end for end in ends if end >= first), default=first)
+    return first, max(number for number in answers if number <= least)
+
+
+def _common(a: str, b: str) -> int:
+    """Length of the common prefix."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def _plain(messages: Messages) -> str:

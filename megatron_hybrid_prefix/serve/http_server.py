@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
+import os
+import resource
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -15,12 +20,18 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from megatron_hybrid_prefix.serve.errors import bad
 
+logger = logging.getLogger(__name__)
+
 # Clients have this long to read the last error, and close.
 _LAST_WORDS_S = 2.0
 # Clients such as httpx close idle connections after 5 s. A server that does so at the same moment fails their next request.
 _KEEP_ALIVE_S = 30
 # The terminal and torchrun both send SIGINT for one Ctrl-C. Signals closer than this count as one.
 SAME_SIGNAL_S = 1.0
+_DESCRIPTORS = 65_536  # file descriptors for the process, if it may have so many
+_SPARE = 256  # of them for files and others than clients; a quarter, if there are few
+_TELL_EACH_S = 60.0
+_PASSES = 8  # of the loop: connections of these are not known yet, and may be idle
 
 
 class HttpServer(uvicorn.Server):
@@ -54,6 +65,9 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        for listener in sockets or ():
+            if isinstance(listener, Listener):
+                listener.make_room = self._close_idle
         if self.started:
             self._api.on_start()
 
@@ -67,6 +81,16 @@ class HttpServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             ending.cancel()
+
+    def _close_idle(self) -> bool:
+        """Closes a connection on which no request runs. Returns whether there was one."""
+        connections: Any = self.server_state.connections
+        for connection in connections:
+            is_idle = connection.cycle is None or connection.cycle.response_complete
+            if is_idle and not connection.transport.is_closing():
+                connection.shutdown()
+                return True
+        return False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See upstream. Upstream drops all connections at the second SIGINT."""
@@ -128,8 +152,41 @@ class _LimitedProtocol(_Protocol):  # type: ignore[misc]  # so mypy does not kno
             self._timer = None
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket with this address. It refuses connections until the server listens, which is when the model is loaded.
+class Listener(socket.socket):
+    """A listening socket that leaves file descriptors for the rest of the process, with asyncio's loop.
+
+    asyncio writes thousands of lines to the log each time that none is left.
+
+    Attributes:
+        make_room: Ends another connection, if it can. Returns whether it could.
+    """
+
+    make_room: Callable[[], bool] = staticmethod(lambda: False)
+    _told_s, _passes = -math.inf, 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """See upstream. Of the clients that are too many, idle ones are disconnected, else new ones."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most -= min(most // 4, _SPARE)
+        try:
+            os.close(free := os.dup(self.fileno()))  # the number that the connection would get
+        except OSError:
+            free = most
+        if free < most:
+            return super().accept()
+        if time.monotonic() - self._told_s > _TELL_EACH_S:
+            self._told_s = time.monotonic()
+            logger.warning("more connections than the limit of file descriptors (ulimit -n): idle ones are closed")
+        self._passes = 0 if self.make_room() else self._passes + 1
+        if self._passes > _PASSES:
+            self._passes = 0
+            with suppress(OSError):
+                super().accept()[0].close()
+        raise BlockingIOError  # asyncio asks again in the next pass of its loop, when there is room
+
+
+def bound_socket(host: str, port: int) -> Listener:
+    """A socket with this address, and as many descriptors as the process may have. Connections are refused until the model is loaded.
 
     Raises:
         OSError: The address is not available.
@@ -137,7 +194,9 @@ def bound_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio switches off Nagle's algorithm only for sockets that name their protocol. With it, the second part of each
     # reply and each token of a stream waits for the client's delayed acknowledgement (40 ms on Linux).
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    most, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, min(limit, _DESCRIPTORS)), limit))
+    listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))

@@ -15,8 +15,11 @@ from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, 
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
 from megatron_hybrid_prefix.serve.generate_body import GenerateBody
-from megatron_hybrid_prefix.tokenizer import Tokenizer, begun, other_ends, prompt_tokens
+from megatron_hybrid_prefix.tokenizer import Tokenizer, TokensBefore, begun, other_ends
 
+# Per token of a text that is tokenized at once. Ordinary text has 3 to 5, but a token may have any number, so a longer text
+# is refused only if these characters are too many tokens.
+_MOST_CHARACTERS = 8
 # A request that sets one of these says how to sample, so that the model's defaults for them do not count.
 _HOW = ("temperature", "top_k", "top_p", "min_p")
 KINDS: dict[str, type[CompletionBody | ChatBody | GenerateBody]] = {
@@ -127,6 +130,7 @@ def read_request(
     served: ServedModel,
     tenant: str | None,
     check: Callable[[], None] = lambda: None,
+    take_places: Callable[[int], None] = lambda sequences: None,
 ) -> GenerationRequest:
     """Checks a request body and tokenizes its prompts. Slow, so call it off the event loop.
 
@@ -136,6 +140,7 @@ def read_request(
         served: The served model.
         tenant: Tenant of the request's API key, which becomes part of the salt. None: the server has no keys.
         check: Called between parts of the work. What it raises ends the work.
+        take_places: Called with the number of answers before anything is tokenized. What it raises ends the work.
 
     Raises:
         ApiError: The request is invalid.
@@ -171,6 +176,7 @@ def read_request(
         )
     stop_tokens = frozenset([*body.stop_token_ids, *(() if body.ignore_eos else other_ends(served.tokenizer))])
     sampling = _sampling(body, served, tenant, stop_tokens)
+    take_places(len(read) * body.n)
     prompts, most_tokens = [], []
     for make in read:
         check()
@@ -281,59 +287,81 @@ def chat_tokens(
     begin_answer: bool = True,
     add_special_tokens: bool | None = None,
     variables: dict[str, Any] | None = None,
-) -> tuple[str, list[int]]:
-    """Text and tokens of a chat's prompt, from messages as of `Message.as_dict`; see `of_chat`.
+    locates: bool = False,
+) -> tuple[str, list[int], TokensBefore]:
+    """Text and tokens of a chat's prompt, from messages as of `Message.as_dict`.
+
+    By default a template has all special tokens itself, and the plain format has none. ``locates``: as of `_tokens`.
 
     Raises:
-        ApiError: The template refuses the messages.
+        ApiError: The template refuses the messages, or the prompt is far too long.
     """
     try:
         text = served.chat.render(messages, begin_answer=begin_answer, variables=variables)
     except ValueError as error:
         raise bad(str(error), "messages") from None
-    return text, of_chat(text, served, add_special_tokens)
+    has_own = add_special_tokens is None and served.chat.template is not None
+    return text, *_tokens(text, served, "messages", add_special_tokens, has_own=has_own, locates=locates)
 
 
 def _chat_prompt(body: ChatBody, served: ServedModel, check: Callable[[], None]) -> Prompt:
     messages = [message.as_dict() for message in body.messages]
-    text, tokens = chat_tokens(
+    marked = [
+        (number, message.as_dict(characters))
+        for number, message in enumerate(body.messages)
+        for characters in message.marks
+    ]
+    has_ends = bool(marked) or body.cache_breakpoints != []
+    text, tokens, before = chat_tokens(
         messages,
         served,
         begin_answer=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
         variables=body.variables,
+        locates=has_ends,
     )
     if not tokens:
         raise bad("'messages' must not be empty.", "messages")
     # A prompt that is too long is refused later, so skip the search for message ends.
-    if len(tokens) > served.limit_tokens:
+    if not has_ends or len(tokens) > served.limit_tokens:
         return Prompt(tokens=tokens, text=text, breakpoints=[])
-    marked = [
-        [*messages[:number], message.as_dict(characters)]
-        for number, message in enumerate(body.messages)
-        for characters in message.marks
-    ]
     ends = served.chat.ends(
+        text,
         messages,
-        tokens,
-        lambda part: of_chat(part, served, body.add_special_tokens),
         body.cache_breakpoints,
         more=marked,
+        begin_answer=body.add_generation_prompt,
         variables=body.variables,
         check=check,
     )
-    return Prompt(tokens=tokens, text=text, breakpoints=ends)
+    positions = sorted(set(map(before, ends)))
+    return Prompt(tokens=tokens, text=text, breakpoints=[end for end in positions if 0 < end < len(tokens)])
 
 
 def text_tokens(text: str, served: ServedModel, *, add_special_tokens: bool | None = None) -> list[int]:
-    """Tokens of a text prompt. ``add_special_tokens``: false leaves out those that the tokenizer or ``add_bos`` adds."""
-    if add_special_tokens is False:
-        return served.tokenizer.tokenize(text)
-    return prompt_tokens(served.tokenizer, text, add_bos=served.add_bos)
+    """Tokens of a text prompt. ``add_special_tokens``: false leaves out those that the tokenizer or ``add_bos`` adds.
+
+    Raises:
+        ApiError: The text is far too long.
+    """
+    return _tokens(text, served, "prompt", add_special_tokens)[0]
 
 
-def of_chat(text: str, served: ServedModel, add_special_tokens: bool | None) -> list[int]:
-    """Tokens of a rendered chat. By default a template has all special tokens itself, and the plain format has none."""
-    if add_special_tokens is None and served.chat.template is not None:
-        return begun(served.tokenizer, served.tokenizer.tokenize(text), add_bos=served.add_bos)
-    return text_tokens(text, served, add_special_tokens=add_special_tokens)
+def _tokens(
+    text: str, served: ServedModel, param: str, is_special: bool | None, *, has_own: bool = False, locates: bool = False
+) -> tuple[list[int], TokensBefore]:
+    """Tokens of a text, which may have the tokenizer's special ones itself; with ``locates`` also where they are in it."""
+    tokenizer, limit = served.tokenizer, served.limit_tokens
+    head = text[: _MOST_CHARACTERS * limit]
+    if len(head) < len(text) and len(tokenizer.tokenize(head)) > 2 * limit:
+        message = (
+            f"This model's maximum context length is {limit} tokens. However, the first {len(head)} of {len(text)} "
+        )
+        raise bad(f"{message}characters of the {param} are more than {2 * limit}.", param, "context_length_exceeded")
+    adds = is_special is not False and not has_own
+    if locates:
+        tokens, before = tokenizer.locate(text, special=adds)
+    else:
+        tokens, before = (tokenizer.encode_prompt if adds else tokenizer.tokenize)(text), int
+    whole = begun(tokenizer, tokens, add_bos=served.add_bos and is_special is not False)
+    return whole, lambda character: before(character) + len(whole) - len(tokens)

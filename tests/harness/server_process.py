@@ -43,7 +43,7 @@ class Endpoint:
     def send(self, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
         """Status and JSON of a request: GET without a body, POST with one (bytes or JSON)."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        headers = {"content-type": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
         try:
             with urllib.request.urlopen(
                 urllib.request.Request(self.url + path, data, headers), timeout=HANG_S

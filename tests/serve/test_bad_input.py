@@ -427,7 +427,7 @@ def _request(
     line: str = "POST /v1/completions HTTP/1.1", headers: str = "", body: bytes = b"", *, length: int | None = None
 ) -> bytes:
     size = "" if length is None else f"content-length: {length}\r\n"
-    return f"{line}\r\nhost: x\r\n{size}{headers}\r\n".encode("latin-1") + body
+    return f"{line}\r\nhost: x\r\ncontent-type: application/json\r\n{size}{headers}\r\n".encode("latin-1") + body
 
 
 def _chunked(data: bytes) -> bytes:

@@ -194,7 +194,8 @@ def test_usage_in_every_chunk(server, salt, chat):
 def _events(server: Server, path: str, body: Any) -> list[Any]:
     import urllib.request
 
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode())
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=HANG_S) as answer:
         lines = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
     assert lines[-1] == "[DONE]"
@@ -547,7 +548,7 @@ def test_a_stuck_step_is_unhealthy_and_metrics_show_the_last_figures(tiny, monke
 
 
 def _head(path: str, length: int) -> bytes:
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode()
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n".encode()
 
 
 def test_a_slow_body_is_given_up(tiny):

@@ -171,7 +171,7 @@ def log() -> Iterator[io.StringIO]:
 
 def ask(server: Server, identity: str, body: dict[str, Any]) -> str:
     """Sends a completion with a request id. Returns the id of the reply."""
-    headers = {"x-request-id": identity}
+    headers = {"x-request-id": identity, "content-type": "application/json"}
     request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=HANG_S) as answer:

@@ -605,7 +605,8 @@ def test_a_client_that_goes_away_frees_its_place(server, salt, streamed, monkeyp
 
 
 def _post(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -671,7 +672,7 @@ def many_at_once(server: Endpoint, clients: int = 64, turns: int = 4) -> Counter
             elif kind == "long":
                 with pytest.raises((openai.BadRequestError, openai.APIStatusError)) as caught:
                     await api.completions.create(**fields | {"prompt": "x" * rng.choice([2000, 60_000])})
-                assert caught.value.status_code in (400, 413)
+                assert caught.value.status_code in (400, 413, 429)
                 assert_error({"error": caught.value.body})
             seen[kind] += 1
         except openai.RateLimitError as error:
@@ -759,10 +760,7 @@ def test_a_chat_template():
     messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
     text = form.render(messages)
     assert text == "^<system>Be.</>\n<user>Hi</>\n<assistant>"
-    assert form.ends(messages, TOKENIZER.tokenize(text), TOKENIZER.tokenize) == [
-        len("^<system>Be.</>\n"),
-        len("^<system>Be.</>\n<user>Hi</>\n"),
-    ]
+    assert form.ends(text, messages) == {len("^<system>Be.</>\n"), len("^<system>Be.</>\n<user>Hi</>\n")}
     with pytest.raises(ValueError, match="no"):
         form.render(messages[::-1])
     with pytest.raises(InputError, match="chat template"):

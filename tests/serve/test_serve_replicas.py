@@ -193,7 +193,7 @@ def test_clients_that_leave_free_their_memory(server):
         connections = [http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=HANG_S) for _ in bodies]
         for connection, body in zip(connections, bodies, strict=True):
             leaving.callback(connection.close)
-            connection.request("POST", "/v1/completions", body)
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         answer = leaving.enter_context(connections[0].getresponse())
         assert answer.readline().startswith(b"data: ")
     server.wait_until_drained()
@@ -281,7 +281,7 @@ async def lines_of(server: Server, number: int, begun: list[int], **fields: Any)
     reader, writer = await asyncio.open_connection(host, int(port))
     body = {"model": "tiny", "prompt": f"{number} {PROMPT}", "max_tokens": 400, "stream": True, "ignore_eos": True}
     data = json.dumps(body | fields).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n")
     writer.write(b"content-length: %d\r\n\r\n%s" % (len(data), data))
     lines = []
     while line := await reader.readline():

@@ -60,7 +60,8 @@ def ask(server: Endpoint, path: str, **body: Any) -> Any:
 
 def chunks(server: Endpoint, path: str, **body: Any) -> list[Any]:
     data = json.dumps({"model": "tiny", "stream": True} | body).encode()
-    with urllib.request.urlopen(server.url + path, data, timeout=HANG_S) as answer:
+    request = urllib.request.Request(server.url + path, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
         lines = [line.decode().removeprefix("data: ").strip() for line in answer if line.strip()]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
