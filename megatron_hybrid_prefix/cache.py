@@ -31,6 +31,7 @@ This file is longer than 400 lines because it has every step of the pipeline, in
 from __future__ import annotations
 
 from collections.abc import Buffer, Collection, Iterator, Sequence
+from copy import copy
 
 from megatron_hybrid_prefix.index.blocks_by_id import BlocksById
 from megatron_hybrid_prefix.index.explain import Explainer, Explanation, Question
@@ -221,7 +222,7 @@ class HybridPrefixCache:
         if live is None:
             live = self._requests.live[request_id] = LiveRequest(
                 request_id=request_id,
-                chain=match.chain.copy(),
+                chain=copy(match.chain),
                 prompt_tokens=match.chain.tokens,
                 write=match.chain.epoch == self.epoch,
                 block_ids=store.blocks.share(match.path),
@@ -360,6 +361,7 @@ class HybridPrefixCache:
         if live.load is not None:
             self.loads.end(live, LoadState.ARRIVED, kept=live.write)
         kept = live.write
+        live.written.clear()
         self._settle(live, plan, kept=kept)
         return kept
 
@@ -407,17 +409,24 @@ class HybridPrefixCache:
         if live is None:
             return set()
         self._stats.count_fallback("not_finite")
-        first = start_tokens // self.block_tokens
-        stored = max(first, min(live.stored_tokens // self.block_tokens, len(live.path)))
-        path, root = live.path[first:], live.path[stored : stored + 1]
-        users = [each for each in self._requests.everyone() if root and each.path[stored : stored + 1] == root]
+        path, first = live.path, start_tokens // self.block_tokens
+        stored = max(first, min(live.stored_tokens // self.block_tokens, len(path)))
+        # Blocks that others computed are right: its own are duplicates of them. Its first own one is the first that is wrong.
+        others = (at for at in range(stored, len(path)) if path[at].block_id == live.block_ids[at])
+        own = next(others, len(path))
+        wrong, root = path[own:], path[own : own + 1]
+        states = [node for node in path[first:own] if node in (*live.written, *(kept for kept, _ in live.decoded))]
+        users = [each for each in self._requests.everyone() if root and each.path[own : own + 1] == root]
         for each in (live, *users):
             self._planner.stop_writing(each)
         for plan in list(live.plans.values()):
             self._settle(live, plan, kept=False)
+        for node, block_id in zip(path[stored:own], live.block_ids[stored:own], strict=True):
+            self._store.blocks.forget_duplicate(node, block_id)
         for each in users:
-            del each.path[stored:]
-        self._store.withdraw(path, stored - first)
+            del each.path[own:]
+        del path[stored:]
+        self._store.withdraw(states, wrong)
         return {each.request_id for each in users}
 
     def request_checkpoint(self, request_id: int, position_tokens: int) -> bool:

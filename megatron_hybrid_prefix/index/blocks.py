@@ -116,7 +116,7 @@ class KVBlocks(TierIndex[Node]):
             self._drop(block_id)
         for node, block_id in zip(reversed(path), reversed(block_ids[: len(path)]), strict=True):
             if node.block_id != block_id:
-                self._forget_duplicate(node, block_id)
+                self.forget_duplicate(node, block_id)
             self._drop(block_id)
 
     def bind(self, node: Node) -> None:
@@ -242,7 +242,7 @@ class KVBlocks(TierIndex[Node]):
             self._pages.free(block_id)
         elif node in self._duplicates:
             duplicate = self._duplicates[node][0]
-            self._forget_duplicate(node, duplicate)
+            self.forget_duplicate(node, duplicate)
             self._replace(node, duplicate)
         else:
             self._let_go(node)
@@ -254,7 +254,8 @@ class KVBlocks(TierIndex[Node]):
         node.block_id = block_id
         self._node[block_id] = node
 
-    def _forget_duplicate(self, node: Node, block_id: int) -> None:
+    def forget_duplicate(self, node: Node, block_id: int) -> None:
+        """The block is no longer a duplicate of the node's."""
         duplicates = self._duplicates[node]
         duplicates.remove(block_id)
         if not duplicates:

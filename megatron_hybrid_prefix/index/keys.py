@@ -197,7 +197,7 @@ class KeyChain:
         self._tail = bytes(data[used:])
         return data[:used]
 
-    def copy(self) -> KeyChain:
+    def __copy__(self) -> KeyChain:
         """An independent copy."""
         twin = KeyChain(
             self.keys.copy(),

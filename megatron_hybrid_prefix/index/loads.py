@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from megatron_hybrid_prefix.index.matcher import Match, Matcher
@@ -167,7 +168,7 @@ class Loads:
         )
         self._requests.live[load.request_id] = LiveRequest(
             request_id=load.request_id,
-            chain=match.chain.copy(),
+            chain=copy(match.chain),
             prompt_tokens=match.chain.tokens,
             write=write and match.chain.epoch == self._store.tree.epoch,
             block_ids=block_ids,

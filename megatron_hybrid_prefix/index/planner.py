@@ -91,6 +91,7 @@ class StepPlanner:
             node = live.path[depth_blocks - 1] if kept and depth_blocks <= len(live.path) else None
             if node is not None and node.slot == NO_SLOT:
                 self._store.checkpoints.publish(node, checkpoint.slot, checkpoint.reason)
+                live.written.append(node)
             else:
                 self._store.slots.abandon(checkpoint.slot)
                 self._store.checkpoints.give_up(live.chain.keys[depth_blocks - 1])

@@ -111,6 +111,7 @@ class LiveRequest:
         read: Whether it may reuse the cache.
         pinned_slot: Checkpoint slot that its first forward reads; None after that.
         decoded: Its latest decode states, oldest first: node and slot of each.
+        written: Nodes whose states its latest forward published.
         plans: Its plans in flight, by id.
         released: Released by the engine with a plan in flight. Removed when the last plan is settled.
         load: Its load from the host, until the first forward is settled.
@@ -132,6 +133,7 @@ class LiveRequest:
     read: bool
     pinned_slot: int | None
     decoded: list[tuple[Node, int]] = field(default_factory=list)
+    written: list[Node] = field(default_factory=list)
     plans: dict[int, StepPlan] = field(default_factory=dict)
     released: bool = False
     load: Load | None = None

@@ -443,23 +443,19 @@ class PrefixStore:
         if self.host is not None:
             self.host.also_on_device(path[first:])
 
-    def withdraw(self, path: Sequence[Node], stored_blocks: int) -> None:
-        """Drops wrong entries from every tier: the states of these nodes, their KV but for the first blocks, and all below that KV.
+    def withdraw(self, states: Sequence[Node], kv: Sequence[Node]) -> None:
+        """Drops wrong entries from every tier: the states of some nodes; KV and states of others, and all below them.
 
-        Requests keep their blocks. Their paths must not have these nodes any more.
-
-        Args:
-            path: Nodes, each the parent of the next.
-            stored_blocks: So many of them have KV that is right.
+        Requests keep their blocks. Their paths must not have the nodes of ``kv`` any more.
         """
-        wrong = set(path[stored_blocks:])
+        wrong = set(kv)
         for node in sorted(self.tree, key=_depth) if wrong else ():
             if node.parent in wrong:
                 wrong.add(node)
         host = self.host
         if host is not None:
-            host.take_back({node.key for node in (*path, *wrong)})
-        for node in sorted({*path, *wrong}, key=_depth, reverse=True):
+            host.take_back({node.key for node in (*states, *wrong)})
+        for node in sorted({*states, *wrong}, key=_depth, reverse=True):
             if node.slot != NO_SLOT:
                 self.checkpoints.unbind(node)
             elif node in self.blocks.states:

@@ -451,10 +451,13 @@ def _first_that_fits(original: Callable[..., Any]) -> Any:
         if scope.is_on() and len(self.configs) > 1:
             tuned, self.nargs = self.configs, dict(zip(self.arg_names, args, strict=False))
             try:
-                for config in self.prune_configs(kwargs):
+                *others, last = self.prune_configs(kwargs)
+                for config in others:
                     self.configs = [config]
                     with suppress(OutOfResources, PTXASError, CompileTimeAssertionFailure):
                         return original(self, *args, **kwargs)
+                self.configs = [last]
+                return original(self, *args, **kwargs)
             finally:
                 self.configs = tuned
         return original(self, *args, **kwargs)

@@ -68,7 +68,7 @@ def to_json(data: Any) -> str:
     try:
         return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        return to_json(_without_nan(data))
+        return json.dumps(_without_nan(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _without_nan(data: Any) -> Any:

@@ -34,6 +34,7 @@ Salt = tuple[str | None, str | None]  # cache_salt, adapter
 History = tuple[tuple[int, int], ...]  # (token, weights epoch it was computed under), from position 0
 Content = tuple[Salt, History]
 GARBAGE: Content = ((None, None), ((-1, -1),))
+WRONG: Content = ((None, None), ((-2, -2),))
 NAMESPACE = bytes(16)
 LIVE_SLOTS = 10_000  # ids of the pretend live slots of preempted requests begin here
 
@@ -625,7 +626,7 @@ class ModelEngine:
         for_others += sum(node.slot >= 0 and not is_guess(node) for node in self.guesses)  # asked for now
         self.check_displaced(before, for_others)
         assert len(asked) > room or before.keys() <= self.kept_slots(), "evicted, though there was room"
-        if skipped:
+        if skipped and not self.cache._store.blocks.lent:  # a state that is lent only takes the place of a guess
             assert all(map(self.cache._store.slots.pins, self.kept_slots())), "skipped, though a state could go"
             assert not self.free_places() and (self.is_full() or not self.has_room(0, with_slot=True))
         assert all(checkpoint.slot >= self.first_slot for checkpoint in plan.checkpoints)
@@ -752,6 +753,33 @@ class ModelEngine:
             self.cache.abandon(plan)
         self.forget_plan(plan, request)
         self.note_computed(request)
+
+    def withdraw(self, plan: StepPlan, request: Request, *, published: bool) -> None:
+        """The plan's forward writes what is not finite, perhaps after it was published: all of that goes, others keep what is theirs."""
+        self.check_reads(request, plan)
+        self.carry_out()
+        writes, expected = self.writes(request, plan, succeeds=True), dict(self.expected)
+        if published:
+            self.publish(plan, request)
+        self.blocks |= dict.fromkeys([block_id for block_id, _ in writes], WRONG)
+        self.slots |= dict.fromkeys([checkpoint.slot for checkpoint in plan.checkpoints], WRONG)
+        users = self.cache.withdraw(request.request_id, plan.start_tokens)
+        assert users <= {request.request_id}, "nobody was admitted since"
+        request.plans.clear()
+        self.carry_out()
+        self.expected = {
+            key: expected[key] if what == WRONG else what
+            for key, what in self.expected.items()
+            if what != WRONG or key in expected
+        }
+        self.release(request)
+        assert WRONG not in self.written
+        for node in self.cache.nodes():
+            found = [self.blocks.get(node.block_id), self.slots.get(node.slot)]
+            for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:
+                found.append(self.host[self.cache._store.host.entries[entry].pages])
+            assert WRONG not in found, node
+        self.forget_lost()
 
     def note_computed(self, request: Request) -> None:
         ends = range(self.block_tokens, len(request.history) + 1, self.block_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from copy import copy
 from hashlib import blake2b
 from unittest.mock import patch
 
@@ -65,7 +66,7 @@ def test_what_must_not_be_kept_is_not_remembered():
     maker = KeyMaker(2, SECRET)
     chain = maker.chain([1, 2, 5], remember=False)
     chain.extend([6])
-    twin = chain.copy()
+    twin = copy(chain)
     twin.extend([7, 8])
     assert not len(maker._recent) and maker.chain([1, 2, 5, 6, 7, 8]).keys == twin.keys
     assert len(maker._recent) == 3

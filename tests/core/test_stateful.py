@@ -163,6 +163,16 @@ class CacheMachine(RuleBasedStateMachine):
             request = dice.choice(some)
             self.engine.settle(request.plans[0], request, succeeds=dice.random() < 0.93)
 
+    @precondition(in_flight)
+    @rule(dice=DICE)
+    def withdraw(self, dice: random.Random) -> None:
+        some = [x for x in self.in_flight() if not (x.released or x.broken or self.engine.is_bad(x))]
+        if some:
+            request = dice.choice(some)
+            can = len(request.plans) == 1 and self.engine.live(request).load is None
+            STEPS["withdrawn"] += (published := can and dice.random() < 0.7)
+            self.engine.withdraw(request.plans[0], request, published=published)
+
     @precondition(decoding)
     @rule(dice=DICE)
     def decode(self, dice: random.Random) -> None:
@@ -274,7 +284,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 WEIGHTS = {
     **{CacheMachine.admit: 30, CacheMachine.plan_chunk: 45, CacheMachine.settle: 45, CacheMachine.decode: 25},
-    **{CacheMachine.end_one: 20, CacheMachine.rarely: 1, CacheMachine.spoil: 4},
+    **{CacheMachine.end_one: 20, CacheMachine.rarely: 1, CacheMachine.spoil: 6, CacheMachine.withdraw: 4},
 }
 
 
@@ -305,6 +315,7 @@ def fail_unless_a_seed_fails() -> None:
 COMMON = (
     *("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost", "junction"),
     *("interval", "readmitted", "shared beyond", "decoded states", "stored", "loaded", "swapped out"),
+    "withdrawn",
 )
 TWO_BUDGETS = (
     *("guess used", "guess evicted", "guess without a slot", "shared beyond by a chunk"),

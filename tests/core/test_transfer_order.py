@@ -280,10 +280,11 @@ def test_what_publication_queued_is_stored_after_the_forward_that_writes_it(idle
     moves.launch(send=False)
     idle.launch("forward")
     moves.forward_launched()
-    assert "forward" in before["gather 1"] and "gather 1" in before["to_pages 1"]
-    assert idle.options["gather 1"]["beside"], "sampling does not wait for its programs"
     idle.launch("sampling")
-    assert "gather 1" not in before["sampling"]
+    assert "gather 1" not in before["sampling"], "it is not known yet whether it is finite"
+    moves.step_ended()
+    assert "forward" in before["gather 1"] and "gather 1" in before["to_pages 1"]
+    assert idle.options["gather 1"]["beside"], "what follows does not wait for its programs"
     moves.launch(send=False)
     idle.launch("next forward")
     assert "gather 1" in before["next forward"] and "to_pages 1" not in before["next forward"]

@@ -260,7 +260,12 @@ def test_a_model_of_attention_alone(platform):
 
 def test_only_a_chunks_end_depends_on_the_token_that_follows_it(tiny, reference, monkeypatch):
     """A mutant: without the prompt's next token, the checks of this file fail at these positions and at no other."""
-    monkeypatch.setattr(HybridPrefixController, "tokens_sampled", lambda self: None)
+    rows_only = HybridPrefixController._send_wrong
+    monkeypatch.setattr(
+        HybridPrefixController,
+        "tokens_sampled",
+        lambda self: rows_only(self, self.inference_wrapped_model.inference_context),
+    )
     traffic = Traffic(tiny, "on", max_tokens=64)
     traffic.add(prompt(0, 200), top_n_logprobs=3)
     traffic.run()

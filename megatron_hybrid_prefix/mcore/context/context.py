@@ -434,12 +434,12 @@ class HybridPrefixContext(SlotContext):
         """What these active requests computed in the last forward is not finite: nobody may use it.
 
         Returns:
-            Other requests that have used it, and must start over.
+            Other requests that hold some of it. Those that are active must start over.
         """
         used: set[int] = set()
-        for request_id in request_ids:
+        for request_id in sorted(request_ids):
             self._requests.in_step.pop(request_id, None)
-            used |= self.prefix_cache.withdraw(request_id, rows.begun_tokens(self, request_id))
+            used |= self.prefix_cache.withdraw(request_id, rows.wrong_from(self, request_id))
         return used - set(request_ids)
 
     def _can_be_published(self) -> bool:
@@ -464,7 +464,7 @@ class HybridPrefixContext(SlotContext):
             if self.prefix_config.verify_hits:
                 verify_plan(self, plan)
             cached = self.prefix_cache.publish(plan)
-            if cached or plan.load is not None:
+            if self.has_kv_listeners and (cached or plan.load is not None):
                 size = self.block_size_tokens
                 # What is loaded may come from another engine.
                 first = 0 if plan.load is not None else plan.start_tokens // size

@@ -12,6 +12,7 @@ import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.mcore.ranks.agreement import min_over_model_ranks
 from megatron_hybrid_prefix.upstream.context import ContextSeam
 
 
@@ -23,13 +24,20 @@ def find_waiting_row(context: ContextSeam, request_id: int) -> int | None:
     return paused.index(request_id) if request_id in paused else None
 
 
-def begun_tokens(context: ContextSeam, request_id: int) -> int:
-    """Where the forward that was sampled last began for an active request; of a decode, a position up to one forward before it."""
+def wrong_from(context: ContextSeam, request_id: int) -> int:
+    """Position from which on what the forward that was sampled last computed of an active request may not be finite.
+
+    That of its first such token, on any rank: a collective, which waits for the device. Of a decode, up to one forward earlier.
+    """
     active = slice(context.paused_request_count, context.total_request_count)
     row = context.paused_request_count + context.request_ids[active].tolist().index(request_id)
     begun = int(context.request_kv_length_offsets[row])
     if context.request_in_prefill_status_tensor[row]:
-        return begun
+        of_tokens = context.token_to_request_idx[: context.active_token_count] == row
+        own = context.wrong_tokens[: context.active_token_count].cpu()[of_tokens].nonzero()
+        none = len(of_tokens)
+        first = min_over_model_ranks(int(own[0, 0]) if len(own) else none, context.config.pg_collection)
+        return begun + first % none  # what comes before is right
     return max(0, begun - context.num_speculative_tokens - 1)  # the next forward may be prepared
 
 

@@ -199,8 +199,7 @@ class SlotContext(ContextSeam):
         """Rows of states are copied first, so upstream's event covers them, too."""
         if self.prefill_step is not None and self.prefill_is_pending:
             self.prefill_step.copy()
-        if self._marks_tokens:
-            self.wrong_tokens.zero_()
+        self.wrong_tokens.zero_()
         return super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
 
     def calculate_log_probs_tensors(
@@ -216,11 +215,6 @@ class SlotContext(ContextSeam):
             logits = logits[:, : self.active_token_count]
         return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, *args, **kwargs)
 
-    @property
-    def _marks_tokens(self) -> bool:
-        """Whether a token of the step that is not finite might not be seen in the logits of its request: it is zero to the others."""
-        return bool(self.num_prefill_requests or self.num_speculative_tokens)
-
     @torch.inference_mode()
     def mark_logits(self, logits: torch.Tensor) -> None:
         """Requests with a token that was not finite get NaN logits, on all ranks. Does not wait for the device.
@@ -229,8 +223,6 @@ class SlotContext(ContextSeam):
             logits: (1, rows, vocabulary), on the device, of the forward that was launched last: a row for each decoded token and each
                 prefill, or for all tokens.
         """
-        if not self._marks_tokens:
-            return
         tokens, last = self.active_token_count, self.last_prefilled_tokens.long()
         wrong = self.wrong_tokens[:tokens].clone()
         decoded = tokens
@@ -238,6 +230,7 @@ class SlotContext(ContextSeam):
             decoded = self.num_decode_requests * (self.num_speculative_tokens + 1)
             if self.prefill_step is not None:
                 wrong[decoded:] |= self.prefill_step.wrong[: tokens - decoded]
+            self.wrong_tokens[:tokens] = wrong
             so_far = torch.cat([wrong.new_zeros(1), wrong[decoded:].cumsum(0)[last - decoded]])
             wrong = torch.cat([wrong[:decoded], (so_far.diff() > 0).int()])
         max_on_device(wrong, self.config.pg_collection)

@@ -516,7 +516,7 @@ class HybridPrefixEngine(EngineSeam):
         wrong: frozenset[int] = getattr(self.controller, "wrong_ids", frozenset())
         if wrong:
             self.removals.failing |= wrong - stopped
-            failed |= wrong | self._cached.withdraw(wrong)
+            failed |= wrong | self._cached.withdraw(wrong) & {*active_request_ids}
         failed -= stopped
         if failed:
             self.removals.restart(failed)

@@ -69,12 +69,15 @@ class Removals:
             self._engine.resume_request_ids.remove(request_id)
             self._finish(request_id)
 
+    def _forget(self, request_id: int) -> None:
+        self.aborting.discard(request_id)
+        self._cached.forget_request(request_id)
+        self._engine.stop_word_finished_request_ids.discard(request_id)
+
     def _finish(self, request_id: int) -> None:
         # The next step returns it with the finished requests, like a refused request.
         engine = self._engine
-        self.aborting.discard(request_id)
-        self._cached.forget_request(request_id)
-        engine.stop_word_finished_request_ids.discard(request_id)
+        self._forget(request_id)
         entry = engine.requests[request_id]
         request = entry.record[-1]
         request.status = Status.COMPLETED
@@ -106,7 +109,7 @@ class Removals:
     def _fail(self, request_id: int) -> None:
         """The request has failed; the step returns it."""
         self.failing.discard(request_id)
-        self._cached.forget_request(request_id)
+        self._forget(request_id)
         request = self._engine.get_request(request_id)
         logger.warning("request %d has failed: %s", request_id, _NOT_FINITE)
         request.add_event_error_nontransient(ContextOverflowError(request_id, _NOT_FINITE, is_transient=False))
@@ -129,6 +132,7 @@ class Removals:
         """Remove the rows that are in no running forward."""
         engine, context = self._engine, self._engine.context
         if not isinstance(context, SlotContext):
+            self.restarting_between_chunks.clear()
             return  # with megatron's context they end in a later step
         for request_id in sorted(self.restarting_between_chunks):
             if not context.remove_waiting_row(request_id):
