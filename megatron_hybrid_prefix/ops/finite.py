@@ -14,7 +14,6 @@ import torch
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
 
 LIMIT = 1e18  # the sum of 256 squares is still a float32
-_BLOCK = 4096  # of a row of logits, in a program
 
 
 def zero_wrong(values: torch.Tensor, wrong: torch.Tensor) -> torch.Tensor:
@@ -64,23 +63,12 @@ def replace_wrong_logits(logits: torch.Tensor, rows: torch.Tensor | None, count:
     Returns:
         (count,) bool, True for such a row.
     """
-    wrong = torch.empty(count, dtype=torch.bool, device=logits.device)
-    if not runs_kernel(logits):
-        at = torch.arange(count, device=logits.device) if rows is None else rows[:count].long()
-        torch.logical_not(logits[at].amax(dim=-1).isfinite(), out=wrong)
-        if wrong.any():
-            logits[at[wrong]] = 0
-    elif count:
-        assert logits.stride(1) == 1
-        _replace_wrong_logits_kernel[(count,)](
-            logits,
-            wrong if rows is None else rows,
-            wrong.view(torch.int8),
-            logits.stride(0),
-            logits.shape[1],
-            ROWS=rows is not None,
-            BLOCK=_BLOCK,
-        )
+    own = logits[:count] if rows is None else logits[rows[:count].long()]
+    top = own.amax(dim=-1) if count else own.new_zeros(0)
+    wrong = top - top != 0  # NaN of NaN, and of infinities
+    own.masked_fill_(wrong[:, None], 0)
+    if rows is not None:
+        logits.index_copy_(0, rows[:count].long(), own)
     return wrong
 
 
@@ -117,32 +105,3 @@ if triton is not None:
         if bad:
             tl.store(at, tl.zeros([HEADS, BLOCK], rows_ptr.dtype.element_ty), mask=mask)
             tl.store(wrong_ptr + row, 1)
-
-    @triton.jit
-    def _replace_wrong_logits_kernel(
-        logits_ptr: tl.tensor,  # (rows, size), strided over rows
-        rows_ptr: tl.tensor,  # (programs,); unused without ROWS
-        wrong_ptr: tl.tensor,  # (programs,) int8
-        stride: tl.int64,
-        size: tl.tensor,
-        ROWS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ) -> None:
-        """One program: one row."""
-        row = tl.program_id(0).to(tl.int64)
-        if ROWS:
-            row = tl.load(rows_ptr + row).to(tl.int64)
-        of_row = logits_ptr + row * stride
-        column = tl.arange(0, BLOCK)
-        bad = tl.zeros([BLOCK], tl.int32)
-        some = tl.zeros([BLOCK], tl.int32)
-        for first in range(0, size, BLOCK):
-            values = tl.load(of_row + first + column, mask=first + column < size, other=-float("inf")).to(tl.float32)
-            bad |= (~(values < float("inf"))).to(tl.int32)
-            some |= (values > -float("inf")).to(tl.int32)
-        wrong = (tl.max(bad, 0) > 0) | (tl.max(some, 0) == 0)
-        tl.store(wrong_ptr + tl.program_id(0), wrong.to(tl.int8))
-        if wrong:
-            for first in range(0, size, BLOCK):
-                zero = tl.zeros([BLOCK], logits_ptr.dtype.element_ty)
-                tl.store(of_row + first + column, zero, mask=first + column < size)

@@ -47,7 +47,6 @@ KERNELS = {  # module, constants
     "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
     "_swiglu_kernel": (elementwise, {"BLOCK": 2048}),
     "_zero_wrong_rows_kernel": (finite, {"HEADS": 8, "BLOCK": 128}),
-    "_replace_wrong_logits_kernel": (finite, {"ROWS": True, "BLOCK": 4096}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 

@@ -223,18 +223,16 @@ class SlotContext(ContextSeam):
             logits: (1, rows, vocabulary), on the device, of the forward that was launched last: a row for each decoded token and each
                 prefill, or for all tokens.
         """
-        tokens, last = self.active_token_count, self.last_prefilled_tokens.long()
-        wrong = self.wrong_tokens[:tokens].clone()
-        decoded = tokens
-        if len(last):
+        wrong, decoded = self.wrong_tokens[: self.active_token_count], self.active_token_count
+        if self.num_prefill_requests:
+            last = self.last_prefilled_tokens.long()
             decoded = self.num_decode_requests * (self.num_speculative_tokens + 1)
             if self.prefill_step is not None:
-                wrong[decoded:] |= self.prefill_step.wrong[: tokens - decoded]
-            self.wrong_tokens[:tokens] = wrong
+                wrong[decoded:] |= self.prefill_step.wrong[: len(wrong) - decoded]
             so_far = torch.cat([wrong.new_zeros(1), wrong[decoded:].cumsum(0)[last - decoded]])
             wrong = torch.cat([wrong[:decoded], (so_far.diff() > 0).int()])
         max_on_device(wrong, self.config.pg_collection)
-        if len(last) and not self.config.materialize_only_last_token_logits:
+        if self.num_prefill_requests and not self.config.materialize_only_last_token_logits:
             rows_of = torch.cat([torch.arange(decoded, device=last.device), last])
             logits[0, rows_of, 0] += torch.where(wrong > 0, float("nan"), 0.0).to(logits.dtype)
         else:
