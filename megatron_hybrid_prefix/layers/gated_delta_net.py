@@ -131,7 +131,6 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         """Norm of each head, times its gate: (..., value heads, V) to (..., inner width)."""
         norm = self.out_norm
         is_plain = isinstance(norm, torch.nn.RMSNorm) and not self.config.layernorm_zero_centered_gamma
-        is_plain = is_plain and not (norm._forward_hooks or norm._forward_pre_hooks)
         if is_plain and is_known(norm, "forward") and norm.weight is not None and norm.eps is not None:
             return gated_head_norm(y, z, norm.weight, norm.eps)
         normed: torch.Tensor = norm(y.reshape(-1, self.value_head_dim)).view(y.shape)

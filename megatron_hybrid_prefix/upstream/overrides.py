@@ -64,9 +64,11 @@ def lost_override(
 
 
 def is_known(thing: Any, name: str) -> bool:
-    """Whether a method of an object is PyTorch's or this package's."""
+    """Whether a method of a module is PyTorch's or this package's, and nothing hooks its forward."""
+    own = vars(thing)
     owner = next(base for base in type(thing).__mro__ if name in vars(base))
-    return name not in vars(thing) and owner.__module__.startswith((_PACKAGE, "torch."))
+    is_hooked = own["_forward_hooks"] or own["_forward_pre_hooks"]
+    return not is_hooked and name not in own and owner.__module__.startswith((_PACKAGE, "torch."))
 
 
 def _layers(cls: type) -> list[type]:
