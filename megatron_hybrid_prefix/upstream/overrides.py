@@ -51,8 +51,8 @@ def lost_override(
         return None  # put already, or its author knows ours
     bases = written_for(cls, ours) or [base for base in _layers(cls) if issubclass(base, torch.nn.Module)][-1:]
     own = _names(base for base in ours.__mro__ if base not in cls.__mro__)
-    never = own | ({*lost} if keeps is None else _names(bases) - {*keeps, "forward"})
-    extended = own if extends else frozenset()
+    never = own | ({*lost} if keeps is None else _names(bases) - {*keeps})
+    extended = own | {"forward"} if extends else frozenset()
     for base in cls.__mro__[: cls.__mro__.index(bases[0])]:
         for name, value in [] if base.__module__.startswith(_PACKAGE) else vars(base).items():
             if name in never - extended:
