@@ -37,10 +37,12 @@ from megatron_hybrid_prefix.metrics import PrefixStats  # noqa: E402
 from megatron_hybrid_prefix.serve.app import make_app  # noqa: E402
 from megatron_hybrid_prefix.serve.chat_template import ChatForm  # noqa: E402
 from megatron_hybrid_prefix.serve.detokenizer import TextStream  # noqa: E402
+from megatron_hybrid_prefix.serve.event_stream import to_json  # noqa: E402
 from megatron_hybrid_prefix.serve.http_server import HttpServer  # noqa: E402
 from megatron_hybrid_prefix.serve.metrics import families_of, prefix_samples  # noqa: E402
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
 from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts  # noqa: E402
+from tests.engine.test_not_finite import embedding  # noqa: E402
 from tests.harness.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes  # noqa: E402
 from tests.harness.limits import HANG_S, wait_until  # noqa: E402
 from tests.harness.server_process import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Endpoint  # noqa: E402
@@ -853,3 +855,22 @@ def test_the_command(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_answer_that_is_not_finite_fails_alone(tiny):
+    """Also where log-probs are asked for, and in a stream; what is sent is JSON."""
+    with running(tiny) as server:
+        client, bad = server.client(), ord("~")
+        with embedding(tiny, bad, float("nan")):
+            for fields in ({}, {"stream": True}, {"logprobs": 2, "temperature": 1.0}):
+                with pytest.raises(openai.InternalServerError, match="The engine failed"):
+                    complete(client, prompt=f"{PROMPT}~", **fields)
+            assert complete(client).choices[0].text
+        health = server.send("/health")[1]
+        assert health["status"] == "ok" and not health.get("engine_failures")
+
+
+def test_what_json_has_no_number_for_is_null():
+    assert to_json({"logprobs": [-1.5, float("-inf")], "é": (float("nan"), {"a": float("inf")})}) == (
+        '{"logprobs":[-1.5,null],"é":[null,{"a":null}]}'
+    )
