@@ -42,7 +42,7 @@ class Directory:
             with suppress(FileExistsError):
                 os.mkdir(self._name, 0o700, dir_fd=self._at)
         try:
-            self.fd = os.open(self._name, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._at)
+            self.fd: int = os.open(self._name, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._at)
         except NotADirectoryError as error:
             raise OSError(error.errno, f"{path} is no folder, or a link, which is not followed") from None
         weakref.finalize(self, os.close, self.fd).atexit = False
