@@ -129,7 +129,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
 
     def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Norm of each head, times its gate: (..., value heads, V) to (..., inner width)."""
-        norm: torch.nn.RMSNorm = self.out_norm
+        norm = self.out_norm
         is_plain = isinstance(norm, torch.nn.RMSNorm) and not self.config.layernorm_zero_centered_gamma
         is_plain = is_plain and not (norm._forward_hooks or norm._forward_pre_hooks)
         if is_plain and is_known(norm, "forward") and norm.weight is not None and norm.eps is not None:
