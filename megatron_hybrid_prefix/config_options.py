@@ -12,15 +12,8 @@ NONE = "auto"  # stands for None on the command line
 
 def add_option(group: argparse._ActionsContainer, field: Field[Any], kind: Any, flag: str, dest: str) -> None:
     """Adds the option of a field of type ``kind``. None: it is not given; else `value_of` makes the field's value of it."""
-    group.add_argument(
-        flag,
-        dest=dest,
-        default=None,
-        help=f"{field.metadata.get('help', field.name).rstrip('.')} (default: {_shown(field.default)})".replace(
-            "%", "%%"
-        ),
-        **_argument(field, kind),
-    )
+    text = f"{field.metadata.get('help', field.name).rstrip('.')} (default: {_shown(field.default)})"
+    group.add_argument(flag, dest=dest, default=None, help=text.replace("%", "%%"), **_argument(field, kind))
 
 
 def value_of(given: Any) -> Any:

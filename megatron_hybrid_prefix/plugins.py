@@ -65,11 +65,7 @@ class Registry[T]:
         self._by_name[name] = thing
 
     def names(self) -> tuple[str, ...]:
-        """All names, including those of plugins.
-
-        Raises:
-            PluginError: A plugin cannot be imported.
-        """
+        """All names, including those of plugins. Raises PluginError if one cannot be imported."""
         load_plugins()
         return tuple(self._by_name)
 

@@ -10,7 +10,7 @@ import os
 import pwd
 import stat
 import tempfile
-from collections.abc import Callable
+import weakref
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -18,9 +18,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _ROOT = 0
-_UNMAPPED = (
-    65534  # the owner of / and /home, root of the host, in a container without root; elsewhere "nobody", an account
-)
+# The owner of / and /home, root of the host, in a container without root; elsewhere "nobody", an account.
+_UNMAPPED = 65534
 
 
 class Directory:
@@ -35,8 +34,6 @@ class Directory:
         OSError: It is missing, a link or no folder, or others own it or can write to it. The text says which.
     """
 
-    fd = -1
-
     def __init__(self, path: Path, above: Directory | None = None, *, make: bool = False) -> None:
         self.path, self._above = path, above
         self._name = str(path) if above is None else path.name
@@ -45,25 +42,20 @@ class Directory:
             with suppress(FileExistsError):
                 os.mkdir(self._name, 0o700, dir_fd=self._at)
         try:
-            self.fd = os.open(self._name, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._at)
+            self.fd: int = os.open(self._name, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._at)
         except NotADirectoryError as error:
             raise OSError(error.errno, f"{path} is no folder, or a link, which is not followed") from None
-        status = os.fstat(self.fd)
-        self._identity = status.st_dev, status.st_ino
-        if problem := who_else_writes(path, status):
+        weakref.finalize(self, os.close, self.fd).atexit = False
+        self._status = os.fstat(self.fd)
+        if problem := who_else_writes(path, self._status):
             raise OSError(errno.EPERM, f"{problem}: chmod -R go-w or chown it, or name a new folder in it")
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # the module may be gone before the object
-        if self.fd >= 0:
-            close(self.fd)
 
     def is_in_place(self) -> bool:
         """Whether its name still leads to it from the folder above."""
         try:
-            status = os.stat(self._name, dir_fd=self._at, follow_symlinks=False)
+            return os.path.samestat(self._status, os.stat(self._name, dir_fd=self._at, follow_symlinks=False))
         except OSError:
             return False
-        return self._identity == (status.st_dev, status.st_ino)
 
     def open(self, name: str, how: int) -> int:
         """A file in it; a new one has mode 0600. No link is followed, no pipe is waited for. Raises OSError."""

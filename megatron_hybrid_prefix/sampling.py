@@ -253,11 +253,7 @@ def _check_lengths(params: Any) -> None:
 
 
 def check_integer(field: str, value: Any, least: int | None = None, most: int | None = None) -> None:
-    """Check that a value is an integer in this range.
-
-    Raises:
-        FieldError: It is not.
-    """
+    """Check that a value is an integer in this range. Raises FieldError if it is not."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise FieldError(field, f"{field}={shown(value)} must be an integer")
     if (least is not None and int(value) < least) or (most is not None and int(value) > most):
@@ -266,21 +262,13 @@ def check_integer(field: str, value: Any, least: int | None = None, most: int | 
 
 
 def check_number(field: str, value: Any, least: float, most: float) -> None:
-    """Check that a value is a number in this range.
-
-    Raises:
-        FieldError: It is not. NaN is in no range.
-    """
+    """Check that a value is a number in this range. Raises FieldError if it is not. NaN is in no range."""
     if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:  # type: ignore[operator]  # Real has none
         raise FieldError(field, f"{field}={shown(value)} must be a number in {least:g}..{most:g}")
 
 
 def check_tokens(field: str, tokens: Iterable[int], vocab_size: int) -> None:
-    """Check that all tokens are in the vocabulary.
-
-    Raises:
-        FieldError: One is not.
-    """
+    """Check that all tokens are in the vocabulary. Raises FieldError if one is not."""
     for token in tokens:
         if not 0 <= token < vocab_size:
             raise FieldError(

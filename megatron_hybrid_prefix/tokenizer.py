@@ -358,8 +358,11 @@ def common_tokens(a: Sequence[object], b: Sequence[object]) -> int:
     """Length of the common prefix of two lists of tokens, or of two texts."""
     if a == b[: len(a)]:
         return len(a)
-    pairs = zip(a, b, strict=False)
-    return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def _offsets_by_decoding(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:

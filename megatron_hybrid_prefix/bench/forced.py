@@ -35,7 +35,11 @@ def forced_answers(engine: Any, answers: Sequence[Sequence[int]]) -> Iterator[No
         return add(request_id, *args, **kwargs)
 
     def force(sampled: Any) -> None:
-        _overwrite(sampled, [next_token(number) for number in _active_ids(context)])
+        import torch
+
+        ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()  # rows of logits
+        wanted = torch.tensor(list(map(next_token, ids)), dtype=sampled.dtype, pin_memory=sampled.is_cuda)
+        sampled[: len(ids)].copy_(wanted, non_blocking=True)
 
     def next_token(request_id: int) -> int:
         # The record has all earlier tokens, also across preemptions. The token after an unfinished chunk is not used.
@@ -54,16 +58,3 @@ def forced_answers(engine: Any, answers: Sequence[Sequence[int]]) -> Iterator[No
             del engine.add_request
         else:
             engine.add_request = shadowed_add
-
-
-def _active_ids(context: Any) -> list[int]:
-    """Ids of the requests of this step, in the order of the rows of logits."""
-    ids: list[int] = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
-    return ids
-
-
-def _overwrite(sampled: Any, tokens: list[int]) -> None:
-    import torch
-
-    wanted = torch.tensor(tokens, dtype=sampled.dtype, pin_memory=sampled.is_cuda)
-    sampled[: len(tokens)].copy_(wanted, non_blocking=True)

@@ -217,11 +217,7 @@ def _option(key: str) -> str:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Tables and plots of a file, again.
-
-    Raises:
-        InputError: It is not what `run_all` writes.
-    """
+    """Tables and plots of a file, again. Raises InputError if it is not what `run_all` writes."""
     terminal.check_can_plot("report")
     terminal.check_folder(args.folder, "FOLDER")
     try:

@@ -91,11 +91,7 @@ def make_parser() -> ArgumentParser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Checks which options go together.
-
-    Raises:
-        InputError: Some do not.
-    """
+    """Checks which options go together. Raises InputError if some do not."""
     options.check_output(args)
     if args.cache_gb is None:
         if args.mamba_gb is not None:
@@ -106,11 +102,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def numbers[T: (int, float)](text: str, option: str, number: Callable[[str], T]) -> list[T]:
-    """Numbers from a comma-separated list, ascending.
-
-    Raises:
-        InputError: One is malformed, or is given twice.
-    """
+    """Numbers from a comma-separated list, ascending. Raises InputError if one is malformed, or is given twice."""
     with terminal.as_input_errors(argparse.ArgumentTypeError, prefix=f"{option}: "):
         found = [number(item) for item in text.split(",")]
     if len(set(found)) < len(found):
@@ -119,11 +111,7 @@ def numbers[T: (int, float)](text: str, option: str, number: Callable[[str], T])
 
 
 def budgets_of(args: argparse.Namespace, trace: Trace, sizes: Sizes | None) -> list[dict[str, Any]]:
-    """Arguments of `replay` for each budget.
-
-    Raises:
-        InputError: A budget is malformed or too small.
-    """
+    """Arguments of `replay` for each budget. Raises InputError if one is malformed or too small."""
     if args.cache_gb is None:
         blocks = None
         if args.kv_blocks not in (None, "unlimited"):

@@ -150,11 +150,7 @@ def _can_be_sent(key: str) -> bool:
 
 
 def read_keys(path: Path | None) -> dict[str, str]:
-    """Tenant names by API key.
-
-    Raises:
-        InputError: A line is not "NAME KEY", or a key appears twice.
-    """
+    """Tenant names by API key. Raises InputError if a line is not "NAME KEY", or a key appears twice."""
     keys: dict[str, str] = {}
     if path is not None:
         warn_if_others_read(path)
@@ -184,11 +180,7 @@ def cache_config(args: argparse.Namespace, budgets: options.Budgets) -> HybridPr
 
 
 def make_engine(model: Any, tokenizer: Any, platform: Any, args: argparse.Namespace) -> Any:
-    """Builds the engine for the options, and warms it up.
-
-    Raises:
-        InputError: It cannot be built.
-    """
+    """Builds the engine for the options, and warms it up. Raises InputError if it cannot be built."""
     fields = options.engine_fields(args, platform.device.type, 0, args.max_sequence_length)
     fields["prefix"] = cache_config(args, running.budgets_of(args, platform))
     fields["materialize_only_last_token_logits"] = not args.prompt_log_probs

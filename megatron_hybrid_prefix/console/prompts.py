@@ -290,11 +290,7 @@ def read_work(
     max_sequence_length: int,
     defaults: Mapping[str, Any],
 ) -> Work:
-    """Reads and checks all input. ``defaults``: as of `sampling_from`.
-
-    Raises:
-        InputError: Some of it is invalid.
-    """
+    """Reads and checks all input. ``defaults``: as of `sampling_from`. Raises InputError if some of it is invalid."""
     sampling = sampling_from(args, tokenizer, vocab_size, defaults)
     reader = Reader(tokenizer=tokenizer, vocab_size=vocab_size, add_bos=args.add_bos, sampling=sampling)
     conversation = None

@@ -153,9 +153,8 @@ def as_main(run: Callable[[Sequence[str] | None, Interrupt], int | None]) -> Cal
 
 def _problem_of(error: Exception) -> Exception | None:
     """What to tell the user in a line; None: the error is ours."""
-    is_long_name = (
-        isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
-    )  # any question about a path may raise it
+    # Any question about a path may raise it.
+    is_long_name = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
     return error if isinstance(error, InputError | PluginError) or is_long_name else memory_shortage(error)
 
 
@@ -293,11 +292,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Parses a JSON file.
-
-    Raises:
-        InputError: The file cannot be read, or is not JSON.
-    """
+    """Parses a JSON file. Raises InputError if it cannot be read, or is not JSON."""
     try:
         return json.loads(read_text(path))
     except json.JSONDecodeError as error:

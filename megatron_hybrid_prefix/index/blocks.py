@@ -208,15 +208,12 @@ class KVBlocks(TierIndex[Node]):
                 raise CacheCorruptionError(f"block {block_id} and {node} disagree")
         if cached != self.cached_blocks:
             raise CacheCorruptionError(f"{cached} cached blocks, counted {self.cached_blocks}")
-        self._check_order(list(self.unneeded))
-        self._check_duplicates()
-
-    def _check_order(self, queue: Sequence[Node]) -> None:
         seen: set[Node] = set()
-        for node in queue:
+        for node in self.unneeded:
             if node.parent in seen:
                 raise CacheCorruptionError(f"{node} would be evicted after its parent")
             seen.add(node)
+        self._check_duplicates()
 
     def _check_duplicates(self) -> None:
         for node, duplicates in self._duplicates.items():

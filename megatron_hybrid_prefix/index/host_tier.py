@@ -309,11 +309,7 @@ class HostTier:
             self.drop_state(node)
 
     def check(self) -> None:
-        """Checks that tree, eviction policy and entries agree.
-
-        Raises:
-            CacheCorruptionError: They do not.
-        """
+        """Checks that tree, eviction policy and entries agree. Raises CacheCorruptionError if not."""
         kv = {node.host_block: node for node in self._tree if node.host_block != NO_BLOCK}
         states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
         self.entries.check([*kv, *states])

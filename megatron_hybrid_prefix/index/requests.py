@@ -174,11 +174,7 @@ class RequestBook:
         self.loads: list[Load] = []
 
     def __getitem__(self, request_id: int) -> LiveRequest:
-        """The live request.
-
-        Raises:
-            ValueError: There is none with this id.
-        """
+        """The live request. Raises ValueError if there is none with this id."""
         live = self.live.get(request_id)
         if live is None:
             raise ValueError(f"request {request_id} is not live")

@@ -54,11 +54,7 @@ class Kept:
 
     @property
     def value(self) -> Any:
-        """The value.
-
-        Raises:
-            CacheCorruptionError: It was promised and never filled.
-        """
+        """The value. Raises CacheCorruptionError if it was promised and never filled."""
         if self._value is None:
             raise CacheCorruptionError("log-probs of a prompt were promised by a step and never filled")
         return self._value

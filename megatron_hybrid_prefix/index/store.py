@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
@@ -29,9 +30,7 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
 from megatron_hybrid_prefix.tiers.base import DepthTier
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, Copy, PageClear
 
-
-def _depth(node: Node) -> int:
-    return node.depth_blocks
+_depth = attrgetter("depth_blocks")
 
 
 class CheckpointTable:
@@ -62,7 +61,8 @@ class CheckpointTable:
 
     def unbind(self, node: Node) -> None:
         """Takes the node's state off the device. The slot becomes free, at once or with its last unpin."""
-        self.slots.retire(self._take_off(node))
+        self._index.drop_state(node)
+        self.slots.retire(self._tree.drop_state(node))
 
     def has(self, key: bytes) -> bool:
         """Whether the device has the state at the end of the block with this key."""
@@ -275,11 +275,6 @@ class CheckpointTable:
             self._host.store_state(node)
         self._stats.evictions += 1
         self._index.evict_state(node, for_guess=for_guess)
-        return self._tree.drop_state(node)
-
-    def _take_off(self, node: Node) -> int:
-        """Takes the node's state off the device. Returns its slot, which no node has now."""
-        self._index.drop_state(node)
         return self._tree.drop_state(node)
 
 
@@ -612,11 +607,7 @@ class PrefixStore:
         )
 
     def check(self) -> None:
-        """Checks which KV is needed.
-
-        Raises:
-            CacheCorruptionError: A count is wrong.
-        """
+        """Checks which KV is needed. Raises CacheCorruptionError if a count is wrong."""
         index = self.blocks
         index.check_needs(self.tree)
         if any(needs_kv == is_guess(node) for node, needs_kv in index.states.items()):

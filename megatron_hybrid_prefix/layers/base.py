@@ -103,11 +103,7 @@ _DERIVED: dict[tuple[type, type], type] = {}
 
 
 def register_layer_kind(kind: LayerKind) -> None:
-    """Register a kind: models may have layers of it from now on.
-
-    Raises:
-        ValueError: The name is empty or taken.
-    """
+    """Register a kind: models may have layers of it from now on. Raises ValueError if the name is empty or taken."""
     KINDS.register(kind.name, kind)
 
 

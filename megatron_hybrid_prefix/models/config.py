@@ -561,11 +561,7 @@ PRESETS: dict[str, HybridModelConfig] = {
 
 
 def get_preset(name: str, **changes: Any) -> HybridModelConfig:
-    """A preset, with some dimensions changed.
-
-    Raises:
-        ValueError: No preset has this name.
-    """
+    """A preset, with some dimensions changed. Raises ValueError if no preset has this name."""
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
     return replace(PRESETS[name], **changes)

@@ -283,7 +283,10 @@ class Pages:
             del free[-taken:]
             self.free_blocks -= taken
             self.hold(block_ids[-1], taken)
-            self._give_to_kv(page)
+            if self._last_owner[page] == _STATE:
+                self.pages_to_kv += 1
+                self.with_old_state.append(page)
+            self._last_owner[page] = _KV
             self._changed.add(page)
         return block_ids
 
@@ -405,12 +408,6 @@ class Pages:
         found = (len(self.free_ids()), sum(held), sum(self._is_state), unheld)
         if held != self._held or counted != found:
             raise CacheCorruptionError(f"free, held blocks, states and unheld pages: counted {counted}, are {found}")
-
-    def _give_to_kv(self, page: int) -> None:
-        if self._last_owner[page] == _STATE:
-            self.pages_to_kv += 1
-            self.with_old_state.append(page)
-        self._last_owner[page] = _KV
 
     def _listed(self, buckets: Buckets) -> Buckets:
         """The buckets, with all pages that changed since the last look. Many blocks of a page change between two looks."""

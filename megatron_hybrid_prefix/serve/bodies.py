@@ -39,11 +39,7 @@ MOST_TOP_LOGPROBS = 20
 MOST_BREAKPOINTS = 128  # each one of a chat renders the conversation, or its last messages
 MOST_STOP_TOKENS = 64
 MOST_BIASES = 1024
-_OF_ANSWERS = (
-    "finish_reason",
-    "id",
-    "provider_specific_fields",
-)  # clients send them back with an answer; without effect
+_OF_ANSWERS = ("finish_reason", "id", "provider_specific_fields")  # clients send them back; without effect
 
 
 def _encodable(value: str) -> str:
@@ -461,11 +457,7 @@ class ExplainBody(Fields):
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """Parses the body.
-
-    Raises:
-        ApiError: The body is not a JSON object.
-    """
+    """Parses the body. Raises ApiError if it is not a JSON object."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
@@ -487,11 +479,7 @@ def read_json(data: bytes) -> dict[str, Any]:
 
 
 def read_fields[Kind: BaseModel](values: dict[str, Any], kind: type[Kind]) -> Kind:
-    """Parses and checks the fields of any body.
-
-    Raises:
-        ApiError: A field is wrong.
-    """
+    """Parses and checks the fields of any body. Raises ApiError if one is wrong."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

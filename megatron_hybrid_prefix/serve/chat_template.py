@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
 from megatron_hybrid_prefix.hf_tokens import read_object, token_texts
+from megatron_hybrid_prefix.tokenizer import common_tokens
 
 # Most message ends to find in a prompt unless it names them: those of the first message and of the last ones.
 _MOST_ENDS = 32
@@ -152,19 +153,19 @@ class ChatForm:
         if head < tail:  # else each conversation is rendered whole
             short = rendered([*messages[:head], *messages[tail:]], begin=begin_answer)
             first = rendered([*messages[:head], messages[tail]])
-        if short is None or first is None or not text.endswith(short[_common(text, short) :]):
+        if short is None or first is None or not text.endswith(short[common_tokens(text, short) :]):
             head, tail, short, first = 0, 0, text, ""  # what comes before a message changes it
-        least, ends, far = _common(short, first), set[int](), dict[int, int]()
+        least, ends, far = common_tokens(short, first), set[int](), dict[int, int]()
         for number, last in lasts:
             part = rendered([*messages[: min(number, head)], *messages[tail:number], last])
             if part is None:
                 continue
-            end = _common(text if number < head else short, part)
+            end = common_tokens(text if number < head else short, part)
             if number >= head and end > least:
                 end += len(text) - len(short)
             elif number >= head:  # it may be in the middle: the thoughts of a turn that began there are stripped later
                 if end not in far:
-                    far[end] = _common(text, rendered([*messages[:number], last]) or "")
+                    far[end] = common_tokens(text, rendered([*messages[:number], last]) or "")
                 end = far[end]
             ends.add(end)
         return ends
@@ -178,15 +179,6 @@ def _middle(messages: Messages, ends: Sequence[int]) -> tuple[int, int]:
     first = answers[0]
     least = min((end for end in ends if end >= first), default=first)
     return first, max(number for number in answers if number <= least)
-
-
-def _common(a: str, b: str) -> int:
-    """Length of the common prefix."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low
 
 
 def _plain(messages: Messages) -> str:

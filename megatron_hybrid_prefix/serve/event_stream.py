@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -50,25 +51,23 @@ class EventStream(StreamingResponse):
 
 
 async def _events(first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    yield _event(first)
+    form = "data: {}\n\n".format
+    yield form(to_json(first))
     try:
         async for chunk in chunks:
-            yield _event(chunk)
+            yield form(to_json(chunk))
     except ApiError as error:  # the status has been sent already
-        yield _event(error.body)
-    yield "data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {to_json(data)}\n\n"
+        yield form(to_json(error.body))
+    yield form("[DONE]")
 
 
 def to_json(data: Any) -> str:
     """JSON, which has no NaN and no infinity: null in their place. A log-prob of a token that cannot be drawn is -inf."""
+    dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
-        return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return dumps(data)
     except ValueError:
-        return json.dumps(_without_nan(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return dumps(_without_nan(data))
 
 
 def _without_nan(data: Any) -> Any:

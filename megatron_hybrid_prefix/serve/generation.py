@@ -206,11 +206,7 @@ class Generation:
         }
 
     async def response(self) -> dict[str, Any]:
-        """The response of an unstreamed request.
-
-        Raises:
-            ApiError: The engine failed.
-        """
+        """The response of an unstreamed request. Raises ApiError if the engine failed."""
         texts = [self._shown_prompt(choice) for choice in self.choices]
         notes: list[list[TokenNote]] = [[] for _ in self.choices]
         async for choice, text, some in self.pieces():

@@ -151,11 +151,7 @@ class Client:
         return True
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the store.
-
-        Raises:
-            RuntimeError: The client is closed.
-        """
+        """Call a method of the store. Raises RuntimeError if the client is closed."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the client of Mooncake is closed")

@@ -15,14 +15,13 @@ import torch
 
 _TRAINING = (
     "backward_dw",
-    "mamba_state_shapes_per_request",
     "reset_parameters",
     "sharded_state_dict",
     "train",
     "_backward_in_proj",
     "_backward_out_proj",
 )
-_STATIC = ("_decode", "_get_states_from_cache", "_static_decode", "_static_prefill")
+_STATIC = ("_decode", "_get_states_from_cache", "_static_decode", "_static_prefill", "mamba_state_shapes_per_request")
 NOT_IN_STEPS = frozenset((*_TRAINING, "_reset_dt_bias", "_resolve_cu_seqlens", "_ssm_training", *_STATIC))
 """Methods of megatron's recurrent layers that no step of a dynamic engine calls, whoever's."""
 _OF_ANY_LAYER = ("abc", "builtins", "typing", torch.nn.Module.__module__, "megatron.core.transformer.module")

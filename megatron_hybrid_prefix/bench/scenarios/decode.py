@@ -20,6 +20,7 @@ from megatron_hybrid_prefix.console.terminal import InputError
 WARM_STEPS = 4  # of those in which all rows decode: the device still has prefills to do
 _GOALS = {8: 1.15, 32: 1.4, 64: 1.6, 256: 1.8}  # tokens/s over the best of off, by rows
 _KEPT_STATES = 16  # room for checkpoints: the prompts share nothing
+_bandwidth = cache(copy_bandwidth)  # measured once in a process, before a device's first round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +103,3 @@ class Decode(Scenario):
             "steps": len(ends_s) - 1,
             "failed_requests": sums(results)["failed_requests"],
         }
-
-
-@cache
-def _bandwidth(device: Any) -> float:
-    """Measured once in a process, before a device's first round."""
-    return copy_bandwidth(device)

@@ -191,10 +191,6 @@ class KnownRequests:
         return int(self._hits * self._verify_hits) > int((self._hits - 1) * self._verify_hits)
 
 
-def _array(tokens: torch.Tensor) -> NDArray[np.int64]:
-    return tokens.detach().to("cpu", torch.int64).contiguous().numpy()
-
-
 def _read_request(
     request_id: int,
     tokens: torch.Tensor,
@@ -209,7 +205,7 @@ def _read_request(
     wants_prompt = getattr(params, "return_log_probs", False) and not getattr(params, "skip_prompt_log_probs", False)
     keeps_scores = scores.budget_bytes > 0
     write = bool(getattr(params, "cache_write", True))
-    prompt = _array(tokens)
+    prompt: NDArray[np.int64] = tokens.detach().to("cpu", torch.int64).contiguous().numpy()
     return PrefixRequest(
         prompt=prompt,
         chain=cache.chain(

@@ -29,7 +29,8 @@ class HybridPrefixController(ControllerSeam):
 
     # Ids of requests for which nothing could be sampled in the last step: their logits were not finite.
     wrong_ids: frozenset[int] = frozenset()
-    _wrong: torch.Tensor  # (rows,) bool, on the device: rows of logits of the step that is being sampled
+    # (rows,) bool, on the device: rows of logits of the step that were not finite, so that the token means nothing.
+    wrong_rows: torch.Tensor
     _wrong_on_host: torch.Tensor | None = None
 
     def sampling_around(self, backend: Any) -> Any:
@@ -41,10 +42,6 @@ class HybridPrefixController(ControllerSeam):
             context.mark_logits(self.step_logits)
         if isinstance(context, HybridPrefixContext):
             context.forward_launched()
-
-    def rows_sampled(self, wrong: torch.Tensor) -> None:
-        """Rows of logits were sampled. ``wrong``: (rows,) bool on the device; True: not finite, so that the token means nothing."""
-        self._wrong = wrong
 
     def tokens_sampled(self) -> None:
         """After a chunk that does not finish its prompt, sets the prompt's next token as the sampled token.
@@ -64,7 +61,7 @@ class HybridPrefixController(ControllerSeam):
 
     def _send_wrong(self, context: Any) -> None:
         """Copies to the host which requests have a wrong token; it arrives before the tokens do."""
-        wrong, width, decodes = self._wrong, context.num_speculative_tokens + 1, context.num_decode_requests
+        wrong, width, decodes = self.wrong_rows, context.num_speculative_tokens + 1, context.num_decode_requests
         if width > 1:  # rows of drafts that are not accepted do not count
             used = torch.arange(width, device=wrong.device) <= self.accepted_counts[:decodes, None]
             of_decodes = (wrong[: decodes * width].view(decodes, width) & used).any(dim=1)

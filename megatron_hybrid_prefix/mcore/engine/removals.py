@@ -99,24 +99,20 @@ class Removals:
         engine = self._engine
         waiting = engine.waiting_request_ids
         for request_id in sorted(request_ids):
-            if request_id in self.failing:
-                self._fail(request_id)
-                continue
-            self._start_over(request_id)
-            chunked = waiting and waiting[0] == engine.context.chunked_prefill_request_id
-            waiting.insert(1 if chunked else 0, request_id)
+            if self._starts_over(request_id):
+                chunked = waiting and waiting[0] == engine.context.chunked_prefill_request_id
+                waiting.insert(1 if chunked else 0, request_id)
 
-    def _fail(self, request_id: int) -> None:
-        """The request has failed; the step returns it."""
-        self.failing.discard(request_id)
-        self._forget(request_id)
+    def _starts_over(self, request_id: int) -> bool:
+        """Makes the request as new. False: it has failed, and the step returns it."""
         request = self._engine.get_request(request_id)
-        logger.warning("request %d has failed: %s", request_id, _NOT_FINITE)
-        request.add_event_error_nontransient(ContextOverflowError(request_id, _NOT_FINITE, is_transient=False))
-        self._engine.refuse_request(request_id)
-
-    def _start_over(self, request_id: int) -> None:
-        request = self._engine.get_request(request_id)
+        if request_id in self.failing:
+            self.failing.discard(request_id)
+            self._forget(request_id)
+            logger.warning("request %d has failed: %s", request_id, _NOT_FINITE)
+            request.add_event_error_nontransient(ContextOverflowError(request_id, _NOT_FINITE, is_transient=False))
+            self._engine.refuse_request(request_id)
+            return False
         if request.generated_tokens:  # it goes on after its answer so far, as after a preemption
             self._engine.requests[request_id].record.checkpoint()
             request = self._engine.get_request(request_id)
@@ -124,6 +120,7 @@ class Removals:
         known = self._cached.prefix_request(request)
         if known is not None and not known.counted_tokens:
             request.num_cached_tokens = 0  # what it loaded was wrong
+        return True
 
     # -- between two forwards --------------------------------------------------------------------------------------------
 
@@ -135,13 +132,9 @@ class Removals:
             self.restarting_between_chunks.clear()
             return  # with megatron's context they end in a later step
         for request_id in sorted(self.restarting_between_chunks):
-            if not context.remove_waiting_row(request_id):
-                continue
-            if request_id in self.failing:
+            # One that starts over is still first in the queue.
+            if context.remove_waiting_row(request_id) and not self._starts_over(request_id):
                 engine.waiting_request_ids.remove(request_id)
-                self._fail(request_id)
-            else:
-                self._start_over(request_id)  # it is still first in the queue
         self.restarting_between_chunks.clear()
         chunk_runs = context.get_index_of_chunked_prefill_request() != -1
         for request_id in sorted(self.aborting):

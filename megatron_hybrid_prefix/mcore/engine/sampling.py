@@ -87,7 +87,7 @@ class RowSampling(Sampling):
         kwargs |= {"gather_indices": gather_indices, "token_to_request_index": token_to_request_index}
         wrong = replace_wrong_logits(logits, gather_indices, n)
         if not context.num_speculative_tokens or token_to_request_index is not None:  # else these become drafts
-            self._source.rows_sampled(wrong)
+            self._source.wrong_rows = wrong
         tokens: torch.Tensor = self._backend.sample_kernel(logits, n, context, *args, **kwargs)
         drafts, source = context.num_speculative_tokens, self._source
         if (drafts and token_to_request_index is None) or not (source.row_options or source.replays):

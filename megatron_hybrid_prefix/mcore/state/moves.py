@@ -261,16 +261,13 @@ class HostMoves(Moves):
         self._wait_for_cancelled()
 
     def forward_launched(self) -> None:
-        if not self.sends_later:
-            return
         self.arena.stores.send()
 
     def step_ended(self) -> None:
-        if not self.sends_later:
-            return
-        units = [copy for copy in self._cache.take_copies(published=True) if isinstance(copy, BlockTransfer)]
-        self.arena.carry_out(self._with_rows(units), send=False, beside=True)
-        self.arena.stores.send()
+        if self.sends_later:
+            units = [copy for copy in self._cache.take_copies(published=True) if isinstance(copy, BlockTransfer)]
+            self.arena.carry_out(self._with_rows(units), send=False, beside=True)
+            self.arena.stores.send()
 
     def _transfer(self, units: list[BlockTransfer], *, send: bool) -> None:
         self.arena.carry_out(self._with_rows(units), send=send)
