@@ -160,10 +160,5 @@ def test_what_extending_shows_runs(title, tmp_path):
 
 
 def test_extending_has_its_four_parts():
-    assert list(sections()) == [
-        "An eviction policy",
-        "A layer kind",
-        "A tier below the host",
-        "Another megatron-core",
-    ]
+    assert list(sections()) == ["An eviction policy", "A layer kind", "A tier below the host", "Another megatron-core"]
     assert all({"python", "bash"} <= {language for language, _ in blocks} for blocks in sections().values())
