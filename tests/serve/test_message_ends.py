@@ -62,24 +62,9 @@ TEMPLATES = {
     "counts": "{% for m in messages %}{{ loop.index }} of {{ messages | length }}: {{ m.content }}\n{% endfor %}",
 }
 WORDS = [
-    "the",
-    "cache",
-    "keeps",
-    "blocks",
-    "Grüße",
-    "東京",
-    "€5",
-    "x\n",
-    "-",
-    "a\n\n",
-    "",
-    "b",
-    "'tis",
-    "12,000",
-    "<|im_end|>",
-    '{"a":',
-    "1}",
-]
+    "the", "cache", "keeps", "blocks", "Grüße", "東京", "€5", "x\n", "-", "a\n\n", "", "b", "'tis", "12,000",
+    "<|im_end|>", '{"a":', "1}",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["as it is", "begins, trims offsets"])
