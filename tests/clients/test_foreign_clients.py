@@ -31,16 +31,11 @@ NEW_TOKENS = 12
 QUESTIONS = [
     f"Question: {question} Answer:"
     for question in (
-        "which block is evicted first?",
-        "what does a prompt need?",
-        "where is the state of the layers?",
-        "who keeps keys and values?",
-        "how many blocks are in use?",
-        "what is at the end?",
-        "which request is the oldest?",
-        "what do recurrent layers hold?",
+        "which block is evicted first?", "what does a prompt need?", "where is the state of the layers?",
+        "who keeps keys and values?", "how many blocks are in use?", "what is at the end?",
+        "which request is the oldest?", "what do recurrent layers hold?",
     )
-]
+]  # fmt: skip
 CHOICES = [" the oldest one", " a state at some of their ends", " no request", " keys and values of a prompt"]
 
 

@@ -104,20 +104,10 @@ def test_equal_keys_mean_equal_prefixes(one, other, block_tokens):
 def test_every_part_of_the_salt_counts():
     maker = KeyMaker(2, SECRET)
     salts = [
-        {},
-        {"salt": ""},
-        {"salt": "a"},
-        {"adapter": "a"},
-        {"adapter": ""},
-        {"salt": "a", "adapter": "b"},
-        {"salt": "ab"},
-        {"salt": "ab", "adapter": ""},
-        {"epoch": 1},
-        {"epoch": 11},
-        {"salt": "1"},
-        {"salt": "1:-"},
+        {}, {"salt": ""}, {"salt": "a"}, {"adapter": "a"}, {"adapter": ""}, {"salt": "a", "adapter": "b"},
+        {"salt": "ab"}, {"salt": "ab", "adapter": ""}, {"epoch": 1}, {"epoch": 11}, {"salt": "1"}, {"salt": "1:-"},
         {"salt": "\ud800"},
-    ]
+    ]  # fmt: skip
     firsts = {maker.chain([1, 2], **salt).keys[0] for salt in salts}
     firsts |= {KeyMaker(2, b"another").chain([1, 2]).keys[0], KeyMaker(2).chain([1, 2]).keys[0]}
     firsts.add(KeyMaker(2).chain([1, 2]).keys[0])  # another random secret

@@ -890,9 +890,12 @@ def test_a_planted_folder_is_refused_in_one_line(tmp_path, no_grace, where, kind
             os.chown(place, 12345, 12345)
     else:
         place.rename(tmp_path / "moved")
-        {"link": lambda: place.symlink_to(outside / where), "file": place.touch, "fifo": lambda: os.mkfifo(place)}[
-            kind
-        ]()
+        plant = {
+            "link": lambda: place.symlink_to(outside / where),
+            "file": place.touch,
+            "fifo": lambda: os.mkfifo(place),
+        }
+        plant[kind]()
     before = all_below(outside), all_below(place)
     if SPACE not in where:
         with pytest.raises(OSError, match=re.escape(str(place))) as error:
@@ -927,9 +930,8 @@ def test_what_is_planted_in_the_place_of_a_file_harms_nothing(tmp_path, no_grace
         elif kind == "link":
             place.symlink_to(outside / "made" if place.name == "lock" else outside / place.relative_to(top))
         else:
-            {"hard link": lambda: place.hardlink_to(key_file), "fifo": lambda: os.mkfifo(place), "folder": place.mkdir}[
-                kind
-            ]()
+            others = {"hard link": lambda: place.hardlink_to(key_file), "fifo": lambda: os.mkfifo(place)}
+            others.get(kind, place.mkdir)()
 
     tier = tier_on(top)
     for number in (1, 3):  # one before a look, one after it
@@ -951,9 +953,7 @@ def test_what_is_planted_in_the_place_of_a_file_harms_nothing(tmp_path, no_grace
     if kind == "folder":
         tier.look()
         assert put(tier, *tags) == [False] * 6 and counts["write_EISDIR"] == 6, "each is tried once"
-        assert (
-            tier.counts["write_EISDIR"] == 6 and tier.counts["read_EISDIR"] == 6 and "delete_EISDIR" not in tier.counts
-        )
+        assert tier.counts["write_EISDIR"] == 6 == tier.counts["read_EISDIR"] and "delete_EISDIR" not in tier.counts
     in_time(lambda: use(top, name=b"p" * 16))
     assert all_below(outside) == before and (top / "v1" / "writing" / DEAD / "id_rsa").exists()
 
@@ -980,9 +980,8 @@ def test_what_this_package_does_not_make_is_left_and_named_once(tmp_path, no_gra
     for _ in range(2):
         in_time(lambda: use(top, name=b"p" * 16))
     dead = [top / "v1" / "writing" / name for name in (DEAD, DEAD[::-1])]
-    left = [
-        *(folder / "id_rsa" for folder in dead),
-        *(top / "v1" / SPACE / "03" / name for name in ("1", "id_rsa", "lock")),
+    left = [folder / "id_rsa" for folder in dead] + [
+        top / "v1" / SPACE / "03" / name for name in ("1", "id_rsa", "lock")
     ]
     assert all(path.exists() for path in left) and not any((folder / "1").exists() for folder in dead)
     assert sorted(record.args[0] for record in caplog.records if "left alone" in record.message) == sorted(left)

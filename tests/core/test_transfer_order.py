@@ -76,10 +76,7 @@ class Launches:
         device = torch.device("cpu")
         self.arena.stores.queue, self.arena.loads.queue = DeviceQueue(device), DeviceQueue(device, BUFFERS)
         self.arena.stores.stored = Event()  # a store that is on its way
-        for owner, names in (
-            (self.arena.copies, ("gather", "to_pages", "to_staging")),
-            (self.arena.loads, ("_load",)),
-        ):
+        for owner, names in ((self.arena.copies, ("gather", "to_pages", "to_staging")), (self.arena.loads, ("_load",))):
             for name in names:
                 monkeypatch.setattr(owner, name, self._launches(name, getattr(owner, name)))
         self.options: dict[str, dict[str, Any]] = {}  # by launch

@@ -17,21 +17,11 @@ pytestmark = [pytest.mark.multi]
 
 HIT = 2 * BLOCK
 CACHED_TOKENS = {
-    "a first": 0,
-    "a second": HIT,
+    "a first": 0, "a second": HIT,
     "b first": 0,  # the same prompt
-    "b second": HIT,
-    "no salt": 0,
-    "number as salt": 0,
-    "a with adapter": 0,
-    "a without reading": 0,
-    "a as text": 0,
-    "a together": HIT,
-    "b together": HIT,
-    "c together": 0,
-    "a not kept": 0,
-    "a after not kept": 0,
-}
+    "b second": HIT, "no salt": 0, "number as salt": 0, "a with adapter": 0, "a without reading": 0, "a as text": 0,
+    "a together": HIT, "b together": HIT, "c together": 0, "a not kept": 0, "a after not kept": 0,
+}  # fmt: skip
 OTHER_PROMPTS = ("a as text", "a not kept", "a after not kept")
 
 

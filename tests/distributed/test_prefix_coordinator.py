@@ -319,10 +319,7 @@ def test_fields_that_an_engine_cannot_even_read(behind_sockets):
         2: "the sampling parameters None must be an object",
         4: "streaming_interval=0 must be at least 1",
     }
-    assert unpack(peers[RANKS[0]].recv())[3] == {
-        "return_prompt_top_n_logprobs": False,
-        "skip_prompt_log_probs": True,
-    }
+    assert unpack(peers[RANKS[0]].recv())[3] == {"return_prompt_top_n_logprobs": False, "skip_prompt_log_probs": True}
 
 
 @pytest.mark.skipif(not hasattr(Headers, "RELEASE_KV"), reason="engines of this megatron hand no states to others")

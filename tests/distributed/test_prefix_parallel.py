@@ -22,11 +22,7 @@ pytestmark = pytest.mark.multi
 
 # (tp, pp): where the stages are cut. One with three times as many layers; one where nothing recurs; layers of several kinds,
 # some of them on one stage only.
-PATTERNS = {
-    (2, 1): ("G*-MG*-",),
-    (1, 2): ("M*-|M*-M-M-", "G*-|MG*-", "M*-M-|*-"),
-    (2, 2): ("*-|M*-M-",),
-}
+PATTERNS = {(2, 1): ("G*-MG*-",), (1, 2): ("M*-|M*-M-M-", "G*-|MG*-", "M*-M-|*-"), (2, 2): ("*-|M*-M-",)}
 
 
 CASES = mostly_slow(

@@ -84,9 +84,8 @@ def logits_of(served: EngineHarness, prompt: list[int]) -> torch.Tensor:
     controller, found = served.engine.controller, []
     launched = controller.forward_launched
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            controller, "forward_launched", lambda: (found.append(controller.step_logits.clone()), launched())
-        )
+        noted = lambda: (found.append(controller.step_logits.clone()), launched())  # noqa: E731
+        patched.setattr(controller, "forward_launched", noted)
         served.send(prompt, count=1, cache_read=False)
     return found[0][0, : len(prompt)]
 

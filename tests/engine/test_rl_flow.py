@@ -70,10 +70,7 @@ def test_three_rounds_with_nothing_announced(models, name, ways, fields):
     assert not rollouts.engine.requests
 
 
-@pytest.mark.parametrize(
-    ("announced", "prefix"),
-    mostly_slow_rows(ANNOUNCED, *ANNOUNCED[:2]),
-)
+@pytest.mark.parametrize(("announced", "prefix"), mostly_slow_rows(ANNOUNCED, *ANNOUNCED[:2]))
 def test_weights_that_are_announced(models, prefix, announced):
     """With megatron/rl the epoch comes while the engine is suspended, from the first round on."""
     model, *trained = models("tiny-mixed")

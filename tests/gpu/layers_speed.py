@@ -65,10 +65,7 @@ def main() -> None:
             assert all(result.status == "completed" for result in results)
             after_s = wall_s - max(result.time_to_first_token_s for result in results)
             decoded = len(results) * (self.generate - 1)
-            return {
-                "decoded_per_second": decoded / after_s,
-                "tokens_per_second": len(results) * self.generate / wall_s,
-            }
+            return {"decoded_per_second": decoded / after_s, "tokens_per_second": len(results) * self.generate / wall_s}
 
     def say(text: str) -> None:
         if platform.rank == 0:

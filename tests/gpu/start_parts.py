@@ -45,16 +45,9 @@ def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PACKAGES = (
-    "torch",
-    "torch._dynamo",
-    "torch._inductor",
-    "sympy",
-    "triton",
-    "megatron.core",
-    "mamba_ssm",
-    "transformers",
+    "torch", "torch._dynamo", "torch._inductor", "sympy", "triton", "megatron.core", "mamba_ssm", "transformers",
     "cutlass",
-)
+)  # fmt: skip
 PACKAGES += ("quack", "flash_attn.cute", "transformer_engine", "megatron_hybrid_prefix.upstream.packages")
 
 

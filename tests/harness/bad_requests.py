@@ -36,21 +36,12 @@ class Asked(NamedTuple):
 
 def _prompts() -> dict[str, Asked]:
     prompts = {
-        "no tokens": [],
-        "no text": "",
+        "no tokens": [], "no text": "",
         "a token above the vocabulary": [1, VOCABULARY, 2],
-        "a token far above": [1, 2**40],
-        "a token beyond int64": [1, 2**63],
-        "a negative token": [5, -1],
-        "a fraction": [1, 2.5],
-        "text in a list": [1, "a"],
-        "lists in a list": [[1, 2], [3]],
-        "None in a list": [1, None],
-        "nothing": None,
-        "a number": 7,
-        "bytes": b"abc",
-        "an object": {"prompt": [1]},
-    }
+        "a token far above": [1, 2**40], "a token beyond int64": [1, 2**63], "a negative token": [5, -1],
+        "a fraction": [1, 2.5], "text in a list": [1, "a"], "lists in a list": [[1, 2], [3]],
+        "None in a list": [1, None], "nothing": None, "a number": 7, "bytes": b"abc", "an object": {"prompt": [1]},
+    }  # fmt: skip
     return {f"prompt: {name}": Asked(prompt, {}, "prompt") for name, prompt in prompts.items()}
 
 
@@ -58,48 +49,21 @@ def _fields() -> dict[str, Asked]:
     values: dict[str, tuple[Any, ...]] = {
         "temperature": (-1.0, NAN, INFINITE, -INFINITE, 1e300, None, "1", True),
         "top_k": (-1, VOCABULARY, 2**31, 2.5, None, "3", False),
-        "top_p": (-0.1, 1.1, NAN, INFINITE, None, "0.5"),
-        "num_tokens_to_generate": (-1, 2.5, "4", True),
+        "top_p": (-0.1, 1.1, NAN, INFINITE, None, "0.5"), "num_tokens_to_generate": (-1, 2.5, "4", True),
         "termination_id": (-2, 2**63, 1.5, "1"),
         "stop_token_ids": (7, "7", [VOCABULARY], [-1], [1.5], [None], {"7": 1}),
-        "top_n_logprobs": (-1, VOCABULARY + 1, 1.5),
-        "return_log_probs": (None, "yes", 2),
-        "skip_prompt_log_probs": (None, "yes", 2),
-        "stop_words": ("stop", [""], [7], [None], 3),
+        "top_n_logprobs": (-1, VOCABULARY + 1, 1.5), "return_log_probs": (None, "yes", 2),
+        "skip_prompt_log_probs": (None, "yes", 2), "stop_words": ("stop", [""], [7], [None], 3),
         "sampling_options": (
-            7,
-            [],
-            "greedy",
-            {"colour": 1},
-            {"temperature": NAN},
-            {"temperature": "1"},
-            {"top_k": -1},
-            {"top_k": VOCABULARY},
-            {"top_k": 1.5},
-            {"top_p": 0.0},
-            {"top_p": NAN},
-            {"min_p": -0.1},
-            {"min_p": NAN},
-            {"seed": 1.5},
-            {"seed": "x"},
-            {"frequency_penalty": INFINITE},
-            {"presence_penalty": NAN},
-            {"repetition_penalty": 0},
-            {"repetition_penalty": 1e-300},
-            {"min_tokens": -1},
-            {"min_tokens": 1.5},
-            {"min_tokens": "3"},
-            {"logit_bias": 3},
-            {"logit_bias": [3]},
-            {"logit_bias": [[VOCABULARY, 1.0]]},
-            {"logit_bias": [[-1, 1.0]]},
-            {"logit_bias": [[1.5, 1.0]]},
-            {"logit_bias": [[1, NAN]]},
-            {"logit_bias": [[1, 1e308]]},
-            {"logit_bias": [[1, None]]},
-            {"logit_bias": [[1, 1.0], [1, 2.0]]},
+            7, [], "greedy", {"colour": 1}, {"temperature": NAN}, {"temperature": "1"}, {"top_k": -1},
+            {"top_k": VOCABULARY}, {"top_k": 1.5}, {"top_p": 0.0}, {"top_p": NAN}, {"min_p": -0.1}, {"min_p": NAN},
+            {"seed": 1.5}, {"seed": "x"}, {"frequency_penalty": INFINITE}, {"presence_penalty": NAN},
+            {"repetition_penalty": 0}, {"repetition_penalty": 1e-300}, {"min_tokens": -1}, {"min_tokens": 1.5},
+            {"min_tokens": "3"}, {"logit_bias": 3}, {"logit_bias": [3]}, {"logit_bias": [[VOCABULARY, 1.0]]},
+            {"logit_bias": [[-1, 1.0]]}, {"logit_bias": [[1.5, 1.0]]}, {"logit_bias": [[1, NAN]]},
+            {"logit_bias": [[1, 1e308]]}, {"logit_bias": [[1, None]]}, {"logit_bias": [[1, 1.0], [1, 2.0]]},
         ),
-    }
+    }  # fmt: skip
     found = {}
     for name, wrongs in values.items():
         for wrong in wrongs:

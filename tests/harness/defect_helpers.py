@@ -106,10 +106,7 @@ class Side:
         if self.ours:
             gb = slots * self.slot_bytes / 2**30 if gb is None else gb
             prefix = HybridPrefixConfig(
-                mamba_gb=gb,
-                state_dtype=state_dtype,
-                eviction_policy=eviction_policy,
-                retention_interval_tokens=0,
+                mamba_gb=gb, state_dtype=state_dtype, eviction_policy=eviction_policy, retention_interval_tokens=0
             )
             engine = build_engine(self.model, prefix, **fields)
         else:

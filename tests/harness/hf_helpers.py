@@ -35,12 +35,7 @@ NEMOTRON_H, NEMOTRON_H_EXPERTS, QWEN3_NEXT = (CONFIGS[k] for k in ("nemotron_h",
 
 
 def make_folder(
-    folder: Path,
-    kind: str = "nemotron_h",
-    *,
-    shards: int = 1,
-    tied: bool = False,
-    dtype: torch.dtype = torch.float32,
+    folder: Path, kind: str = "nemotron_h", *, shards: int = 1, tied: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """A folder with random weights; returns them."""
     from safetensors.torch import save_file

@@ -23,20 +23,10 @@ from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models import inference_layers as models_inference_layers
 
 CONFIG = get_preset(
-    "tiny-moe",
-    dtype="float32",
-    activation="relu2",
-    layer_pattern="ME*E-",
-    ffn_hidden_size=64,
-    num_moe_experts=8,
-    moe_router_topk=3,
-    moe_router_score="sigmoid",
-    moe_ffn_hidden_size=48,
-    moe_latent_size=32,
-    moe_shared_expert_intermediate_size=96,
-    mtp_num_layers=1,
-    mtp_layer_pattern="*E",
-)
+    "tiny-moe", dtype="float32", activation="relu2", layer_pattern="ME*E-", ffn_hidden_size=64, num_moe_experts=8,
+    moe_router_topk=3, moe_router_score="sigmoid", moe_ffn_hidden_size=48, moe_latent_size=32,
+    moe_shared_expert_intermediate_size=96, mtp_num_layers=1, mtp_layer_pattern="*E",
+)  # fmt: skip
 
 
 class _Torch:

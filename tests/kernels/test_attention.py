@@ -74,12 +74,7 @@ def test_varlen_matches_the_loops(lens, heads, causal, window, padding, seed, sc
         span = slice(start, start + rows)
         start += rows
         expected = naive.attention_rows(
-            q[span],
-            naive.pages(k, table[i], keys),
-            naive.pages(v, table[i], keys),
-            0.7,
-            left,
-            0 if causal else right,
+            q[span], naive.pages(k, table[i], keys), naive.pages(v, table[i], keys), 0.7, left, 0 if causal else right
         )
         torch.testing.assert_close(out[span], expected[0], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(lse[:, span], expected[1], rtol=1e-9, atol=1e-9)

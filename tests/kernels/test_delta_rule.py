@@ -212,15 +212,7 @@ def rounded_states(*, states, **arguments):
 
 @not_interpreted
 @pytest.mark.parametrize(
-    "mutant",
-    [
-        rounded_keys,
-        without_decay,
-        other_channels,
-        from_another_slot,
-        kept_a_chunk_late,
-        rounded_states,
-    ],
+    "mutant", [rounded_keys, without_decay, other_channels, from_another_slot, kept_a_chunk_late, rounded_states]
 )
 def test_the_bound_sees(mutant):
     for seed in (0, 2, 3):  # with states that are kept in the middle

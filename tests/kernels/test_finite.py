@@ -36,12 +36,8 @@ GDN_HEADS, K, V = 2, 32, 48
 def cut() -> Chunks:
     """The chunks of both sequences, each with a slot for its state but the last of each."""
     grid, bounds, first, of_sequence = ChunkGrid(chunk_tokens=CHUNK, block_tokens=CHUNK), [0], [0], []
-    for number, length in enumerate(LENGTHS):
-        bounds += (
-            [bounds[-1] + end for end in grid.ends(0, length)]
-            if number == 0
-            else [FIRST + end for end in grid.ends(0, length)]
-        )
+    for number, (start, length) in enumerate(zip((0, FIRST), LENGTHS, strict=True)):
+        bounds += [start + end for end in grid.ends(0, length)]
         of_sequence += [number] * (len(bounds) - 1 - len(of_sequence))
         first.append(len(of_sequence))
     slots = [-1 if chunk + 1 in first else 2 + chunk for chunk in range(len(of_sequence))]
@@ -100,11 +96,8 @@ class Mamba2(Scan):
         A, zeros = torch.tensor([-1.0, -0.2], device=self.device), torch.zeros(HEADS, device=self.device)
         if not INTERPRETED:
             inputs = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": zeros + 1, "z": None, "dt_bias": zeros}
-            return (
-                scan_by_slots(states, self.chunks, self.slots, **inputs, chunk_tokens=CHUNK, wrong=wrong),
-                states,
-                wrong,
-            )
+            y = scan_by_slots(states, self.chunks, self.slots, **inputs, chunk_tokens=CHUNK, wrong=wrong)
+            return y, states, wrong
         bounds, y = self.chunks.bounds, torch.empty_like(x)
         steps, log_decay = chunk_decays(dt, A, zeros, bounds, CHUNK, wrong)
         before = pass_states(x, steps, B, log_decay, bounds, states, **self.slots)
@@ -141,11 +134,10 @@ def test_a_scan_is_causal_for_all_values(kind, dtype, device, request):
     y, states, wrong = scan.run(rows)
     assert not wrong.any() and y.isfinite().all()
     bounds, slots = scan.chunks.bounds.tolist(), scan.chunks.slots.tolist()
+    parts = (slice(None), slice(0, 1), slice(kind.wide - 1, kind.wide), slice(kind.wide, None))
     for number, place in enumerate(PLACES):
         for value in VALUES[number::2] if INTERPRETED else VALUES:
-            for part in (slice(None), slice(0, 1), slice(kind.wide - 1, kind.wide), slice(kind.wide, None))[
-                :: 3 if INTERPRETED else 1
-            ]:
+            for part in parts[:: 3 if INTERPRETED else 1]:
                 case, spoilt, at = (place, value, part), rows.clone(), FIRST + place
                 spoilt[at, part] = value
                 other, kept, marked = scan.run(spoilt)

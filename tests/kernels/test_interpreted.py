@@ -19,34 +19,15 @@ pytest.importorskip("triton")
 def test_the_kernels_do_what_the_loops_do():
     result = subprocess.run(
         [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "test_slot_ops.py",
-            "test_chunk_outputs.py",
-            "test_delta_rule.py",
-            "test_delta_gates.py",
-            "test_mamba_decode.py",
-            "test_paged_attention.py",
-            "test_checksum.py",
-            "test_samples.py",
-            "test_page_copies.py",
-            "test_wrong_entries.py",
-            "test_finite.py",
-            "test_squared_relu.py",
-            "test_swiglu.py",
-            "test_gated_norm.py",
-            "test_invariant_triton.py",
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_slot_ops.py", "test_chunk_outputs.py",
+            "test_delta_rule.py", "test_delta_gates.py", "test_mamba_decode.py", "test_paged_attention.py",
+            "test_checksum.py", "test_samples.py", "test_page_copies.py", "test_wrong_entries.py", "test_finite.py",
+            "test_squared_relu.py", "test_swiglu.py", "test_gated_norm.py", "test_invariant_triton.py",
             "test_one_memory.py",
         ],
         cwd=FOLDER,
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+        capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout[-6000:]
     assert " passed" in result.stdout

@@ -72,20 +72,14 @@ def test_a_product_that_depends_on_other_rows_is_noticed():
 ROW_BY_ROW = {
     "rms norm": lambda x: rms_norm(x, draw(x.shape[1], seed=3), 1e-5),
     "gated norm": lambda x: rmsnorm_fn(x, draw(x.shape[1], seed=3), None, z=x.flip(1), group_size=x.shape[1] // 4),
-    "log softmax": log_softmax,
-    "silu": silu,
-    "sigmoid": sigmoid,
-    "softplus": softplus,
-    "exp": torch.exp,
-    "cos": torch.cos,
-    "sin": torch.sin,
-    "rsqrt": lambda x: torch.rsqrt(x.square() + 1e-6),
+    "log softmax": log_softmax, "silu": silu, "sigmoid": sigmoid, "softplus": softplus, "exp": torch.exp,
+    "cos": torch.cos, "sin": torch.sin, "rsqrt": lambda x: torch.rsqrt(x.square() + 1e-6),
     "sum of squares": lambda x: x.square().sum(-1),
     "gates": lambda x: torch.cat(gates(x, x.flip(1), draw(x.shape[1], seed=3), draw(x.shape[1], seed=4)), dim=1),
     "head norm": lambda x: gated_head_norm(
         x.unflatten(1, (4, -1)), x.unflatten(1, (4, -1)), draw(x.shape[1] // 4), 1e-6
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("width", mostly_slow([60, 100, 512], 100))

@@ -22,11 +22,7 @@ UPSTREAM = [
     ("conv", "causal_conv1d_varlen_states", "causal_conv1d/causal_conv1d_varlen.py"),
     ("decode", "selective_state_update", f"{SSD}/mamba_ssm.py"),
     ("norm", "rmsnorm_fn", "mamba_ssm/ops/triton/layernorm_gated.py"),
-    (
-        "kv_append",
-        "triton_append_key_value_cache",
-        "megatron/core/inference/contexts/fused_kv_append_kernel.py",
-    ),
+    ("kv_append", "triton_append_key_value_cache", "megatron/core/inference/contexts/fused_kv_append_kernel.py"),
     ("extraction", "scatter_intermediate_ssm", f"{COMMON}/intermediate_extraction.py"),
     ("extraction", "scatter_intermediate_conv", f"{COMMON}/intermediate_extraction.py"),
     *(

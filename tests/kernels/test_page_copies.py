@@ -17,15 +17,10 @@ PAGES, ENTRIES, UNTOUCHED = 40, 5, -7
 # layers, shape and type of an entry, bytes of a page, bytes before the entry's: entries of one page, of several, of a part of the
 # last one; that begin inside a page; words of 8, 4, 2 bytes and single bytes; chunks that are cut by the end of a page or layer
 CASES = [
-    (1, (64,), torch.int64, 512, 0),
-    (1, (300,), torch.int32, 512, 4),
-    (2, (4, 9), torch.bfloat16, 512, 0),
-    (3, (50,), torch.float32, 512, 1536),
-    (3, (15,), torch.bfloat16, 512, 90),
-    (3, (7,), torch.uint8, 512, 509),
-    (2, (5, 900), torch.int64, 33280, 8),
-    (4, (1200,), torch.float32, 5120, 0),
-]
+    (1, (64,), torch.int64, 512, 0), (1, (300,), torch.int32, 512, 4), (2, (4, 9), torch.bfloat16, 512, 0),
+    (3, (50,), torch.float32, 512, 1536), (3, (15,), torch.bfloat16, 512, 90), (3, (7,), torch.uint8, 512, 509),
+    (2, (5, 900), torch.int64, 33280, 8), (4, (1200,), torch.float32, 5120, 0),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

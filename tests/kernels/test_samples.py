@@ -41,8 +41,7 @@ def naive_sum(data: bytes, word_bytes: int) -> int:
 
 @settings(max_examples=15 if INTERPRETED else 60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3), st.sampled_from(DTYPES)), max_size=6),
-    st.integers(0, 3),
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3), st.sampled_from(DTYPES)), max_size=6), st.integers(0, 3)
 )
 def test_sums_are_those_of_plain_python(places, seed):
     """Any dtypes, sizes and addresses."""

@@ -21,17 +21,10 @@ from tests.harness.trace_helpers import made_up, write_trace
 HUGGING_FACE = Path(__file__).parents[1] / "models" / "hf_configs" / "nemotron_h_old.json"
 MEGATRON = {
     "hybrid-layer-pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-/*-/*-",
-    "hidden-size": 4096,
-    "num-attention-heads": 32,
-    "group-query-attention": True,
-    "num-query-groups": 8,
-    "kv-channels": 128,
-    "mamba-num-heads": 128,
-    "mamba-head-dim": 64,
-    "mamba-state-dim": 128,
-    "mamba-num-groups": 8,
+    "hidden-size": 4096, "num-attention-heads": 32, "group-query-attention": True, "num-query-groups": 8,
+    "kv-channels": 128, "mamba-num-heads": 128, "mamba-head-dim": 64, "mamba-state-dim": 128, "mamba-num-groups": 8,
     "bf16": True,
-}
+}  # fmt: skip
 STATE_BYTES = 24 * 2 * (128 * 64 * 128 + 4 * 10240)
 TOKEN_BYTES = 2 * 4 * 8 * 128 * 2
 
@@ -86,14 +79,9 @@ def test_ranks_and_types():
 def test_gated_delta_net(tmp_path, capsys):
     """Dimensions of Qwen3-Next-80B-A3B, under the names of megatron and as a preset; test_hf_dimensions.py has its file."""
     megatrons = {
-        "hybrid-layer-pattern": "GEGEGE*E" * 12,
-        "hidden-size": 2048,
-        "num-attention-heads": 16,
-        "group-query-attention": True,
-        "num-query-groups": 2,
-        "kv-channels": 256,
-        "bf16": True,
-    }
+        "hybrid-layer-pattern": "GEGEGE*E" * 12, "hidden-size": 2048, "num-attention-heads": 16,
+        "group-query-attention": True, "num-query-groups": 2, "kv-channels": 256, "bf16": True,
+    }  # fmt: skip
     per_layer = 32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 4 * 2  # float32 matrices, bfloat16 windows
     for model in (str(saved(tmp_path / "a.json", megatrons)), "qwen3-next-80b-a3b"):
         sizes = sizes_of(model)

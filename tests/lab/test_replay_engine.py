@@ -50,15 +50,10 @@ def replayed(served, prompts, **options):
 @pytest.mark.parametrize(
     ("slots", "blocks", "block_tokens", "interval"),
     [
-        (6, None, BLOCK, 0),
-        (10, None, BLOCK, None),
-        (20, 6, BLOCK, 2 * BLOCK),
-        (5, 16, BLOCK, 0),
-        (None, 20, BLOCK, None),
-        (None, 60, 16, None),
-        (None, 60, 11, None),
+        (6, None, BLOCK, 0), (10, None, BLOCK, None), (20, 6, BLOCK, 2 * BLOCK), (5, 16, BLOCK, 0),
+        (None, 20, BLOCK, None), (None, 60, 16, None), (None, 60, 11, None),
     ],
-)
+)  # fmt: skip
 def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks, block_tokens, interval):
     """With few states, with little KV, and with pages of several blocks and of several states."""
     prompts = token_prompts(40, block_tokens=block_tokens, most_blocks=6, seed=blocks or slots)

@@ -26,21 +26,11 @@ TRAINING = "training only"
 IDS = "names of tokens: generation_config.json and the tokenizer have those that count"
 SPEED = "how it is computed, not what"
 NO_EFFECT = {
-    "use_cache": SPEED,
-    "pad_token_id": IDS,
-    "bos_token_id": IDS,
-    "eos_token_id": IDS,
-    "attention_dropout": TRAINING,
-    "hidden_dropout": TRAINING,
-    "initializer_range": TRAINING,
-    "num_logits_to_keep": SHAPE_OF_AN_ANSWER,
-    "output_router_logits": SHAPE_OF_AN_ANSWER,
-    "router_aux_loss_coef": TRAINING,
-    "z_loss_coefficient": TRAINING,
-    "use_mamba_kernels": SPEED,
-    "chunk_size": SPEED,
-    "mamba_chunk_size": SPEED,
-}
+    "use_cache": SPEED, "pad_token_id": IDS, "bos_token_id": IDS, "eos_token_id": IDS, "attention_dropout": TRAINING,
+    "hidden_dropout": TRAINING, "initializer_range": TRAINING, "num_logits_to_keep": SHAPE_OF_AN_ANSWER,
+    "output_router_logits": SHAPE_OF_AN_ANSWER, "router_aux_loss_coef": TRAINING, "z_loss_coefficient": TRAINING,
+    "use_mamba_kernels": SPEED, "chunk_size": SPEED, "mamba_chunk_size": SPEED,
+}  # fmt: skip
 # Fields without effect that transformers' modules read nevertheless.
 READ = {
     *("pad_token_id", "attention_dropout", "initializer_range", "num_logits_to_keep", "output_router_logits"),

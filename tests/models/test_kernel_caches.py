@@ -159,17 +159,9 @@ def test_chosen_before_megatron_is_imported_on_a_gpu_only(monkeypatch):
 KINDS = [  # tokens, prompts, rows that decode
     InferenceBatchDimensions(*numbers)
     for numbers in (
-        (64, 0, 64),
-        (48, 0, 48),
-        (8, 0, 8),
-        (4, 0, 4),
-        (1, 0, 1),
-        (64, 2, 16),
-        (64, 2, 0),
-        (64, 1, 0),
-        (32, 1, 0),
+        (64, 0, 64), (48, 0, 48), (8, 0, 8), (4, 0, 4), (1, 0, 1), (64, 2, 16), (64, 2, 0), (64, 1, 0), (32, 1, 0),
     )
-]
+]  # fmt: skip
 UNLIKE = [KINDS[number] for number in (1, 3, 4, 5, 6, 8)]  # of two alike the later
 
 

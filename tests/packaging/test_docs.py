@@ -22,31 +22,12 @@ EXTENDING = DOCS / "extending.md"
 ENDINGS = (".py", ".sh", ".md", ".toml", ".txt", ".json", ".jsonl", ".png")
 # Named, and not of this repository: routes of the server, files of megatron's and of users, traces.
 ELSEWHERE = {
-    "/admin",
-    "/admin/reset_cache",
-    "/detokenize",
-    "/health",
-    "/health_generate",
-    "/inference/v1/generate",
-    "/metrics",
-    "/tokenize",
-    "/tokenizer_info",
-    "/v1/chat/completions",
-    "/v1/chat/completions/tokens",
-    "/v1/completions",
-    "/v1/models",
-    "/version",
-    "megatron/core/package_info.py",
-    "config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "session.json",
-    "agents.jsonl",
-    "trace.jsonl",
+    "/admin", "/admin/reset_cache", "/detokenize", "/health", "/health_generate", "/inference/v1/generate", "/metrics",
+    "/tokenize", "/tokenizer_info", "/v1/chat/completions", "/v1/chat/completions/tokens", "/v1/completions",
+    "/v1/models", "/version", "megatron/core/package_info.py", "config.json", "generation_config.json",
+    "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "session.json", "agents.jsonl", "trace.jsonl",
     "FAST25-release/traces/conversation_trace.jsonl",
-}
+}  # fmt: skip
 # Readable at the width of a page of GitHub; the README may have this many lines.
 README_LINES = 110
 
@@ -160,10 +141,5 @@ def test_what_extending_shows_runs(title, tmp_path):
 
 
 def test_extending_has_its_four_parts():
-    assert list(sections()) == [
-        "An eviction policy",
-        "A layer kind",
-        "A tier below the host",
-        "Another megatron-core",
-    ]
+    assert list(sections()) == ["An eviction policy", "A layer kind", "A tier below the host", "Another megatron-core"]
     assert all({"python", "bash"} <= {language for language, _ in blocks} for blocks in sections().values())

@@ -51,13 +51,8 @@ GOOD: dict[str, tuple[type[Fields], dict[str, Any]]] = {
 }
 # A value of each JSON type.
 VALUES: dict[str, Any] = {
-    "boolean": True,
-    "integer": 3,
-    "number": 2.5,
-    "string": "1",
-    "array": [[True]],
-    "object": {"a": 1},
-}
+    "boolean": True, "integer": 3, "number": 2.5, "string": "1", "array": [[True]], "object": {"a": 1},
+}  # fmt: skip
 # Values that fields of any type refuse, beside those with a rule (`Unless`). A field that accepts everything has no case.
 REFUSED = {"tools": [[{"type": "function"}], "x", 1]}
 ACCEPTED = {
@@ -175,29 +170,20 @@ ANOTHER_FIELD = {
 }
 # What is no JSON, or none that this server accepts. "{}" is the rest of a good body.
 NOT_JSON = {
-    "nothing": b"",
-    "a number": b"1",
-    "null": b"null",
-    "a list": b"[]",
-    "half": b'{"model": "ti',
-    "NaN": b'{"temperature": NaN, {}',
-    "infinity": b'{"temperature": Infinity, {}',
+    "nothing": b"", "a number": b"1", "null": b"null", "a list": b"[]", "half": b'{"model": "ti',
+    "NaN": b'{"temperature": NaN, {}', "infinity": b'{"temperature": Infinity, {}',
     "beyond a double": b'{"temperature": 1e999, {}',
     "too many digits": b'{"n": ' + b"1" * 5000 + b", {}",
-    "a control character": b'{"user": "\n", {}',
-    "not UTF-8": b'{"user": "\xff", {}',
+    "a control character": b'{"user": "\n", {}', "not UTF-8": b'{"user": "\xff", {}',
     "overlong UTF-8": b'{"user": "\xc0\xaf", {}',
     "an encoded surrogate": b'{"user": "\xed\xa0\x80", {}',
-    "UTF-16": '{"user": "x"}'.encode("utf-16"),
-    "a byte order mark": b"\xef\xbb\xbf{}",
-    "zero bytes": b"\x00" * 100,
-    "too deep a list": b"[" * 50_000,
-    "too deep an object": b'{"a":' * 10_000,
+    "UTF-16": '{"user": "x"}'.encode("utf-16"), "a byte order mark": b"\xef\xbb\xbf{}", "zero bytes": b"\x00" * 100,
+    "too deep a list": b"[" * 50_000, "too deep an object": b'{"a":' * 10_000,
     "too deep a field": b'{"user": ' + b"[" * 20_000 + b"]" * 20_000 + b", {}",
     "a name twice": b'{"user": "a", "user": "b", {}',
     "an inner name twice": b'{"metadata": {"a": 1, "a": 2}, {}',
     "a form": b"model=tiny&prompt=x",
-}
+}  # fmt: skip
 
 
 def rule_of(model: type[Fields], name: str) -> Unless | None:

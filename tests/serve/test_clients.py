@@ -66,14 +66,9 @@ class Renders(ChatForm):
 
 def served(**changes: Any) -> ServedModel:
     fields = {
-        "model": "tiny",
-        "tokenizer": TOKENIZER,
-        "vocab_size": 512,
-        "chat": Renders(),
-        "add_bos": False,
-        "check_fits": lambda prompt, wanted: None,
-        "limit_tokens": LIMIT_TOKENS,
-    }
+        "model": "tiny", "tokenizer": TOKENIZER, "vocab_size": 512, "chat": Renders(), "add_bos": False,
+        "check_fits": lambda prompt, wanted: None, "limit_tokens": LIMIT_TOKENS,
+    }  # fmt: skip
     return ServedModel(**fields | changes)
 
 
@@ -410,15 +405,10 @@ def test_conversations_of_other_clients_are_accepted(server, salt):
     ]
     neutral = {
         "tools": [{"type": "function", "function": {"name": "f"}}],
-        "tool_choice": "none",
-        "parallel_tool_calls": True,
-        "min_p": 0,
-        "repetition_penalty": 1.0,
+        "tool_choice": "none", "parallel_tool_calls": True, "min_p": 0, "repetition_penalty": 1.0,
         "chat_template_kwargs": {"enable_thinking": False},
-        "add_generation_prompt": True,
-        "reasoning_effort": "low",
-        "max_tokens": 1,
-    }
+        "add_generation_prompt": True, "reasoning_effort": "low", "max_tokens": 1,
+    }  # fmt: skip
     status, answer = server.send("/v1/chat/completions", CHAT | salt | neutral | {"messages": messages})
     assert status == 200, answer
 

@@ -39,28 +39,26 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(make_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
-def request(app: Any, path: str, body: Any = b"", headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of a request to an ASGI application, in the running loop."""
+async def request(
+    app: Any, path: str, body: Any = b"", headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of a request to an ASGI application."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent: list[Any] = []
+    events: list[Any] = [{"type": "http.request", "body": data, "more_body": False}]
 
-    async def run() -> tuple[int, dict[str, Any]]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent: list[Any] = []
-        events: list[Any] = [{"type": "http.request", "body": data, "more_body": False}]
+    async def receive() -> Any:
+        return events.pop() if events else await asyncio.Event().wait()
 
-        async def receive() -> Any:
-            return events.pop() if events else await asyncio.Event().wait()
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        given = {"content-type": "application/json", "host": "localhost:1"} | (headers or {})
-        scope = {"type": "http", "method": "POST" if data else "GET", "path": path, "query_string": b"", "app": app}
-        pairs = [(name.encode(), value.encode()) for name, value in given.items()]
-        await app(scope | {"headers": pairs, "root_path": ""}, receive, send)
-        answer = json.loads(b"".join(message.get("body", b"") for message in sent))
-        return sent[0]["status"], answer | {"headers": dict(sent[0]["headers"])}
-
-    return run()
+    given = {"content-type": "application/json", "host": "localhost:1"} | (headers or {})
+    scope = {"type": "http", "method": "POST" if data else "GET", "path": path, "query_string": b"", "app": app}
+    pairs = [(name.encode(), value.encode()) for name, value in given.items()]
+    await app(scope | {"headers": pairs, "root_path": ""}, receive, send)
+    answer = json.loads(b"".join(message.get("body", b"") for message in sent))
+    return sent[0]["status"], answer | {"headers": dict(sent[0]["headers"])}
 
 
 # --- Long texts ------------------------------------------------------------------------------------------------------
@@ -95,9 +93,8 @@ def test_the_loop_runs_while_chats_are_tokenized(tokenizer, monkeypatch):
     async def ask() -> list[Any]:
         app, counting = api.app(), asyncio.create_task(count())
         messages = [{"role": "user", "content": words}] * 2
-        found = await asyncio.gather(
-            *(request(app, "/v1/chat/completions", CHAT | {"messages": messages, "n": 1}) for _ in range(8))
-        )
+        body = CHAT | {"messages": messages, "n": 1}
+        found = await asyncio.gather(*(request(app, "/v1/chat/completions", body) for _ in range(8)))
         counting.cancel()
         return found
 
@@ -246,12 +243,8 @@ def test_a_private_server_has_only_names_of_this_machine(host: str, is_ours: boo
 )
 def test_only_json_is_read(path: str) -> None:
     app = Api(Fake(), served(), Limits(sequences=1), ServerMetrics(1)).app()
-    for kind in (
-        "text/plain",
-        "application/x-www-form-urlencoded",
-        "multipart/form-data; boundary=application/json",
-        "",
-    ):
+    forms = ("application/x-www-form-urlencoded", "multipart/form-data; boundary=application/json")
+    for kind in ("text/plain", *forms, ""):
         status, answer = asyncio.run(request(app, path, {"model": "no"}, {"content-type": kind}))
         assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
     for kind in ("application/json", "Application/JSON; charset=utf-8"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -62,24 +62,9 @@ TEMPLATES = {
     "counts": "{% for m in messages %}{{ loop.index }} of {{ messages | length }}: {{ m.content }}\n{% endfor %}",
 }
 WORDS = [
-    "the",
-    "cache",
-    "keeps",
-    "blocks",
-    "Grüße",
-    "東京",
-    "€5",
-    "x\n",
-    "-",
-    "a\n\n",
-    "",
-    "b",
-    "'tis",
-    "12,000",
-    "<|im_end|>",
-    '{"a":',
-    "1}",
-]
+    "the", "cache", "keeps", "blocks", "Grüße", "東京", "€5", "x\n", "-", "a\n\n", "", "b", "'tis", "12,000",
+    "<|im_end|>", '{"a":', "1}",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["as it is", "begins, trims offsets"])
@@ -113,52 +98,46 @@ def conversation(dice: random.Random, turns: int, tools: int) -> list[dict[str, 
     return messages[: max(1, len(messages) - dice.randint(0, 2))]
 
 
-def slow_ends(
-    model: Any, messages: Sequence[Any], wanted: Sequence[int], marks: Sequence[tuple[int, Any]]
-) -> list[int]:
-    """The oracle: each conversation that ends earlier is rendered and tokenized."""
-    tokens, found = chat_tokens(messages, model)[1], set()
-    for part in [*(messages[: number + 1] for number in wanted), *([*messages[:at], last] for at, last in marks)]:
+def slow_ends(model: Any, messages: Sequence[Any]) -> Callable[..., int]:
+    """The oracle: each conversation that ends earlier is rendered and tokenized, once. Where it is refused it ends at 0."""
+    tokens, has_own = chat_tokens(messages, model)[1], model.chat.template is not None
+
+    @functools.cache
+    def end(at: int, text: str | None = None) -> int:
+        last = messages[at] if text is None else {"role": messages[at]["role"], "content": text}
         try:
-            text = model.chat.render(part, begin_answer=False)
+            text = model.chat.render([*messages[:at], last], begin_answer=False)
         except ValueError:
-            continue
-        has_own = model.chat.template is not None
-        found.add(common_tokens(tokens, (model.tokenizer.tokenize if has_own else model.tokenizer.encode_prompt)(text)))
-    return sorted(end for end in found if 0 < end < len(tokens))
+            return 0
+        found = (model.tokenizer.tokenize if has_own else model.tokenizer.encode_prompt)(text)
+        return common_tokens(tokens, found) % len(tokens)
+
+    return end
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ends_are_those_of_a_tokenization_each(tokenizer: HuggingFaceTokenizer, name: str) -> None:
     dice = random.Random(name)
     model = served(tokenizer=tokenizer, chat=ChatForm(TEMPLATES[name], {"bos_token": "<s>"}), limit_tokens=10**6)
-    for turns, tools in product((1, 3, 20), (0,) if name == "in turns" else (0, 2, 12)):
-        messages = conversation(dice, turns, tools)
+    for turns, tools in ((1, 0), (1, 12), (3, 2), (3, 12), (20, 0), (20, 2)):
+        messages = conversation(dice, turns, 0 if name == "in turns" else tools)
         last = len(messages) - 1
         wanted = range(last + 1) if last < 32 else [0, *range(last - 30, last + 1)]
         picked = sorted(dice.sample(range(last + 1), min(4, last + 1)))
         at = picked[-1]
         texts = [messages[at]["content"], " ".join(WORDS)]
-        marked = [
-            {"type": "text", "text": texts[0], "cache_control": {"type": "ephemeral"}},
-            {"type": "text", "text": texts[1]},
-        ]
+        parts = [{"type": "text", "text": text} for text in texts]
+        marked = [parts[0] | {"cache_control": {"type": "ephemeral"}}, parts[1]]
         whole = [*messages[:at], messages[at] | {"content": "".join(texts)}, *messages[at + 1 :]]
-        mark = (at, {"role": messages[at]["role"], "content": texts[0]})
-        for asked, numbers, marks in (
-            (None, wanted, []),
-            ([], [], [mark]),
-            (picked, picked, []),
-            ([last], [last], [mark]),
-        ):
+        end, mark = slow_ends(model, whole), (at, texts[0])
+        for asked, right in ((None, wanted), ([], [mark]), (picked, picked), ([last], [last, mark])):
+            marks = mark in right
             sent = [*whole[:at], whole[at] | {"content": marked}, *whole[at + 1 :]] if marks else whole
             body = CHAT | {"messages": sent, "cache_breakpoints": asked}
             found = read_request(body, "chat", model, None).prompts[0].breakpoints
-            right = slow_ends(model, whole, numbers, marks)
+            ends = sorted({end(*each) if each is mark else end(each) for each in right} - {0})
             # In the middle of a text its begin may be tokenized otherwise than the text: a run of blanks, a word.
-            assert len(found) == len(right) and all(
-                0 <= a - b <= 2 * len(marks) for a, b in zip(found, right, strict=True)
-            )
+            assert len(found) == len(ends) and all(0 <= a - b <= 2 * marks for a, b in zip(found, ends, strict=True))
 
 
 def test_blanks_of_a_token_count(tokenizer: HuggingFaceTokenizer) -> None:
@@ -171,9 +150,8 @@ def test_blanks_of_a_token_count(tokenizer: HuggingFaceTokenizer) -> None:
 def test_what_is_rendered_and_tokenized_does_not_grow_with_the_conversation(tokenizer, monkeypatch, tools):
     model = served(tokenizer=tokenizer, limit_tokens=10**6)
     form = ChatForm(TEMPLATES["qwen3.5"])
-    rendered: list[int] = []
+    rendered, tokenized = [], []
     monkeypatch.setattr(form, "_render", lambda *args, real=form._render: rendered.append(len(args[1])) or real(*args))
-    tokenized: list[str] = []
     for name in ("locate", "tokenize"):
         real = getattr(tokenizer, name)
         counted = lambda text, real=real, **kind: tokenized.append(text) or real(text, **kind)  # noqa: E731

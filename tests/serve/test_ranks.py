@@ -33,8 +33,7 @@ def test_tokens_of_a_request_that_replays_its_answer_are_sent_once():
     rank, sent = RankEngine.__new__(RankEngine), []
     rank._seen_tokens = {}
     rank.engine = SimpleNamespace(
-        requests={7: SimpleNamespace(record=SimpleNamespace(requests=[part]))},
-        send_partials=sent.extend,
+        requests={7: SimpleNamespace(record=SimpleNamespace(requests=[part]))}, send_partials=sent.extend
     )
     for answer in ([], [5], [5, 6], [], [5], [5, 6], [5, 6, 7]):
         part.generated_tokens = answer

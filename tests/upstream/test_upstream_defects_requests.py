@@ -35,16 +35,10 @@ def run(engine: Any, *request_ids: int) -> list[Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        "prompt: no tokens",
-        "prompt: a token above the vocabulary",
-        "prompt: a negative token",
-        "top_k=512",
-        "top_p=1.1",
-        "temperature=nan",
-        "top_n_logprobs=513",
-        "top_k with top_p",
+        "prompt: no tokens", "prompt: a token above the vocabulary", "prompt: a negative token", "top_k=512",
+        "top_p=1.1", "temperature=nan", "top_n_logprobs=513", "top_k with top_p",
     ],
-)
+)  # fmt: skip
 @defect(37, raises=Stopped)
 def test_37_a_bad_request_stops_nobody(side, name):
     engine = side.build()

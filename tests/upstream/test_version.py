@@ -59,17 +59,10 @@ def sources_of(version: str) -> str:
 @pytest.mark.parametrize(
     "version",
     [
-        "0.19.2",
-        "0.19.3",
-        "0.19.2+abc",
-        "0.19.3rc1",
-        "0.19.3.dev20260101+g1",
-        "0.20.0",
-        "0.20.0rc0",
-        "0.20.0.dev1",
+        "0.19.2", "0.19.3", "0.19.2+abc", "0.19.3rc1", "0.19.3.dev20260101+g1", "0.20.0", "0.20.0rc0", "0.20.0.dev1",
         "0.20.1",
     ],
-)
+)  # fmt: skip
 def test_supported_versions(version, tmp_path, only_this):
     only_this(package(tmp_path, sources_of(version), version))
     assert str(megatron_version.check_version()) == f"megatron-core {version}"

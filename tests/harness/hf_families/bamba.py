@@ -4,18 +4,10 @@ from tests.harness.hf_families.entry import Fields, Model
 
 # What Granite 4 has, too: layers of Mamba2 and attention.
 LAYERS = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "vocab_size": 272,
-    "mamba_n_heads": 8,
-    "mamba_d_head": "auto",
-    "mamba_d_state": 24,
-    "mamba_n_groups": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 272, "mamba_n_heads": 8, "mamba_d_head": "auto",
+    "mamba_d_state": 24, "mamba_n_groups": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
     "mamba_chunk_size": 32,
-}
+}  # fmt: skip
 DIMENSIONS = LAYERS | {"attn_layer_indices": [1, 3], "intermediate_size": 112}
 MODELS = {
     "bamba": Model(
@@ -29,19 +21,14 @@ MODELS = {
 
 # Another value of a field, and the field here that it changes.
 LAYERS_HONOURED = {
-    "vocab_size": (512, "vocab_size"),
-    "tie_word_embeddings": (True, "tie_embeddings"),
-    "hidden_size": (128, "hidden_size"),
-    "num_attention_heads": (8, "num_attention_heads"),
+    "vocab_size": (512, "vocab_size"), "tie_word_embeddings": (True, "tie_embeddings"),
+    "hidden_size": (128, "hidden_size"), "num_attention_heads": (8, "num_attention_heads"),
     "num_key_value_heads": (4, "num_query_groups"),
     "max_position_embeddings": (99, "max_sequence_length"),
-    "mamba_n_heads": (4, "mamba_num_heads"),
-    "mamba_expand": (4, "mamba_head_dim"),
-    "mamba_n_groups": (4, "mamba_num_groups"),
-    "mamba_d_state": (99, "mamba_state_dim"),
-    "mamba_d_conv": (3, "d_conv"),
+    "mamba_n_heads": (4, "mamba_num_heads"), "mamba_expand": (4, "mamba_head_dim"),
+    "mamba_n_groups": (4, "mamba_num_groups"), "mamba_d_state": (99, "mamba_state_dim"), "mamba_d_conv": (3, "d_conv"),
     "rope_parameters": ({"rope_theta": 99.0}, "rotary_base"),
-}
+}  # fmt: skip
 HONOURED = LAYERS_HONOURED | {
     "intermediate_size": (99, "ffn_hidden_size"),
     "num_hidden_layers": (5, "layer_pattern"),
@@ -49,14 +36,9 @@ HONOURED = LAYERS_HONOURED | {
 }
 # A value that this package cannot compute with.
 LAYERS_REFUSED = {
-    "hidden_act": "gelu",
-    "rms_norm_eps": 1e-6,
-    "mamba_d_head": 99,
-    "mamba_conv_bias": False,
-    "mamba_proj_bias": True,
-    "time_step_limit": [0.0, 0.1],
-    "attention_bias": True,
-}
+    "hidden_act": "gelu", "rms_norm_eps": 1e-6, "mamba_d_head": 99, "mamba_conv_bias": False, "mamba_proj_bias": True,
+    "time_step_limit": [0.0, 0.1], "attention_bias": True,
+}  # fmt: skip
 REFUSED = LAYERS_REFUSED | {"mlp_bias": True}
 # Old names, or old places: what is changed, a field here, and its value.
 OLD = (
@@ -79,15 +61,10 @@ OLD_REFUSED = (
 
 FIELDS = [
     Fields(
-        model_type="bamba",
-        config_class="BambaConfig",
-        modeling="bamba",
-        given=DIMENSIONS,
-        honoured=HONOURED,
+        model_type="bamba", config_class="BambaConfig", modeling="bamba", given=DIMENSIONS, honoured=HONOURED,
         among_others=frozenset({"attn_layer_indices", "num_hidden_layers", "mamba_expand"}),
         refused=REFUSED,
         absent_with={"mamba_expand": {"mamba_d_head": ...}},
-        old=OLD,
-        old_refused=OLD_REFUSED,
+        old=OLD, old_refused=OLD_REFUSED,
     )
-]
+]  # fmt: skip

@@ -6,26 +6,15 @@ from tests.harness.hf_families.entry import Fields, Model
 # No two dimensions agree by chance, and every multiplier is far from 1 and from attention's own, 1 / 4.
 EXPERTS = LAYERS | {
     "layer_types": ["mamba", "attention", "mamba", "attention"],
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "intermediate_size": 40,
-    "shared_intermediate_size": 48,
-    "attention_multiplier": 0.6,
-    "embedding_multiplier": 0.3,
-    "residual_multiplier": 1.7,
-    "logits_scaling": 2.7,
-}
+    "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40, "shared_intermediate_size": 48,
+    "attention_multiplier": 0.6, "embedding_multiplier": 0.3, "residual_multiplier": 1.7, "logits_scaling": 2.7,
+}  # fmt: skip
 # One group of Mamba heads, as the published models have: not with tensor parallelism.
 DENSE = EXPERTS | {
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "mamba_n_groups": 1,
-    "position_embedding_type": "rope",
+    "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_groups": 1, "position_embedding_type": "rope",
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    "attention_multiplier": 0.07,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 0.6,
-}
+    "attention_multiplier": 0.07, "residual_multiplier": 0.4, "logits_scaling": 0.6,
+}  # fmt: skip
 _CLASSES = {
     "config_class": "GraniteMoeHybridConfig",
     "model_class": "GraniteMoeHybridForCausalLM",

@@ -4,35 +4,18 @@ from tests.harness.hf_families.entry import Fields, Model
 
 # No two dimensions agree by chance: inner 96, conv 160, query heads 80, key and value heads 40.
 DIMENSIONS = {
-    "hybrid_override_pattern": "M*-M-*M",
-    "hidden_size": 64,
-    "vocab_size": 272,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 12,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "conv_kernel": 4,
+    "hybrid_override_pattern": "M*-M-*M", "hidden_size": 64, "vocab_size": 272, "mamba_num_heads": 8,
+    "mamba_head_dim": 12, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4,
     "chunk_size": 32,  # another grid than megatron's: the result may not depend on it
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 20,
-    "intermediate_size": 112,
-    "mlp_hidden_act": "relu2",
-    "layer_norm_epsilon": 1e-5,
-    "use_conv_bias": True,
-    "use_bias": False,
-}
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20, "intermediate_size": 112,
+    "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "use_conv_bias": True, "use_bias": False,
+}  # fmt: skip
 # The bias changes which experts are chosen; 2 of 4 groups; weights are scaled.
 EXPERTS = DIMENSIONS | {
-    "hybrid_override_pattern": "M*E-ME*M",
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "moe_intermediate_size": 40,
+    "hybrid_override_pattern": "M*E-ME*M", "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4,
+    "topk_group": 2, "routed_scaling_factor": 2.5, "moe_intermediate_size": 40,
     "moe_shared_expert_intermediate_size": 48,
-}
+}  # fmt: skip
 # Nemotron 3: experts see fewer channels than the residual stream has.
 LATENT = DIMENSIONS | {
     "hybrid_override_pattern": "MEM*EM*E",
@@ -62,47 +45,29 @@ MODELS = {
 
 # Another value of a field, and the field here that it changes.
 HONOURED = {
-    "vocab_size": (512, "vocab_size"),
-    "hidden_size": (128, "hidden_size"),
+    "vocab_size": (512, "vocab_size"), "hidden_size": (128, "hidden_size"),
     "layers_block_type": (["full_attention", "linear_attention"], "layer_pattern"),
-    "tie_word_embeddings": (True, "tie_embeddings"),
-    "num_attention_heads": (2, "num_attention_heads"),
-    "num_key_value_heads": (4, "num_query_groups"),
-    "head_dim": (64, "kv_channels"),
+    "tie_word_embeddings": (True, "tie_embeddings"), "num_attention_heads": (2, "num_attention_heads"),
+    "num_key_value_heads": (4, "num_query_groups"), "head_dim": (64, "kv_channels"),
     "max_position_embeddings": (99, "max_sequence_length"),
-    "intermediate_size": (99, "ffn_hidden_size"),
-    "ssm_state_size": (99, "mamba_state_dim"),
-    "mamba_num_heads": (4, "mamba_num_heads"),
-    "mamba_head_dim": (99, "mamba_head_dim"),
-    "n_groups": (4, "mamba_num_groups"),
-    "conv_kernel": (3, "d_conv"),
+    "intermediate_size": (99, "ffn_hidden_size"), "ssm_state_size": (99, "mamba_state_dim"),
+    "mamba_num_heads": (4, "mamba_num_heads"), "mamba_head_dim": (99, "mamba_head_dim"),
+    "n_groups": (4, "mamba_num_groups"), "conv_kernel": (3, "d_conv"),
     "mamba_ssm_cache_dtype": ("bfloat16", "state_dtype"),
-    "n_routed_experts": (32, "num_moe_experts"),
-    "num_experts_per_tok": (2, "moe_router_topk"),
+    "n_routed_experts": (32, "num_moe_experts"), "num_experts_per_tok": (2, "moe_router_topk"),
     "routed_scaling_factor": (1.5, "moe_router_scaling"),
-    "n_group": (8, "moe_router_groups"),
-    "topk_group": (1, "moe_router_topk_groups"),
+    "n_group": (8, "moe_router_groups"), "topk_group": (1, "moe_router_topk_groups"),
     "moe_intermediate_size": (99, "moe_ffn_hidden_size"),
     "moe_shared_expert_intermediate_size": (99, "moe_shared_expert_intermediate_size"),
-    "moe_latent_size": (16, "moe_latent_size"),
-    "num_nextn_predict_layers": (2, "mtp_num_layers"),
+    "moe_latent_size": (16, "moe_latent_size"), "num_nextn_predict_layers": (2, "mtp_num_layers"),
     "mtp_layers_block_type": (["full_attention", "mlp"], "mtp_layer_pattern"),
-}
+}  # fmt: skip
 # A value that this package cannot compute with.
 REFUSED = {
-    "attention_bias": True,
-    "sliding_window": 4096,
-    "mlp_hidden_act": "gelu",
-    "mlp_bias": True,
-    "mamba_hidden_act": "gelu",
-    "time_step_limit": [0.0, 0.1],
-    "use_conv_bias": False,
-    "mamba_proj_bias": True,
-    "norm_topk_prob": False,
-    "use_bias": True,
-    "layer_norm_epsilon": 1e-6,
-    "residual_in_fp32": True,
-}
+    "attention_bias": True, "sliding_window": 4096, "mlp_hidden_act": "gelu", "mlp_bias": True,
+    "mamba_hidden_act": "gelu", "time_step_limit": [0.0, 0.1], "use_conv_bias": False, "mamba_proj_bias": True,
+    "norm_topk_prob": False, "use_bias": True, "layer_norm_epsilon": 1e-6, "residual_in_fp32": True,
+}  # fmt: skip
 NO_EFFECT = {
     "moe_shared_expert_overlap": "how it is computed, not what",
     "expand": "the width is mamba_num_heads x mamba_head_dim",
@@ -143,23 +108,18 @@ OLD_REFUSED = (
 
 FIELDS = [
     Fields(
-        model_type="nemotron_h",
-        config_class="NemotronHConfig",
-        modeling="nemotron_h",
+        model_type="nemotron_h", config_class="NemotronHConfig", modeling="nemotron_h",
         given={name: value for name, value in EXPERTS.items() if name != "hybrid_override_pattern"}
         | {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
         honoured=HONOURED,
         among_others=frozenset({"layers_block_type", "mtp_layers_block_type"}),
         together={
             "mtp_layers_block_type": {"num_nextn_predict_layers": 1},
-            "num_experts_per_tok": {"topk_group": 1},
-            "topk_group": {"num_experts_per_tok": 2},
+            "num_experts_per_tok": {"topk_group": 1}, "topk_group": {"num_experts_per_tok": 2},
         },
-        refused=REFUSED,
-        no_effect=NO_EFFECT,
+        refused=REFUSED, no_effect=NO_EFFECT,
         read=frozenset({"time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"}),
         absent_with={"n_group": {"topk_group": ...}, "topk_group": {"n_group": ...}},
-        old=OLD,
-        old_refused=OLD_REFUSED,
+        old=OLD, old_refused=OLD_REFUSED,
     )
-]
+]  # fmt: skip

@@ -38,34 +38,23 @@ def _with_images(text):
 
 MODELS = {
     "qwen3_5": Model(
-        model_type="qwen3_5_text",
-        config_class="Qwen3_5TextConfig",
-        model_class="Qwen3_5ForCausalLM",
-        dimensions=DENSE,
+        model_type="qwen3_5_text", config_class="Qwen3_5TextConfig", model_class="Qwen3_5ForCausalLM", dimensions=DENSE,
         changes=({"rotary_base": 10_000}, {"rotary_fraction": 0.5}, {"layernorm_epsilon": 1e-3}),
     ),
     "qwen3_5_moe": Model(
-        model_type="qwen3_5_moe_text",
-        config_class="Qwen3_5MoeTextConfig",
-        model_class="Qwen3_5MoeForCausalLM",
-        dimensions=EXPERTS,
-        changes=({"moe_router_topk": 2},),
+        model_type="qwen3_5_moe_text", config_class="Qwen3_5MoeTextConfig", model_class="Qwen3_5MoeForCausalLM",
+        dimensions=EXPERTS, changes=({"moe_router_topk": 2},),
     ),
     "qwen3_5_images": Model(
-        model_type="qwen3_5",
-        config_class="Qwen3_5Config",
-        model_class="Qwen3_5ForConditionalGeneration",
-        dimensions=_with_images(DENSE),
-        prompt_lengths=(1, 64, 129),
+        model_type="qwen3_5", config_class="Qwen3_5Config", model_class="Qwen3_5ForConditionalGeneration",
+        dimensions=_with_images(DENSE), prompt_lengths=(1, 64, 129),
     ),
     "qwen3_5_moe_images": Model(
-        model_type="qwen3_5_moe",
-        config_class="Qwen3_5MoeConfig",
-        model_class="Qwen3_5MoeForConditionalGeneration",
+        model_type="qwen3_5_moe", config_class="Qwen3_5MoeConfig", model_class="Qwen3_5MoeForConditionalGeneration",
         dimensions=_with_images(EXPERTS | {"num_experts": 4}),
         prompt_lengths=(1, 64, 129),
     ),
-}
+}  # fmt: skip
 
 HONOURED = _without(qwen3_next.HONOURED, _EXPERTS | _ELSEWHERE)
 HONOURED_EXPERTS = _without(qwen3_next.HONOURED, {"intermediate_size"} | _ELSEWHERE) | {
@@ -91,23 +80,15 @@ OLD_REFUSED = (
 
 FIELDS = [
     Fields(
-        model_type="qwen3_5_text",
-        config_class="Qwen3_5TextConfig",
-        modeling="qwen3_5",
-        given=DENSE,
-        honoured=HONOURED,
+        model_type="qwen3_5_text", config_class="Qwen3_5TextConfig", modeling="qwen3_5", given=DENSE, honoured=HONOURED,
         old=(*OLD, ({"layer_types": ..., "full_attention_interval": 2}, "layer_pattern", "G-*-G-*-G-")),
-        old_refused=OLD_REFUSED,
-        **_COMMON,
+        old_refused=OLD_REFUSED, **_COMMON,
     ),
     Fields(
-        model_type="qwen3_5_moe_text",
-        config_class="Qwen3_5MoeTextConfig",
-        modeling="qwen3_5_moe",
-        given=EXPERTS,
+        model_type="qwen3_5_moe_text", config_class="Qwen3_5MoeTextConfig", modeling="qwen3_5_moe", given=EXPERTS,
         honoured=HONOURED_EXPERTS,
         old=(*OLD, ({"mlp_only_layers": [1]}, "layer_pattern", "GE*EGEGE*E")),  # its class has no such field
         old_refused=(*OLD_REFUSED, ({"num_experts": 0}, "num_experts is 0: every layer has experts")),
         **_COMMON,
     ),
-]
+]  # fmt: skip
