@@ -45,6 +45,7 @@ def zero_wrong_rows(tensors: Sequence[torch.Tensor], wrong: torch.Tensor) -> Non
                 rows[bad] = 0
                 wrong[: len(bad)][bad] = 1
         else:
+            assert rows.stride(2) == 1
             width = triton.next_power_of_2(rows.shape[2])
             together = triton.next_power_of_2(rows.shape[1])
             _zero_wrong_rows_kernel[(len(rows),)](
