@@ -103,7 +103,8 @@ def events(server: Endpoint, **fields: Any) -> list[Any]:
     """The events of a stream, without what differs between two equal requests."""
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "logprobs": 3, "stream": True}
     data = json.dumps(body | {"stream_options": {"continuous_usage_stats": True}} | fields).encode()
-    with urllib.request.urlopen(f"{server.url}/v1/completions", data, timeout=HANG_S) as answer:
+    asked = urllib.request.Request(f"{server.url}/v1/completions", data, {"content-type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=HANG_S) as answer:
         lines = [line.decode().removeprefix("data: ").strip() for line in answer if line.strip()]
     assert lines.pop() == "[DONE]"
     return [{**json.loads(line), "id": "", "created": 0} for line in lines]
@@ -281,7 +282,7 @@ async def lines_of(server: Server, number: int, begun: list[int], **fields: Any)
     reader, writer = await asyncio.open_connection(host, int(port))
     body = {"model": "tiny", "prompt": f"{number} {PROMPT}", "max_tokens": 400, "stream": True, "ignore_eos": True}
     data = json.dumps(body | fields).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n")
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n")
     writer.write(b"content-length: %d\r\n\r\n%s" % (len(data), data))
     lines = []
     while line := await reader.readline():
