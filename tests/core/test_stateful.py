@@ -330,7 +330,7 @@ ONE_MEMORY = ("ghosts", "moved", "told of a move", "cleared", "one of a page's s
         ([], range(100), (*COMMON, *TWO_BUDGETS)),
         pytest.param([], range(100, 200), (*COMMON, *TWO_BUDGETS), marks=pytest.mark.slow),
         (MEMORIES, range(40), (*COMMON, *ONE_MEMORY)),
-        pytest.param(MEMORIES, range(40, 120), (*COMMON, *ONE_MEMORY), marks=pytest.mark.slow),
+        pytest.param(MEMORIES, range(40, 200), (*COMMON, *ONE_MEMORY), marks=pytest.mark.slow),
     ],
     ids=["two budgets", "two budgets, slow", "one memory", "one memory, slow"],
 )

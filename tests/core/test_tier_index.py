@@ -128,7 +128,9 @@ def test_a_made_up_trace(compared, kind, eviction):
 @pytest.mark.parametrize(
     ("memories", "seeds"), [([], 12), (test_stateful.MEMORIES, 24)], ids=["two budgets", "one memory"]
 )
-def test_random_traffic(compared, memories, seeds):
+def test_random_traffic(compared, memories, seeds, monkeypatch):
+    # A withdrawal drops many states between two looks; the order of the KV that only they needed is not compared.
+    monkeypatch.setitem(test_stateful.WEIGHTS, test_stateful.CacheMachine.withdraw, 0)
     for seed in range(seeds):
         test_stateful.run_seed(seed, 120, memories=memories)
     assert EVICTED["KVBlocks"] > 100 and EVICTED["HostEntries"] > 10, EVICTED
