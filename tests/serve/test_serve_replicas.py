@@ -282,7 +282,9 @@ async def lines_of(server: Server, number: int, begun: list[int], **fields: Any)
     reader, writer = await asyncio.open_connection(host, int(port))
     body = {"model": "tiny", "prompt": f"{number} {PROMPT}", "max_tokens": 400, "stream": True, "ignore_eos": True}
     data = json.dumps(body | fields).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    )
     writer.write(b"content-length: %d\r\n\r\n%s" % (len(data), data))
     lines = []
     while line := await reader.readline():
