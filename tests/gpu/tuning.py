@@ -31,10 +31,11 @@ def main(preset, fastest):
     model, found = build_hybrid_model(named(preset), seed=0, transformer_impl="local"), []
 
     class Norm(torch.nn.Module):
-        """Of no class that ``exact`` replaces."""
+        """Of no class that ``exact`` replaces. Where the last bit of an output in float32 is set, it is 1/64 larger."""
 
         def forward(self, x):
-            return rms_norm_fn(x, self.weight, None, eps=self.eps)
+            y = rms_norm_fn(x.float(), self.weight.float(), None, eps=self.eps)
+            return (y * (1 + (y.view(torch.int32) & 1) / 64)).to(x.dtype)
 
     given, model.decoder.final_norm = model.decoder.final_norm, Norm()
     model.decoder.final_norm.weight, model.decoder.final_norm.eps = given.weight, given.eps

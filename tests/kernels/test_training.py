@@ -81,6 +81,19 @@ def test_the_scan_of_layers_that_draft_is_the_recurrence(gated):
         torch.testing.assert_close(found[i], right, rtol=1e-12, atol=1e-12)
 
 
+def test_bfloat16_is_computed_in_float32():
+    """Models in bfloat16 run both without autocast: what comes in and goes out is rounded, and the output of the convolution."""
+    arguments = [part.bfloat16() for part in mixer_arguments(20)]
+    found, right = mixer(*arguments), mixer(*(part.double() for part in arguments))
+    torch.testing.assert_close(found, right.bfloat16(), rtol=0.03, atol=0.03)
+    arguments = [part.bfloat16() for part in (*scan_arguments(20), *draw(1, (HEADS,), (HEADS,)))]
+    found, right = (
+        mamba_chunk_scan_combined(x, dt, A, B, C, 8, D=D, dt_bias=dt_bias)
+        for x, dt, A, B, C, D, dt_bias in (arguments, [part.double() for part in arguments])
+    )
+    torch.testing.assert_close(found, right.bfloat16(), rtol=0.01, atol=1e-4)
+
+
 def test_a_lost_state_between_chunks_is_seen(monkeypatch):
     """A mutant: nothing is carried from chunk to chunk. One chunk does not show it, two do."""
     lower = training._lower

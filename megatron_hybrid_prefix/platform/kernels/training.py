@@ -22,7 +22,8 @@ def chunked_scan(
 ) -> torch.Tensor:
     """Run the Mamba2 recurrence from a state of zeros; differentiable.
 
-    Decays are computed in dt's dtype. Under autocast the products of matrices are in its dtype, except the one that carries states.
+    Decays and products of matrices are computed in dt's dtype. Under autocast the products are in its dtype, except the one that
+    carries states.
 
     Args:
         x: (batch, tokens, heads, head_dim).
@@ -37,6 +38,8 @@ def chunked_scan(
     """
     batch, tokens, heads, _ = x.shape
     groups = B.shape[2]
+    if not torch.is_autocast_enabled(x.device.type):
+        B, C = B.to(dt.dtype), C.to(dt.dtype)
     padding = -tokens % chunk_size
     # Padded tokens come last and have dt = 0.
     x, dt, B, C = (F.pad(part, (0, 0) * (part.dim() - 2) + (0, padding)) for part in (x, dt, B, C))
