@@ -1,0 +1,316 @@
+"""Ratchets: counts of what a reader, a user and a maintainer have to know. They only go down.
+
+Whoever must raise a number of `MOST` takes something away for it, and the commit says what. Whoever lowers a count lowers its number: a
+number far above its count is a failure, too.
+
+    python -m tests.packaging.test_ratchets    # the counts as they are
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+import megatron_hybrid_prefix
+
+_TOOL = 3  # of sys.monitoring: none that Python names
+_ROOT = Path(megatron_hybrid_prefix.__file__).parent
+LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
+MOST = {
+    "lines: core": 10_766,
+    "lines: mcore": 6_956,
+    "lines: upstream and platform": 6_550,
+    "lines: serve, cli and console": 8_258,
+    "lines: package": 47_129,
+    "lines: tests": 53_620,
+    "files: cold": 40,
+    "files: hit": 39,
+    "files: host": 30,
+    "files: folder": 40,
+    "names: cache": 46,
+    "names: context": 41,
+    "names: context seam": 31,
+    "names: engine": 27,
+    "names: engine seam": 32,
+    "settings: HybridPrefixConfig": 15,
+    "settings: CacheSettings": 21,
+    "flags: serve": 42,
+    "flags: generate": 38,
+}
+ROOMS = {
+    "core": ("cache.py", "index", "policy", "pool", "tiers"),
+    "mcore": ("mcore",),
+    "upstream and platform": ("upstream", "platform"),
+    "serve, cli and console": ("serve", "cli", "console"),
+    "package": ("",),
+    "tests": ("../tests",),
+}
+SLACK = 0.01  # of lines; other counts are exact
+PASSED = {
+    "cold": {"cache.py", "mcore/context/context.py", "index/store.py"},
+    "hit": {"cache.py", "mcore/context/context.py", "index/matcher.py"},
+    "host": {"index/loads.py", "mcore/state/moves.py", "tiers/loads.py"},
+    "folder": {"index/loads.py", "mcore/state/moves.py", "tiers/loads.py", "tiers/jobs.py", "tiers/file.py"},
+}
+
+
+def lines_of(names: Iterable[str]) -> int:
+    """Lines of Python in these files and folders."""
+    paths = [
+        path for name in names for path in ([_ROOT / name] if name.endswith(".py") else (_ROOT / name).rglob("*.py"))
+    ]
+    assert paths
+    return sum(len(path.read_bytes().splitlines()) for path in paths)
+
+
+def public(kind: type, *, inherited: bool = True) -> set[str]:
+    """Names of public methods and properties of a class of this package, and of those that it inherits from this package."""
+    kinds = [each for each in kind.__mro__ if each.__module__.startswith("megatron_hybrid_prefix.")]
+    members = {
+        name: value
+        for each in (kinds if inherited else kinds[:1])
+        for name, value in vars(each).items()
+        if not name.startswith("_")
+    }
+    return {
+        f"{kind.__name__}.{name}" for name, value in members.items() if callable(value) or isinstance(value, property)
+    }
+
+
+def exposed(root: Any) -> set[type]:
+    """Classes of this package that can be reached by public attributes: through tables and lists, too."""
+    found: set[type] = set()
+    left = [root]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict | list | tuple | set):
+            left += value.values() if isinstance(value, dict) else value
+        elif type(value).__module__.startswith("megatron_hybrid_prefix.") and type(value) not in found:
+            found.add(type(value))
+            names = {*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())}
+            left += [getattr(value, name) for name in names if not name.startswith("_")]
+    return found
+
+
+def names_of_the_cache() -> set[str]:
+    """What a reader of the cache's callers has to know: public names of all that can be reached from it."""
+    from megatron_hybrid_prefix.cache import HybridPrefixCache
+    from megatron_hybrid_prefix.index.settings import CacheSettings
+
+    cache = HybridPrefixCache(CacheSettings(block_tokens=4, kv_blocks=12, page_blocks=2, host_pages=20))
+    for number in (1, 2):
+        admission = cache.admit(number, cache.match(cache.chain([1] * 9)))
+        assert admission is not None
+        cache.publish(cache.plan(number, admission.resume_tokens, 9))
+    names = set[str]().union(*map(public, exposed(cache)))
+    assert {"HybridPrefixCache.admit", "BlocksById.allocate", "Loads.begin_load_back"} <= names
+    assert "LiveRequest.is_loading" in names, "what is in its tables counts, too"
+    return names
+
+
+def names() -> dict[str, set[str]]:
+    """Public names of the faces."""
+    from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
+    from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
+    from megatron_hybrid_prefix.upstream.context import ContextSeam
+    from megatron_hybrid_prefix.upstream.engine import EngineSeam
+
+    own = functools.partial(public, inherited=False)
+    return {
+        "cache": names_of_the_cache(),
+        "context": own(HybridPrefixContext),
+        "context seam": own(ContextSeam),
+        "engine": own(HybridPrefixEngine),
+        "engine seam": own(EngineSeam),
+    }
+
+
+def settings() -> dict[str, int]:
+    from megatron_hybrid_prefix.config import HybridPrefixConfig
+    from megatron_hybrid_prefix.index.settings import CacheSettings
+
+    return {kind.__name__: len(fields(kind)) for kind in (HybridPrefixConfig, CacheSettings)}
+
+
+def flags(verb: str) -> int:
+    """Options of a command, in its help or not."""
+    parser = importlib.import_module(f"megatron_hybrid_prefix.cli.{verb}").make_parser()
+    return len([action for action in parser._actions if action.option_strings])
+
+
+def files_of(work: Callable[[], Any], counts: Callable[[], bool]) -> list[str]:
+    """Files of the package in which a function starts while it counts; without ``platform/``, which stands in for a GPU."""
+    files: set[str] = set()
+
+    def started(code: CodeType, _: int) -> None:
+        path = Path(code.co_filename)
+        if path.is_relative_to(_ROOT) and counts():
+            files.add(str(path.relative_to(_ROOT)))
+
+    monitoring = sys.monitoring
+    monitoring.use_tool_id(_TOOL, "files")
+    monitoring.register_callback(_TOOL, monitoring.events.PY_START, started)
+    monitoring.set_events(_TOOL, monitoring.events.PY_START)
+    work()
+    monitoring.set_events(_TOOL, 0)
+    monitoring.free_tool_id(_TOOL)
+    return sorted(file for file in files if not file.startswith("platform"))
+
+
+def engine_of(**fields: Any) -> Any:
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from megatron_hybrid_prefix.platform import ensure_platform
+    from tests.harness.lifecycle_helpers import EngineHarness
+
+    return EngineHarness(build_hybrid_model("tiny", seed=0, platform=ensure_platform(device="cpu")), **fields)
+
+
+def files_of_a_cold_prompt() -> list[str]:
+    from tests.harness.engine_helpers import random_tokens
+
+    served = engine_of()
+    served.send(random_tokens(200, 1), count=2)  # what is made once
+    before = served.context.prefix_stats().checkpoints_published
+    served.add(random_tokens(300, 2), count=2, params={"return_log_probs": False})
+    found = files_of(served.engine.step_modern, lambda: True)
+    assert served.context.prefix_stats().checkpoints_published > before
+    assert set(found) >= LOOK_AT_WEIGHTS
+    return [file for file in found if file not in LOOK_AT_WEIGHTS]
+
+
+def files_of_a_hit() -> list[str]:
+    """From the device."""
+    from tests.harness.engine_helpers import random_tokens
+
+    served = engine_of()
+    prompt = random_tokens(300, 1)
+    served.send(random_tokens(200, 2), prompt, prompt, count=2)
+    before = served.context.prefix_stats()
+    served.add(prompt, count=2, params={"return_log_probs": False})
+    found = files_of(served.engine.step_modern, lambda: True)
+    assert served.context.prefix_stats().reused_tokens_device > before.reused_tokens_device
+    return [file for file in found if file not in LOOK_AT_WEIGHTS]
+
+
+def files_of_a_load(served: Any, prompt: list[int]) -> list[str]:
+    """Of the load alone: what the calls for it start, on the engine's thread and on those that read."""
+    from megatron_hybrid_prefix.index.loads import Loads
+    from megatron_hybrid_prefix.mcore.context.request import RequestLoads
+    from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
+
+    inside = threading.local()
+
+    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            inside.calls = getattr(inside, "calls", 0) + 1
+            try:
+                return method(*arguments, **options)
+            finally:
+                inside.calls -= 1
+
+        return counted
+
+    for owner in (Loads, RequestLoads, HostMoves, Moves):
+        for name, method in list(vars(owner).items()):
+            if callable(method) and not name.startswith("__"):
+                setattr(owner, name, counting(method))
+
+    def steps() -> None:
+        served.add(prompt, count=2, params={"return_log_probs": False})
+        for _ in range(2):
+            served.engine.step_modern()
+
+    def counts() -> bool:
+        return getattr(inside, "calls", 0) > 0 or threading.current_thread().name == "tier-read"
+
+    before = served.context.prefix_stats()
+    found = files_of(steps, counts)
+    after = served.context.prefix_stats()
+    assert after.reused_tokens_host > before.reused_tokens_host and after.fallbacks == before.fallbacks
+    return found
+
+
+def files_of_a_load_from_the_host() -> list[str]:
+    """Both memories are full: something is evicted for the load."""
+    from tests.harness.engine_helpers import random_tokens
+
+    served = engine_of(slots=3, blocks=12, host_gb=0.05)
+    prompts = [random_tokens(200, seed) for seed in range(8)]
+    for _ in range(2):
+        served.send(*prompts, count=2)
+    return files_of_a_load(served, prompts[0])
+
+
+def files_of_a_hit_from_a_folder() -> list[str]:
+    from tests.harness.engine_helpers import random_tokens
+    from tests.harness.limits import HANG_S
+
+    os.environ["HYBRID_PREFIX_SECRET"] = "a secret for the tests"
+    fields = {"host_gb": 0.05, "shared": f"file://{tempfile.mkdtemp()}?gb=1&min_tokens=0&wait_s={HANG_S}"}
+    prompt = random_tokens(300, 1)
+    first = engine_of(**fields)
+    first.send(prompt, count=2)
+    assert first.context.host_moves.drain(HANG_S)
+    served = engine_of(**fields)
+    served.send(random_tokens(200, 3), count=2)
+    return files_of_a_load(served, prompt)
+
+
+WAYS = {
+    "cold": files_of_a_cold_prompt,
+    "hit": files_of_a_hit,
+    "host": files_of_a_load_from_the_host,
+    "folder": files_of_a_hit_from_a_folder,
+}
+
+
+@functools.cache
+def files() -> dict[str, list[str]]:
+    """Files of each way. In a process of its own: other tests leave wrappers."""
+    command = [sys.executable, "-m", "tests.packaging.test_ratchets", "files"]
+    done = subprocess.run(command, cwd=_ROOT.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def count(what: str) -> tuple[int, Iterable[str]]:
+    """A count of `MOST`, and what was counted, where it can be named."""
+    kind, _, name = what.partition(": ")
+    if kind == "files":
+        assert PASSED[name] <= set(files()[name])
+        return len(files()[name]), files()[name]
+    if kind == "names":
+        return len(names()[name]), sorted(names()[name])
+    return {"lines": lambda: lines_of(ROOMS[name]), "settings": lambda: settings()[name], "flags": lambda: flags(name)}[
+        kind
+    ](), ()
+
+
+@pytest.mark.parametrize("what", MOST)
+def test_counts_only_go_down(what):
+    found, counted = count(what)
+    assert found <= MOST[what], "\n".join(["more than before:", *counted])
+    assert found >= MOST[what] * (1 - SLACK * what.startswith("lines")), f"lower the number: there are {found}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["files"]:
+        print(json.dumps({way: find() for way, find in WAYS.items()}))
+    else:
+        for what, most in MOST.items():
+            print(f"{what:32}{count(what)[0]:>8,} of {most:,}")
