@@ -294,6 +294,12 @@ def a_page_that_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pages, "take_blocks", forgotten)
 
 
+def listed_though_held(self: Pages, page: int) -> None:
+    free = -1 if self._is_state[page] else len(self._free_ids[page])
+    self._by_free.put(page, free)
+    self._unheld_by_free.put(page, free if page < self._whole else -1)
+
+
 _next_state = TierIndex.next_state
 
 MUTANTS = {
@@ -307,7 +313,7 @@ MUTANTS = {
     for what, *changes in (
         (
             "a held block moves",
-            (Pages, "_is_unheld", Pages._has_free),
+            (Pages, "_list", listed_though_held),
             (Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size),
         ),
         ("a decoded state without protection", (CheckpointTable, "protect", lambda self, slot: None)),
