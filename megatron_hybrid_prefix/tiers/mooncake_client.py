@@ -10,6 +10,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -117,8 +118,7 @@ class Client:
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        self._settings = settings
-        self.master = f"{settings.master_host}:{settings.master_port}"
+        self.settings, self.master = settings, f"{settings.master_host}:{settings.master_port}"
         host = settings.own_address()  # `setup` would try for 90 s
         try:
             self._store = new_store()
@@ -141,14 +141,6 @@ class Client:
         self._registered.append(memory)
         code: int = self.call("register_buffer", memory.ctypes.data, memory.nbytes)
         return code
-
-    def can_connect(self) -> bool:
-        """Whether the master's port is open. Unlike a call, this does not hold up the end of the process."""
-        try:
-            self._settings.own_address()
-        except ValueError:
-            return False
-        return True
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the store. Raises RuntimeError if the client is closed."""
@@ -259,7 +251,8 @@ class Asker:
             question.over.set()
 
     def _try(self) -> None:
-        if self._client.can_connect():
+        with suppress(ValueError):
+            self._client.settings.own_address()  # unlike a call, this does not hold up the end of the process
             self._answer(_Question(["whether the master is there"]))
 
 

@@ -19,6 +19,7 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, BlockTransfer, EntryKind, PageClear
 from tests.core import test_stateful
 from tests.core.model import tier_behind
+from tests.harness.one_memory import listed_though_held
 
 BLOCK = 4  # tokens
 
@@ -292,12 +293,6 @@ def a_page_that_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
         return block_ids
 
     patch.setattr(Pages, "take_blocks", forgotten)
-
-
-def listed_though_held(self: Pages, page: int) -> None:
-    free = -1 if self._is_state[page] else len(self._free_ids[page])
-    self._by_free.put(page, free)
-    self._unheld_by_free.put(page, free if page < self._whole else -1)
 
 
 _next_state = TierIndex.next_state
