@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import logging
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import SplitResult
 
+from megatron_hybrid_prefix.tiers.base import finish_at_exit
 from megatron_hybrid_prefix.tiers.settings import TierSettings, above_zero, gib, name
 
 if TYPE_CHECKING:
@@ -197,7 +196,7 @@ class Asker:
         self.is_down = False
         self._thread = threading.Thread(target=self._serve, name="mooncake", daemon=True)
         self._thread.start()
-        _LIVING.add(self)
+        finish_at_exit(self)
 
     def ask(self, names: list[str]) -> list[bool] | str:
         """Which of these objects exist; or why that is not known. Waits at most ``wait_s``."""
@@ -254,12 +253,3 @@ class Asker:
         with suppress(ValueError):
             self._client.settings.own_address()  # unlike a call, this does not hold up the end of the process
             self._answer(_Question(["whether the master is there"]))
-
-
-_LIVING: weakref.WeakSet[Asker] = weakref.WeakSet()
-
-
-@atexit.register
-def _at_exit() -> None:
-    for asker in list(_LIVING):
-        asker.finish()

@@ -62,7 +62,8 @@ def check(folder: Path, *tiers: FileTier) -> None:
         tier.folder.refresh()
         assert tier.folder.space is not None
         assert tier.folder.bytes_used == sum(found.values())
-        listed, nodes = tier.folder.space.listing.files(), tier.folder.space._nodes.values()
+        sizes, nodes = tier.folder.space.listing.sizes.values(), tier.folder.space._nodes.values()
+        listed = {name: size for part in sizes for name, size in part.items()}
         assert listed.items() <= found.items()
         indexed = [*tier.folder.space._orphans, *(name for node in nodes for name in node.names.values())]
         assert sorted(map(str, indexed)) == sorted(listed)

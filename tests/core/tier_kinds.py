@@ -161,10 +161,31 @@ class Stored(Dictionary):
             tier.use_namespace(name)
         return tier
 
+    def content(self, of: Tag, name: bytes = NAME) -> bytes:
+        return self.read(self.name(name, of))
+
+    def give(self, of: Tag, content: Any) -> None:
+        self.write(self.name(NAME, of), content)
+
     def flip_a_bit(self, of: Tag) -> None:
-        content = bytearray(self.content(of))
+        self.change(self.name(NAME, of), "bit")
+
+    def change(self, entry: Any, fault: str) -> None:
+        content = bytearray(self.read(entry))
         content[HEADER_BYTES + 17] ^= 4
-        self.give(of, content)
+        self.write(entry, content if "bit" in fault else content[:-100])
+
+    def spoil(self, fault: str) -> None:
+        """A fault of `FAULTS`, of the first entry of its kind; only of what is stored now."""
+        entry = self.entries("kv" if "kv" in fault else "state")[0]
+        if fault == "all gone":
+            shutil.rmtree(self.path)
+        elif "gone" in fault:
+            self.lose(entry)
+        elif "bit" in fault or "truncated" in fault:
+            self.change(entry, fault)
+        else:
+            self.break_calls()
 
 
 class Folder(Stored):
@@ -187,17 +208,9 @@ class Folder(Stored):
         """Files of entries."""
         return sorted(path for path in self.path.rglob(f"{kind}*-*-*-*"))
 
-    def file(self, of: Tag, name: bytes = NAME) -> Path:
+    def name(self, name: bytes, of: Tag) -> Path:
         file = FileName(of.kind, of.depth_tokens // BLOCK, of.key, of.parent)
         return self.path / "v1" / name.hex() / file.part / str(file)
-
-    def content(self, of: Tag, name: bytes = NAME) -> bytes:
-        return self.file(of, name).read_bytes()
-
-    def give(self, of: Tag, content: Any) -> None:
-        path = self.file(of)
-        path.unlink(missing_ok=True)
-        path.write_bytes(content)
 
     def settle(self, tier: Any) -> None:
         tier.look()
@@ -230,21 +243,15 @@ class Folder(Stored):
 
         self.monkeypatch.setattr(file_tier, "read_file", slow)
 
-    def spoil(self, fault: str) -> None:
-        """A fault of `FAULTS`; only of what is stored now."""
-        path = self.entries("kv" if "kv" in fault else "state")[0]
-        content = bytearray(path.read_bytes())
-        if fault == "all gone":
-            shutil.rmtree(self.path)
-        elif fault == "unreadable":
-            self.break_calls()
-        elif "gone" in fault:
-            path.unlink()
-        elif "bit" in fault:
-            content[HEADER_BYTES + 17] ^= 4
-            path.write_bytes(content)
-        else:
-            path.write_bytes(content[:-100])
+    def lose(self, entry: Path) -> None:
+        entry.unlink()
+
+    def read(self, entry: Path) -> bytes:
+        return entry.read_bytes()
+
+    def write(self, entry: Path, content: Any) -> None:
+        entry.unlink(missing_ok=True)
+        entry.write_bytes(content)
 
 
 class ShortReads(Folder):
@@ -297,9 +304,6 @@ class Mooncake(Stored):
         """Names of entries."""
         return [name for name in self.objects if f"/{kind}" in name]
 
-    def give(self, of: Tag, content: Any) -> None:
-        super().give(of, bytearray(content))
-
     def settle(self, tier: Any) -> None:
         over = threading.Event()
         tier._asker.later(over.set)
@@ -315,16 +319,14 @@ class Mooncake(Stored):
         self.cluster.gated = ("batch_get_into_multi_buffers",)
         self.gate.clear()
 
-    def spoil(self, fault: str) -> None:
-        name = self.entries("kv/" if "kv" in fault else "state/")[0]
-        if "bit" in fault:
-            self.objects[name][-17] ^= 4
-        elif "truncated" in fault:
-            del self.objects[name][-100:]
-        elif "gone" in fault:
-            self.cluster.lost = name
-        else:
-            self.cluster.broken_transfers = 1
+    def lose(self, entry: str) -> None:
+        self.cluster.lost = entry
+
+    def read(self, entry: str) -> bytes:
+        return self.objects[entry]
+
+    def write(self, entry: str, content: Any) -> None:
+        self.objects[entry] = bytearray(content)
 
 
 def wait_for_namespace(tier: Any, name: bytes) -> None:
