@@ -170,16 +170,8 @@ class EntryCopies:
             memory, row_ids = self._rows(batch)
             pages = row_ids[:, None]
         for tensor, start in zip(self._tensors()[batch.kind], self._starts[batch.kind], strict=True):
-            copy_pages(
-                tensor,
-                memory,
-                batch.device_ids,
-                pages,
-                to_pages=to_pages,
-                start_bytes=start,
-                sums=batch.sums,
-                beside=beside,
-            )
+            where = tensor, memory, batch.device_ids, pages
+            copy_pages(*where, to_pages=to_pages, start_bytes=start, sums=batch.sums, beside=beside)
 
     def _rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """A batch in its staging buffer, (units, bytes of all pages of an entry), and the rows' ids, (units,)."""
