@@ -27,9 +27,7 @@ What is lost:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div, round_up
@@ -148,61 +146,45 @@ _PAGE_WITHOUT_STATES = 64  # blocks
 
 
 class Buckets:
-    """Pages by number of free blocks, or of free slots. Entries may be out of date: the reader checks them.
-
-    O(log pages) per call.
+    """Pages by number of free blocks, or of free slots. The cost of a call hardly depends on the number of pages.
 
     Args:
-        pages: Number of pages.
+        pages: Number of pages. None is listed at first.
         most_free: Most free blocks of a page.
     """
 
     def __init__(self, pages: int, most_free: int) -> None:
-        self._heaps: list[list[int]] = [[] for _ in range(most_free + 1)]
-        self._listed = [bytearray(pages) for _ in range(most_free + 1)]
-        self._filled = 0  # bit f: the heap of f free blocks is not empty
+        self._pages = [bytearray(pages) for _ in range(most_free + 1)]  # 1: the page is listed there
+        self._counts = [0] * (most_free + 1)
+        self._filled = 0  # bit f: there is a page with f free blocks
+        self._free = array("i", [-1]) * pages  # by page, as listed
 
-    def push(self, page: int, free: int) -> None:
-        """Lists the page with ``free`` free blocks."""
-        if not self._listed[free][page]:
-            self._listed[free][page] = 1
-            heappush(self._heaps[free], page)
+    def put(self, page: int, free: int) -> None:
+        """Lists the page with ``free`` free blocks; below 0: nowhere."""
+        before, self._free[page] = self._free[page], free
+        if before == free:
+            return
+        if before >= 0:
+            self._pages[before][page] = 0
+            self._counts[before] -= 1
+            self._filled ^= (not self._counts[before]) << before
+        if free >= 0:
+            self._pages[free][page] = 1
+            self._counts[free] += 1
             self._filled |= 1 << free
 
-    def fullest(self, is_listed: Callable[[int, int], bool]) -> int | None:
+    def fullest(self) -> int | None:
         """The page with the fewest free blocks, at least one; of equal pages the first."""
-        left = self._filled >> 1 << 1
-        while left:
-            free = (left & -left).bit_length() - 1
-            page = self._top(free, is_listed)
-            if page is not None:
-                return page
-            left &= left - 1
-        return None
+        filled = self._filled >> 1 << 1
+        return self._pages[(filled & -filled).bit_length() - 1].find(1) if filled else None
 
-    def emptiest(self, is_listed: Callable[[int, int], bool]) -> int | None:
+    def emptiest(self) -> int | None:
         """The page with the most free blocks; of equal pages the first."""
-        left = self._filled
-        while left:
-            free = left.bit_length() - 1
-            page = self._top(free, is_listed)
-            if page is not None:
-                return page
-            left ^= 1 << free
-        return None
+        return self._pages[self._filled.bit_length() - 1].find(1) if self._filled else None
 
-    def first(self, free: int, is_listed: Callable[[int, int], bool]) -> int | None:
+    def first(self, free: int) -> int | None:
         """The first page with ``free`` free blocks."""
-        return self._top(free, is_listed) if self._filled >> free & 1 else None
-
-    def _top(self, free: int, is_listed: Callable[[int, int], bool]) -> int | None:
-        heap, listed = self._heaps[free], self._listed[free]
-        while heap:
-            if is_listed(heap[0], free):
-                return heap[0]
-            listed[heappop(heap)] = 0
-        self._filled &= ~(1 << free)
-        return None
+        return self._pages[free].find(1) if self._counts[free] else None
 
 
 class Pages:
@@ -247,11 +229,12 @@ class Pages:
         self._is_state = bytearray(len(self._free_ids))
         self._by_free = Buckets(len(self._free_ids), size)
         self._unheld_by_free = Buckets(len(self._free_ids), size)  # whole pages without a held block
-        self._changed = set(range(len(self._free_ids)))  # to be listed before a page is looked for
         self.free_blocks = blocks
         self.held_blocks = 0
         self.state_pages = 0
         self.unheld_pages = self._whole
+        for page in range(len(self._free_ids)):
+            self._list(page)
 
     def __len__(self) -> int:
         return self._whole
@@ -273,9 +256,8 @@ class Pages:
     def take_blocks(self, count: int) -> list[int]:
         """Takes free blocks, which are held from now on. The caller checks that there are enough."""
         block_ids: list[int] = []
-        by_free = self._listed(self._by_free)  # once: only the last page has free blocks left
         while len(block_ids) < count:
-            page = by_free.fullest(self._has_free)
+            page = self._by_free.fullest()
             assert page is not None, "taken more blocks than are free"
             free = self._free_ids[page]
             taken = min(count - len(block_ids), len(free))
@@ -287,7 +269,7 @@ class Pages:
                 self.pages_to_kv += 1
                 self.with_old_state.append(page)
             self._last_owner[page] = _KV
-            self._changed.add(page)
+            self._list(page)
         return block_ids
 
     def hold(self, block_id: int, count: int) -> None:
@@ -298,23 +280,19 @@ class Pages:
         self.held_blocks += count
         if page < self._whole and (before == 0) != (before + count == 0):
             self.unheld_pages += 1 if before else -1
-            if before:
-                self._changed.add(page)
+            self._list(page)
 
     def free(self, block_id: int) -> None:
         """Frees a held block."""
-        page = block_id // self._size
-        self._free_ids[page].append(block_id)
-        self.free_blocks += 1
+        self.evict(block_id)
         self.hold(block_id, -1)
-        self._changed.add(page)
 
     def evict(self, block_id: int) -> None:
         """Frees a cached block."""
         page = block_id // self._size
         self._free_ids[page].append(block_id)
         self.free_blocks += 1
-        self._changed.add(page)
+        self._list(page)
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -323,7 +301,7 @@ class Pages:
         """A page whose blocks are all free; None if there is none."""
         if self.free_blocks < self._size:
             return None
-        return self._listed(self._unheld_by_free).first(self._size, self._is_unheld)
+        return self._unheld_by_free.first(self._size)
 
     def can_be_emptied(self) -> bool:
         """Whether there is a page without a held block, and room for its blocks elsewhere."""
@@ -336,15 +314,15 @@ class Pages:
             The page, and its moves: (from block, to block). From now on the blocks it moves to are cached and the page's
             blocks are free.
         """
-        page = self._listed(self._unheld_by_free).emptiest(self._is_unheld)
+        page = self._unheld_by_free.emptiest()
         assert page is not None and self.can_be_emptied()
         size, free = self._size, self._free_ids[page]
         start = page * size
         used = sorted({*range(start, start + size)}.difference(free))
         targets: list[int] = []
-        by_free = self._listed(self._by_free)  # once, as in `take_blocks`
+        self._by_free.put(page, -1)
         while len(targets) < len(used):
-            target = by_free.fullest(lambda other, count: other != page and self._has_free(other, count))
+            target = self._by_free.fullest()
             assert target is not None
             holes = self._free_ids[target]
             filled = min(len(used) - len(targets), len(holes))
@@ -352,9 +330,9 @@ class Pages:
             del holes[-filled:]
             assert self._last_owner[target] != _STATE, "such a page is empty, and would have been taken"
             self._last_owner[target] = _KV
-            self._changed.add(target)
+            self._list(target)
         free[:] = range(start + size - 1, start - 1, -1)
-        self._changed.add(page)
+        self._list(page)
         return page, list(zip(used, targets, strict=True))
 
     def give_to_state(self, page: int) -> None:
@@ -367,6 +345,7 @@ class Pages:
         self.state_pages += 1
         self.unheld_pages -= 1
         self.free_blocks -= self._size
+        self._list(page)
 
     def take_from_state(self, page: int) -> None:
         """The page's slot became free, so its blocks are."""
@@ -376,7 +355,7 @@ class Pages:
         self.state_pages -= 1
         self.unheld_pages += 1
         self.free_blocks += self._size
-        self._changed.add(page)
+        self._list(page)
 
     def is_state(self, page: int) -> bool:
         """Whether the page holds a state."""
@@ -409,23 +388,8 @@ class Pages:
         if held != self._held or counted != found:
             raise CacheCorruptionError(f"free, held blocks, states and unheld pages: counted {counted}, are {found}")
 
-    def _listed(self, buckets: Buckets) -> Buckets:
-        """The buckets, with all pages that changed since the last look. Many blocks of a page change between two looks."""
-        if self._changed:
-            for page in self._changed:
-                self._list(page)
-            self._changed.clear()
-        return buckets
-
     def _list(self, page: int) -> None:
-        free = len(self._free_ids[page])
-        if free:
-            self._by_free.push(page, free)
-        if not self._held[page] and page < self._whole:
-            self._unheld_by_free.push(page, free)
-
-    def _has_free(self, page: int, free: int) -> bool:
-        return len(self._free_ids[page]) == free and not self._is_state[page]
-
-    def _is_unheld(self, page: int, free: int) -> bool:
-        return len(self._free_ids[page]) == free and not self._held[page] and not self._is_state[page]
+        """Lists a page that changed where it is looked for."""
+        free = -1 if self._is_state[page] else len(self._free_ids[page])
+        self._by_free.put(page, free)
+        self._unheld_by_free.put(page, free if not self._held[page] and page < self._whole else -1)

@@ -64,9 +64,6 @@ class SharedMemory:
         block: Shape of a block, with ``layout``.
         device: Device of the buffer.
 
-    Raises:
-        ValueError: States do not fit a page, or a block does not fit the distance of blocks.
-
     Attributes:
         buffer: (bytes,) uint8.
         kv: (*block.before, blocks with the dummy block, *block.after); not without ``layout``.
@@ -101,12 +98,7 @@ class SharedMemory:
         if layout is not None:
             assert block is not None
             blocks, step_bytes = layout.total_blocks + 1, layout.block_bytes
-            if layout.page_states * state_bytes > layout.page_bytes:
-                raise ValueError(
-                    f"{layout.page_states} states of {state_bytes} bytes do not fit a page of {layout.page_bytes}"
-                )
-            if block.bytes > step_bytes:
-                raise ValueError(f"blocks of {block.bytes} bytes do not fit a distance of {step_bytes}")
+            assert layout.page_states * state_bytes <= layout.page_bytes and block.bytes <= step_bytes
         self.buffer = torch.zeros(pages_bytes + blocks * step_bytes, dtype=torch.uint8, device=device)
         if block is not None:
             self.kv = _view(self.buffer, block.dtype, pages_bytes, block.before, (blocks, step_bytes), block.after)

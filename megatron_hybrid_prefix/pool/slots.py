@@ -107,7 +107,7 @@ class SlotPool:
 
     def reserve(self) -> int | None:
         """Reserve a slot for the next forward to write; None if no page has a free slot and none is empty."""
-        page = self._open.fullest(self._is_open)
+        page = self._open.fullest()
         if page is None:
             page = self.pages.empty_page
             if page is None:
@@ -117,8 +117,7 @@ class SlotPool:
             self._places[page] = list(range((page + 1) * self._size - 1, page * self._size - 1, -1))
         places = self._places[page]
         index = places.pop()
-        if places:
-            self._open.push(page, len(places))
+        self._open.put(page, len(places))
         self.used_slots += 1
         self._state[index] = SlotState.RESERVED
         self._stick(page, 1)
@@ -216,12 +215,10 @@ class SlotPool:
         self.used_slots -= 1
         if len(places) == self._size:
             del self._places[page]
+            self._open.put(page, -1)
             self.pages.take_from_state(page)
         else:
-            self._open.push(page, len(places))
-
-    def _is_open(self, page: int, free: int) -> bool:
-        return len(self._places.get(page, ())) == free
+            self._open.put(page, len(places))
 
     def _index(self, slot: int) -> int:
         index = slot - self.first_slot

@@ -7,9 +7,11 @@ before it. If the tier holds more of a prompt than the host, entries come back t
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -173,6 +175,20 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
     import numpy as np  # not above: what only needs a tier's names, such as a replay, imports no numpy
 
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+_WORKERS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def finish_at_exit(worker: Any) -> None:
+    """Call its ``finish`` when the process ends, if it is still there: the interpreter must not go while its threads run."""
+    _WORKERS.add(worker)
+
+
+@atexit.register
+def _at_exit() -> None:
+    for worker in list(_WORKERS):
+        worker.finish()
 
 
 class TierBehind:

@@ -13,7 +13,7 @@ from itertools import accumulate, chain, islice
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.arithmetic import ceil_div, round_up
 from megatron_hybrid_prefix.ops.engine_copies import copy_ranges
 from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages
 from megatron_hybrid_prefix.ops.slot_copies import as_words, ids_on_device
@@ -71,8 +71,7 @@ class EntryCopies:
 
     Attributes:
         pages, device: See Args.
-        bytes: Bytes of an entry on this rank, by kind.
-        entry_bytes: The same, rounded up to whole checksum words.
+        entry_bytes: Bytes of an entry on this rank, by kind, rounded up to whole checksum words.
         row_bytes: Bytes of the pages of an entry, by kind.
         by_engine: Whether pages are large enough for the copy engines.
     """
@@ -89,12 +88,10 @@ class EntryCopies:
         self.by_engine = pages.page_bytes >= ENGINE_BYTES
         self.row_bytes = {kind: count * pages.page_bytes for kind, count in pages_of.items()}
         sizes = {kind: [each[:, 0].nbytes for each in own] for kind, own in tensors().items()}
-        self.bytes = {kind: sum(own) for kind, own in sizes.items()}
-        self.entry_bytes = {kind: ceil_div(size, WORD_BYTES) * WORD_BYTES for kind, size in self.bytes.items()}
+        self.entry_bytes = {kind: round_up(sum(own), WORD_BYTES) for kind, own in sizes.items()}
         self._used_pages = {kind: ceil_div(size, pages.page_bytes) for kind, size in self.entry_bytes.items()}
-        self._starts = {
-            kind: list(accumulate(own[:-1], initial=0)) for kind, own in sizes.items()
-        }  # of each tensor, in a row
+        # Of each tensor, in a row.
+        self._starts = {kind: list(accumulate(own[:-1], initial=0)) for kind, own in sizes.items()}
 
     def staging(self, size: int) -> Staging:
         """A buffer of so many bytes at most, and no more than there are pages."""
@@ -150,12 +147,9 @@ class EntryCopies:
 
     def to_pages(self, batch: Batch) -> None:
         """From the staging buffer to the pages; by the copy engines, if pages are large enough."""
-        (self._to_pages_by_engine if self.by_engine else self._to_pages_by_kernel)(batch)
-
-    def _to_pages_by_engine(self, batch: Batch) -> None:
-        copy_ranges(batch.staging.memory, self.pages.memory, self._ranges(batch), to_host=True)
-
-    def _to_pages_by_kernel(self, batch: Batch) -> None:
+        if self.by_engine:
+            copy_ranges(batch.staging.memory, self.pages.memory, self._ranges(batch), to_host=True)
+            return
         rows, row_ids = self._rows(batch)
         copy_pages(rows[None, :, : self.entry_bytes[batch.kind]], self.pages.rows, row_ids, batch.pages, to_pages=True)
 
@@ -175,27 +169,15 @@ class EntryCopies:
         if staged:
             memory, row_ids = self._rows(batch)
             pages = row_ids[:, None]
-        for tensor, start in self._parts(batch.kind):
-            copy_pages(
-                tensor,
-                memory,
-                batch.device_ids,
-                pages,
-                to_pages=to_pages,
-                start_bytes=start,
-                sums=batch.sums,
-                beside=beside,
-            )
+        for tensor, start in zip(self._tensors()[batch.kind], self._starts[batch.kind], strict=True):
+            where = tensor, memory, batch.device_ids, pages
+            copy_pages(*where, to_pages=to_pages, start_bytes=start, sums=batch.sums, beside=beside)
 
     def _rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """A batch in its staging buffer, (units, bytes of all pages of an entry), and the rows' ids, (units,)."""
         count, row_bytes = len(batch.units), self.row_bytes[batch.kind]
         rows = batch.staging.memory[batch.start : batch.start + count * row_bytes].view(count, row_bytes)
         return rows, batch.staging.row_ids[:count]
-
-    def _parts(self, kind: EntryKind) -> Iterator[tuple[torch.Tensor, int]]:
-        """The tensors of a kind, and the byte of an entry's pages from which each lies there."""
-        return zip(self._tensors()[kind], self._starts[kind], strict=True)
 
     def _ranges(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
         """The bytes of a batch: (first in the staging buffer, first in the pages, count). Adjacent ones are one copy."""

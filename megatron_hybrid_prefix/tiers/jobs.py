@@ -8,7 +8,6 @@ be put there until it is over.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
@@ -19,7 +18,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes
+from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes, finish_at_exit
 from megatron_hybrid_prefix.tiers.queue import Mark
 from megatron_hybrid_prefix.tiers.units import Tag
 
@@ -147,8 +146,8 @@ class TierThreads:
             for name, jobs, work in (*reads, *writes)
         ]
         self.close = weakref.finalize(self, _end_of_work, shared, len(self._threads))
-        self.close.atexit = False  # see `_at_exit`
-        _LIVING.add(self)
+        self.close.atexit = False
+        finish_at_exit(self)
         for thread in self._threads:
             thread.start()
 
@@ -210,15 +209,6 @@ class TierThreads:
         late = time.monotonic() + _END_S
         for thread in self._threads:
             thread.join(max(0.0, late - time.monotonic()))
-
-
-_LIVING: weakref.WeakSet[TierThreads] = weakref.WeakSet()
-
-
-@atexit.register
-def _at_exit() -> None:
-    for threads in list(_LIVING):
-        threads.finish()
 
 
 def _end_of_work(shared: _Shared, threads: int) -> None:

@@ -60,10 +60,6 @@ class Listing:
         self._looks: dict[str, tuple[int, float, bool]] = {}
         self.bytes = 0
 
-    def files(self) -> dict[str, int]:
-        """All files and their bytes."""
-        return {name: size for part in self.sizes.values() for name, size in part.items()}
-
     def add(self, part: str, name: str, size: int) -> bool:
         """A file is there. Returns whether it is new."""
         if name in self.sizes[part]:

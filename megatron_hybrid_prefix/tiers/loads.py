@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
 
@@ -26,17 +25,6 @@ logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 128 * 2**20
 _LOADS = 4096  # at most this many loads are known at a time
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedLoads:
-    """Loads that are ready to be launched. Ids are int64, on the device."""
-
-    rounds: list[list[Batch]]  # batches of one half of the buffer after the other
-    sums: torch.Tensor  # (units,) checksums of what is copied, of all batches
-    first_pages: torch.Tensor  # (units,)
-    load_of: torch.Tensor  # (units,) place in `_bad_rows`
-    new_loads: torch.Tensor  # (loads,) those of loads that have not begun
 
 
 class LoadCopies:
@@ -60,32 +48,34 @@ class LoadCopies:
         self.last: Mark = None
         self.bytes = 0
 
-    def run(self, units: Sequence[BlockTransfer], prepared: PreparedLoads | None = None) -> None:
+    def run(self, units: Sequence[BlockTransfer]) -> None:
         """Launch loads, in order. The model uses the entries after `wait_for`.
 
         A copy that fails is logged. Its load counts as failed, on this rank. So does one whose launch raises.
-
-        Args:
-            units: The loads.
-            prepared: What `prepare` returned for them, if it was called before their entries arrived.
         """
         if not units:
             return
         try:
-            self._run(units, prepared)
+            self._run(units, _loads_of(units))
         except BaseException:
             _note_wrong(units)
             raise
 
-    def _run(self, units: Sequence[BlockTransfer], prepared: PreparedLoads | None) -> None:
+    def _run(self, units: Sequence[BlockTransfer], loads: Sequence[Load]) -> None:
         with self.queue.running(*self._stores.marks_before_loads(units)):
-            if prepared is None:
-                prepared = self._prepare(units, bring=True)
-            else:
-                self._bring(*prepared.rounds[:BUFFERS])
-            rounds = prepared.rounds
-            self._bad_rows.index_fill_(0, prepared.new_loads, 0)  # the other loads have begun with other entries
-            expected = self._pages.sums.index_select(0, prepared.first_pages)
+            later = groupby(self._copies.batches(units, self._staging), key=attrgetter("half"))
+            rounds = [list(next(later)[1])]  # batches of one half of the buffer after the other
+            self._bring(rounds[0])  # so that the host link is busy while the rest is prepared
+            rounds += [list(round_) for _, round_ in later]
+            self._bring(*rounds[1:BUFFERS])
+            sums, first_pages, load_of, new_loads = self._copies.upload(
+                list(chain(*rounds)),
+                [unit.pages[0] for unit in units],
+                [load.load_id % _LOADS for load in loads],
+                sorted({load.load_id % _LOADS for load in loads if not load.is_launched}),
+            )
+            self._bad_rows.index_fill_(0, new_loads, 0)  # the other loads have begun with other entries
+            expected = self._pages.sums.index_select(0, first_pages)
             try:
                 for number, round_ in enumerate(rounds):
                     self.queue.use(round_[0].half)
@@ -94,25 +84,15 @@ class LoadCopies:
                             self._fail(batch)
                     self.queue.free(round_[0].half)
                     self._bring(*rounds[number + BUFFERS :][:1])
-                self._bad_rows.index_add_(0, prepared.load_of, prepared.sums.ne_(expected))
+                self._bad_rows.index_add_(0, load_of, sums.ne_(expected))
                 self._bad_rows_seen.copy_(self._bad_rows, non_blocking=True)
             finally:
                 self.last = self.queue.mark()
-                for unit, load in zip(units, _loads_of(units), strict=True):
+                for unit, load in zip(units, loads, strict=True):
                     if not load.is_launched:
                         self.running.append(load)
                     load.is_launched, load.end = True, self.last
                     load.places.update(places(unit))
-
-    def prepare(self, units: Sequence[BlockTransfer], *, begun: bool) -> PreparedLoads:
-        """Do all that can be done before the entries of these loads (at least one) are on the host.
-
-        Args:
-            units: See `run`.
-            begun: Other transfers of the same loads were prepared before, and will be launched before.
-        """
-        with self.queue.running():
-            return self._prepare(units, bring=False, begun=begun)
 
     def wait_for(self, load: Load) -> None:
         """The model's later launches run after this load."""
@@ -143,30 +123,6 @@ class LoadCopies:
             return None
         touched = set().union(*(load.places for load in self.running))  # what unfinished loads read or write
         return self.last if any(not touched.isdisjoint(places(unit)) for unit in units) else None
-
-    def _prepare(self, units: Sequence[BlockTransfer], *, bring: bool, begun: bool = False) -> PreparedLoads:
-        """Makes batches and uploads ids; call it inside `running`.
-
-        Args:
-            units: The loads, at least one.
-            bring: Whether to begin with the copies to the staging buffer, so that the host link is busy.
-            begun: See `prepare`.
-        """
-        later = groupby(self._copies.batches(units, self._staging), key=attrgetter("half"))
-        rounds = [list(next(later)[1])]
-        if bring:
-            self._bring(rounds[0])
-        rounds += [list(round_) for _, round_ in later]
-        if bring:
-            self._bring(*rounds[1:BUFFERS])
-        loads = _loads_of(units)
-        uploaded = self._copies.upload(
-            list(chain(*rounds)),
-            [unit.pages[0] for unit in units],
-            [load.load_id % _LOADS for load in loads],
-            sorted({load.load_id % _LOADS for load in loads if not (load.is_launched or begun)}),
-        )
-        return PreparedLoads(rounds, *uploaded)
 
     def _bring(self, *rounds: list[Batch]) -> None:
         """Copies entries to the staging buffer, if the copy engines do that."""

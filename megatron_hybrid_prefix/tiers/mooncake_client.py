@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import logging
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import SplitResult
 
+from megatron_hybrid_prefix.tiers.base import finish_at_exit
 from megatron_hybrid_prefix.tiers.settings import TierSettings, above_zero, gib, name
 
 if TYPE_CHECKING:
@@ -117,8 +117,7 @@ class Client:
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        self._settings = settings
-        self.master = f"{settings.master_host}:{settings.master_port}"
+        self.settings, self.master = settings, f"{settings.master_host}:{settings.master_port}"
         host = settings.own_address()  # `setup` would try for 90 s
         try:
             self._store = new_store()
@@ -141,14 +140,6 @@ class Client:
         self._registered.append(memory)
         code: int = self.call("register_buffer", memory.ctypes.data, memory.nbytes)
         return code
-
-    def can_connect(self) -> bool:
-        """Whether the master's port is open. Unlike a call, this does not hold up the end of the process."""
-        try:
-            self._settings.own_address()
-        except ValueError:
-            return False
-        return True
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the store. Raises RuntimeError if the client is closed."""
@@ -205,7 +196,7 @@ class Asker:
         self.is_down = False
         self._thread = threading.Thread(target=self._serve, name="mooncake", daemon=True)
         self._thread.start()
-        _LIVING.add(self)
+        finish_at_exit(self)
 
     def ask(self, names: list[str]) -> list[bool] | str:
         """Which of these objects exist; or why that is not known. Waits at most ``wait_s``."""
@@ -259,14 +250,6 @@ class Asker:
             question.over.set()
 
     def _try(self) -> None:
-        if self._client.can_connect():
+        with suppress(ValueError):
+            self._client.settings.own_address()  # unlike a call, this does not hold up the end of the process
             self._answer(_Question(["whether the master is there"]))
-
-
-_LIVING: weakref.WeakSet[Asker] = weakref.WeakSet()
-
-
-@atexit.register
-def _at_exit() -> None:
-    for asker in list(_LIVING):
-        asker.finish()

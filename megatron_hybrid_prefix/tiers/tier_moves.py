@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.entry_copies import without_shared_pages
 from megatron_hybrid_prefix.tiers.jobs import Job, JobGroup, TierThreads, marks
-from megatron_hybrid_prefix.tiers.loads import LoadCopies, PreparedLoads
+from megatron_hybrid_prefix.tiers.loads import LoadCopies
 from megatron_hybrid_prefix.tiers.stores import StoreCopies
 from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind, Load
 
@@ -131,8 +131,7 @@ class TierMoves:
     def fetched(self, load: Load, wait_s: float = 0.0) -> bool | None:
         """Whether all entries that the load waits for have arrived on the host; None: not all are known yet.
 
-        Entries that have arrived go to the device at once, the others group by group, while more are being read. All that
-        can be done for a group before it has arrived is done by then.
+        Entries that have arrived go to the device at once, the others group by group, while more are being read.
 
         Args:
             load: A load that fetches.
@@ -149,20 +148,17 @@ class TierMoves:
                 groups.setdefault(job.group, []).append(unit)
         if arrived and not self._launch(load, arrived):
             return False
-        prepared: dict[JobGroup, PreparedLoads] = {}
-        for group, units in groups.items() if wait_s else ():
-            prepared[group] = self._loads.prepare(units, begun=bool(prepared))
         for group, units in groups.items():
             start = time.perf_counter()
             is_over = group.wait(late - start)
             self._seconds_waited += time.perf_counter() - start if wait_s else 0.0
             if not is_over:
                 return None
-            if not self._launch(load, units, prepared.get(group)):
+            if not self._launch(load, units):
                 return False
         return True
 
-    def _launch(self, load: Load, units: list[BlockTransfer], prepared: PreparedLoads | None = None) -> bool:
+    def _launch(self, load: Load, units: list[BlockTransfer]) -> bool:
         """Launches transfers whose entries nothing reads any more, and takes them out of ``left``. Returns whether all have arrived."""
         coming = [(unit, load.jobs.get(unit.pages[0])) for unit in units if not self._pages.holds(unit)]
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
@@ -177,7 +173,7 @@ class TierMoves:
             self._bytes_loaded += sum(self._copies.entry_bytes[unit.tag.kind] for unit, _ in here)
         if not all(self._pages.holds(unit) for unit in units):
             return False
-        self._loads.run(units, prepared)
+        self._loads.run(units)
         launched = set(map(id, units))
         load.left = [unit for unit in load.left if id(unit) not in launched]
         return True

@@ -87,22 +87,11 @@ def test_options_are_the_fields(exports):
     argv += [
         "--shared",
         shared,
-        "--retention-interval-tokens",
-        "auto",
-        "--verify-hits",
-        "0.5",
-        "--eviction-policy",
-        "lru",
+        *["--retention-interval-tokens", "auto", "--verify-hits", "0.5", "--eviction-policy", "lru"],
     ]
+    sizes = {"cache_gb": 50, "mamba_gb": 2.5, "host_gb": 1, "shared": shared}
     wanted = HybridPrefixConfig(
-        cache_gb=50,
-        mamba_gb=2.5,
-        decode_checkpoints=False,
-        state_dtype="float32",
-        host_gb=1,
-        shared=shared,
-        verify_hits=0.5,
-        eviction_policy="lru",
+        **sizes, decode_checkpoints=False, state_dtype="float32", verify_hits=0.5, eviction_policy="lru"
     )
     assert config_of(exports(*argv)) == wanted
 

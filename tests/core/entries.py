@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 
-from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
@@ -40,3 +41,21 @@ def checksum(of: Tag, writer: int = 0) -> int:
 
 def entry(of: Tag, writer: int = 0) -> Entry:
     return Entry(of, memoryview(data(of, writer)), checksum(of, writer))
+
+
+def put(tier: Tier, *tags: Tag, writer: int = 0, name: bytes = NAME) -> list[bool]:
+    return [tier.put(name, entry(each, writer)) for each in tags]
+
+
+def get(tier: Tier, of: Tag, name: bytes = NAME) -> tuple[int | None, bytes]:
+    memory = bytearray(SIZE[of.kind])
+    views = [memoryview(memory)[start:end] for start, end in ((0, 700), (700, 700), (700, len(memory)))]
+    return tier.get(name, of, views), bytes(memory)
+
+
+def holds(tier: Tier, of: Tag, writer: int = 0, name: bytes = NAME) -> bool:
+    """Whether the entry is here. If it is, it is as this writer wrote it."""
+    own, found = get(tier, of, name)
+    assert threading.get_ident() not in tier._reads, "the read is over"
+    assert own is None or (own, found) == (checksum(of, writer), data(of, writer))
+    return own is not None

@@ -229,20 +229,6 @@ def test_a_page_is_cleared_and_no_byte_beside_it(page_states):
     assert int((made.buffer == 0).sum()) == 2 * made.layout.page_bytes
 
 
-@pytest.mark.parametrize(
-    ("less_bytes", "state_blocks", "message"),
-    [
-        (0, 1, r"^2 states of \d+ bytes do not fit a page of \d+$"),
-        (1, 99, r"^blocks of \d+ bytes do not fit a distance of \d+$"),
-    ],
-)
-def test_what_does_not_fit_is_refused(less_bytes, state_blocks, message):
-    step = BLOCKS["heads"].bytes - less_bytes
-    layout = PageLayout(block_bytes=step, state_bytes=1, page_blocks=state_blocks, page_states=2, total_blocks=5)
-    with pytest.raises(ValueError, match=message):
-        SharedMemory(STATES["one kind"], layout=layout, block=BLOCKS["heads"], own_slots=1, device="cpu")
-
-
 # -- states of running requests ----------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,9 @@
-"""The shared folder: its index, its budget, several processes on it, and files that are not what they should be."""
+"""The shared folder: its index, its budget, several processes on it, and files of others. The rest: ``test_tiers.py``."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import random
 import re
@@ -14,7 +13,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,13 @@ import pytest
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.private_folder import Directory
-from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers import listing, locks
 from megatron_hybrid_prefix.tiers import space as spaces
-from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
-from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings, read_file
-from megatron_hybrid_prefix.tiers.jobs import Job, TierThreads
+from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings
 from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
-from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, checksum, data, entry, key, keys, prompt_tags, tag
+from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, tag
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
 
@@ -48,22 +43,6 @@ def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes | None = NAM
     if name is not None:
         tier.use_namespace(name)
     return tier
-
-
-def put(tier: FileTier, *tags: Tag, writer: int = 0, name: bytes | None = None) -> list[bool]:
-    """In this namespace, or in the one that the tier uses."""
-    return [tier.put(name or tier._wanted, entry(each, writer)) for each in tags]
-
-
-def get(tier: FileTier, of: Tag, name: bytes | None = None) -> tuple[int | None, bytes]:
-    buffer = bytearray(SIZE[of.kind])
-    return tier.get(name or tier._wanted, of, [memoryview(buffer)]), bytes(buffer)
-
-
-def holds(tier: FileTier, of: Tag, writer: int = 0) -> bool:
-    own, found = get(tier, of)
-    assert own is None or (own, found) == (checksum(of, writer), data(of, writer))
-    return own is not None
 
 
 def path_of(tier: FileTier, of: Tag) -> Path:
@@ -83,7 +62,8 @@ def check(folder: Path, *tiers: FileTier) -> None:
         tier.folder.refresh()
         assert tier.folder.space is not None
         assert tier.folder.bytes_used == sum(found.values())
-        listed, nodes = tier.folder.space.listing.files(), tier.folder.space._nodes.values()
+        sizes, nodes = tier.folder.space.listing.sizes.values(), tier.folder.space._nodes.values()
+        listed = {name: size for part in sizes for name, size in part.items()}
         assert listed.items() <= found.items()
         indexed = [*tier.folder.space._orphans, *(name for node in nodes for name in node.names.values())]
         assert sorted(map(str, indexed)) == sorted(listed)
@@ -95,92 +75,7 @@ def no_grace(monkeypatch):
     monkeypatch.setattr(spaces, "_GRACE_S", -1.0)
 
 
-# -- entries -----------------------------------------------------------------------------------------------------------
-
-
-def test_what_one_process_puts_the_next_one_gets(tmp_path):
-    first = tier_on(tmp_path)
-    tags = prompt_tags(1, 3)
-    assert put(first, *tags) == [True] * 4
-    second = tier_on(tmp_path)
-    prompt = keys(1, 5)
-    for tier in (first, second):
-        assert (
-            tier.kv_depth(NAME, prompt, 0) == 3 == tier.kv_depth(NAME, prompt, 2)
-            and tier.kv_depth(NAME, prompt, 4) == 4
-        )
-        assert tier.state_depth(NAME, prompt, 0, 5) == 3 and tier.state_depth(NAME, prompt, 3, 5) == 3
-        assert tier.state_depth(NAME, prompt, 0, 2) == 0
-        assert all(holds(tier, each) for each in tags)
-        assert not tier.counts
-    check(tmp_path, first, second)
-
-
-@pytest.fixture(params=[None, 700, 1], ids=["whole", "short", "bytes"])
-def reads(request, monkeypatch):
-    """Reads that return all that is asked for, or this many bytes at most."""
-    most, preadv = request.param, os.preadv
-
-    def short(file: int, buffers: list[memoryview], at: int) -> int:
-        few, left = [], most
-        for buffer in buffers:
-            few.append(buffer[:left])
-            left -= len(few[-1])
-        return preadv(file, few, at)
-
-    if most is not None:
-        monkeypatch.setattr(os, "preadv", short)
-
-
-def pieces(memory: bytearray, *ends: int) -> list[memoryview]:
-    """Memory in pieces that end at these places."""
-    view = memoryview(memory)
-    return [view[start:end] for start, end in pairwise((0, *ends, len(memory)))]
-
-
-@pytest.mark.parametrize("ends", [(), (500,), (500, 500, 2999)])
-def test_entries_are_read_into_pieces(tmp_path, reads, ends):
-    """Of four entries one is not there."""
-    tier = tier_on(tmp_path)
-    tags = [*prompt_tags(1, 2), tag(KV, 9, 9)]
-    put(tier, *tags[:-1])
-    memory = [bytearray(SIZE[each.kind]) for each in tags]
-    views = [pieces(one, *(end for end in ends if end < len(one))) for one in memory]
-    found = [tier.get(NAME, each, of_one) for each, of_one in zip(tags, views, strict=True)]
-    assert found == [*map(checksum, tags[:-1]), None]
-    assert memory == [*(data(each) for each in tags[:-1]), bytes(SIZE[KV])]
-    assert tier.counts == {"gone": 1}
-
-
-def test_an_entry_without_bytes(tmp_path, reads):
-    """As on a pipeline stage that has no such layers."""
-    tier, of = tier_on(tmp_path), tag(KV, 1, 1)
-    assert tier.put(NAME, Entry(of, memoryview(b""), 7))
-    assert tier.get(NAME, of, [memoryview(bytearray())]) == 7
-    assert tier.get(NAME, of, [memoryview(bytearray(1))]) is None and tier.counts == {"not_valid": 1}
-
-
-@pytest.mark.parametrize(
-    "wrong", ["shorter", "much shorter", "without a header", "empty", "longer", "other bytes", "a folder", "no file"]
-)
-def test_a_file_that_is_not_right_is_a_miss_and_others_are_not(tmp_path, reads, wrong):
-    tier, tags = tier_on(tmp_path), prompt_tags(1, 2)
-    put(tier, *tags)
-    path = path_of(tier, tags[1])
-    content = path.read_bytes()
-    path.unlink()
-    if wrong == "a folder":
-        path.mkdir()
-    elif wrong != "no file":
-        kept = {"shorter": -1, "much shorter": -900, "without a header": HEADER_BYTES - 1, "empty": 0, "other bytes": 0}
-        more = {"longer": b"x", "other bytes": b"x" * len(content)}
-        path.write_bytes(content[: kept.get(wrong)] + more.get(wrong, b""))
-    assert [holds(tier, each) for each in tags] == [True, False, True]
-    why = {"a folder": "read_EISDIR", "no file": "gone"}.get(wrong, "not_valid")
-    assert tier.counts[why] == 1 and not tier.contains(NAME, KV, tags[1].key)
-    if wrong != "a folder":
-        assert not path.exists() and put(tier, tags[1]) == [True] and holds(tier, tags[1])
-        check(tmp_path, tier)
+# -- files -----------------------------------------------------------------------------------------------------------
 
 
 def open_files(folder: Path) -> list[str]:
@@ -192,7 +87,7 @@ def open_files(folder: Path) -> list[str]:
     return sorted(path for path in found if path.startswith(str(folder)))
 
 
-def test_no_file_stays_open(tmp_path, monkeypatch, reads):
+def test_no_file_stays_open(tmp_path, monkeypatch):
     tier, tags = tier_on(tmp_path), prompt_tags(1, 3)
     put(tier, *tags)
     before = open_files(tmp_path)
@@ -213,108 +108,15 @@ def test_no_file_stays_open(tmp_path, monkeypatch, reads):
     assert all(holds(tier, each) for each in tags[1:])
 
 
-def test_no_state_is_known_while_a_read_hangs(tmp_path, monkeypatch):
-    """So other prompts do not wait for the folder."""
-    tier, tags = tier_on(tmp_path, wait_s=1e-9), prompt_tags(1, 2)[1:]
-    put(tier, *prompt_tags(1, 2))
-    gates = {path_of(tier, each).name: threading.Event() for each in tags}
-    begun: list[str] = []
-    found: list[bool] = []
-
-    def slow(folder: Directory, name: str, buffers: list[memoryview]) -> bool:
-        begun.append(name)
-        assert gates[name].wait(HANG_S)
-        return read_file(folder, name, buffers)
-
-    monkeypatch.setattr(file_tier, "read_file", slow)
-    readers = [threading.Thread(target=lambda each=each: found.append(holds(tier, each))) for each in tags]
-    for reader in readers:
-        reader.start()
-    wait_until(lambda: len(begun) == len(tags), "both read", pause_s=0.001)
-    for gate, reader in zip(gates.values(), readers, strict=True):
-        assert tier.state_depth(NAME, keys(1, 2), 0, 2) == 0
-        gate.set()
-        reader.join()
-    assert found == [True, True] and not tier._reads and tier.counts == {"stuck": 2}
-    assert tier.state_depth(NAME, keys(1, 2), 0, 2) == 2
-
-
-def test_a_read_that_is_given_up_keeps_its_page_until_it_is_over(tmp_path, monkeypatch):
-    """One that has not begun writes nothing."""
-    tier, tags = tier_on(tmp_path, threads=1), prompt_tags(1, 1)
-    put(tier, *tags)
-    begun, gate, preadv = threading.Event(), threading.Event(), os.preadv
-
-    def slow(*arguments: Any) -> int:
-        begun.set()
-        assert gate.wait(HANG_S)
-        return preadv(*arguments)
-
-    monkeypatch.setattr(os, "preadv", slow)
-    threads = TierThreads(tier, max(SIZE.values()))
-    memory = [bytearray(SIZE[each.kind]) for each in tags]
-    jobs = [
-        Job(namespace=NAME, tag=of, entry_bytes=len(one), pages=(page,), views=[memoryview(one)], after=())
-        for page, (of, one) in enumerate(zip(tags, memory, strict=True))
-    ]
-    threads.read(jobs)
-    assert begun.wait(HANG_S) and threads.overwrite([0, 1]) == {0} == threads.overwrite([0, 1])
-    gate.set()
-    assert jobs[0].group.wait(HANG_S) and threads.overwrite([0, 1]) == set()
-    assert memory == [data(tags[0]), bytes(SIZE[STATE])] and jobs[1].checksum is None
-    threads.close()
-
-
-@pytest.mark.parametrize("other", ["namespace", "closed namespace", "key", "depth", "kind"])
-def test_another_entry_never_matches(tmp_path, other):
-    """Also where its file is put in the place of the one that is asked for."""
-    tier = tier_on(tmp_path)
-    wanted = tag(STATE, 1, 2)
-    put(tier, *prompt_tags(1, 2))
-    if other == "namespace":
-        another = tier_on(tmp_path, name=b"m" * 16)
-        assert another.kv_depth(b"m" * 16, [key(1, 1)], 0) == 0 and not holds(another, wanted)
-        put(another, *prompt_tags(1, 2), writer=1)
-        os.replace(path_of(another, wanted), path_of(tier, wanted))
-    elif other == "closed namespace":
-        closed = b"m" * 16
-        assert not tier.contains(closed, STATE, wanted.key) and tier.kv_depth(closed, [key(1, 1)], 0) == 0
-        assert get(tier, wanted, closed)[0] is None and put(tier, tag(KV, 9, 1), name=closed) == [False]
-        tier.remove(closed, [wanted])
-        assert tier.counts == {"gone": 1, "old_weights": 1} and holds(tier, wanted)
-        return
-    else:
-        put(tier, *prompt_tags(2, 3))
-        its = {"key": tag(STATE, 2, 3), "depth": tag(STATE, 2, 3), "kind": tag(KV, 1, 2)}[other]
-        os.replace(path_of(tier, its), path_of(tier, wanted))
-    assert get(tier, wanted)[0] is None
-    assert tier.counts["not_valid"] == 1 and not tier.contains(NAME, STATE, wanted.key)
-
-
-def test_new_weights_have_another_namespace(tmp_path):
-    old, new = b"a" * 16, b"b" * 16
-    weights, tier = [old], tier_on(tmp_path, name=None)
-    behind = TierBehind(tier)
-    assert not behind.namespace() and behind.kv_depth([key(1, 1)], 0) == 0 and not tier.counts
-    behind.name_entries(lambda: weights[0])
-    assert put(tier, *prompt_tags(1, 1)) == [True] * 2 and behind.kv_depth([key(1, 1)], 0) == 1
-    weights[0] = new
-    behind.invalidate(1)
-    assert behind.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
-    assert behind.namespace(0) == b"" and behind.namespace(1) == behind.namespace() == new
-    assert put(tier, tag(KV, 2, 1), name=old) == [False] and tier.counts["old_weights"] == 1  # a thread was late
-    wait_until(lambda: tier._name, "the namespace is open")
-    assert behind.kv_depth([key(1, 1)], 0) == 0 and not holds(tier, tag(KV, 1, 1))
-    weights[0] = old
-    behind.invalidate(0)
-    wait_until(lambda: behind.kv_depth([key(1, 1)], 0) == 1, "the first namespace is open again")
-    assert holds(tier, tag(KV, 1, 1)) and behind.namespace(0) == old and behind.namespace(1) == b""
-
-
-def test_a_namespace_that_is_being_opened_has_nothing_yet(tmp_path):
-    """Its index is filled by then. Its name is not known, so no header would be right."""
-    tier, of = tier_on(tmp_path), tag(KV, 1, 1)
+def test_a_namespace_that_is_not_open_has_nothing_and_takes_nothing(tmp_path):
+    """Also while it is being opened: its index is filled by then, but no header would be right."""
+    tier, of, other = tier_on(tmp_path), tag(KV, 1, 1), b"m" * 16
     put(tier, of)
+    assert not tier.contains(other, KV, of.key) and not holds(tier, of, name=other)
+    assert put(tier, tag(KV, 9, 1), name=other) == [False]  # a thread was late
+    tier.remove(other, [of])
+    assert tier.counts == {"gone": 1, "old_weights": 1}
+    tier.counts.clear()
     tier._name = b""
     assert not holds(tier, of) and tier.counts == {"gone": 1}
     tier._name = NAME
@@ -330,40 +132,6 @@ def test_new_weights_do_not_wait_for_a_disk_that_hangs(tmp_path):
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
-
-
-def test_every_bit_of_a_header_counts(tmp_path):
-    tier = tier_on(tmp_path)
-    of = tag(KV, 1, 1)
-    put(tier, of)
-    path = path_of(tier, of)
-    content = path.read_bytes()
-    for bit in range(8 * HEADER_BYTES):
-        spoilt = bytearray(content)
-        spoilt[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(spoilt)
-        tier.folder.space.add(tier._file_name(of), 1, 0)
-        assert get(tier, of)[0] is None
-    assert tier.counts == {"not_valid": 8 * HEADER_BYTES}
-
-
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO])
-def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, caplog, code):
-    tier = tier_on(tmp_path)
-
-    def fails(file: int, content: memoryview) -> None:
-        os.write(file, content[:100])
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(folders, "write_all", fails)
-    with caplog.at_level(logging.ERROR):
-        assert put(tier, *prompt_tags(1, 2)) == [False] * 3
-    assert tier.counts == {f"write_{errno.errorcode[code]}": 3}
-    assert len(caplog.records) == 1 and os.strerror(code) in caplog.text
-    monkeypatch.undo()
-    assert files(tmp_path) == {} and tier.folder.bytes_used == 0
-    assert put(tier, *prompt_tags(1, 2)) == [True] * 3
-    check(tmp_path, tier)
 
 
 class FullDisk:
@@ -434,16 +202,6 @@ def test_a_folder_that_is_deleted_is_made_again(tmp_path):
     check(top, tier, tier_on(top))
 
 
-def test_two_writers_of_one_key_with_other_bytes(tmp_path):
-    """A reader gets one of them, whole."""
-    one, other = tier_on(tmp_path), tier_on(tmp_path)
-    of = tag(KV, 1, 1)
-    assert put(one, of) == [True] == put(other, of, writer=1)
-    for tier in (one, other):
-        assert holds(tier, of, writer=1)
-    check(tmp_path, one, other)
-
-
 def test_a_reader_keeps_the_file_that_it_opened(tmp_path, monkeypatch):
     """While it reads, the file is replaced, then deleted."""
     one, other = tier_on(tmp_path), tier_on(tmp_path)
@@ -481,15 +239,13 @@ def test_a_clock_that_jumps_changes_no_answer(tmp_path, monkeypatch):
 # -- budget ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch, code):
+def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch):
     tier, tags = tier_on(tmp_path), prompt_tags(1, 1)
     put(tier, *tags)
     with monkeypatch.context() as broken:
-        broken.setattr(os, "preadv", lambda *arguments: raises(OSError(code, "broken")))
+        broken.setattr(os, "preadv", lambda *arguments: raises(OSError(errno.EACCES, "broken")))
         assert not holds(tier, tags[-1])
-    assert not tier.contains(NAME, STATE, tags[-1].key)
-    assert tier.counts == {f"read_{errno.errorcode[code]}": 1}
+    assert not tier.contains(NAME, STATE, tags[-1].key) and tier.counts == {"read_EACCES": 1}
     assert put(tier, tags[-1], writer=1) == [True] and holds(tier, tags[-1], writer=1)
     check(tmp_path, tier)
 
@@ -655,21 +411,15 @@ def test_kv_that_waits_for_its_state_stays(tmp_path):
     assert holds(tier, tag(KV, 1, 2))
 
 
-def test_an_entry_larger_than_the_budget(tmp_path):
-    tier = tier_on(tmp_path, budget_bytes=2000)
-    assert put(tier, tag(STATE, 1, 1)) == [False] and tier.counts == {"no_room": 1}
-
-
 def test_namespaces_that_nobody_uses_go_before_states(tmp_path):
-    old = tier_on(tmp_path, name=b"o" * 16)
-    put(old, *prompt_tags(1, 2))
-    used = tier_on(tmp_path, name=b"u" * 16)
-    put(used, *prompt_tags(1, 2))
+    old, used = (tier_on(tmp_path, name=name) for name in (b"o" * 16, b"u" * 16))
+    put(old, *prompt_tags(1, 2), name=b"o" * 16)
+    put(used, *prompt_tags(1, 2), name=b"u" * 16)
     old.close()
     tier = tier_on(tmp_path, budget_bytes=25_000)
     for number in range(9):
         put(tier, *prompt_tags(number, 2))
-    assert all(holds(used, each) for each in prompt_tags(1, 2))
+    assert all(holds(used, each, name=b"u" * 16) for each in prompt_tags(1, 2))
     assert not (tmp_path / "v1" / (b"o" * 16).hex()).exists()
     assert sum(files(tmp_path).values()) <= 25_000
     check(tmp_path, tier)
@@ -833,7 +583,7 @@ def a_cache(folder: Path) -> Path:
     for name in (b"o" * 16, NAME):
         tier.use_namespace(name)
         wait_until(lambda: tier._name, "the namespace is open")
-        put(tier, *prompt_tags(3, 2))
+        put(tier, *prompt_tags(3, 2), name=name)
     tier.close()
     for below in (f"writing/{DEAD}", f"writing/{DEAD[::-1]}", SPACE, SPACE + "/03"):
         (folder / "v1" / below).mkdir(mode=0o700, exist_ok=True)
@@ -866,9 +616,9 @@ def use(folder: Path, name: bytes = NAME) -> FileTier:
     """Do all that a process does there: look, clean, read, write, make room, end."""
     tier = tier_on(folder, budget_bytes=8_000, name=name)
     for number in range(1, 4):
-        put(tier, *prompt_tags(number, 2))
+        put(tier, *prompt_tags(number, 2), name=name)
         for each in prompt_tags(number, 2):
-            get(tier, each)
+            get(tier, each, name)
         tier._try_to_look()
     tier.close()
     return tier
@@ -990,7 +740,7 @@ def test_what_this_package_does_not_make_is_left_and_named_once(tmp_path, no_gra
 def test_files_that_are_deleted_to_make_room_are_counted(tmp_path):
     """Not those that are wrong, nor those that others deleted."""
     old = tier_on(tmp_path, name=b"o" * 16)
-    put(old, *prompt_tags(40, 2))
+    put(old, *prompt_tags(40, 2), name=b"o" * 16)
     old.close()
     tier, stats = tier_on(tmp_path, budget_bytes=20_000), TierStats()
     stored = 3 + sum(sum(put(tier, *prompt_tags(number, 2))) for number in range(1, 30))

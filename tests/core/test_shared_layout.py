@@ -91,21 +91,6 @@ def check_little_is_lost(block_bytes: int, state_bytes: int) -> None:
     assert found.block_bytes - block_bytes <= 0.04 * found.block_bytes, "lost of a KV block"
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_little_is_lost_for_any_preset(name):
-    tried = 0
-    for tp in (1, 2, 4, 8):
-        for block_tokens in (64, 128, 256, 512):
-            try:
-                sizes = sizes_of_rank(PRESETS[name], tp, block_tokens)
-            except ValueError as error:
-                assert "does not divide" in str(error)
-                continue
-            check_little_is_lost(*sizes)
-            tried += 1
-    assert tried >= (4 if PRESETS[name].mamba_num_groups == 1 else 8)
-
-
 @given(block=st.integers(1, 2**14), blocks_of_state=st.floats(0.05, 100))
 @example(block=10, blocks_of_state=1.8)
 @example(block=2**14, blocks_of_state=0.05)

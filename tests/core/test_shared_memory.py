@@ -19,6 +19,7 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, BlockTransfer, EntryKind, PageClear
 from tests.core import test_stateful
 from tests.core.model import tier_behind
+from tests.harness.one_memory import listed_though_held
 
 BLOCK = 4  # tokens
 
@@ -307,7 +308,7 @@ MUTANTS = {
     for what, *changes in (
         (
             "a held block moves",
-            (Pages, "_is_unheld", Pages._has_free),
+            (Pages, "_list", listed_though_held),
             (Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size),
         ),
         ("a decoded state without protection", (CheckpointTable, "protect", lambda self, slot: None)),

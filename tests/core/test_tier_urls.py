@@ -22,29 +22,22 @@ def test_each_parameter():
     kind, settings = parse_url(
         "file:///var/cache/a%20b?gb=0.5&min_tokens=0&wait_s=2&refresh_s=3&threads=1&secret_file=/s&weights=v1"
     )
-    assert kind is FileTier and settings == FolderSettings(
-        folder=Path("/var/cache/a b"),
-        budget_bytes=2**29,
-        min_tokens=0,
-        wait_s=2.0,
-        refresh_s=3.0,
-        threads=1,
-        secret_file=Path("/s"),
-        weights="v1",
-    )
+    general = {
+        "min_tokens": 0,
+        "wait_s": 2.0,
+        "refresh_s": 3.0,
+        "threads": 1,
+        "secret_file": Path("/s"),
+        "weights": "v1",
+    }
+    assert kind is FileTier
+    assert settings == FolderSettings(folder=Path("/var/cache/a b"), budget_bytes=2**29, **general)
     kind, settings = parse_url(
         "mooncake://10.0.0.1?gb=2&host=10.0.0.2&protocol=rdma&device=mlx5_0&wait_s=0.5&ask_s=0.2"
     )
-    assert kind is MooncakeTier and settings == MooncakeSettings(
-        master_host="10.0.0.1",
-        master_port=50051,
-        lent_bytes=2 * 2**30,
-        host="10.0.0.2",
-        protocol="rdma",
-        device="mlx5_0",
-        wait_s=0.5,
-        ask_s=0.2,
-    )
+    fields = {"host": "10.0.0.2", "protocol": "rdma", "device": "mlx5_0", "wait_s": 0.5, "ask_s": 0.2}
+    assert kind is MooncakeTier
+    assert settings == MooncakeSettings(master_host="10.0.0.1", master_port=50051, lent_bytes=2 * 2**30, **fields)
     assert settings_of("mooncake://localhost:7/") == MooncakeSettings(master_host="localhost", master_port=7)
 
 
