@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _PACKAGE = __name__.partition(".")[0] + "."
 _LATER = tuple(_PACKAGE + part for part in ("mcore.ranks.", "models.", "upstream.client", "upstream.coordinator"))
 """Modules with classes that not every engine needs: each is checked when its first object is made."""
-_PASSED_ON = {
+_PASSED_ON: dict[Any, tuple[Any, ...]] = {
     Parameter.VAR_POSITIONAL: (Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL),
     Parameter.VAR_KEYWORD: (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD),
 }
