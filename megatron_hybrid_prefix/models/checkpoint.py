@@ -41,8 +41,10 @@ def save_checkpoint(model: Any, path: str | os.PathLike[str]) -> None:
     """
     from megatron.core import dist_checkpointing
 
+    from megatron_hybrid_prefix.upstream.check import check_overrides
     from megatron_hybrid_prefix.upstream.checkpoints import SynchronousStrategy
 
+    check_overrides(SynchronousStrategy)
     path = Path(path).absolute()
     dimensions = _dimensions(model)
     names = [f".{path.name}.partial-{uuid.uuid4().hex[:8]}"]

@@ -17,13 +17,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.nn.functional as F
 
 from megatron_hybrid_prefix.upstream import moe
-from megatron_hybrid_prefix.upstream.contract import check_contract
+from megatron_hybrid_prefix.upstream.check import check_overrides
 
 logger = logging.getLogger(__name__)
 
@@ -296,6 +296,7 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         self._shares = pg_collection.tp.size() // self.tp_size
         self._share = pg_collection.tp.rank() // self.tp_size
 
+    @override
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,6 +325,7 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         self._counts.scatter_add_(0, experts, torch.ones_like(experts))
         return tokens[self._order // top_k], weights[self._order]
 
+    @override
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row to the rank that has its expert; see `dispatch_preprocess` for both arguments."""
         if self.ep_size == 1:
@@ -335,6 +337,7 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         exchange = (self._received_rows, self._sent_rows)
         return moe.all_to_all(self.ep_group, hidden_states, *exchange), moe.all_to_all(self.ep_group, probs, *exchange)
 
+    @override
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -346,12 +349,14 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         self._local_order = experts.argsort(stable=True)
         return hidden_states[self._local_order], self._received.sum(0), probs[self._local_order]
 
+    @override
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Undo the sorting of `dispatch_postprocess`."""
         if self.ep_size == 1:
             return hidden_states
         return torch.empty_like(hidden_states).index_copy_(0, self._local_order, hidden_states)
 
+    @override
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Each row back to the rank that has its token."""
         if self.ep_size == 1:
@@ -359,6 +364,7 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         returned: torch.Tensor = moe.all_to_all(self.ep_group, hidden_states, self._sent_rows, self._received_rows)
         return returned
 
+    @override
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The sum of each token's experts, and of all tensor-parallel ranks' parts, in the shape that came in."""
         rows = torch.empty_like(hidden_states).index_copy_(0, self._order, hidden_states)
@@ -407,7 +413,7 @@ class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
         is_mtp_layer: bool = False,
         name: str | None = None,
     ) -> None:
-        check_contract("experts")
+        check_overrides(ExpertsLayer, ExpertDispatcher)
         check_layer(vars(config))
         groups = moe.get_default_pg_collection() if pg_collection is None else pg_collection
         # With a latent size megatron's constructor asks for Transformer Engine; without one it would build other experts.

@@ -1,1 +1,1 @@
-"""What this package relies on in megatron-core: `contracts/` lists it, `check` compares it with the installed version."""
+"""Megatron-core's internals, which no other folder knows. `check` looks at the installed version before the first engine."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import torch
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 
-from megatron_hybrid_prefix.upstream.capabilities import form_of
+from megatron_hybrid_prefix.upstream.capabilities import form_of, only_in
 
 
 class BlockCounts(NamedTuple):
@@ -68,6 +68,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
         raise NotImplementedError
 
     @property
+    @only_in("KV blocks", "one pool")
     def pool_avail(self) -> int:
         """See `available_blocks` (megatron's own count leaves out evictable blocks)."""
         return self.available_blocks
@@ -76,16 +77,27 @@ class BlockAllocatorSeam(KVBlockAllocator):
     def pool_avail(self, blocks: int) -> None:
         """Megatron's constructor sets its own count."""
 
-    total_avail = pool_avail  # its name up to 0.19
+    @property
+    @only_in("KV blocks", "two pools")
+    def total_avail(self) -> int:
+        """See `available_blocks`."""
+        return self.available_blocks
 
+    @total_avail.setter
+    def total_avail(self, blocks: int) -> None:
+        """As of `pool_avail`."""
+
+    @only_in("KV blocks", "one pool")
     def get_allocatable_count(self) -> int:
         """Evictable blocks included."""
         return self.available_blocks
 
+    @override
     def is_memory_available(self, num_blocks: int, potential_matched_count: int = 0) -> bool:
         """Counts evictable blocks, too."""
         return num_blocks <= self.available_blocks - potential_matched_count
 
+    @only_in("KV blocks", "two pools")
     def get_active_avail(self) -> int:
         """Blocks for running requests: upstream's limit, or fewer if states use their memory.
 
@@ -94,9 +106,11 @@ class BlockAllocatorSeam(KVBlockAllocator):
         # Needless from ee3864907a (0.20): with one pool megatron asks `get_allocatable_count` alone.
         return min(int(super().get_active_avail()), self.available_blocks + int(self.get_paused_used()))
 
+    @override
     def update_timestamps(self, block_ids: torch.Tensor) -> None:
         """Do nothing: the cache keeps its own clocks."""
 
+    @override
     def register_kv_block_hashes(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: blocks become matchable once the forward that fills them is launched."""
 
@@ -105,6 +119,7 @@ class BlockAllocatorSeam(KVBlockAllocator):
         for observer in self._blocks_deregistered_observers:
             observer([], hashes)
 
+    @override
     def evict_lru_blocks(self, num_blocks_needed: int) -> bool:
         """Whether that many blocks can be allocated; the cache evicts on allocation."""
         return num_blocks_needed <= self.available_blocks

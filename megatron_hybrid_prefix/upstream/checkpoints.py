@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, override
 
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies import torch as strategies
@@ -15,6 +15,7 @@ class SynchronousStrategy(strategies.TorchDistSaveShardedStrategy):
     ``__main__`` again. The files are the same.
     """
 
+    @override
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         """PyTorch's own writer, in this process."""
         flat, _, _ = strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, override
 
 import msgpack
 from megatron.core.inference.headers import Headers
@@ -19,6 +19,7 @@ class ClientSeam(InferenceClient):
     socket: Any
     next_request_id: int
 
+    @override
     async def _recv_task(self) -> None:
         """Messages of this package, without polling."""
         await self.receive_all()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, override
 
 import torch
 from megatron.core.inference.config import KVCacheManagementMode
@@ -69,6 +69,7 @@ class StateMetadata(MambaMetadata):
             self._context.show_prefill()
 
     @property
+    @override
     def intermediate_chunk_indices(self) -> None:
         """Only megatron's own prefill reads it. That prefill ignores slots, so this raises before it computes wrong tokens.
 
@@ -81,6 +82,7 @@ class StateMetadata(MambaMetadata):
     def intermediate_chunk_indices(self, value: Any) -> None:
         """Megatron resets it every step."""
 
+    @override
     def _update_intermediate_metadata(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: megatron's extraction of intermediate states is not used."""
 
@@ -263,6 +265,7 @@ class ContextSeam(DynamicInferenceContext):
         else:
             super()._allocate_mamba_states()
 
+    @override
     def _execute_pending_mamba_ops(self) -> None:
         """New requests start from zero states, in layers of all kinds."""
         if self._pending_mamba_zeros and self.is_hybrid_model:

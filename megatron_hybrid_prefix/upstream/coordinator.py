@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import msgpack
 import zmq
@@ -163,6 +163,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
             return None
         return self.receive(sender, *frames) if frames[0].startswith(OWN) else frames[0]
 
+    @override
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: list[int]) -> None:
         """Limits the number of blocks that are remembered."""
         self.note_blocks(rank_identity, request_hashes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, override
 
 import msgpack
 import torch
@@ -15,7 +15,7 @@ from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_hybrid_prefix.upstream.capabilities import form_of
+from megatron_hybrid_prefix.upstream.capabilities import form_of, only_in
 from megatron_hybrid_prefix.upstream.coordinator import LAUNCHED, MARK, PARTIAL, refused, streamed
 from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
 
@@ -33,6 +33,7 @@ class EngineSeam(DynamicInferenceEngine):
     _takes_messages = False
     _most_tokens: int | None = None  # the step's budget, while a round of scheduling runs
 
+    @override
     def add_request(
         self,
         request_id: int,
@@ -139,27 +140,33 @@ class EngineSeam(DynamicInferenceEngine):
         """Chunks end on the grid of the scans."""
         return None if self.cuts_chunks else super()._find_cg_chunk_size(max_chunk_tokens)
 
+    @override
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
         """The prompt is hashed on arrival."""
         return self.accept_request(request)
 
+    @override
     def _handle_failed_request(self, request_id: int) -> None:
         """Refused requests get our record, too."""
         self.refuse_request(request_id)
 
+    @override
     def _should_run_async_sched_overlap(self) -> bool:
         """False if something must happen between two forwards."""
         return self.may_overlap_steps()
 
+    @override
     def _check_stop_words_for_request_post_append(self, request: DynamicInferenceRequest) -> tuple[bool, int]:
         """A stop word may begin before a preemption."""
         return self.check_stop_words(request)
 
+    @override
     def _get_and_clear_stop_word_finished_ids(self, active_request_ids: list[int]) -> set[int]:
         """Drops log-probs of a stop word; ends requests whose load failed."""
         return self.take_stopped_ids(active_request_ids)
 
     @property
+    @override
     def _generation_epoch(self) -> int | None:
         return self._epoch
 
@@ -287,6 +294,7 @@ class EngineSeam(DynamicInferenceEngine):
         if outputs:
             self.tell_coordinator(*streamed(PARTIAL, outputs))
 
+    @only_in("aborts and new tokens", "yes")
     def _try_send_streaming_partials(self) -> None:
         """Shows megatron the whole answers of preempted requests. Of their last parts it would skip the tokens that it counts as sent."""
         records = {number: entry.record for number, entry in self.requests.items() if len(entry.record.requests) > 1}

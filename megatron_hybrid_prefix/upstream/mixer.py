@@ -10,7 +10,7 @@ import torch
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 
-from megatron_hybrid_prefix.upstream.capabilities import form_of
+from megatron_hybrid_prefix.upstream.capabilities import form_of, only_in
 from megatron_hybrid_prefix.upstream.modules import ROWS_OF_A_STEP
 
 
@@ -21,10 +21,12 @@ class StepSeam(MambaMixer):
     _step: Any = None
     _owes_prefill = False
 
+    @only_in("steps of recurrent layers", "by class")
     def _dynamic_inference(self, hidden_states: torch.Tensor, context: Any) -> Any:
         """Notes whose step it is."""
         return self._run(super()._dynamic_inference, hidden_states, context)
 
+    @only_in("steps of recurrent layers", "shared")
     def ssm_dynamic_inference(self, hidden_states: torch.Tensor, context: Any) -> Any:
         """Notes whose step it is."""
         megatrons: Any = super()
@@ -41,11 +43,13 @@ class StepSeam(MambaMixer):
         finally:
             self._step = None
 
+    @only_in("steps of recurrent layers", "by class")
     def _ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
         """Decode by kernels that read and write each state once."""
         decoded = None if self._step is None else self.decode(zxBCdt, *states, **named)
         return super()._ssm_decode(zxBCdt, *states, **named) if decoded is None else decoded
 
+    @only_in("steps of recurrent layers", "shared")
     def ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
         """Decode by kernels that read and write each state once."""
         decoded = None if self._step is None else self.decode(zxBCdt, *states, **named)
@@ -80,6 +84,7 @@ class StepSeam(MambaMixer):
         """The A of a decode, (heads,) float32: in memory that `refresh_decode_parameters` writes."""
         return self._get_decode_A_neg_exp()[:, 0, 0]
 
+    @only_in("steps of recurrent layers", "by class")
     def _dynamic_inference_prefill(
         self,
         zxBCdt: torch.Tensor,
@@ -97,6 +102,7 @@ class StepSeam(MambaMixer):
         where |= {"batch_indices": metadata.batch_indices_prefill}
         return self._ssm_prefill(zxBCdt, conv_state=conv_state, ssm_state=ssm_state, **where)
 
+    @only_in("steps of recurrent layers", "by class")
     def _ssm_prefill(
         self, zxBCdt: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor, *args: Any, **named: Any
     ) -> torch.Tensor:
@@ -106,6 +112,7 @@ class StepSeam(MambaMixer):
         self._owes_prefill = False
         return self.prefill(zxBCdt, self._step, conv_state, ssm_state)
 
+    @only_in("steps of recurrent layers", "shared")
     def ssm_prefill(
         self, zxBCdt: torch.Tensor, conv_state: torch.Tensor, ssm_state: torch.Tensor, context: Any
     ) -> torch.Tensor:

@@ -56,7 +56,7 @@ def lost_override(
         for name, value in [] if base.__module__.startswith(_PACKAGE) else vars(base).items():
             if name in never - extended:
                 return f"{base.__name__}.{name} would never be called"
-            if name in extended and not _calls_super(value, name):
+            if name in extended and not calls_super(value, name):
                 return f"{base.__name__}.{name} does not call super().{name}"
     on_it = (name for name, value in vars(thing).items() if name in own | never - {"forward"} and callable(value))
     return next((f"{name} of this {cls.__name__} itself would never be called" for name in on_it), None)
@@ -78,7 +78,8 @@ def _names(classes: Iterable[type]) -> frozenset[str]:
     return frozenset(name for cls in classes for name in vars(cls) if not name.startswith(("__", "_abc_")))
 
 
-def _calls_super(value: Any, name: str) -> bool:
+def calls_super(value: Any, name: str) -> bool:
+    """Whether a method calls the one of this name that it overrides."""
     function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
     codes, names = [getattr(function, "__code__", None)], set[str]()
     while codes:

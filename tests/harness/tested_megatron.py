@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from megatron_hybrid_prefix.upstream.capabilities import forms
+from megatron_hybrid_prefix.upstream.capabilities import CAPABILITIES, form_of
 from megatron_hybrid_prefix.upstream.version import find_megatron, megatron_folder
 
 
@@ -19,5 +19,5 @@ def tested_megatron() -> str:
         command = ["git", "-c", f"safe.directory={checkout}", "-C", checkout, "status", "--porcelain", "--", "megatron"]
         if subprocess.run(command, check=True, capture_output=True).stdout:
             changed = ", with local changes"
-    chosen = ", ".join(f"{capability}: {form}" for capability, form in forms().items())
+    chosen = ", ".join(f"{capability}: {form_of(capability)}" for capability in CAPABILITIES)
     return f"{find_megatron()}{changed}; {chosen}"

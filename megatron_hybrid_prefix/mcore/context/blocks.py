@@ -7,7 +7,7 @@ held and cached.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, override
 
 import torch
 
@@ -61,16 +61,19 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
     def available_blocks(self) -> int:
         return self.cache.blocks.available_count
 
+    @override
     def get_evictable_block_count(self) -> int:
         """Cached blocks that no request holds."""
         return self.cache.memory_use().cached_blocks
 
     @property
+    @override
     def kv_hash_to_block_id(self) -> Mapping[str, int]:
         """Ids of cached blocks, by key in hex."""
         return self._cached_keys
 
     @property
+    @override
     def block_ref_counts(self) -> torch.Tensor:
         """(total_count,) int32: live requests that hold each block. A copy: megatron's writes to it have no effect."""
         counts = torch.zeros(block_counts(self).total, dtype=torch.int32)  # no request holds the dummy block
@@ -88,6 +91,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         if source in self.block_routing:
             self.block_routing[target] = self.block_routing.pop(source)
 
+    @override
     def allocate_memory_blocks(self, num_blocks: int) -> torch.Tensor | None:
         """None if there are not enough blocks, evictable blocks included.
 
@@ -102,10 +106,12 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
         return torch.tensor(block_ids, dtype=torch.int32)
 
+    @override
     def release_memory_blocks(self, blocks: torch.Tensor) -> None:
         """Free blocks that are not attached to a request, or that a rewind cut off."""
         self.cache.blocks.free(blocks.tolist())
 
+    @override
     def reset(self) -> None:
         """Drop all blocks and states."""
         self.cache.reset()

@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -52,9 +52,9 @@ from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 from megatron_hybrid_prefix.tiers.units import HOST
 from megatron_hybrid_prefix.upstream.blocks import block_counts
+from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.config import InferenceConfig
 from megatron_hybrid_prefix.upstream.context import ChunkBlocks
-from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, RequestOverflowError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class HybridPrefixContext(SlotContext):
         inference_config: InferenceConfig,
         prefix: HybridPrefixConfig | None = None,
     ) -> None:
-        check_contract()  # before the config is read
+        check_overrides()  # before the config is read
         state_config = inference_config.mamba_inference_state_config
         if prefix is None:
             prefix = HybridPrefixConfig(mamba_gb=inference_config.prefix_caching_mamba_gb)
@@ -287,6 +287,7 @@ class HybridPrefixContext(SlotContext):
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
         return self._admissions.blocks_of_chunk(req, chunk_tokens)
 
+    @override
     def check_availability(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
         """Whether there is room for the request, its tokens, its KV. Read-only."""
         return self._admissions.room_for(req)
@@ -506,6 +507,7 @@ class HybridPrefixContext(SlotContext):
         finally:
             self._swapping_out = False
 
+    @override
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
         """Finished, preempted and aborted requests release everything; blocks with a key stay cached."""
         request_ids = self.request_ids[request_indexes].tolist()

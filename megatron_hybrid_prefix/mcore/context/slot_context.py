@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -21,9 +21,9 @@ from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
+from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.config import InferenceConfig
 from megatron_hybrid_prefix.upstream.context import ContextSeam, one_thread
-from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.graphs import block_problem
 from megatron_hybrid_prefix.upstream.mixer import replays_chunks
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
@@ -62,7 +62,7 @@ class SlotContext(ContextSeam):
     next_prompt_token = 0
 
     def __init__(self, model_config: TransformerConfig, inference_config: InferenceConfig) -> None:
-        check_contract()
+        check_overrides()
         check_sizes(model_config, "the model's config", inference_config.pg_collection)
         self.model_states: ModelStates | None = None
         state_config = inference_config.mamba_inference_state_config
@@ -154,6 +154,7 @@ class SlotContext(ContextSeam):
 
     # -- admit ---------------------------------------------------------------------------------------------------------
 
+    @override
     def add_request(self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
         """Admits a request and plans its step."""
         length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 
@@ -29,7 +29,7 @@ from megatron_hybrid_prefix.mcore.engine.removals import Removals
 from megatron_hybrid_prefix.mcore.engine.requests import Answer, Prompt, RequestRules
 from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
-from megatron_hybrid_prefix.mcore.ranks.coordinator import meet_subscribers
+from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator, meet_subscribers
 from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
@@ -37,7 +37,7 @@ from megatron_hybrid_prefix.platform.side_by_side import compiled_side_by_side
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.tokenizer import other_ends
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
-from megatron_hybrid_prefix.upstream.contract import check_contract
+from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.coordinator import TELL_ABORT
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.graphs import kinds_of_step, kinds_to_compile, launch_eagerly
@@ -85,7 +85,7 @@ class HybridPrefixEngine(EngineSeam):
         self._was_idle = False  # when the next request to be admitted came
         self._weights: WeightSamples | None = None
         self._announced = False  # new weights, since the engine was suspended
-        check_contract()
+        check_overrides()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         if isinstance(context, SlotContext) and context.states is not None:
             use_slot_mixers(controller.inference_wrapped_model.model)
@@ -242,7 +242,7 @@ class HybridPrefixEngine(EngineSeam):
 
     async def start_listening_to_data_parallel_coordinator(self, *args: Any, **kwargs: Any) -> str:
         """Returns once all ranks receive each other's messages."""
-        check_contract("coordinator")
+        check_overrides(PrefixCoordinator)
         address: str = await super().start_listening_to_data_parallel_coordinator(*args, **kwargs)
         meet_subscribers(self)  # before the engine's loop starts
         if self.ep_world_size == 1:
@@ -321,6 +321,7 @@ class HybridPrefixEngine(EngineSeam):
                     ids.remove(request.request_id)
             raise
 
+    @override
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> list[DynamicInferenceRequestRecord]:

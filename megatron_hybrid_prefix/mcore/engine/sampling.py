@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 
@@ -73,6 +73,7 @@ class RowSampling(Sampling):
     def __init__(self, backend: Any, generator: torch.Generator, source: Any) -> None:
         self._backend, self._generator, self._source = backend, generator, source
 
+    @override
     def sample_kernel(
         self,
         logits: torch.Tensor,
@@ -112,6 +113,7 @@ class RowSampling(Sampling):
                 tokens[row] = sample(own, request, self._generator)
         return tokens
 
+    @override
     def log_probs_kernel(
         self, logits: torch.Tensor, context: Any, *, token_to_request_index: torch.Tensor | None = None
     ) -> torch.Tensor:

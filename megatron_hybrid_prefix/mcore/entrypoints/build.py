@@ -12,7 +12,8 @@ from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.pages import own_bytes
 from megatron_hybrid_prefix.sampling import drafts_problem
 from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
-from megatron_hybrid_prefix.upstream.contract import check_contract
+from megatron_hybrid_prefix.upstream.check import check_overrides
+from megatron_hybrid_prefix.upstream.version import check_version
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.upstream.config import InferenceConfig
@@ -107,6 +108,8 @@ def _controller(
 
 
 def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:
+    check_version()  # before megatron is imported
+    from megatron_hybrid_prefix.mcore.engine import controller, engine  # noqa: F401  for the check
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, with_state_dtype
     from megatron_hybrid_prefix.upstream.config import (
         InferenceConfig,
@@ -115,7 +118,7 @@ def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[
     )
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceContext
 
-    check_contract()
+    check_overrides()
     machine = patched_machine()
     if machine is not None:
         machine.check_cuda_graphs(model.config.cuda_graph_impl)

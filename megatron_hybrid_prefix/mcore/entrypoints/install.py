@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints.patches import constructors
 from megatron_hybrid_prefix.platform import patched_machine
-from megatron_hybrid_prefix.upstream.contract import check_contract
+from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.rebinding import Applied, apply
 from megatron_hybrid_prefix.upstream.version import check_version
 
@@ -42,7 +42,9 @@ def install(prefix: HybridPrefixConfig | None = None) -> None:
     global _prefix
     check_version()
     if patched_machine() is not None:  # else the first context checks: the layers must not be imported before
-        check_contract()
+        from megatron_hybrid_prefix.mcore.engine import controller, engine  # noqa: F401  for the check
+
+        check_overrides()
     if not _applied.rebindings:
         apply(constructors(lambda: _prefix), _applied)
     _prefix = prefix

@@ -19,6 +19,7 @@ from megatron_hybrid_prefix.mcore.ranks.messages import (
     pack,
     unpack,
 )
+from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.client import ClientSeam
 from megatron_hybrid_prefix.upstream.coordinator import OWN, WRAPPED
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, SamplingParams
@@ -51,6 +52,7 @@ class ReplicaClient(ClientSeam):
     """
 
     def __init__(self, address: str, answers: Answers) -> None:
+        check_overrides(ReplicaClient)
         super().__init__(address)
         self._answers = answers
 

@@ -13,7 +13,7 @@ import threading
 from functools import cached_property
 from itertools import islice
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, override
 
 import torch
 
@@ -27,8 +27,8 @@ from megatron_hybrid_prefix.mcore.ranks.messages import (
     pack,
     unpack,
 )
+from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.config import PrefixCachingCoordinatorPolicy, get_pg_size
-from megatron_hybrid_prefix.upstream.contract import check_contract
 from megatron_hybrid_prefix.upstream.coordinator import CoordinatorSeam, replica_of
 
 _MEET_MS = 50
@@ -79,6 +79,7 @@ class PrefixCoordinator(CoordinatorSeam):
         for name, own in lost.items():
             self.send(name, LOST, pack(replica), pack(own))
 
+    @override
     def detokenize(self, finished_request: dict[str, Any]) -> None:
         """Clients turn tokens into text themselves, as they arrive."""
 
@@ -101,6 +102,7 @@ class PrefixCoordinator(CoordinatorSeam):
         self._last_replica = next(replica for replica in in_turn if loads[replica] == least)
         return self.name_of(self._last_replica)
 
+    @override
     def get_best_data_parallel_rank(self, request_hashes: list[int]) -> bytes:
         """A request with a known key goes where the key's last request went."""
         key, by_key = self._routing.key, self._replica_by_key
@@ -159,11 +161,11 @@ class CoordinatorProcess:
 
     Raises:
         RuntimeError: It did not start.
-        UpstreamDriftError: As `check_contract`, of what a coordinator needs.
+        UpstreamDriftError: As `check_overrides`, of what a coordinator needs.
     """
 
     def __init__(self, engine: Any, hostname: str) -> None:
-        check_contract("coordinator")
+        check_overrides(PrefixCoordinator)
         spawn = multiprocessing.get_context("spawn")
         receiver, sender = spawn.Pipe(duplex=False)
         self._ready: Any = spawn.Event()

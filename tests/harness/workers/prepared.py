@@ -31,7 +31,7 @@ GRACE_S = 10.0  # from SIGTERM to SIGKILL
 def import_everything() -> None:
     """Imports what every rank needs, with the CPU replacements. They are undone, because each process makes them again.
 
-    Megatron is compared with the contract, too, which every process does before its first engine.
+    Our overrides are compared with megatron's methods, too, which every process does before its first engine.
     """
     from megatron_hybrid_prefix.platform import start
 
@@ -44,9 +44,9 @@ def import_everything() -> None:
         "layers.kinds",
     ):
         importlib.import_module(f"megatron_hybrid_prefix.{name}")
-    from megatron_hybrid_prefix.upstream.contract import check_contract
+    from megatron_hybrid_prefix.upstream.check import check_overrides
 
-    check_contract()
+    check_overrides()
     for number in (signal.SIGINT, signal.SIGTERM):  # megatron's engine registers dumps of the stack when it is imported
         faulthandler.unregister(number)
     start.undo_platform()
