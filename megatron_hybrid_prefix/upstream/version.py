@@ -14,6 +14,8 @@ import importlib.metadata
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from megatron_hybrid_prefix.errors import PlatformError
+from megatron_hybrid_prefix.errors import PlatformError, UpstreamDriftError
 
 # The supported range. pyproject.toml repeats it for pip; a test compares the two.
 SUPPORTED = ">=0.19.2,<0.21"
@@ -165,3 +167,18 @@ def _checked_out(checkout: Path) -> str:
         return packed[1] if packed else ""
     except OSError:  # no .git, or one that this user may not read
         return ""
+
+
+@contextmanager
+def naming_versions() -> Iterator[None]:
+    """Around imports of megatron's names: one that is missing is one line, with the versions that the tests were run with.
+
+    Raises:
+        UpstreamDriftError: That line.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if not (error.name or "").startswith("megatron."):
+            raise
+        raise UpstreamDriftError(f"{check_version()}: {error}; the tests were run with: {', '.join(RUN)}") from error

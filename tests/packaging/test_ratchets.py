@@ -31,7 +31,7 @@ _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
     "lines: core": 10_766,
-    "lines: mcore": 6_956,
+    "lines: mcore": 6_980,
     "lines: upstream and platform": 6_550,
     "lines: serve, cli and console": 8_258,
     "lines: package": 47_129,

@@ -278,3 +278,15 @@ def test_checked_before_the_first_engine_and_once(tiny, monkeypatch, fresh, gone
     asked.clear()
     build_engine(tiny)
     assert asked == []
+
+
+def test_a_missing_name_is_one_line(monkeypatch):
+    """Names are imported before anything is checked."""
+    from megatron.core.inference import inference_request
+
+    from megatron_hybrid_prefix.upstream import names
+
+    monkeypatch.delattr(inference_request, "DynamicInferenceRequest")
+    with pytest.raises(UpstreamDriftError, match=f"DynamicInferenceRequest.*run with: {version.RUN[0]}") as found:
+        importlib.reload(names)
+    assert "\n" not in str(found.value)
