@@ -144,64 +144,37 @@ class PageLayout:
 
 
 _KV, _STATE = 1, 2  # who had a page last; 0: nobody
-_PAGE_WITHOUT_STATES = 64  # blocks
 
 
-class Buckets:
-    """Pages by number of free blocks, or of free slots. Entries may be out of date: the reader checks them.
+class PageHeap:
+    """Pages by free blocks, or by free slots. Entries may be out of date: the reader checks them.
 
     O(log pages) per call.
 
     Args:
-        pages: Number of pages.
-        most_free: Most free blocks of a page.
+        most_first: Whether the page with the most free blocks comes first, else that with the fewest; of equal pages the first.
     """
 
-    def __init__(self, pages: int, most_free: int) -> None:
-        self._heaps: list[list[int]] = [[] for _ in range(most_free + 1)]
-        self._listed = [bytearray(pages) for _ in range(most_free + 1)]
-        self._filled = 0  # bit f: the heap of f free blocks is not empty
+    def __init__(self, *, most_first: bool) -> None:
+        self._sign = -1 if most_first else 1
+        self._heap: list[tuple[int, int]] = []
+        self._listed: set[tuple[int, int]] = set()
 
     def push(self, page: int, free: int) -> None:
         """Lists the page with ``free`` free blocks."""
-        if not self._listed[free][page]:
-            self._listed[free][page] = 1
-            heappush(self._heaps[free], page)
-            self._filled |= 1 << free
+        entry = self._sign * free, page
+        if entry not in self._listed:
+            self._listed.add(entry)
+            heappush(self._heap, entry)
 
-    def fullest(self, is_listed: Callable[[int, int], bool]) -> int | None:
-        """The page with the fewest free blocks, at least one; of equal pages the first."""
-        left = self._filled >> 1 << 1
-        while left:
-            free = (left & -left).bit_length() - 1
-            page = self._top(free, is_listed)
-            if page is not None:
+    def first(self, is_listed: Callable[[int, int], bool]) -> int | None:
+        """The first page whose entry ``is_listed`` still holds of it and its free blocks."""
+        while self._heap:
+            free, page = entry = self._heap[0]
+            if is_listed(page, self._sign * free):
                 return page
-            left &= left - 1
-        return None
-
-    def emptiest(self, is_listed: Callable[[int, int], bool]) -> int | None:
-        """The page with the most free blocks; of equal pages the first."""
-        left = self._filled
-        while left:
-            free = left.bit_length() - 1
-            page = self._top(free, is_listed)
-            if page is not None:
-                return page
-            left ^= 1 << free
-        return None
-
-    def first(self, free: int, is_listed: Callable[[int, int], bool]) -> int | None:
-        """The first page with ``free`` free blocks."""
-        return self._top(free, is_listed) if self._filled >> free & 1 else None
-
-    def _top(self, free: int, is_listed: Callable[[int, int], bool]) -> int | None:
-        heap, listed = self._heaps[free], self._listed[free]
-        while heap:
-            if is_listed(heap[0], free):
-                return heap[0]
-            listed[heappop(heap)] = 0
-        self._filled &= ~(1 << free)
+            self._listed.remove(entry)
+            heappop(self._heap)
         return None
 
 
@@ -212,11 +185,11 @@ class Pages:
 
     Args:
         blocks: KV blocks that fit.
-        page_blocks: KV blocks in a page. 0: states take no memory here.
+        page_blocks: KV blocks in a page.
         page_states: States in a page.
 
     Raises:
-        ValueError: A number is negative, or a page has no state.
+        ValueError: A number is negative, or a page has no block or no state.
 
     Attributes:
         pages_to_states: Pages given to a state so far, of those that last held KV.
@@ -226,13 +199,12 @@ class Pages:
     """
 
     def __init__(self, blocks: int, page_blocks: int, page_states: int = 1) -> None:
-        if blocks < 0 or page_blocks < 0 or page_states < 1:
+        if blocks < 0 or page_blocks < 1 or page_states < 1:
             raise ValueError(
-                f"kv_blocks={blocks}, page_blocks={page_blocks}, page_states={page_states}: must be 0, 0 and 1 or more"
+                f"kv_blocks={blocks}, page_blocks={page_blocks}, page_states={page_states}: must be 0, 1 and 1 or more"
             )
         self.total_blocks, self.page_blocks, self.page_states = blocks, page_blocks, page_states
-        self._size = page_blocks or _PAGE_WITHOUT_STATES
-        self._whole = blocks // page_blocks if page_blocks else 0
+        self._size, self._whole = page_blocks, blocks // page_blocks
         self.pages_to_states = self.pages_to_kv = 0
         self.with_old_state: list[int] = []
         self._last_owner = bytearray(ceil_div(blocks, self._size))
@@ -245,8 +217,8 @@ class Pages:
         self._free_ids = [list(range(min(start + size, blocks) - 1, start - 1, -1)) for start in range(0, blocks, size)]
         self._held = array("i", bytes(4 * len(self._free_ids)))
         self._is_state = bytearray(len(self._free_ids))
-        self._by_free = Buckets(len(self._free_ids), size)
-        self._unheld_by_free = Buckets(len(self._free_ids), size)  # whole pages without a held block
+        self._by_free = PageHeap(most_first=False)
+        self._unheld_by_free = PageHeap(most_first=True)  # whole pages without a held block
         self._changed = set(range(len(self._free_ids)))  # to be listed before a page is looked for
         self.free_blocks = blocks
         self.held_blocks = 0
@@ -275,7 +247,7 @@ class Pages:
         block_ids: list[int] = []
         by_free = self._listed(self._by_free)  # once: only the last page has free blocks left
         while len(block_ids) < count:
-            page = by_free.fullest(self._has_free)
+            page = by_free.first(self._has_free)
             assert page is not None, "taken more blocks than are free"
             free = self._free_ids[page]
             taken = min(count - len(block_ids), len(free))
@@ -323,7 +295,8 @@ class Pages:
         """A page whose blocks are all free; None if there is none."""
         if self.free_blocks < self._size:
             return None
-        return self._listed(self._unheld_by_free).first(self._size, self._is_unheld)
+        page = self._listed(self._unheld_by_free).first(self._is_unheld)
+        return page if page is not None and len(self._free_ids[page]) == self._size else None
 
     def can_be_emptied(self) -> bool:
         """Whether there is a page without a held block, and room for its blocks elsewhere."""
@@ -336,7 +309,7 @@ class Pages:
             The page, and its moves: (from block, to block). From now on the blocks it moves to are cached and the page's
             blocks are free.
         """
-        page = self._listed(self._unheld_by_free).emptiest(self._is_unheld)
+        page = self._listed(self._unheld_by_free).first(self._is_unheld)
         assert page is not None and self.can_be_emptied()
         size, free = self._size, self._free_ids[page]
         start = page * size
@@ -344,7 +317,7 @@ class Pages:
         targets: list[int] = []
         by_free = self._listed(self._by_free)  # once, as in `take_blocks`
         while len(targets) < len(used):
-            target = by_free.fullest(lambda other, count: other != page and self._has_free(other, count))
+            target = by_free.first(lambda other, count: other != page and self._has_free(other, count))
             assert target is not None
             holes = self._free_ids[target]
             filled = min(len(used) - len(targets), len(holes))
@@ -409,13 +382,13 @@ class Pages:
         if held != self._held or counted != found:
             raise CacheCorruptionError(f"free, held blocks, states and unheld pages: counted {counted}, are {found}")
 
-    def _listed(self, buckets: Buckets) -> Buckets:
-        """The buckets, with all pages that changed since the last look. Many blocks of a page change between two looks."""
+    def _listed(self, heap: PageHeap) -> PageHeap:
+        """The heap, with all pages that changed since the last look. Many blocks of a page change between two looks."""
         if self._changed:
             for page in self._changed:
                 self._list(page)
             self._changed.clear()
-        return buckets
+        return heap
 
     def _list(self, page: int) -> None:
         free = len(self._free_ids[page])

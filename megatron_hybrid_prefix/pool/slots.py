@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.pool.pages import Buckets, Pages
+from megatron_hybrid_prefix.pool.pages import PageHeap, Pages
 
 NO_SLOT = -1
 
@@ -74,7 +74,7 @@ class SlotPool:
         self._state = bytearray(self.total_slots)
         self._pins = array("i", bytes(4 * self.total_slots))
         self._places: dict[int, list[int]] = {}  # by page that holds states: its free slots, from 0
-        self._open = Buckets(len(self.pages), self._size)  # these pages by free slots
+        self._open = PageHeap(most_first=False)  # these pages by free slots
         self._stuck = array("i", bytes(4 * len(self.pages)))  # slots that eviction cannot free, by page
         self.used_slots = self.live_slots = self.stuck_pages = 0
 
@@ -107,7 +107,7 @@ class SlotPool:
 
     def reserve(self) -> int | None:
         """Reserve a slot for the next forward to write; None if no page has a free slot and none is empty."""
-        page = self._open.fullest(self._is_open)
+        page = self._open.first(self._is_open)
         if page is None:
             page = self.pages.empty_page
             if page is None:
