@@ -27,7 +27,7 @@ What is lost:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
@@ -245,22 +245,28 @@ class Pages:
     def take_blocks(self, count: int) -> list[int]:
         """Takes free blocks, which are held from now on. The caller checks that there are enough."""
         block_ids: list[int] = []
-        by_free = self._listed(self._by_free)  # once: only the last page has free blocks left
-        while len(block_ids) < count:
-            page = by_free.first(self._has_free)
-            assert page is not None, "taken more blocks than are free"
-            free = self._free_ids[page]
-            taken = min(count - len(block_ids), len(free))
-            block_ids += free[: -taken - 1 : -1]
-            del free[-taken:]
-            self.free_blocks -= taken
-            self.hold(block_ids[-1], taken)
+        for page, filled in self._fill_holes(count):
+            self.free_blocks -= len(filled)
+            self.hold(filled[0], len(filled))
             if self._last_owner[page] == _STATE:
                 self.pages_to_kv += 1
                 self.with_old_state.append(page)
             self._last_owner[page] = _KV
-            self._changed.add(page)
+            block_ids += filled
         return block_ids
+
+    def _fill_holes(self, count: int, besides: int | None = None) -> Iterator[tuple[int, list[int]]]:
+        """Takes ``count`` free blocks off their pages, the fullest page first. Not those of the page ``besides``."""
+        by_free = self._listed(self._by_free)  # once: only the last page has free blocks left
+        while count:
+            page = by_free.first(lambda page, free: page != besides and self._has_free(page, free))
+            assert page is not None, "taken more blocks than are free"
+            free = self._free_ids[page]
+            filled = free[: -min(count, len(free)) - 1 : -1]
+            del free[-len(filled) :]
+            self._changed.add(page)
+            count -= len(filled)
+            yield page, filled
 
     def hold(self, block_id: int, count: int) -> None:
         """Requests hold ``count`` more blocks of this block's page; below 0: fewer. Those stay cached."""
@@ -275,11 +281,8 @@ class Pages:
 
     def free(self, block_id: int) -> None:
         """Frees a held block."""
-        page = block_id // self._size
-        self._free_ids[page].append(block_id)
-        self.free_blocks += 1
+        self.evict(block_id)
         self.hold(block_id, -1)
-        self._changed.add(page)
 
     def evict(self, block_id: int) -> None:
         """Frees a cached block."""
@@ -315,17 +318,10 @@ class Pages:
         start = page * size
         used = sorted({*range(start, start + size)}.difference(free))
         targets: list[int] = []
-        by_free = self._listed(self._by_free)  # once, as in `take_blocks`
-        while len(targets) < len(used):
-            target = by_free.first(lambda other, count: other != page and self._has_free(other, count))
-            assert target is not None
-            holes = self._free_ids[target]
-            filled = min(len(used) - len(targets), len(holes))
-            targets += holes[: -filled - 1 : -1]
-            del holes[-filled:]
+        for target, filled in self._fill_holes(len(used), besides=page):
             assert self._last_owner[target] != _STATE, "such a page is empty, and would have been taken"
             self._last_owner[target] = _KV
-            self._changed.add(target)
+            targets += filled
         free[:] = range(start + size - 1, start - 1, -1)
         self._changed.add(page)
         return page, list(zip(used, targets, strict=True))

@@ -139,7 +139,7 @@ class ModelEngine:
         self.requests: list[Request] = []  # live ones, and released ones with a plan in flight
         self.stale_plans: list[StepPlan] = []
         self.seen: Counter[str] = Counter()
-        NaiveMemory(cache, self.seen)
+        self.memory = NaiveMemory(cache, self.seen)
         self.expected: dict[bytes, Content] = {}  # what the keys of entries on the host name
         self.next_id = 0
         self.publishes_early = False  # whether forwards are published once they are launched
@@ -168,7 +168,8 @@ class ModelEngine:
                 continue
             if isinstance(unit, PageClear):
                 self.seen["cleared"] += 1
-                self.clear_page(unit.page)
+                for block_id in self.blocks_of(unit.page):
+                    self.put_block(block_id, GARBAGE)
                 continue
             device = self.blocks if unit.tag.kind == EntryKind.KV else self.slots
             if unit.source == DEVICE:
@@ -198,15 +199,8 @@ class ModelEngine:
         assert source not in self.held_blocks() and target not in self.held_blocks(), "a held block moves"
         self.seen["told of a move"] += 1
 
-    def clear_page(self, page: int) -> None:
-        for block_id in self.blocks_of(page):
-            self.put_block(block_id, GARBAGE)
-
     def blocks_of(self, page: int) -> range:
         return range(page * self.page_blocks, (page + 1) * self.page_blocks)
-
-    def page_of(self, slot: int) -> int:
-        return (slot - self.first_slot) // self.page_states
 
     def put_block(self, block_id: int, content: Content) -> None:
         # A copy is of a whole block. A forward leaves what is behind its last token.
@@ -219,7 +213,7 @@ class ModelEngine:
     def put_state(self, slot: int, content: Content) -> None:
         self.slots[slot] = content
         if slot < LIVE_SLOTS:
-            blocks = self.blocks_of(self.page_of(slot))
+            blocks = self.blocks_of(self.memory.page_of(slot))
             self.blocks.update(dict.fromkeys(blocks, GARBAGE))
             self.with_old_state.update(blocks)
 
@@ -236,20 +230,14 @@ class ModelEngine:
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    def stuck_pages(self) -> set[int]:
-        """Pages with a slot that cannot be evicted."""
-        slots, fixed = self.cache._store.slots, (SlotState.RESERVED, SlotState.LIVE, SlotState.RETIRED)
-        ids = range(self.first_slot, self.first_slot + self.pages * self.page_states)
-        return {self.page_of(slot) for slot in ids if slots.pins(slot) or slots.state(slot) in fixed}
-
     def has_room(
         self, own: int, shared: Sequence[int] = (), source_slot: int | None = None, *, with_slot: bool | None = None
     ) -> bool:
         """Counts pages one by one: one with a stuck slot is lost, and one without held blocks is needed for a slot."""
         held = self.held_blocks() | set(shared)
-        stuck = self.stuck_pages()
+        stuck = self.memory.stuck_pages()
         if source_slot is not None:
-            stuck.add(self.page_of(source_slot))
+            stuck.add(self.memory.page_of(source_slot))
         left = self.kv_blocks - len(held) - len(stuck) * self.page_blocks
         if not (self.cache.settings.live_states if with_slot is None else with_slot):
             return own <= left
@@ -378,6 +366,7 @@ class ModelEngine:
         request_id, self.next_id = self.next_id, self.next_id + 1
         before = (self.cache.blocks.available_count, self.cache.stats())
         asked_depth = self.asked_depth(salt, tokens, limit) if read else 0
+        self.memory.used.clear()
         admission = self.cache.admit(
             request_id, old_match, length_tokens=first_chunk and length, write=write, breakpoints=breakpoints
         )
@@ -391,6 +380,8 @@ class ModelEngine:
         assert admission.stored_tokens == len(shared) * self.block_tokens
         self.seen["shared beyond"] += len(shared) > depth
         assert (admission.resume_tokens, admission.source_slot) == (depth * self.block_tokens, match.source_slot)
+        used = {node.depth_blocks for node in self.memory.used}
+        assert used == {asked_depth, depth} - {0} or 0 < depth < asked_depth in used, "who is used is not counted"
         self.seen["guess used"] += asked_depth < depth
         if write and before[1].slots_total:
             seen = max(kv_depth, self.seen_before(salt, tokens, match))
@@ -502,9 +493,12 @@ class ModelEngine:
             return None
         blocks = self.cache._store.blocks
         guesses = {node for node in self.on_slots().values() if is_guess(node)}
-        asked = {position: reason for position, reason in self.live(request).boundaries if start < position <= end}
+        reached = {position: reason for position, reason in self.live(request).boundaries if start <= position <= end}
+        asked = {position: reason for position, reason in reached.items() if position > start}
+        keys = {position: self.live(request).chain.keys[position // self.block_tokens - 1] for position in reached}
         before, stats = self.on_slots(), self.cache.stats()
         room = self.free_places() + min(0, blocks.spare_guesses)  # a part may be for lent states
+        there = self.cache._planner.writing | {node.key for node in blocks.states}
         plan = self.cache.plan(request.request_id, start, end)
         planned = [(checkpoint.position_tokens, checkpoint.reason) for checkpoint in plan.checkpoints]
         skipped = self.cache.stats().checkpoints_skipped - stats.checkpoints_skipped
@@ -512,11 +506,23 @@ class ModelEngine:
         assert self.live(request).write or not planned
         for_others = skipped + sum(reason != CheckpointReason.INTERVAL for _, reason in planned)
         for_others += sum(node.slot >= 0 and not is_guess(node) for node in guesses)  # asked for now
-        lost = {node for slot, node in before.items() if node.slot != slot} - guesses
+        lost, own = {node for slot, node in before.items() if node.slot != slot}, set(self.live(request).path)
+        assert for_others or not lost & guesses & own, "a guess displaces one of the same request"
+        lost -= guesses
         self.seen["lent"] += any(node in blocks.lent for node in lost)
         assert for_others or all(node in blocks.lent for node in lost), "a guess displaces what was asked for"
-        after = self.on_slots().keys()
-        assert len(asked) > room or before.keys() <= after, "evicted, though there was room"
+        after = self.on_slots()
+        needed = {keys[position] for position, reason in reached.items() if reason != CheckpointReason.INTERVAL}
+        assert guesses.isdisjoint(node for slot, node in before.items() if node.slot != slot and node.key in needed)
+        left_out = {position for position in asked.keys() - dict(planned) if keys[position] not in there}
+        reasons = {reason for _, reason in planned if reason != CheckpointReason.INTERVAL}
+        if skipped and reasons:
+            assert max(reasons) <= min(asked[position] for position in left_out), "the most important ones go first"
+        elif left_out and not skipped and self.live(request).write:
+            others = [slot for slot, node in after.items() if is_guess(node) and node not in own]
+            assert not self.free_places(), "a guess is left out, though there is room"
+            assert all(map(self.cache._store.slots.pins, others)), "a guess is left out, though another could go"
+        assert len(asked) > room or before.keys() <= after.keys(), "evicted, though there was room"
         if skipped and not blocks.lent:  # a state that is lent only takes the place of a guess
             assert all(map(self.cache._store.slots.pins, after)), "skipped, though a state could go"
             assert not self.free_places() and (self.cache._store.slots.is_full or not self.has_room(0, with_slot=True))
@@ -540,7 +546,7 @@ class ModelEngine:
         pages, size = self.cache._store.pages, self.page_blocks
         free_ids = set(pages.free_ids())
         taken = [pages.is_state(page) or free_ids.issuperset(self.blocks_of(page)) for page in range(self.pages)]
-        free = sum(taken[self.page_of(slot)] for slot in slots.slots_in(SlotState.FREE))
+        free = sum(taken[self.memory.page_of(slot)] for slot in slots.slots_in(SlotState.FREE))
         if not free:
             free = self.page_states * (pages.unheld_pages > 0 and pages.free_blocks >= size)
         return free if cap is None else min(free, max(0, cap - slots.cached_slots))
@@ -670,17 +676,15 @@ class ModelEngine:
         self.note_computed(request)
         return True
 
-    def checkpoint_decoded(self, request: Request) -> bool:
+    def checkpoint_decoded(self, request: Request) -> None:
         """Keeps the state that the request reached, if it is at a block boundary. Others may come before the copies."""
-        position, content = len(request.history), (request.salt, request.history)
-        if position % self.block_tokens or position >= len(request.tokens) + 1 or not request.history:
-            return False
+        position = len(request.history)
+        if position % self.block_tokens or position > len(request.tokens) or not position:
+            return
         slot = self.cache.checkpoint_decoded(request.request_id, position)
-        if slot is None:
-            return False
-        self.decoded[slot] = content
-        self.seen["decoded states"] += 1
-        return True
+        if slot is not None:
+            self.decoded[slot] = request.salt, request.history
+            self.seen["decoded states"] += 1
 
     def copy_decoded(self) -> None:
         """Copies these states to their slots, after the cache's own copies."""
@@ -807,6 +811,7 @@ class ModelEngine:
                 assert self.blocks[node.parent.block_id] == (salt, history[: -self.block_tokens]), node
             if node.slot != NO_SLOT:
                 assert self.slots[node.slot] == content, node
+        assert self.seen["moved"] <= self.seen["told of a move"]
         stats = self.cache.stats()
         cap = self.cache.settings.state_slots
         assert 0 <= stats.slots_used <= stats.slots_total and (cap is None or stats.slots_used <= cap)

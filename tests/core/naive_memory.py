@@ -38,8 +38,8 @@ class NaiveLru:
         self.kept[tier].clear()
 
 
-def follow(policy: EvictionPolicy[Node], naive: Any, tier: int) -> None:
-    """The naive policy gets the same calls. Each victim must be the same."""
+def follow(policy: EvictionPolicy[Node], naive: Any, tier: int, used: list[Node]) -> None:
+    """The naive policy gets the same calls. Each victim must be the same. ``used`` gets the states that are used on the device."""
 
     def followed(name: str) -> Callable[..., None]:
         method = getattr(policy, name)
@@ -47,6 +47,8 @@ def follow(policy: EvictionPolicy[Node], naive: Any, tier: int) -> None:
         def call(*args: Any) -> None:
             method(*args)
             getattr(naive, name)(tier, *args)
+            if name == "used" and tier == 0:
+                used.append(args[0])
             if isinstance(
                 policy, RecomputeCostEviction
             ):  # what is above a guess is what was there when somebody last asked
@@ -77,6 +79,9 @@ class NaiveMemory:
     Args:
         cache: A new cache.
         seen: Counts what happened.
+
+    Attributes:
+        used: The states that the policy of the device was told of as used.
     """
 
     def __init__(self, cache: HybridPrefixCache, seen: Counter[str]) -> None:
@@ -87,8 +92,9 @@ class NaiveMemory:
             state_blocks.append(settings.host_state_pages / settings.host_kv_pages)
             policies.append(self.store.host.entries.eviction)
         naive = {"lru": NaiveLru, "recompute_cost": NaiveTiers}[settings.eviction_policy](tuple(state_blocks))
+        self.used: list[Node] = []
         for tier, policy in enumerate(policies):
-            follow(policy, naive, tier)
+            follow(policy, naive, tier, self.used)
         self.evict_next = self.store.evict_next
         self.store.evict_next = self.checked  # type: ignore[method-assign]
 
@@ -112,12 +118,15 @@ class NaiveMemory:
                 above = above.parent
         return {node for node in self.store.tree if node.block_id != NO_BLOCK and not self.held(node)} - needed
 
+    def stuck_pages(self) -> set[int]:
+        """Pages with a slot that cannot be evicted."""
+        slots, fixed = self.store.slots, (SlotState.RESERVED, SlotState.LIVE, SlotState.RETIRED)
+        ids = range(slots.first_slot, slots.first_slot + slots.total_slots)
+        return {self.page_of(slot) for slot in ids if slots.pins(slot) or slots.state(slot) in fixed}
+
     def frees_bytes(self, node: Node) -> bool:
         """Whether KV can have bytes when the state goes: of its page, or KV that only it needs."""
-        slots, size = self.store.slots, self.store.pages.page_states
-        first = slots.first_slot + self.page_of(node.slot) * size
-        fixed = SlotState.RESERVED, SlotState.LIVE, SlotState.RETIRED
-        if not any(slots.pins(slot) or slots.state(slot) in fixed for slot in range(first, first + size)):
+        if self.page_of(node.slot) not in self.stuck_pages():
             return True
         others = [state for state, needs_kv in self.store.blocks.states.items() if needs_kv]
         return not is_guess(node) and not self.held(node) and exclusive(node, others) > 0
