@@ -13,8 +13,8 @@ TRACE is a file with one JSON object per line, in one of three formats:
     text       "timestamp" and "input", the whole prompt as text
 
 With --cache-gb, KV, checkpoints and the state of the running request share one memory of so many GiB, with the bytes of
-the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it. With --state-slots the number of
-checkpoints is limited, and KV is not.
+the model of --preset or --hf. --mamba-gb limits the bytes of the checkpoints in it, and --host-gb adds a host tier.
+With --state-slots the number of checkpoints is limited, and KV is not.
 
 Requests run one after another, by time. Answers are not replayed. The replay uses the same cache classes as the engine.
 The last row, "no limits", is a cache with unlimited memory and a state after every block.
@@ -63,8 +63,10 @@ def make_parser() -> ArgumentParser:
     budgets.add_argument("--state-slots", nargs="+", type=number, default=DEFAULT_SLOTS, metavar="N", help=text)
     text = "GiB that KV and states share; several are replayed in turn; needs --preset or --hf"
     budgets.add_argument("--cache-gb", nargs="+", type=options.positive_float, metavar="X", help=text)
+    hosts = group.add_mutually_exclusive_group()
     text = "KV blocks and states in the host tier (default: 0)"
-    group.add_argument("--host-pages", type=options.whole_number, default=0, metavar="N", help=text)
+    hosts.add_argument("--host-pages", type=options.whole_number, default=0, metavar="N", help=text)
+    options.add_options(hosts, "--host-gb", host_gb={"help": "the host tier beside --cache-gb, in GiB"})
     model = {"help": "the model whose bytes count: this preset, Megatron arguments or Hugging Face config.json"}
     options.add_options(group, "--mamba-gb", "--preset", "--hf", preset=model)
     add = parser.add_argument_group("policy").add_argument
@@ -80,9 +82,10 @@ def make_parser() -> ArgumentParser:
 def budgets_of(args: argparse.Namespace, trace: Trace, sizes: Sizes | None) -> dict[str, dict[str, Any]]:
     """Fields of `CacheSettings` by budget. Raises InputError if one is too small."""
     if args.cache_gb is None:
-        if args.mamba_gb is not None:
-            raise InputError("--mamba-gb: limits the states in --cache-gb; give that, too, or --state-slots instead")
-        return {f"{count:,}": unlimited_kv(trace, count) for count in args.state_slots}
+        if args.mamba_gb is not None or args.host_gb is not None:
+            raise InputError("--mamba-gb and --host-gb go with --cache-gb; with --state-slots use --host-pages")
+        host = {"host_pages": args.host_pages}
+        return {f"{count:,}": unlimited_kv(trace, count) | host for count in args.state_slots}
     if sizes is None:
         raise InputError("--cache-gb: needs the bytes of a model: give --preset or --hf")
     block_bytes, state_bytes = sizes.kv_block_bytes(trace.block_tokens), sizes.state_bytes
@@ -92,7 +95,9 @@ def budgets_of(args: argparse.Namespace, trace: Trace, sizes: Sizes | None) -> d
         options.check_cap(args.mamba_gb, gib)
         cache_bytes = bytes_of(gib, GIB, "--cache-gb")
         with terminal.as_input_errors(ValueError, prefix=f"--cache-gb {gib:g}: "):
-            found[f"{gib:g}"] = Memory(cache_bytes, block_bytes, state_bytes, mamba_bytes).cache_sizes()
+            memory = Memory(cache_bytes, block_bytes, state_bytes, mamba_bytes)
+            host = memory.host_options(bytes_of(args.host_gb or 0, GIB, "--host-gb")) or {"host_pages": args.host_pages}
+            found[f"{gib:g}"] = memory.cache_sizes() | host
     return found
 
 
@@ -108,7 +113,7 @@ def run_all(
     if (args.interval or 0) % trace.block_tokens:
         text = f"--interval: {args.interval} is not a multiple of the block of {trace.block_tokens} tokens"
         raise InputError(text)
-    rules = {"retention_interval_tokens": args.interval, "host_pages": args.host_pages}
+    rule = {"retention_interval_tokens": args.interval}
     runs: dict[str, dict[str, Replayed]] = {policy: {} for policy in args.eviction}
     total = len(trace.requests) * len(budgets)
     with terminal.progress(list(runs), total) as done, terminal.as_input_errors(TooLargeError):
@@ -119,7 +124,7 @@ def run_all(
                     interrupt.check()
                     done(policy, before * len(trace.requests) + count)
 
-                found[budget] = replay(trace, on_request=on_request, eviction_policy=policy, **sizes, **rules)
+                found[budget] = replay(trace, on_request=on_request, eviction_policy=policy, **sizes, **rule)
     return runs
 
 

@@ -66,6 +66,10 @@ def test_table_and_json(tmp_path, capsys):
     assert [found["budget"] for found in data["runs"]] == ["1.5", "3"] * 2
     assert {found["settings"]["state_slots"] for found in data["runs"]} == {GIB // 2 // 52_297_728}
     assert data["runs"][0]["counters"]["memory_use"]["total_blocks"] == 184
+    assert run(trace, *arguments, "--host-gb", "2") == 0
+    with_host = json.loads(report.read_text())["runs"][0]
+    assert with_host["settings"]["host_pages"] == 2 * GIB // (8_388_608 // 8)
+    assert with_host["counters"]["tiers"]["host"]["loads"] > 0
 
 
 def steps_of_a_request(kind: str, requests: int, gib: int) -> float:
