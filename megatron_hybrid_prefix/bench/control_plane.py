@@ -21,6 +21,7 @@ BLOCK_TOKENS = 256
 STATE_SLOTS = 4096
 LEAST_BLOCKS = 2_000  # a smaller index has too little to evict
 PROMPT_BLOCKS = 24  # blocks per request that fills the cache
+STATE_BLOCKS = 13  # a state of Nemotron-H-8B is as large
 # With more blocks the memory per block only shrinks, and tracing takes long.
 MOST_TRACED_BLOCKS = 200_000
 MOST_EVICTED_BLOCKS = 50_000
@@ -57,6 +58,20 @@ def measure(blocks: int, prompt_tokens: int, repeats: int) -> list[Sample]:
     return samples
 
 
+def make_cache(kv_blocks: int, slots: int) -> HybridPrefixCache:
+    """An empty cache for so many blocks and states. The states of running requests are elsewhere."""
+    return HybridPrefixCache(
+        CacheSettings(
+            block_tokens=BLOCK_TOKENS,
+            kv_blocks=kv_blocks + slots * STATE_BLOCKS,
+            page_blocks=STATE_BLOCKS,
+            state_slots=slots,
+            live_states=False,
+            eviction_policy="lru",
+        )
+    )
+
+
 def run_request(cache: HybridPrefixCache, request_id: int, chain: KeyChain) -> int:
     """Runs a request from match to release, with its prompt in one step. Returns the reused tokens."""
     admission = cache.admit(request_id, cache.match(chain))
@@ -76,11 +91,7 @@ def made_up_chain(rng: random.Random, blocks: int, shared: list[bytes] | None = 
 def filled_cache(blocks: int, slots: int, *, free_blocks: int = 1024, seed: int = 0) -> HybridPrefixCache:
     """A cache filled with ``blocks`` blocks, in prompts of 24 blocks, and ``slots`` states."""
     rng = random.Random(seed)
-    cache = HybridPrefixCache(
-        CacheSettings(
-            block_tokens=BLOCK_TOKENS, kv_blocks=blocks + free_blocks, state_slots=slots, eviction_policy="lru"
-        )
-    )
+    cache = make_cache(blocks + free_blocks, slots)
     for request_id in range(blocks // PROMPT_BLOCKS):
         run_request(cache, request_id, made_up_chain(rng, PROMPT_BLOCKS))
     return cache
@@ -97,7 +108,7 @@ def bytes_per_block(blocks: int) -> float:
         used = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert cache.blocks.available_count == blocks + PROMPT_BLOCKS
+    assert cache.blocks.available_count == cache.memory_use().total_blocks
     return used / blocks
 
 
@@ -163,14 +174,7 @@ def requests_per_second(requests: int, *, slots: int = 1024, kv_blocks: int | No
     for _ in range(requests):
         shared = rng.choice(chains[-200:]).keys[: rng.randrange(24)] if chains and rng.random() < 0.8 else None
         chains.append(made_up_chain(rng, PROMPT_BLOCKS, shared))
-    cache = HybridPrefixCache(
-        CacheSettings(
-            block_tokens=BLOCK_TOKENS,
-            kv_blocks=kv_blocks or PROMPT_BLOCKS * requests,
-            state_slots=slots,
-            eviction_policy="lru",
-        )
-    )
+    cache = make_cache(kv_blocks or PROMPT_BLOCKS * requests, slots)
     start = perf_counter()
     for request_id, chain in enumerate(chains):
         run_request(cache, request_id, chain)

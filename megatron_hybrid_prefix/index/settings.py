@@ -20,8 +20,7 @@ class CacheSettings:
         block_tokens: Tokens per KV block.
         kv_blocks: KV blocks that fit into the memory, ids 0 .. kv_blocks - 1, if there are no states. Does not count megatron's
             dummy block.
-        page_blocks: KV blocks whose memory a page of states takes. 0: states take no memory of KV; for a replay without an engine,
-            which has two budgets then.
+        page_blocks: KV blocks whose memory a page of states takes.
         page_states: States in a page.
         state_slots: Most cached states. Is no reservation: KV may evict states below it. 0 disables reuse. None: as many as fit.
         first_state_slot: Id of the first slot of the pages. Lower ids are the engine's own slots.
@@ -52,7 +51,7 @@ class CacheSettings:
 
     block_tokens: int
     kv_blocks: int
-    page_blocks: int = 0
+    page_blocks: int = 1
     page_states: int = 1
     state_slots: int | None = None
     first_state_slot: int = 0
@@ -82,5 +81,3 @@ class CacheSettings:
             )
         if self.behind is not None and not self.host_pages:
             raise ValueError("a tier behind the host needs a host tier: host_pages is 0")
-        if self.state_slots is None and not self.page_blocks:
-            raise ValueError("state_slots=None: states that take no memory of KV need a number of slots")

@@ -206,7 +206,7 @@ class CheckpointTable:
             if slot is not None:
                 slots.abandon(slot)
                 break
-            if not store.evict_next(for_slot=True, states_only=full or not store.pages.page_blocks):
+            if not store.evict_next(for_slot=True, states_only=full):
                 break
         slots.unpin(guess_slot)
 
@@ -324,7 +324,7 @@ class PrefixStore:
         tiers: The tiers below the device, nearest first.
         pages: The memory.
         blocks: Its KV blocks, and what goes first.
-        slots: The slots of states, in those pages. With two budgets they are in pages of their own.
+        slots: The slots of states, in those pages.
         checkpoints: Which state is in which slot.
         slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
         copies: Queued copies, to be carried out in this order.
@@ -339,15 +339,11 @@ class PrefixStore:
         self.host = host = self._make_host(eviction) if settings.host_pages else None
         self.tiers: list[DepthTier] = [tier for tier in (host, settings.behind) if tier is not None]
         self.pages = pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
-        # With two budgets each slot is a page, without KV.
-        of_states = pages if settings.page_blocks else Pages(max(0, settings.state_slots or 0), 1)
-        self.slots = slots = SlotPool(of_states, settings.first_state_slot, settings.state_slots)
-        self.slots_per_request = int(settings.live_states and pages.page_blocks > 0)
+        self.slots = slots = SlotPool(pages, settings.first_state_slot, settings.state_slots)
+        self.slots_per_request = int(settings.live_states)
         self.ghosts = Ghosts(pages.total_blocks if isinstance(eviction, SharesMemory) else 0)
         if isinstance(eviction, SharesMemory):
-            # Two budgets: a slot is worth as many blocks as there are for each slot.
-            of_budgets = pages.total_blocks / max(1, slots.most_cached)
-            eviction.share_memory(state_blocks=pages.page_blocks / pages.page_states or of_budgets)
+            eviction.share_memory(state_blocks=pages.page_blocks / pages.page_states)
         self.blocks = KVBlocks(pages, slots, eviction)
         self.checkpoints = CheckpointTable(self)
         self.copies: list[Copy] = [] if host is None else host.transfers
@@ -373,12 +369,11 @@ class PrefixStore:
             slots: Number of slots, 0 or 1.
             source_slot: Slot that the request pins.
         """
-        pages, page_blocks = self.pages, self.pages.page_blocks
+        pages, needed = self.pages, slots  # pages that are needed
         tail = path[len(path) - self.blocks.unreferenced_tail(path) :]
-        needed = slots if page_blocks else 0  # pages
-        if page_blocks and source_slot is not None:
+        if source_slot is not None:
             needed += self.slots.state(source_slot) == SlotState.PUBLISHED and self.slots.is_loose(source_slot)
-        if blocks > self.blocks.available_blocks - len(tail) - page_blocks * needed:
+        if blocks > self.blocks.available_blocks - len(tail) - pages.page_blocks * needed:
             return False
         if not needed:
             return True
@@ -505,7 +500,6 @@ class PrefixStore:
             self.host.reset()
         self.tree.clear()
         self.blocks.reset()
-        self.slots.pages.reset()
         self.checkpoints.reset()
         self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear)]
         self.ghosts.clear()

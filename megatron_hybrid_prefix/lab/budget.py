@@ -9,7 +9,7 @@ from typing import Any
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.memory import GIB, Memory
-from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.replay import ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 
@@ -129,8 +129,8 @@ def expected_reuse(
     """
 
     def reuse(memory: Memory, host_bytes: int) -> float:
-        policy = Policy(name=eviction, eviction=eviction, options=memory.host_options(host_bytes))
-        return replay(trace, policy, memory=memory, on_request=on_request).reused_token_fraction
+        sizes = memory.cache_sizes() | memory.host_options(host_bytes)
+        return replay(trace, eviction_policy=eviction, on_request=on_request, **sizes).reused_token_fraction
 
     more_bytes = max(int((memory.cache_bytes + host_bytes) * RAISED_BY), memory.state_bytes)
     found = reuse(memory, host_bytes)

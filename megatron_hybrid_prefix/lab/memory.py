@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.console.engine_options import check_cap
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.pool.pages import PageLayout
 
@@ -26,7 +25,7 @@ def floor_gib(count: int) -> str:
     return f"{(count + 1) * 100 // GIB / 100:g}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Memory:
     """A memory that KV, checkpoints and the state of the running request share.
 
@@ -67,28 +66,6 @@ class Memory:
             "host_kv_pages": ceil_div(self.block_bytes, page_bytes),
             "host_state_pages": ceil_div(self.state_bytes, page_bytes),
         }
-
-
-def memory_of(gib: float, mamba_gb: float | None, *, block_bytes: int, state_bytes: int) -> Memory:
-    """The memory of ``--cache-gb``.
-
-    Args:
-        gib: Its value.
-        mamba_gb: Most GiB of cached states; None: no limit.
-        block_bytes: Bytes of a KV block.
-        state_bytes: Bytes of a state.
-
-    Raises:
-        InputError: It is too small, or the limit is larger.
-    """
-    check_cap(mamba_gb, gib)
-    cache_bytes = bytes_of(gib, GIB, "--cache-gb")
-    least_bytes = PageLayout.of(block_bytes=block_bytes, state_bytes=state_bytes).least_bytes
-    if cache_bytes < least_bytes:
-        least = f"{least_bytes / GIB:.4f} GiB"
-        raise InputError(f"--cache-gb {gib:g}: too small: a state and a KV block take {least}")
-    mamba_bytes = None if mamba_gb is None else bytes_of(mamba_gb, GIB, "--mamba-gb")
-    return Memory(cache_bytes=cache_bytes, block_bytes=block_bytes, state_bytes=state_bytes, mamba_bytes=mamba_bytes)
 
 
 def page_words(layout: PageLayout) -> str:

@@ -2,8 +2,8 @@
 
     value = cost of computing from the nearest kept state above up to this one  x  how likely this state is to be used
 
-All states of a tier have the same size, so it is left out. If states and KV share their memory, the value is divided by the
-bytes that evicting the state frees: its own, and those of the KV that only this state makes useful.
+The value is divided by the bytes that evicting the state frees: its own, and those of the KV that only this state makes
+useful. A guess frees only its own, and all states of a tier have the same size, so they are left out for guesses.
 
 *Cost* is counted in blocks, or by a function of the model (attention makes deep blocks dearer). Only states that are
 still kept count as "above": evicting a state makes the states below it dearer. Each kept state can be reached, because
@@ -309,7 +309,7 @@ class RecomputeCostEviction[T: KeptState]:
         self._states: dict[T, None] = {}
         # Decides which KV is needed here. Below the device: by the states of all tiers, as what the device has is no loss.
         self._ancestry = known.ancestry
-        self.state_blocks = 0.0  # bytes of a state in KV blocks; 0: states have memory of their own
+        self.state_blocks = 1.0  # bytes of a state in KV blocks
         self._guesses: _Ranking[T] = _Ranking()
         self._others: _Ranking[T] = _Ranking()
         self._lent: _Ranking[T] = _Ranking()
@@ -411,7 +411,7 @@ class RecomputeCostEviction[T: KeptState]:
         """The value of keeping ``state``: expected cost saved per call."""
         known = self._known
         cost, record = known.cost_to(state), known.records[state]
-        if self.state_blocks and not record.is_guess:
+        if not record.is_guess:
             cost /= self.state_blocks + self._ancestry.exclusive_blocks(state)
         return cost * record.cell.rate
 
@@ -433,8 +433,7 @@ class RecomputeCostEviction[T: KeptState]:
 
     def frees_more(self, state: T) -> None:
         """More KV here depends on the state, so it is worth less per byte."""
-        if self.state_blocks:
-            self.rank(self._known.records[state])
+        self.rank(self._known.records[state])
 
     def rank_all(self) -> None:
         """Ranks all records again."""

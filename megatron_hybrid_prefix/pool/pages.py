@@ -27,7 +27,9 @@ What is lost:
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div, round_up
@@ -142,49 +144,38 @@ class PageLayout:
 
 
 _KV, _STATE = 1, 2  # who had a page last; 0: nobody
-_PAGE_WITHOUT_STATES = 64  # blocks
 
 
-class Buckets:
-    """Pages by number of free blocks, or of free slots. The cost of a call hardly depends on the number of pages.
+class PageHeap:
+    """Pages by free blocks, or by free slots. Entries may be out of date: the reader checks them.
+
+    O(log pages) per call.
 
     Args:
-        pages: Number of pages. None is listed at first.
-        most_free: Most free blocks of a page.
+        most_first: Whether the page with the most free blocks comes first, else that with the fewest; of equal pages the first.
     """
 
-    def __init__(self, pages: int, most_free: int) -> None:
-        self._pages = [bytearray(pages) for _ in range(most_free + 1)]  # 1: the page is listed there
-        self._counts = [0] * (most_free + 1)
-        self._filled = 0  # bit f: there is a page with f free blocks
-        self._free = array("i", [-1]) * pages  # by page, as listed
+    def __init__(self, *, most_first: bool) -> None:
+        self._sign = -1 if most_first else 1
+        self._heap: list[tuple[int, int]] = []
+        self._listed: set[tuple[int, int]] = set()
 
-    def put(self, page: int, free: int) -> None:
-        """Lists the page with ``free`` free blocks; below 0: nowhere."""
-        before, self._free[page] = self._free[page], free
-        if before == free:
-            return
-        if before >= 0:
-            self._pages[before][page] = 0
-            self._counts[before] -= 1
-            self._filled ^= (not self._counts[before]) << before
-        if free >= 0:
-            self._pages[free][page] = 1
-            self._counts[free] += 1
-            self._filled |= 1 << free
+    def push(self, page: int, free: int) -> None:
+        """Lists the page with ``free`` free blocks."""
+        entry = self._sign * free, page
+        if entry not in self._listed:
+            self._listed.add(entry)
+            heappush(self._heap, entry)
 
-    def fullest(self) -> int | None:
-        """The page with the fewest free blocks, at least one; of equal pages the first."""
-        filled = self._filled >> 1 << 1
-        return self._pages[(filled & -filled).bit_length() - 1].find(1) if filled else None
-
-    def emptiest(self) -> int | None:
-        """The page with the most free blocks; of equal pages the first."""
-        return self._pages[self._filled.bit_length() - 1].find(1) if self._filled else None
-
-    def first(self, free: int) -> int | None:
-        """The first page with ``free`` free blocks."""
-        return self._pages[free].find(1) if self._counts[free] else None
+    def first(self, is_listed: Callable[[int, int], bool]) -> int | None:
+        """The first page whose entry ``is_listed`` still holds of it and its free blocks."""
+        while self._heap:
+            free, page = entry = self._heap[0]
+            if is_listed(page, self._sign * free):
+                return page
+            self._listed.remove(entry)
+            heappop(self._heap)
+        return None
 
 
 class Pages:
@@ -194,11 +185,11 @@ class Pages:
 
     Args:
         blocks: KV blocks that fit.
-        page_blocks: KV blocks in a page. 0: states take no memory here.
+        page_blocks: KV blocks in a page.
         page_states: States in a page.
 
     Raises:
-        ValueError: A number is negative, or a page has no state.
+        ValueError: A number is negative, or a page has no block or no state.
 
     Attributes:
         pages_to_states: Pages given to a state so far, of those that last held KV.
@@ -208,13 +199,12 @@ class Pages:
     """
 
     def __init__(self, blocks: int, page_blocks: int, page_states: int = 1) -> None:
-        if blocks < 0 or page_blocks < 0 or page_states < 1:
+        if blocks < 0 or page_blocks < 1 or page_states < 1:
             raise ValueError(
-                f"kv_blocks={blocks}, page_blocks={page_blocks}, page_states={page_states}: must be 0, 0 and 1 or more"
+                f"kv_blocks={blocks}, page_blocks={page_blocks}, page_states={page_states}: must be 0, 1 and 1 or more"
             )
         self.total_blocks, self.page_blocks, self.page_states = blocks, page_blocks, page_states
-        self._size = page_blocks or _PAGE_WITHOUT_STATES
-        self._whole = blocks // page_blocks if page_blocks else 0
+        self._size, self._whole = page_blocks, blocks // page_blocks
         self.pages_to_states = self.pages_to_kv = 0
         self.with_old_state: list[int] = []
         self._last_owner = bytearray(ceil_div(blocks, self._size))
@@ -227,14 +217,13 @@ class Pages:
         self._free_ids = [list(range(min(start + size, blocks) - 1, start - 1, -1)) for start in range(0, blocks, size)]
         self._held = array("i", bytes(4 * len(self._free_ids)))
         self._is_state = bytearray(len(self._free_ids))
-        self._by_free = Buckets(len(self._free_ids), size)
-        self._unheld_by_free = Buckets(len(self._free_ids), size)  # whole pages without a held block
+        self._by_free = PageHeap(most_first=False)
+        self._unheld_by_free = PageHeap(most_first=True)  # whole pages without a held block
+        self._changed = set(range(len(self._free_ids)))  # to be listed before a page is looked for
         self.free_blocks = blocks
         self.held_blocks = 0
         self.state_pages = 0
         self.unheld_pages = self._whole
-        for page in range(len(self._free_ids)):
-            self._list(page)
 
     def __len__(self) -> int:
         return self._whole
@@ -242,10 +231,6 @@ class Pages:
     def page_of(self, block_id: int) -> int:
         """The page that the block is in."""
         return block_id // self._size
-
-    def is_whole(self, page: int) -> bool:
-        """Whether the page can hold a state."""
-        return page < self._whole
 
     def held_in(self, page: int) -> int:
         """Blocks of the page that requests hold."""
@@ -256,21 +241,28 @@ class Pages:
     def take_blocks(self, count: int) -> list[int]:
         """Takes free blocks, which are held from now on. The caller checks that there are enough."""
         block_ids: list[int] = []
-        while len(block_ids) < count:
-            page = self._by_free.fullest()
-            assert page is not None, "taken more blocks than are free"
-            free = self._free_ids[page]
-            taken = min(count - len(block_ids), len(free))
-            block_ids += free[: -taken - 1 : -1]
-            del free[-taken:]
-            self.free_blocks -= taken
-            self.hold(block_ids[-1], taken)
+        for page, filled in self._fill_holes(count):
+            self.free_blocks -= len(filled)
+            self.hold(filled[0], len(filled))
             if self._last_owner[page] == _STATE:
                 self.pages_to_kv += 1
                 self.with_old_state.append(page)
             self._last_owner[page] = _KV
-            self._list(page)
+            block_ids += filled
         return block_ids
+
+    def _fill_holes(self, count: int, besides: int | None = None) -> Iterator[tuple[int, list[int]]]:
+        """Takes ``count`` free blocks off their pages, the fullest page first. Not those of the page ``besides``."""
+        by_free = self._listed(self._by_free)  # once: only the last page has free blocks left
+        while count:
+            page = by_free.first(lambda page, free: page != besides and self._has_free(page, free))
+            assert page is not None, "taken more blocks than are free"
+            free = self._free_ids[page]
+            filled = free[: -min(count, len(free)) - 1 : -1]
+            del free[-len(filled) :]
+            self._changed.add(page)
+            count -= len(filled)
+            yield page, filled
 
     def hold(self, block_id: int, count: int) -> None:
         """Requests hold ``count`` more blocks of this block's page; below 0: fewer. Those stay cached."""
@@ -280,7 +272,8 @@ class Pages:
         self.held_blocks += count
         if page < self._whole and (before == 0) != (before + count == 0):
             self.unheld_pages += 1 if before else -1
-            self._list(page)
+            if before:
+                self._changed.add(page)
 
     def free(self, block_id: int) -> None:
         """Frees a held block."""
@@ -292,7 +285,7 @@ class Pages:
         page = block_id // self._size
         self._free_ids[page].append(block_id)
         self.free_blocks += 1
-        self._list(page)
+        self._changed.add(page)
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -301,7 +294,8 @@ class Pages:
         """A page whose blocks are all free; None if there is none."""
         if self.free_blocks < self._size:
             return None
-        return self._unheld_by_free.first(self._size)
+        page = self._listed(self._unheld_by_free).first(self._is_unheld)
+        return page if page is not None and len(self._free_ids[page]) == self._size else None
 
     def can_be_emptied(self) -> bool:
         """Whether there is a page without a held block, and room for its blocks elsewhere."""
@@ -314,25 +308,18 @@ class Pages:
             The page, and its moves: (from block, to block). From now on the blocks it moves to are cached and the page's
             blocks are free.
         """
-        page = self._unheld_by_free.emptiest()
+        page = self._listed(self._unheld_by_free).first(self._is_unheld)
         assert page is not None and self.can_be_emptied()
         size, free = self._size, self._free_ids[page]
         start = page * size
         used = sorted({*range(start, start + size)}.difference(free))
         targets: list[int] = []
-        self._by_free.put(page, -1)
-        while len(targets) < len(used):
-            target = self._by_free.fullest()
-            assert target is not None
-            holes = self._free_ids[target]
-            filled = min(len(used) - len(targets), len(holes))
-            targets += holes[: -filled - 1 : -1]
-            del holes[-filled:]
+        for target, filled in self._fill_holes(len(used), besides=page):
             assert self._last_owner[target] != _STATE, "such a page is empty, and would have been taken"
             self._last_owner[target] = _KV
-            self._list(target)
+            targets += filled
         free[:] = range(start + size - 1, start - 1, -1)
-        self._list(page)
+        self._changed.add(page)
         return page, list(zip(used, targets, strict=True))
 
     def give_to_state(self, page: int) -> None:
@@ -345,7 +332,6 @@ class Pages:
         self.state_pages += 1
         self.unheld_pages -= 1
         self.free_blocks -= self._size
-        self._list(page)
 
     def take_from_state(self, page: int) -> None:
         """The page's slot became free, so its blocks are."""
@@ -355,7 +341,7 @@ class Pages:
         self.state_pages -= 1
         self.unheld_pages += 1
         self.free_blocks += self._size
-        self._list(page)
+        self._changed.add(page)
 
     def is_state(self, page: int) -> bool:
         """Whether the page holds a state."""
@@ -388,8 +374,23 @@ class Pages:
         if held != self._held or counted != found:
             raise CacheCorruptionError(f"free, held blocks, states and unheld pages: counted {counted}, are {found}")
 
+    def _listed(self, heap: PageHeap) -> PageHeap:
+        """The heap, with all pages that changed since the last look. Many blocks of a page change between two looks."""
+        if self._changed:
+            for page in self._changed:
+                self._list(page)
+            self._changed.clear()
+        return heap
+
     def _list(self, page: int) -> None:
-        """Lists a page that changed where it is looked for."""
-        free = -1 if self._is_state[page] else len(self._free_ids[page])
-        self._by_free.put(page, free)
-        self._unheld_by_free.put(page, free if not self._held[page] and page < self._whole else -1)
+        free = len(self._free_ids[page])
+        if free:
+            self._by_free.push(page, free)
+        if not self._held[page] and page < self._whole:
+            self._unheld_by_free.push(page, free)
+
+    def _has_free(self, page: int, free: int) -> bool:
+        return len(self._free_ids[page]) == free and not self._is_state[page]
+
+    def _is_unheld(self, page: int, free: int) -> bool:
+        return len(self._free_ids[page]) == free and not self._held[page] and not self._is_state[page]

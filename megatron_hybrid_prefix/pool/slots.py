@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.pool.pages import Buckets, Pages
+from megatron_hybrid_prefix.pool.pages import PageHeap, Pages
 
 NO_SLOT = -1
 
@@ -74,7 +74,7 @@ class SlotPool:
         self._state = bytearray(self.total_slots)
         self._pins = array("i", bytes(4 * self.total_slots))
         self._places: dict[int, list[int]] = {}  # by page that holds states: its free slots, from 0
-        self._open = Buckets(len(self.pages), self._size)  # these pages by free slots
+        self._open = PageHeap(most_first=False)  # these pages by free slots
         self._stuck = array("i", bytes(4 * len(self.pages)))  # slots that eviction cannot free, by page
         self.used_slots = self.live_slots = self.stuck_pages = 0
 
@@ -107,7 +107,7 @@ class SlotPool:
 
     def reserve(self) -> int | None:
         """Reserve a slot for the next forward to write; None if no page has a free slot and none is empty."""
-        page = self._open.fullest()
+        page = self._open.first(self._is_open)
         if page is None:
             page = self.pages.empty_page
             if page is None:
@@ -117,7 +117,8 @@ class SlotPool:
             self._places[page] = list(range((page + 1) * self._size - 1, page * self._size - 1, -1))
         places = self._places[page]
         index = places.pop()
-        self._open.put(page, len(places))
+        if places:
+            self._open.push(page, len(places))
         self.used_slots += 1
         self._state[index] = SlotState.RESERVED
         self._stick(page, 1)
@@ -215,10 +216,12 @@ class SlotPool:
         self.used_slots -= 1
         if len(places) == self._size:
             del self._places[page]
-            self._open.put(page, -1)
             self.pages.take_from_state(page)
         else:
-            self._open.put(page, len(places))
+            self._open.push(page, len(places))
+
+    def _is_open(self, page: int, free: int) -> bool:
+        return len(self._places.get(page, ())) == free
 
     def _index(self, slot: int) -> int:
         index = slot - self.first_slot

@@ -11,8 +11,7 @@ bytes have another owner, or a copy that comes too late, is found when somebody 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -27,6 +26,7 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
 from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
 from megatron_hybrid_prefix.tiers.settings import TierSettings
 from megatron_hybrid_prefix.tiers.units import DEVICE, SHARED, BlockMove, EntryKind, Load, LoadState, PageClear
+from tests.core.naive_memory import NaiveMemory
 from tests.harness.cached import on_device
 from tests.harness.plugins.dictionary_tier import DictionaryTier
 
@@ -68,7 +68,6 @@ class Request:
     live_state: Content | None = None  # its live slot; None before the first forward
     broken: bool = False  # a failed forward left its live state or a later plan unusable
     released: bool = False
-    loaded: bool = False  # it waits for its first forward after a load from the host
     plans: list[StepPlan] = field(default_factory=list)
     counted_tokens: int = 0  # it was preempted: all its tokens were counted before
     is_counted: bool = False  # its first forward was published
@@ -81,15 +80,6 @@ class Request:
     @property
     def planned_tokens(self) -> int:
         return self.plans[-1].end_tokens if self.plans else len(self.history)
-
-
-@dataclass(eq=False)
-class Kept:
-    """A published state. The list is in the order of eviction."""
-
-    slot: int
-    guess: bool  # nobody asked for it
-    decoded: bool = False  # nobody asked for it, and nobody resumed from it
 
 
 def expected_boundaries(
@@ -126,18 +116,14 @@ def expected_boundaries(
 
 
 class ModelEngine:
-    """Runs requests on the facade, writes pretend contents, and checks everything that is read.
-
-    Where states take no memory, it predicts each state that ``lru`` evicts; else only what must hold of any choice.
-    """
+    """Runs requests on the facade, writes pretend contents, and checks everything that is read."""
 
     def __init__(self, cache: HybridPrefixCache) -> None:
         self.cache = cache
         sizes = cache.settings
         self.kv_blocks, self.first_slot, self.block_tokens = sizes.kv_blocks, sizes.first_state_slot, sizes.block_tokens
         self.page_blocks, self.page_states = sizes.page_blocks, sizes.page_states
-        self.pages = sizes.kv_blocks // sizes.page_blocks if sizes.page_blocks else 0
-        self.predicts = not self.pages and sizes.eviction_policy == "lru"
+        self.pages = sizes.kv_blocks // sizes.page_blocks
         self.computed: set[Content] = set()  # all that was ever matchable
         self.decoded: dict[int, Content] = {}  # states that wait for their copy, by slot
         self.with_old_state: set[int] = set()  # blocks that hold bytes of a state
@@ -152,8 +138,8 @@ class ModelEngine:
         self.bad_loads: set[Load] = set()  # loads that brought garbage
         self.requests: list[Request] = []  # live ones, and released ones with a plan in flight
         self.stale_plans: list[StepPlan] = []
-        self.order: list[Kept] = []  # used or published longest ago first
         self.seen: Counter[str] = Counter()
+        self.memory = NaiveMemory(cache, self.seen)
         self.expected: dict[bytes, Content] = {}  # what the keys of entries on the host name
         self.next_id = 0
         self.publishes_early = False  # whether forwards are published once they are launched
@@ -182,7 +168,8 @@ class ModelEngine:
                 continue
             if isinstance(unit, PageClear):
                 self.seen["cleared"] += 1
-                self.clear_page(unit.page)
+                for block_id in self.blocks_of(unit.page):
+                    self.put_block(block_id, GARBAGE)
                 continue
             device = self.blocks if unit.tag.kind == EntryKind.KV else self.slots
             if unit.source == DEVICE:
@@ -212,29 +199,21 @@ class ModelEngine:
         assert source not in self.held_blocks() and target not in self.held_blocks(), "a held block moves"
         self.seen["told of a move"] += 1
 
-    def clear_page(self, page: int) -> None:
-        for block_id in self.blocks_of(page):
-            self.put_block(block_id, GARBAGE)
-
     def blocks_of(self, page: int) -> range:
         return range(page * self.page_blocks, (page + 1) * self.page_blocks)
-
-    def page_of(self, slot: int) -> int:
-        return (slot - self.first_slot) // self.page_states
 
     def put_block(self, block_id: int, content: Content) -> None:
         # A copy is of a whole block. A forward leaves what is behind its last token.
         assert self.is_copying or block_id not in self.with_old_state, "KV is written beside what a state left"
         self.with_old_state.discard(block_id)
         self.blocks[block_id] = content
-        if self.pages:
-            first = self.first_slot + block_id // self.page_blocks * self.page_states
-            self.slots.update(dict.fromkeys(range(first, first + self.page_states), GARBAGE))
+        first = self.first_slot + block_id // self.page_blocks * self.page_states
+        self.slots.update(dict.fromkeys(range(first, first + self.page_states), GARBAGE))
 
     def put_state(self, slot: int, content: Content) -> None:
         self.slots[slot] = content
-        if self.pages:
-            blocks = self.blocks_of(self.page_of(slot))
+        if slot < LIVE_SLOTS:
+            blocks = self.blocks_of(self.memory.page_of(slot))
             self.blocks.update(dict.fromkeys(blocks, GARBAGE))
             self.with_old_state.update(blocks)
 
@@ -251,37 +230,28 @@ class ModelEngine:
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    def stuck_pages(self) -> set[int]:
-        """Pages with a slot that cannot be evicted."""
-        slots, fixed = self.cache._store.slots, (SlotState.RESERVED, SlotState.LIVE, SlotState.RETIRED)
-        ids = range(self.first_slot, self.first_slot + self.pages * self.page_states)
-        return {self.page_of(slot) for slot in ids if slots.pins(slot) or slots.state(slot) in fixed}
-
     def has_room(
         self, own: int, shared: Sequence[int] = (), source_slot: int | None = None, *, with_slot: bool | None = None
     ) -> bool:
         """Counts pages one by one: one with a stuck slot is lost, and one without held blocks is needed for a slot."""
         held = self.held_blocks() | set(shared)
-        stuck = self.stuck_pages()
-        if self.pages and source_slot is not None:
-            stuck.add(self.page_of(source_slot))
+        stuck = self.memory.stuck_pages()
+        if source_slot is not None:
+            stuck.add(self.memory.page_of(source_slot))
         left = self.kv_blocks - len(held) - len(stuck) * self.page_blocks
-        if not (self.page_blocks and self.cache.settings.live_states if with_slot is None else with_slot):
+        if not (self.cache.settings.live_states if with_slot is None else with_slot):
             return own <= left
         empty = [page for page in range(self.pages) if page not in stuck and held.isdisjoint(self.blocks_of(page))]
         return bool(empty) and own <= left - self.page_blocks
 
     def table(self, request: Request) -> tuple[int, ...]:
-        if request.released:
-            return tuple(self.live(request).block_ids)
-        return tuple(self.cache.live[request.request_id].block_ids)
+        return tuple(self.live(request).block_ids)
 
     def oracle_match(self, salt: Salt, tokens: list[int], limit_tokens: int) -> tuple[int, int]:
         """(KV depth on any tier, resume depth on the device), in blocks. Compares contents instead of keys."""
-        cached, states = self.on_device()
+        cached, states = self.kept()
         _, depth = self.deepest(salt, tokens, limit_tokens, cached, states)
-        cached |= self.on_host(EntryKind.KV) | self.is_behind(EntryKind.KV)
-        kv_depth, _ = self.deepest(salt, tokens, limit_tokens, cached, states)
+        kv_depth, _ = self.deepest(salt, tokens, limit_tokens, self.kept(below=True)[0], states)
         return kv_depth, depth
 
     def seen_before(self, salt: Salt, tokens: list[int], match: Match) -> int:
@@ -294,7 +264,7 @@ class ModelEngine:
 
     def asked_depth(self, salt: Salt, tokens: list[int], limit_tokens: int) -> int:
         """Depth in blocks at which the request would resume without guesses."""
-        cached, _ = self.on_device()
+        cached, _ = self.kept()
         states = set()
         for node in self.cache.nodes():
             if node in self.cache._store.blocks.lent:
@@ -305,40 +275,24 @@ class ModelEngine:
 
     def device_depth(self, salt: Salt, tokens: list[int]) -> int:
         """Number of leading blocks whose KV is on the device."""
-        return self.deepest(salt, tokens, len(tokens), *self.on_device())[0]
+        return self.deepest(salt, tokens, len(tokens), *self.kept())[0]
 
     def oracle_loadable(self, salt: Salt, tokens: list[int], limit_tokens: int) -> int:
         """Depth in blocks at which the request could resume with the host's help."""
-        cached, states = self.on_device()
-        cached |= self.on_host(EntryKind.KV) | self.is_behind(EntryKind.KV)
-        states |= self.on_host(EntryKind.STATE) | self.is_behind(EntryKind.STATE)
-        return self.deepest(salt, tokens, limit_tokens, cached, states)[1]
+        return self.deepest(salt, tokens, limit_tokens, *self.kept(below=True))[1]
 
-    def on_device(self) -> tuple[set[Content], set[Content]]:
-        """KV and states on the device."""
-        if self.pages:
-            self.carry_out()  # blocks may have moved
+    def kept(self, *, below: bool = False) -> tuple[set[Content], set[Content]]:
+        """KV and states on the device; and with ``below`` what entries below it should hold, by their tags."""
+        self.carry_out()  # blocks may have moved
         nodes = list(self.cache.nodes())
         cached = {self.blocks[node.block_id] for node in nodes if node.block_id != NO_BLOCK}
-        return cached, {self.slots[node.slot] for node in nodes if node.slot != NO_SLOT}
-
-    def kept_slots(self) -> set[int]:
-        """Slots with a state that can be resumed from."""
-        return {node.slot for node in self.cache.nodes() if node.slot >= 0}
-
-    def on_host(self, kind: EntryKind) -> set[Content]:
-        """What the entries on the host should hold, by tag. (Their real contents may be garbage.)"""
-        tier = self.cache._store.host
-        if tier is None:
-            return set()
-        self.carry_out()
-        nodes = [n for n in self.cache.nodes() if (n.host_block if kind == EntryKind.KV else n.host_slot) != NO_BLOCK]
-        return {self.expected[node.key] for node in nodes}
-
-    def is_behind(self, kind: EntryKind) -> set[Content]:
-        """What the entries in the tier behind the host should hold."""
-        entries = () if self.behind is None else self.behind.entries
-        return {self.expected[key] for _, of_kind, key in entries if of_kind == kind}
+        states = {self.slots[node.slot] for node in nodes if node.slot != NO_SLOT}
+        if below:
+            cached |= {self.expected[node.key] for node in nodes if node.host_block != NO_BLOCK}
+            states |= {self.expected[node.key] for node in nodes if node.host_slot != NO_SLOT}
+            for _, kind, key in () if self.behind is None else self.behind.entries:
+                (cached if kind == EntryKind.KV else states).add(self.expected[key])
+        return cached, states
 
     def deepest(
         self, salt: Salt, tokens: list[int], limit_tokens: int, cached: set[Content], states: set[Content]
@@ -359,75 +313,6 @@ class ModelEngine:
         if not request.released:
             return self.cache._requests.live[request.request_id]
         return next(live for live in self.cache._requests.ending if request.plans[0].plan_id in live.plans)
-
-    def forget_lost(self) -> None:
-        """Forgets states that were dropped with their KV or with the weights."""
-        kept_slots = self.kept_slots() if self.predicts else set()
-        self.order = [kept for kept in self.order if kept.slot in kept_slots]
-        assert {kept.slot for kept in self.order} == kept_slots, "a state appeared from nowhere"
-
-    def use(self, slot: int, what: str = "used") -> None:
-        kept = next((kept for kept in self.order if kept.slot == slot), None)
-        if kept is None:
-            assert not self.predicts
-            return
-        self.seen[f"guess {what}"] += kept.guess
-        self.order.remove(kept)
-        self.order.append(kept)
-        kept.guess, kept.decoded = kept.guess and what == "used", False
-
-    def victim(self, guess: bool, request: Request, spared: Collection[Content]) -> Kept | None:
-        """The state to evict when no slot is free, and that is not spared.
-
-        Guesses go first. For an interval state only guesses may go, and none of the same request.
-        """
-        guesses = [kept for kept in self.order if kept.guess and not self.cache._store.slots.pins(kept.slot)]
-        if guess:
-            held = [(request.salt, request.kv[:end]) for end in range(0, len(request.kv) + 1, self.block_tokens)]
-            spared = {*spared, *held}
-        guesses = [kept for kept in guesses if self.slots[kept.slot] not in spared]
-        others = [kept for kept in self.order if not kept.guess and not self.cache._store.slots.pins(kept.slot)]
-        return next(iter(guesses if guess else guesses + others), None)
-
-    def oracle_plan(self, request: Request, start: int, end: int) -> tuple[list[tuple[int, CheckpointReason]], int]:
-        """Returns the states of (start, end] that will be kept, and how many requested ones will not. Evicts."""
-        if not self.live(request).write:
-            return [], 0
-        written = [
-            self.now(other.salt, other.tokens[: checkpoint.position_tokens])
-            for other in self.requests
-            if other.plans and self.live(other).write
-            for plan in other.plans
-            for checkpoint in plan.checkpoints
-        ]
-        wanted = [(reason, position) for position, reason in self.live(request).boundaries if start <= position <= end]
-        contents = {position: self.now(request.salt, request.tokens[:position]) for _, position in wanted}
-        free, planned, skipped = len(self.cache._store.slots.slots_in(SlotState.FREE)), [], 0
-        asked = [(reason, position) for reason, position in sorted(wanted) if reason != CheckpointReason.INTERVAL]
-        for reason, position in (*asked, (None, 0), *sorted(set(wanted) - set(asked))):
-            present = {self.slots[kept.slot]: kept for kept in self.order}
-            if reason is None:  # guesses that are asked for now
-                for _, position in asked:
-                    state = present.get(contents[position])
-                    if state and (state.guess or state.decoded):
-                        self.use(state.slot, "confirmed")
-                continue
-            if position == start or contents[position] in written or contents[position] in present:
-                continue
-            if free:
-                free -= 1
-            else:
-                for_guess = reason == CheckpointReason.INTERVAL
-                spared = () if for_guess else [contents[position] for _, position in asked]
-                victim = self.victim(for_guess, request, spared)
-                if victim is None:
-                    skipped += reason != CheckpointReason.INTERVAL
-                    self.seen["guess without a slot"] += reason == CheckpointReason.INTERVAL
-                    continue
-                self.order.remove(victim)
-                self.seen["guess evicted"] += victim.guess
-            planned.append((position, reason))
-        return sorted(planned), skipped
 
     # -- the way of a prompt -------------------------------------------------------------------------------------------
 
@@ -481,7 +366,7 @@ class ModelEngine:
         request_id, self.next_id = self.next_id, self.next_id + 1
         before = (self.cache.blocks.available_count, self.cache.stats())
         asked_depth = self.asked_depth(salt, tokens, limit) if read else 0
-        self.forget_lost()
+        self.memory.used.clear()
         admission = self.cache.admit(
             request_id, old_match, length_tokens=first_chunk and length, write=write, breakpoints=breakpoints
         )
@@ -495,11 +380,9 @@ class ModelEngine:
         assert admission.stored_tokens == len(shared) * self.block_tokens
         self.seen["shared beyond"] += len(shared) > depth
         assert (admission.resume_tokens, admission.source_slot) == (depth * self.block_tokens, match.source_slot)
-        if match.source_slot is not None:
-            self.use(match.source_slot)
-        if 0 < asked_depth < depth and self.predicts:  # it resumes from a guess
-            asked = self.now(salt, tokens[: asked_depth * self.block_tokens])
-            self.use(next(kept.slot for kept in self.order if self.slots[kept.slot] == asked))
+        used = {node.depth_blocks for node in self.memory.used}
+        assert used == {asked_depth, depth} - {0} or 0 < depth < asked_depth in used, "who is used is not counted"
+        self.seen["guess used"] += asked_depth < depth
         if write and before[1].slots_total:
             seen = max(kv_depth, self.seen_before(salt, tokens, match))
             expected = expected_boundaries(
@@ -519,9 +402,12 @@ class ModelEngine:
             ]
         own_ids = admission.block_ids[admission.shared_blocks :]
         assert len(own_ids) == own and not set(own_ids) & (held | set(shared)), "own blocks belong to others"
-        request = Request(request_id, salt, list(tokens), len(tokens), admission, write, read)
-        request.stored = self.now(salt, tokens[: admission.stored_tokens])[1]
-        request.history = self.now(salt, tokens[: admission.resume_tokens])[1]
+        return self.started(Request(request_id, salt, list(tokens), len(tokens), admission, write, read))
+
+    def started(self, request: Request) -> Request:
+        admission = request.admission
+        request.stored = self.now(request.salt, request.tokens[: admission.stored_tokens])[1]
+        request.history = self.now(request.salt, request.tokens[: admission.resume_tokens])[1]
         self.requests.append(request)
         return request
 
@@ -550,7 +436,6 @@ class ModelEngine:
             assert preempted is not None
             depth = len(preempted.history)
         loaded = cache.loads.begin_load_back(request_id, match, write=write)
-        self.forget_lost()
         if loaded is None:
             cache.loads.drop_swapped_out(request_id)
             return None
@@ -580,16 +465,12 @@ class ModelEngine:
             return None
         assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
         assert admission.block_ids[: admission.shared_blocks] == (*loaded.block_ids, *beyond)
-        request = Request(request_id, salt, list(tokens), len(tokens), admission, write, loaded=True)
-        request.counted_tokens = counted_tokens
         assert admission.stored_tokens == max(depth, (len(loaded.path) + len(beyond)) * block)
-        if admission.stored_tokens > depth:
-            request.stored = self.now(salt, tokens[: admission.stored_tokens])[1]
-            self.seen["shared beyond a load"] += 1
-        request.history = self.now(salt, tokens[:depth])[1]
-        self.requests.append(request)
+        self.seen["shared beyond a load"] += admission.stored_tokens > depth
         self.seen["resumed" if preempted else "admitted from the host"] += 1
-        return request
+        request = Request(request_id, salt, list(tokens), len(tokens), admission, write)
+        request.counted_tokens = counted_tokens
+        return self.started(request)
 
     def swap_out(self, request: Request) -> bool:
         """Preempts the request. Returns whether it can continue later."""
@@ -610,25 +491,41 @@ class ModelEngine:
         end = min(start + tokens, request.prompt_tokens)
         if not self.grow(request, end):
             return None
-        self.forget_lost()
-        self.guesses = {node for node in self.cache.nodes() if node.slot >= 0 and is_guess(node)}
-        asked = {position: reason for position, reason in self.live(request).boundaries if start < position <= end}
+        blocks = self.cache._store.blocks
+        guesses = {node for node in self.on_slots().values() if is_guess(node)}
+        reached = {position: reason for position, reason in self.live(request).boundaries if start <= position <= end}
+        asked = {position: reason for position, reason in reached.items() if position > start}
+        keys = {position: self.live(request).chain.keys[position // self.block_tokens - 1] for position in reached}
         before, stats = self.on_slots(), self.cache.stats()
-        room = self.free_places() + min(0, self.cache._store.blocks.spare_guesses)  # a part may be for lent states
-        expected, expected_skipped = self.oracle_plan(request, start, end) if self.predicts else ([], 0)
+        room = self.free_places() + min(0, blocks.spare_guesses)  # a part may be for lent states
+        there = self.cache._planner.writing | {node.key for node in blocks.states}
         plan = self.cache.plan(request.request_id, start, end)
         planned = [(checkpoint.position_tokens, checkpoint.reason) for checkpoint in plan.checkpoints]
         skipped = self.cache.stats().checkpoints_skipped - stats.checkpoints_skipped
-        assert not self.predicts or (planned, skipped) == (expected, expected_skipped)
         assert planned == sorted(planned) and dict(planned).items() <= asked.items()
         assert self.live(request).write or not planned
         for_others = skipped + sum(reason != CheckpointReason.INTERVAL for _, reason in planned)
-        for_others += sum(node.slot >= 0 and not is_guess(node) for node in self.guesses)  # asked for now
-        self.check_displaced(before, for_others)
-        assert len(asked) > room or before.keys() <= self.kept_slots(), "evicted, though there was room"
-        if skipped and not self.cache._store.blocks.lent:  # a state that is lent only takes the place of a guess
-            assert all(map(self.cache._store.slots.pins, self.kept_slots())), "skipped, though a state could go"
-            assert not self.free_places() and (self.is_full() or not self.has_room(0, with_slot=True))
+        for_others += sum(node.slot >= 0 and not is_guess(node) for node in guesses)  # asked for now
+        lost, own = {node for slot, node in before.items() if node.slot != slot}, set(self.live(request).path)
+        assert for_others or not lost & guesses & own, "a guess displaces one of the same request"
+        lost -= guesses
+        self.seen["lent"] += any(node in blocks.lent for node in lost)
+        assert for_others or all(node in blocks.lent for node in lost), "a guess displaces what was asked for"
+        after = self.on_slots()
+        needed = {keys[position] for position, reason in reached.items() if reason != CheckpointReason.INTERVAL}
+        assert guesses.isdisjoint(node for slot, node in before.items() if node.slot != slot and node.key in needed)
+        left_out = {position for position in asked.keys() - dict(planned) if keys[position] not in there}
+        reasons = {reason for _, reason in planned if reason != CheckpointReason.INTERVAL}
+        if skipped and reasons:
+            assert max(reasons) <= min(asked[position] for position in left_out), "the most important ones go first"
+        elif left_out and not skipped and self.live(request).write:
+            others = [slot for slot, node in after.items() if is_guess(node) and node not in own]
+            assert not self.free_places(), "a guess is left out, though there is room"
+            assert all(map(self.cache._store.slots.pins, others)), "a guess is left out, though another could go"
+        assert len(asked) > room or before.keys() <= after.keys(), "evicted, though there was room"
+        if skipped and not blocks.lent:  # a state that is lent only takes the place of a guess
+            assert all(map(self.cache._store.slots.pins, after)), "skipped, though a state could go"
+            assert not self.free_places() and (self.cache._store.slots.is_full or not self.has_room(0, with_slot=True))
         assert all(checkpoint.slot >= self.first_slot for checkpoint in plan.checkpoints)
         others = [p for other in self.requests for p in other.plans]
         written = [checkpoint.slot for p in [*others, plan] for checkpoint in p.checkpoints]
@@ -643,40 +540,16 @@ class ModelEngine:
         """The states on the device, by slot."""
         return {node.slot: node for node in self.cache.nodes() if node.slot >= 0}
 
-    def is_full(self) -> bool:
-        """Whether there are as many cached states as allowed."""
-        cap, slots = self.cache.settings.state_slots, self.cache._store.slots
-        fixed = (SlotState.RESERVED, SlotState.PUBLISHED, SlotState.RETIRED)
-        return cap is not None and sum(len(slots.slots_in(state)) for state in fixed) >= cap
-
     def free_places(self) -> int:
         """States that fit without any eviction; 0 or more than 0 is exact."""
         slots, cap = self.cache._store.slots, self.cache.settings.state_slots
-        free = len(slots.slots_in(SlotState.FREE))
-        if self.pages:
-            pages, size = self.cache._store.pages, self.page_blocks
-            free_ids = set(pages.free_ids())
-            taken = [
-                pages.is_state(page) or free_ids >= {*range(page * size, page * size + size)}
-                for page in range(self.pages)
-            ]
-            free = sum(taken[self.page_of(slot)] for slot in slots.slots_in(SlotState.FREE))
-            if not free:
-                free = self.page_states * (pages.unheld_pages > 0 and pages.free_blocks >= size)
+        pages, size = self.cache._store.pages, self.page_blocks
+        free_ids = set(pages.free_ids())
+        taken = [pages.is_state(page) or free_ids.issuperset(self.blocks_of(page)) for page in range(self.pages)]
+        free = sum(taken[self.memory.page_of(slot)] for slot in slots.slots_in(SlotState.FREE))
+        if not free:
+            free = self.page_states * (pages.unheld_pages > 0 and pages.free_blocks >= size)
         return free if cap is None else min(free, max(0, cap - slots.cached_slots))
-
-    def check_displaced(self, before: dict[int, Node], asked: int) -> None:
-        """Checks which states were evicted. A guess may only displace guesses, and states that are lent."""
-        blocks = self.cache._store.blocks
-        lost = [node for slot, node in before.items() if node.slot != slot and node not in self.guesses]
-        self.seen["lent"] += any(node in blocks.lent for node in lost)
-        lost = [node for node in lost if node not in blocks.lent]
-        assert asked or not lost
-        if self.predicts:
-            assert {kept.slot for kept in self.order} == self.kept_slots()
-            assert len(lost) <= asked, (lost, asked)
-            pins = self.cache._store.slots.pins
-            assert not lost or all(pins(kept.slot) for kept in self.order if kept.guess), "guesses go first"
 
     def grow(self, request: Request, end: int) -> bool:
         """Gets blocks up to position ``end`` of the prompt. False: there are too few."""
@@ -684,8 +557,7 @@ class ModelEngine:
         last = min(-(-end // block), request.prompt_tokens // block, self.device_depth(request.salt, request.tokens))
         # All that it holds is cached, too.
         follows = request.read and self.live(request).write and held * block <= len(request.kv)
-        with self.evicting():
-            grown = self.cache.grow(request.request_id, end)
+        grown = self.cache.grow(request.request_id, end)
         if grown is None:
             return False
         if follows:
@@ -697,27 +569,9 @@ class ModelEngine:
             self.seen["shared beyond by a chunk"] += 1
         return True
 
-    @contextmanager
-    def evicting(self) -> Iterator[None]:
-        """Checks what goes for KV: unneeded KV first, and after it states."""
-        unneeded, states = list(self.cache._store.blocks.unneeded), self.on_slots()
-        guesses = {node for node in states.values() if is_guess(node)}
-        yield
-        guesses |= {node for node in states.values() if node in self.cache._store.blocks.lent}
-        lost = {slot for slot, node in states.items() if node.slot != slot and node not in guesses}
-        if not lost:
-            return
-        ref_counts = memoryview(self.cache.blocks.ref_counts()).cast("i")
-        assert all(node.block_id == NO_BLOCK or ref_counts[node.block_id] for node in unneeded), (
-            "unneeded KV goes first"
-        )
-        pages = {self.page_of(slot) for slot in lost} if self.pages else set()
-        self.seen["one of a page's states"] += any(self.page_of(slot) in pages for slot in self.kept_slots())
-
     def is_bad(self, request: Request) -> bool:
         """Whether garbage was loaded for the request."""
-        live = self.live(request)
-        return live.load in self.bad_loads
+        return self.live(request).load in self.bad_loads
 
     def settle(self, plan: StepPlan, request: Request, *, succeeds: bool) -> None:
         """Runs the plan's forward, checks its reads again, and publishes or abandons it."""
@@ -735,23 +589,20 @@ class ModelEngine:
         self.write(request, plan, succeeds, writes)
         self.carry_out_units(published)
         self.seen["stored when written"] += sum(unit.source == DEVICE for unit in published)
-        if early:
-            self.forget_plan(plan, request)
-            self.note_computed(request)
-            return
         if succeeds and load in self.bad_loads:
-            self.forget_lost()
             self.cache.fail_load(plan)
             self.seen["load failed"] += 1
             request.broken = True
-        elif succeeds:
+        elif succeeds and not early:
             self.publish(plan, request)
-        else:
+        elif not succeeds:
             # What a failed forward leaves behind cannot be gone on from, unless it started from a kept state or zero.
             retry = len(request.plans) == 1 and (plan.source_slot is not None or plan.start_tokens == 0)
             request.broken = request.broken or not retry
             self.cache.abandon(plan)
-        self.forget_plan(plan, request)
+        request.plans.remove(plan)
+        if request.released and not request.plans:
+            self.requests.remove(request)
         self.note_computed(request)
 
     def withdraw(self, plan: StepPlan, request: Request, *, published: bool) -> None:
@@ -779,7 +630,6 @@ class ModelEngine:
             for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:
                 found.append(self.host[self.cache._store.host.entries[entry].pages])
             assert WRONG not in found, node
-        self.forget_lost()
 
     def note_computed(self, request: Request) -> None:
         ends = range(self.block_tokens, len(request.history) + 1, self.block_tokens)
@@ -793,29 +643,15 @@ class ModelEngine:
             self.counted[counted] += plan.end_tokens - plan.start_tokens
         if not request.is_counted:
             request.is_counted = True
-            skipped = request.admission.resume_tokens
-            if request.counted_tokens:
-                self.counted["resumed_tokens"] += skipped
-            else:
-                self.counted["prompt_tokens"] += request.prompt_tokens
-                self.counted["reused_tokens"] += skipped
-                self.counted["reused_tokens_device" if load is None else "reused_tokens_host"] += skipped
-        self.forget_lost()
+            reused = ("reused_tokens", "reused_tokens_device" if load is None else "reused_tokens_host")
+            for name in ("resumed_tokens",) if request.counted_tokens else reused:
+                self.counted[name] += request.admission.resume_tokens
+            self.counted["prompt_tokens"] += 0 if request.counted_tokens else request.prompt_tokens
         self.cache.publish(plan)
-        states = self.on_slots() if self.predicts else {}
-        if load is not None and load.slot in states:
-            self.order.append(Kept(load.slot, is_guess(states[load.slot])))
+        states = self.on_slots()
         for checkpoint in plan.checkpoints:
             if checkpoint.slot in states:  # the host may have had it, and not as a guess
-                guess = is_guess(states[checkpoint.slot])
-                assert guess <= (checkpoint.reason == CheckpointReason.INTERVAL)
-                self.order.append(Kept(checkpoint.slot, guess))
-
-    def forget_plan(self, plan: StepPlan, request: Request) -> None:
-        """The plan is settled."""
-        request.plans.remove(plan)
-        if request.released and not request.plans:
-            self.requests.remove(request)
+                assert is_guess(states[checkpoint.slot]) <= (checkpoint.reason == CheckpointReason.INTERVAL)
 
     def decode(self, request: Request, tokens: list[int], *, by_id: bool = False, at_once: bool = False) -> bool:
         """Generates ``tokens`` one by one. Returns False if the request was preempted (too few KV blocks)."""
@@ -840,25 +676,15 @@ class ModelEngine:
         self.note_computed(request)
         return True
 
-    def checkpoint_decoded(self, request: Request) -> bool:
+    def checkpoint_decoded(self, request: Request) -> None:
         """Keeps the state that the request reached, if it is at a block boundary. Others may come before the copies."""
-        position, content = len(request.history), (request.salt, request.history)
-        if position % self.block_tokens or position >= len(request.tokens) + 1 or not request.history:
-            return False
-        self.forget_lost()
-        kept = [kept for kept in self.order if (self.slots | self.decoded)[kept.slot] == content and kept.guess]
+        position = len(request.history)
+        if position % self.block_tokens or position > len(request.tokens) or not position:
+            return
         slot = self.cache.checkpoint_decoded(request.request_id, position)
-        if slot is None:
-            if kept and self.live(request).write:
-                self.use(kept[0].slot, "confirmed")
-                kept[0].decoded = True
-            return False
-        self.order = [kept for kept in self.order if kept.slot != slot]
-        if self.predicts:
-            self.order.append(Kept(slot, guess=False, decoded=True))
-        self.decoded[slot] = content
-        self.seen["decoded states"] += 1
-        return True
+        if slot is not None:
+            self.decoded[slot] = request.salt, request.history
+            self.seen["decoded states"] += 1
 
     def copy_decoded(self) -> None:
         """Copies these states to their slots, after the cache's own copies."""
@@ -871,8 +697,7 @@ class ModelEngine:
         if not by_id:
             grown = self.cache.grow(request.request_id, len(request.tokens))
             return grown is not None and not grown.shared
-        with self.evicting():
-            block_ids = self.cache.blocks.allocate(1)
+        block_ids = self.cache.blocks.allocate(1)
         if block_ids is None:
             assert not self.has_room(1, with_slot=False)
             return False
@@ -974,7 +799,6 @@ class ModelEngine:
     def check(self) -> None:
         """Runs `check_integrity`, and checks that every matchable entry holds what its place in the tree says."""
         self.cache.check_integrity()
-        self.forget_lost()
         self.carry_out()
         self.check_host()
         for node in self.cache.nodes():
@@ -987,6 +811,7 @@ class ModelEngine:
                 assert self.blocks[node.parent.block_id] == (salt, history[: -self.block_tokens]), node
             if node.slot != NO_SLOT:
                 assert self.slots[node.slot] == content, node
+        assert self.seen["moved"] <= self.seen["told of a move"]
         stats = self.cache.stats()
         cap = self.cache.settings.state_slots
         assert 0 <= stats.slots_used <= stats.slots_total and (cap is None or stats.slots_used <= cap)

@@ -173,7 +173,7 @@ class NaiveTiers:
     """One or two tiers with one `NaiveRecomputeCost`, the device first. Decides as `RecomputeCostEviction` does.
 
     Args:
-        state_blocks: Bytes of a state in KV blocks, for each tier; 0: states have memory of their own there.
+        state_blocks: Bytes of a state in KV blocks, for each tier.
     """
 
     def __init__(self, state_blocks: tuple[float, ...]) -> None:
@@ -190,6 +190,10 @@ class NaiveTiers:
         if known is None:
             self.rule.added(node)
 
+    def used(self, tier: int, node: Node) -> None:
+        if tier == 0 or node not in self.kept[0]:  # else it is used on the device
+            self.rule.used(node)
+
     def removed(self, tier: int, node: Node) -> None:
         self.kept[tier].remove(node)
         self.rule.lent.pop(node, None)
@@ -201,7 +205,7 @@ class NaiveTiers:
 
     def value(self, tier: int, node: Node) -> float:
         cost = self.cost(node)
-        if self.state_blocks[tier] and not self.rule.of(node).is_guess:
+        if not self.rule.of(node).is_guess:
             others = [other for kept in self.kept[: tier + 1] for other in kept if not self.rule.of(other).is_guess]
             cost /= self.state_blocks[tier] + exclusive(node, others)
         return cost * self.rule.rate(self.rule.of(node))
@@ -231,7 +235,7 @@ class NaiveTiers:
         rule = self.rule
         if len(self.kept) > 1:
             return None
-        kept = [node for node in self.kept[0] if evictable(node) and node not in rule.lent]
+        kept = [node for node in self.kept[0] if node not in rule.lent and evictable(node)]
         guesses = [node for node in kept if rule.of(node).is_guess]
         state = min(set(kept) - set(guesses), key=lambda node: self.place(0, node), default=None)
         if state is None or sum(rule.lent.values()) + self.cost(state) >= rule.earned:
@@ -240,8 +244,17 @@ class NaiveTiers:
         worths = [self.cost(node) * rule.rate(rule.of(node)) for node in (state, guess) if node is not None]
         return state if guess is None or worths[0] < worths[1] else None
 
-    def lend(self, node: Node) -> None:
+    def lend(self, tier: int, node: Node) -> None:
         self.rule.lent[node] = self.cost(node)
+
+    def resumed(self, tier: int, blocks: int, asked_blocks: int) -> None:
+        self.rule.earned += blocks - asked_blocks
+
+    def clear(self, tier: int) -> None:
+        """All states are forgotten, and what was learned is kept."""
+        self.kept[tier].clear()
+        self.rule.known.clear()
+        self.rule.lent.clear()
 
 
 def first_of(nodes: Collection[Node | None], above: Node | None) -> Node | None:

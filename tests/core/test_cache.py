@@ -20,9 +20,9 @@ BLOCK = 4
 
 
 def engine(**options) -> ModelEngine:
-    """One memory, in pages of 3 blocks or 2 states; or two budgets, where a test counts blocks."""
+    """Pages of 3 blocks or 2 states; where a test counts blocks, only checkpoints take some, one each."""
     options = {"block_tokens": BLOCK, "retention_interval_tokens": 0, "eviction_policy": "lru"} | options
-    sizes = {"state_slots": 100} if "kv_blocks" in options else {"kv_blocks": 200, "page_blocks": 3, "page_states": 2}
+    sizes = {"live_states": False} if "kv_blocks" in options else {"kv_blocks": 200, "page_blocks": 3, "page_states": 2}
     return ModelEngine(HybridPrefixCache(CacheSettings(**sizes | options)))
 
 

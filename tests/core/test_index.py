@@ -29,7 +29,8 @@ def chain_of(*blocks: int, rest: int = 0) -> KeyChain:
 
 
 def kv_blocks(count: int) -> KVBlocks:
-    return KVBlocks(Pages(count, 0), SlotPool(Pages(0, 1)), LruEviction())
+    pages = Pages(count, 8)
+    return KVBlocks(pages, SlotPool(pages), LruEviction())
 
 
 def keyed(blocks: KVBlocks, tree: PrefixTree, chain: KeyChain) -> tuple[list[int], list[Node]]:

@@ -104,8 +104,8 @@ def test_settings_and_flags_know_the_rule_of_a_plugin(plugged):
 
 
 def test_the_replay_uses_the_rule_of_a_plugin(folder):
-    argv = [str(folder / "trace.jsonl"), "--state-slots", "1", "--admission", "tail", "--baselines", "lru"]
-    done = run_verb(folder, "replay", *argv, "--eviction", "newest_first")
+    argv = [str(folder / "trace.jsonl"), "--state-slots", "1"]
+    done = run_verb(folder, "replay", *argv, "--eviction", "newest_first", "lru")
     assert done.returncode == 0, done.stderr
     assert "newest_first" in done.stdout
     refused = run_verb(folder, "replay", *argv, "--eviction", "newest_first", plugins="")

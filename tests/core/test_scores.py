@@ -202,7 +202,7 @@ def test_random_prompts(seed, host_pages):
 def test_a_hit_on_the_host_uses_its_scores():
     """With room for the scores of two prompts, those that came back from the host stay; those of another prompt go."""
     each = 2 * SCORES * 2 + LOGITS  # two blocks with one likeliest token, and the logits of one boundary
-    prompts = Prompts(kv_blocks=5, state_slots=2, host_pages=60, retention_interval_tokens=0, scores_bytes=2 * each)
+    prompts = Prompts(kv_blocks=8, state_slots=2, host_pages=60, retention_interval_tokens=0, scores_bytes=2 * each)
     first, second, third = ([number] * (2 * BLOCK) for number in (1, 2, 3))
     for prompt in (first, second):
         prompts.send([*prompt, 9], 1)

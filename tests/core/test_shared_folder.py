@@ -32,13 +32,19 @@ from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
 
 
+def make_ranking() -> Any:
+    policy = make_eviction_policy("recompute_cost")
+    policy.share_memory(state_blocks=SIZE[STATE] / SIZE[KV])
+    return policy
+
+
 def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes | None = NAME, **settings: Any) -> FileTier:
     """A tier as of one process. It looks at the folder only when told to."""
     settings = {"min_tokens": 0, "refresh_s": 10.0**6} | settings
     tier = FileTier(
         FolderSettings(folder=folder, budget_bytes=budget_bytes, **settings),
         block_tokens=BLOCK,
-        make_ranking=lambda: make_eviction_policy("recompute_cost"),
+        make_ranking=make_ranking,
     )
     if name is not None:
         tier.use_namespace(name)

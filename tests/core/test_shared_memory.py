@@ -19,7 +19,6 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, BlockTransfer, EntryKind, PageClear
 from tests.core import test_stateful
 from tests.core.model import tier_behind
-from tests.harness.one_memory import listed_though_held
 
 BLOCK = 4  # tokens
 
@@ -53,8 +52,8 @@ def test_a_layout_loses_least_with_as_few_states_in_a_page_as_lose_little(alignm
         (lambda: PageLayout.within(11, block_bytes=4, state_bytes=8), "a state and a KV block need 12 bytes"),
         (lambda: PageLayout.within(-5, block_bytes=4, state_bytes=8), "a state and a KV block need 12 bytes"),
         (lambda: PageLayout.of(block_bytes=0, state_bytes=5), "must be 1 or more"),
-        (lambda: Pages(4, 2, 0), "must be 0, 0 and 1 or more"),
-        (lambda: shared(4, 0), "need a number of slots"),
+        (lambda: Pages(4, 2, 0), "must be 0, 1 and 1 or more"),
+        (lambda: shared(4, 0), "must be 0, 1 and 1 or more"),
         (lambda: shared(4, state_slots=-1), "state_slots=-1, first_state_slot=0: must be 0 or more"),
     ],
 )
@@ -308,7 +307,7 @@ MUTANTS = {
     for what, *changes in (
         (
             "a held block moves",
-            (Pages, "_list", listed_though_held),
+            (Pages, "_is_unheld", Pages._has_free),
             (Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size),
         ),
         ("a decoded state without protection", (CheckpointTable, "protect", lambda self, slot: None)),
@@ -378,23 +377,25 @@ def test_waiting_loads_give_back_their_slots_too():
 
 
 def with_host(**options: Any) -> HybridPrefixCache:
-    """A fixed split with a host tier. Guesses are a block apart; a state is two pages."""
+    """A memory with a host tier. Guesses are a block apart; a state is a block, and two pages on the host."""
     sizes = {"block_tokens": BLOCK, "min_computed_tokens": 1, "retention_interval_tokens": BLOCK}
     return HybridPrefixCache(CacheSettings(**sizes, host_kv_pages=1, host_state_pages=2, **options))
 
 
 def test_the_tier_behind_is_offered_each_state_that_is_no_guess(monkeypatch):
-    cache = with_host(kv_blocks=8, state_slots=4, host_pages=12, behind=tier_behind())
-    copies: list[BlockTransfer] = []
+    cache = with_host(kv_blocks=20, state_slots=4, host_pages=12, behind=tier_behind())
+    copies: list[Any] = []
     take = cache.take_copies
     monkeypatch.setattr(cache, "take_copies", lambda: copies.extend(take()))
+    guesses: set[bytes] = set()
     for number in range(8):
         run(cache, f"prompt {number}", 6)
-    offered = {(copy.tag.kind, copy.tag.key) for copy in copies if copy.target == SHARED}
+        guesses |= {node.key for node in cache.nodes() if is_guess(node)}
+    stored = [copy for copy in copies if isinstance(copy, BlockTransfer)]
+    offered = {(copy.tag.kind, copy.tag.key) for copy in stored if copy.target == SHARED}
     for number in range(8):
         keys = [b"prompt %d %d" % (number, block) for block in range(6)]
         assert (EntryKind.STATE, keys[-1]) in offered and all((EntryKind.KV, key) in offered for key in keys)
-    guesses = {node.key for node in cache.nodes() if is_guess(node)}
     assert guesses and not [key for kind, key in offered if kind == EntryKind.STATE and key in guesses]
 
 

@@ -31,7 +31,6 @@ from tests.harness.cached import keys_on_device, on_device
 from tests.harness.engine_helpers import cache_gb_for, state_bytes
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.named_models import named
-from tests.harness.one_memory import listed_though_held
 from tests.harness.selection import mostly_slow
 
 
@@ -180,7 +179,15 @@ def held_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
             if self._node[target] is not None:
                 self._node[target].block_id = target
 
-    monkeypatch.setattr(Pages, "_list", listed_though_held)
+    def list_page(self: Any, page: int) -> None:
+        free = len(self._free_ids[page])
+        if free:
+            self._by_free.push(page, free)
+        if page < self._whole:
+            self._unheld_by_free.push(page, free)
+
+    monkeypatch.setattr(Pages, "_list", list_page)
+    monkeypatch.setattr(Pages, "_is_unheld", Pages._has_free)
     monkeypatch.setattr(KVBlocks, "move", move)
 
 

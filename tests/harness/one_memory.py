@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, Pages
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES
 
 FAR_PAGES, FAR_PAGE_BYTES = 216, 96 * 2**20
 """A buffer of 20.25 GiB: 5.4e9 elements of float32."""
@@ -132,10 +132,3 @@ def check_same(
 
 def _tensors(result: Any) -> list[torch.Tensor]:
     return [] if result is None else [result] if isinstance(result, torch.Tensor) else list(result)
-
-
-def listed_though_held(self: Pages, page: int) -> None:
-    """A mutant of `Pages._list`: pages with held blocks may be emptied."""
-    free = -1 if self._is_state[page] else len(self._free_ids[page])
-    self._by_free.put(page, free)
-    self._unheld_by_free.put(page, free if page < self._whole else -1)

@@ -13,15 +13,14 @@ from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.requests import StepPlan
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.lab.replay import CacheServer, Policy
+from megatron_hybrid_prefix.lab.replay import CacheServer
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
 from megatron_hybrid_prefix.policy.recompute_cost import _Known
 from tests.harness.selection import mostly_slow
 from tests.harness.trace_helpers import BLOCK, KINDS, made_up
 
-SLOTS = {"kv_blocks": 100_000, "state_slots": 24}
-TWO_BUDGETS = {"kv_blocks": 900, "state_slots": 48}
-MEMORY = {"kv_blocks": 480, "page_blocks": 6, "page_states": 1, "state_slots": None}
+SLOTS = {"kv_blocks": 200_000, "page_blocks": 100_000, "page_states": 24, "state_slots": 24, "live_states": False}
+MEMORY = {"kv_blocks": 480, "page_blocks": 6}
 HOST = SLOTS | {"host_pages": 900, "host_kv_pages": 1, "host_state_pages": 12}
 
 
@@ -30,7 +29,7 @@ class Both:
 
     def __init__(self, sizes: dict[str, Any], eviction: str = "recompute_cost") -> None:
         self.with_guesses, self.without = (
-            CacheServer(Policy(name=eviction, eviction=eviction, interval_tokens=interval), BLOCK, sizes)
+            CacheServer(block_tokens=BLOCK, eviction_policy=eviction, retention_interval_tokens=interval, **sizes)
             for interval in (None, 0)
         )
         self.reused = self.reused_without = self.most_lent = 0
@@ -77,7 +76,7 @@ def pairs(count: int, gap: int = 60, seed: int = 0) -> Trace:
     return Trace(format="mooncake", block_tokens=BLOCK, requests=tuple(requests))
 
 
-@pytest.mark.parametrize("sizes", [SLOTS, TWO_BUDGETS, MEMORY], ids=["slots", "two budgets", "one memory"])
+@pytest.mark.parametrize("sizes", [SLOTS, MEMORY], ids=["unlimited KV", "one memory"])
 @pytest.mark.parametrize("kind", [*mostly_slow(KINDS, "popular"), "pairs"])
 def test_the_same_states_are_kept_as_without_guesses(kind, sizes):
     trace = pairs(600) if kind == "pairs" else made_up(kind, 600)
@@ -101,7 +100,7 @@ def test_states_are_lent_where_guesses_earn_it():
 def side_by_side(seed: int) -> int:
     """Forwards side by side, some of requests that do not read the cache. Returns how many states were lent at a time."""
     rng, lent = random.Random(seed), 0
-    sizes = {"kv_blocks": rng.choice([60, 90, 140]), "page_blocks": rng.choice([1, 2, 3]), "state_slots": None}
+    sizes = {"kv_blocks": rng.choice([60, 90, 140]), "page_blocks": rng.choice([1, 2, 3])}
     cache = HybridPrefixCache(CacheSettings(block_tokens=4, page_states=rng.choice([1, 1, 3]), secret=b"test", **sizes))
     plans: list[StepPlan] = []
 
@@ -133,7 +132,7 @@ def side_by_side(seed: int) -> int:
 
 def test_a_request_that_does_not_read_computes_a_lent_state_again():
     """It does not hold the KV of that state, so others may evict both while its forward runs."""
-    sizes = {"kv_blocks": 40, "page_blocks": 2, "page_states": 1, "state_slots": None}
+    sizes = {"kv_blocks": 40, "page_blocks": 2}
     cache = HybridPrefixCache(CacheSettings(block_tokens=4, retention_interval_tokens=0, **sizes))
     prompt = list(range(41))
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from megatron_hybrid_prefix.lab.memory import Memory
-from megatron_hybrid_prefix.lab.replay import Policy, replay
+from megatron_hybrid_prefix.lab.replay import replay
 from megatron_hybrid_prefix.tiers.units import EntryKind
 from tests.harness.engine_helpers import cache_gb_for
 from tests.harness.lifecycle_helpers import EngineHarness
@@ -37,13 +37,9 @@ def replayed(served, prompts, **options):
         mamba_bytes=None if settings.state_slots is None else settings.state_slots * layout.state_bytes,
     )
     assert memory.layout == layout
-    policy = Policy(
-        name="",
-        eviction=settings.eviction_policy,
-        interval_tokens=settings.retention_interval_tokens,
-        options=options | {"min_computed_tokens": settings.min_computed_tokens},  # the engine computes at least two
-    )
-    return replay(as_trace(prompts, settings.block_tokens), policy, memory=memory)
+    same = ("eviction_policy", "retention_interval_tokens", "min_computed_tokens")
+    rules = {name: getattr(settings, name) for name in same}
+    return replay(as_trace(prompts, settings.block_tokens), **memory.cache_sizes(), **rules, **options)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])

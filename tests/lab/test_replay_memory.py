@@ -12,7 +12,7 @@ from megatron_hybrid_prefix.cli import replay as command
 from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.lab.memory import Memory
-from megatron_hybrid_prefix.lab.replay import CacheServer, Policy, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.replay import CacheServer, Replayed, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -22,7 +22,11 @@ from tests.harness.trace_helpers import made_up, write_trace
 GIB = 2**30
 # Nemotron-H-8B in bf16, KV blocks of 256 tokens: a state is as large as 12.5 blocks.
 MEMORY = Memory(cache_bytes=5 * GIB // 2, block_bytes=4_194_304, state_bytes=52_297_728)
-RULE = Policy(name="recompute_cost", eviction="recompute_cost")
+
+
+def replayed(trace: Trace, host_bytes: int = 0, **changes: int) -> Replayed:
+    memory = with_fields(MEMORY, **changes)
+    return replay(trace, **memory.cache_sizes(), **memory.host_options(host_bytes))
 
 
 def run(*arguments: Any) -> int:
@@ -35,18 +39,16 @@ def chats():
 
 
 def test_a_memory_that_has_room_for_everything_reuses_as_much_as_is_possible(chats):
-    every_block = with_fields(RULE, interval_tokens=chats.block_tokens)
-    memory = with_fields(MEMORY, cache_bytes=3000 * GIB)
-    assert replay(chats, every_block, memory=memory).reused_tokens == ceiling_tokens(chats)
+    sizes = with_fields(MEMORY, cache_bytes=3000 * GIB).cache_sizes()
+    found = replay(chats, retention_interval_tokens=chats.block_tokens, **sizes)
+    assert found.reused_tokens == ceiling_tokens(chats)
 
 
 def test_a_limit_of_the_states(chats):
     """States keep to the limit, also in the layout's pages. A limit that cannot be reached changes nothing."""
-    free = replay(chats, RULE, memory=MEMORY)
-    found = [
-        replay(chats, RULE, memory=with_fields(MEMORY, mamba_bytes=count * 52_297_728 + 9)) for count in (0, 5, 900)
-    ]
-    assert [run.state_slots for run in found] == [0, 5, free.state_slots]
+    free = replayed(chats)
+    found = [replayed(chats, mamba_bytes=count * 52_297_728 + 9) for count in (0, 5, 900)]
+    assert [run.settings["state_slots"] for run in found] == [0, 5, free.settings["state_slots"]]
     assert [run.counters["slots_used"] for run in found[:2]] == [0, 5]
     assert 0 == sum(found[0].reused_tokens) < sum(found[1].reused_tokens) < sum(free.reused_tokens)
     assert found[2].reused_tokens == free.reused_tokens
@@ -54,23 +56,25 @@ def test_a_limit_of_the_states(chats):
 
 def test_table_and_json(tmp_path, capsys):
     trace, report = write_trace(tmp_path / "t.jsonl", made_up("chat", 90)), tmp_path / "r.json"
-    arguments = ["--preset", "nemotron-h-8b", "--cache-gb", "3,1.5", "--mamba-gb", "0.5", "--json", report]
+    arguments = ["--preset", "nemotron-h-8b", "--cache-gb", "1.5", "3", "--mamba-gb", "0.5", "--json", report]
     assert run(trace, *arguments) == 0
     said = capsys.readouterr().out
-    for text in ("8,716,288", "52,297,728", "a state takes 6 KV blocks", "no limits", "lru", "%"):
+    for text in ("GiB for KV and states", "1.5", "no limits", "lru"):
         assert text in said
     data = json.loads(report.read_text())
-    assert data["reused_token_fraction"] == data["runs"][1]["reused_token_fraction"]
-    assert [found["memory"]["cache_bytes"] for found in data["runs"]] == [3 * GIB // 2, 3 * GIB] * 2
-    assert {found["memory"]["mamba_bytes"] for found in data["runs"]} == {GIB // 2}
-    assert {found["state_slots"] for found in data["runs"]} == {GIB // 2 // 52_297_728}
+    assert data["reused_token_fraction"] == data["reused_token_fractions"]["recompute_cost"]["3"]
+    assert [found["budget"] for found in data["runs"]] == ["1.5", "3"] * 2
+    assert {found["settings"]["state_slots"] for found in data["runs"]} == {GIB // 2 // 52_297_728}
     assert data["runs"][0]["counters"]["memory_use"]["total_blocks"] == 184
+    assert run(trace, *arguments, "--host-gb", "2") == 0
+    with_host = json.loads(report.read_text())["runs"][0]
+    assert with_host["settings"]["host_pages"] == 2 * GIB // (8_388_608 // 8)
+    assert with_host["counters"]["tiers"]["host"]["loads"] > 0
 
 
 def steps_of_a_request(kind: str, requests: int, gib: int) -> float:
     trace = made_up(kind, requests)
-    memory = with_fields(MEMORY, cache_bytes=gib * GIB)
-    return steps(lambda: replay(trace, RULE, memory=memory)) / requests
+    return steps(lambda: replayed(trace, cache_bytes=gib * GIB)) / requests
 
 
 @pytest.mark.parametrize("kind", ["scan", pytest.param("chat", marks=pytest.mark.slow)])
@@ -86,8 +90,8 @@ def test_a_request_takes_no_more_steps_in_a_larger_memory_or_a_longer_trace(kind
 def unreachable_states(trace: Trace, eviction: str = "recompute_cost") -> int:
     """States on the host, after the trace, whose KV is neither there nor on the device."""
     memory = with_fields(MEMORY, cache_bytes=GIB)
-    policy = with_fields(RULE, eviction=eviction, options=memory.host_options(GIB))
-    server = CacheServer(policy, trace.block_tokens, memory.cache_sizes())
+    sizes = memory.cache_sizes() | memory.host_options(GIB)
+    server = CacheServer(block_tokens=trace.block_tokens, eviction_policy=eviction, **sizes)
     for request in trace.requests:
         server.serve(request)
     cache = server._cache
@@ -124,7 +128,5 @@ def test_a_state_whose_kv_was_evicted_is_found(chats, monkeypatch):
 
 @pytest.mark.parametrize(("device", "host"), [(GIB, GIB), (2 * GIB, 2 * GIB), (2 * GIB, 4 * GIB)])
 def test_a_host_tier_reuses_as_much_as_more_memory_on_the_device(chats, device, host):
-    memory = with_fields(MEMORY, cache_bytes=device)
-    tiers = replay(chats, with_fields(RULE, options=memory.host_options(host)), memory=memory)
-    one = replay(chats, RULE, memory=with_fields(MEMORY, cache_bytes=device + host))
+    tiers, one = replayed(chats, host, cache_bytes=device), replayed(chats, cache_bytes=device + host)
     assert sum(tiers.reused_tokens) > 0.9 * sum(one.reused_tokens)

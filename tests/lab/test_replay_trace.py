@@ -13,13 +13,15 @@ import pytest
 
 from megatron_hybrid_prefix.cli import replay as command
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped
-from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay, unlimited_kv_blocks
+from megatron_hybrid_prefix.lab.replay import Replayed, ceiling_tokens, replay, unlimited_kv
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, read_trace
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 from tests.harness.steps import steps
 from tests.harness.trace_helpers import KINDS, made_up
 
-RULE = Policy(name="recompute_cost", eviction="recompute_cost")
+
+def replayed(trace: Trace, state_slots: int, **rules: Any) -> Replayed:
+    return replay(trace, **unlimited_kv(trace, state_slots), **rules)
 
 
 def mooncake(blocks: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
@@ -185,28 +187,26 @@ def test_a_malformed_line_is_named(tmp_path, capsys, kind, line, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--state-slots", "64,x"], "--state-slots: 'x' is not a whole number"),
-        (["--state-slots", "64,64"], "--state-slots: 64,64 has a number twice"),
-        (["--kv-blocks", "0"], "--kv-blocks: '0' is not a whole number above 0"),
+        (["--state-slots", "64", "x"], "argument --state-slots: 'x' is not a whole number"),
+        (["--kv-blocks", "4"], "unrecognized arguments: --kv-blocks 4"),
         (["--interval", "100"], "--interval: 100 is not a multiple of the block of 512 tokens"),
-        (["--interval", "512", "--admission", "tail"], "--interval 512: --admission tail keeps no states at intervals"),
-        (["--baselines", "lru,best"], "--baselines: no 'best'; there are: lru, recompute_cost, "),
+        (["--interval", "x"], "argument --interval: 'x' is not a whole number"),
+        (["--baselines", "lru"], "unrecognized arguments: --baselines lru"),
         (["--preset", "huge"], "huge: neither a file nor a preset; presets: tiny"),
         (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json: there is no folder /nowhere"),
         (["--block-tokens", "0"], "argument --block-tokens: '0' is not a whole number above 0"),
-        (["--eviction", "seglen"], "argument --eviction: invalid choice: 'seglen' (choose from "),
-        (["--clairvoyant"], "unrecognized arguments: --clairvoyant"),
+        (["--eviction", "fifo"], "argument --eviction: invalid choice: 'fifo' (choose from "),
         (["--cache-gb", "3"], "--cache-gb: needs the bytes of a model: give --preset or --hf"),
-        (["--mamba-gb", "3"], "--mamba-gb: limits the states in --cache-gb; give that, too"),
-        (["--cache-gb", "2,4", "--mamba-gb", "3", "--preset", "tiny"], "--mamba-gb 3: the most for checkpoints in"),
-        (["--cache-gb", "3", "--kv-blocks", "4"], "--cache-gb replaces --state-slots and --kv-blocks"),
-        (["--cache-gb", "3,3", "--preset", "tiny"], "--cache-gb: 3,3 has a number twice"),
-        (["--cache-gb", "0.01", "--preset", "nemotron-h-8b"], "--cache-gb 0.01: too small: a state and a KV block"),
-        (["--cache-gb", "3", "--preset", "tiny", "--baselines", "upstream"], "--baselines upstream: megatron-core's"),
+        (["--mamba-gb", "3"], "--mamba-gb and --host-gb go with --cache-gb; with --state-slots use --host-pages"),
+        (["--cache-gb", "2", "4", "--mamba-gb", "3", "--preset", "tiny"], "--mamba-gb 3: the most for checkpoints in"),
+        (["--cache-gb", "3", "--state-slots", "4"], "argument --state-slots: not allowed with argument --cache-gb"),
+        (
+            ["--cache-gb", "0.01", "--preset", "nemotron-h-8b"],
+            "--cache-gb 0.01: cache_bytes=10737418: a state and a KV",
+        ),
         (["--cache-gb", "1e300", "--preset", "tiny"], "--cache-gb 1e+300: more than any machine has"),
-        (["--cache-gb", "1e8", "--preset", "tiny"], "204,800,000,000 KV blocks: a replay has at most 4,194,304"),
-        (["--state-slots", "9999999"], "9,999,999 state slots: a replay has at most 4,194,304"),
-        (["--kv-blocks", "9999999"], "9,999,999 KV blocks: a replay has at most 4,194,304"),
+        (["--cache-gb", "1e8", "--preset", "tiny"], "204,800,000,000 KV blocks: a replay has at most 8,388,608"),
+        (["--state-slots", "9999999"], "9,999,999 state slots: a replay has at most 8,388,608"),
         (["--hf", "somewhere", "--preset", "tiny"], "--hf"),
     ],
 )
@@ -231,34 +231,31 @@ def test_files_that_cannot_be_read(tmp_path, capsys):
 
 def test_table_and_json(tmp_path, trace_file, capsys):
     report = tmp_path / "r.json"
-    arguments = ["--state-slots", "16,4", "--preset", "tiny", "--interval", "1024", "--json", report]
-    assert run(trace_file, *arguments, "--baselines", "lru,upstream,align,recompute_cost") == 0
+    assert run(trace_file, "--state-slots", "4", "16", "--interval", "1024", "--json", report) == 0
     said = capsys.readouterr().out
     data = json.loads(report.read_text())
     assert data["ceiling_fraction"] == 2048 / 4448 and data["reused_token_fraction"] == 2048 / 4448
-    own = [(run["state_slots"], run["reused_token_fraction"]) for run in data["runs"][:2]]
-    assert own == [(4, 2048 / 4448), (16, 2048 / 4448)]
-    names = ["recompute_cost, every 1024", "lru", "upstream 0.19", "align (tails only)", "recompute_cost"]
-    assert [found["policy"]["name"] for found in data["runs"]] == [name for name in names for _ in range(2)]
+    names = ["recompute_cost", "lru"]
+    shares = {"4": 2048 / 4448, "16": 2048 / 4448}
+    assert data["reused_token_fractions"] == {name: shares for name in names}
+    assert [found["settings"]["eviction_policy"] for found in data["runs"]] == [
+        name for name in names for _ in range(2)
+    ]
     for found in data["runs"]:
         assert found["reused_tokens"] <= 2048 and found["prompt_tokens"] == 4448
-        assert 0 < found["counters"]["slots_used"] <= found["state_slots"]
-    for name in (*names, "0.4604", "GiB of states, tiny"):
+        assert 0 < found["counters"]["slots_used"] <= found["settings"]["state_slots"] == int(found["budget"])
+    for name in (*names, "0.4604", "state slots"):
         assert name in said
 
 
 def test_what_a_policy_keeps(trace_file):
     trace = read_trace([trace_file])
     branch = read_trace_of([mooncake([1, 2, last], 1600) for last in (3, 4, 5)])
-    for options, expected in (
-        ({}, [0, 1024, 1024]),
-        ({"interval_tokens": 0}, [0, 0, 1024]),
-        ({"admission": "tail"}, [0, 0, 0]),
-    ):
-        policy = Policy(name="lru", eviction="lru", **options)
+    for interval, expected in ((None, [0, 1024, 1024]), (0, [0, 0, 1024])):
+        rules = {"eviction_policy": "lru", "retention_interval_tokens": interval}
         # The third prompt fills four blocks of which two were seen; all have the tail of the first.
-        assert list(replay(trace, policy, state_slots=9).reused_tokens) == [0, 1024, 1024]
-        assert list(replay(branch, policy, state_slots=9).reused_tokens) == expected
+        assert list(replayed(trace, 9, **rules).reused_tokens) == [0, 1024, 1024]
+        assert list(replayed(branch, 9, **rules).reused_tokens) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -266,24 +263,18 @@ def test_nothing_beats_the_ceiling_and_unlimited_memory_reaches_it(kind):
     trace = made_up(kind, 300)
     ceiling = ceiling_tokens(trace)
     for slots in (0, 8, 100_000):
-        found = replay(trace, RULE, state_slots=slots).reused_tokens
+        found = replayed(trace, slots).reused_tokens
         assert all(mine <= most for mine, most in zip(found, ceiling, strict=True))
-    every_block = Policy(name="all", eviction="lru", interval_tokens=trace.block_tokens)
-    assert replay(trace, every_block, state_slots=100_000).reused_tokens == ceiling
-    assert sum(replay(trace, RULE, state_slots=0).reused_tokens) == 0
-
-
-def test_unlimited_blocks_are_never_evicted_and_limited_ones_are():
-    trace = made_up("popular", 300)
-    assert replay(trace, RULE, state_slots=64).counters["kv_evictions"] == 0
-    assert replay(trace, RULE, state_slots=64, kv_blocks=unlimited_kv_blocks(trace) // 3).counters["kv_evictions"] > 0
+    every_block = {"eviction_policy": "lru", "retention_interval_tokens": trace.block_tokens}
+    found = replayed(trace, 100_000, **every_block)
+    assert found.reused_tokens == ceiling and found.counters["kv_evictions"] == 0
+    assert sum(replayed(trace, 0).reused_tokens) == 0
 
 
 def test_prompts_that_need_more_blocks_than_there_are_are_counted():
     trace = trace_of([[bytes([block]) * 16 for block in range(blocks)] for blocks in (3, 9, 3)], 64)
-    for policy in (RULE, Policy(name="upstream", eviction="upstream")):
-        found = replay(trace, policy, state_slots=8, kv_blocks=6)
-        assert found.refused_requests == 1 and list(found.reused_tokens) == [0, 0, 192]
+    found = replay(trace, kv_blocks=8)
+    assert found.refused_requests == 1 and list(found.reused_tokens) == [0, 0, 192]
 
 
 def test_ctrl_c_ends_it(trace_file):
@@ -308,7 +299,7 @@ def mooncake_like(requests: int) -> Trace:
 
 def steps_of_a_request(requests: int, state_slots: int) -> float:
     trace = mooncake_like(requests)
-    return steps(lambda: replay(trace, RULE, state_slots=state_slots)) / requests
+    return steps(lambda: replayed(trace, state_slots)) / requests
 
 
 def test_a_request_takes_no_more_steps_in_a_longer_trace_or_beside_more_states():
@@ -327,18 +318,13 @@ def test_a_request_takes_no_more_steps_in_a_longer_trace_or_beside_more_states()
 def test_a_large_host_gives_what_a_large_device_gives(kind, eviction):
     """Then no requested state is ever lost; interval states may be."""
     trace = made_up(kind, 400, seed=3)
-    host = {"host_pages": 20_000}
-    few = Policy(name="few", eviction=eviction, interval_tokens=0, options=host)
-    many = Policy(name="many", eviction=eviction, interval_tokens=0)
-    with_host = replay(trace, few, state_slots=4)
-    assert with_host.reused_tokens == replay(trace, many, state_slots=20_000).reused_tokens
+    rules = {"eviction_policy": eviction, "retention_interval_tokens": 0}
+    with_host = replayed(trace, 4, host_pages=20_000, **rules)
+    assert with_host.reused_tokens == replayed(trace, 20_000, **rules).reused_tokens
     assert with_host.counters["tiers"]["host"]["loads"] > 0
 
 
 def test_host_options(trace_file, tmp_path):
     out = tmp_path / "out.json"
     assert run(trace_file, "--state-slots", "1", "--host-pages", "16", "--json", out) == 0
-    own, *others = json.loads(out.read_text())["runs"]
-    assert own["policy"]["options"] == {"host_pages": 16}
-    by_name = {run["policy"]["name"]: run["policy"]["options"] for run in others}
-    assert by_name["upstream 0.19"] == {} and by_name["lru"] == own["policy"]["options"]
+    assert [found["settings"]["host_pages"] for found in json.loads(out.read_text())["runs"]] == [16, 16]

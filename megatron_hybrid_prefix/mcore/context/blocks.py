@@ -53,7 +53,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         super().__init__(*sizes, **named_sizes)
         if cache is None:
             blocks = block_counts(self).total - 1
-            cache = HybridPrefixCache(CacheSettings(block_tokens=1, kv_blocks=blocks, state_slots=0))
+            cache = HybridPrefixCache(CacheSettings(block_tokens=1, kv_blocks=blocks, state_slots=0, live_states=False))
         self.cache = cache
         self._cached_keys = _CachedKeys(cache)  # the scheduler asks for it once per key
 

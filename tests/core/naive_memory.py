@@ -1,0 +1,155 @@
+"""The oracle of one memory: each answer of the eviction policies, and each eviction, against the slow and obvious way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.needs import is_guess
+from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
+from megatron_hybrid_prefix.pool.slots import SlotState
+from tests.core.naive_recompute_cost import NaiveTiers, exclusive
+
+
+class NaiveLru:
+    """`lru` on the device and on the host: lists of states, used longest ago first."""
+
+    def __init__(self, state_blocks: tuple[float, ...]) -> None:
+        self.kept: list[list[Node]] = [[] for _ in state_blocks]
+
+    def added(self, tier: int, node: Node) -> None:
+        self.kept[tier].append(node)
+
+    def used(self, tier: int, node: Node) -> None:
+        self.kept[tier].remove(node)
+        self.kept[tier].append(node)
+
+    def removed(self, tier: int, node: Node) -> None:
+        self.kept[tier].remove(node)
+
+    def victim(self, tier: int, evictable: Callable[[Node], bool], *, guesses_only: bool = False) -> Node | None:
+        return next((node for node in self.kept[tier] if evictable(node) and is_guess(node) >= guesses_only), None)
+
+    def clear(self, tier: int) -> None:
+        self.kept[tier].clear()
+
+
+def follow(policy: EvictionPolicy[Node], naive: Any, tier: int, used: list[Node]) -> None:
+    """The naive policy gets the same calls. Each victim must be the same. ``used`` gets the states that are used on the device."""
+
+    def followed(name: str) -> Callable[..., None]:
+        method = getattr(policy, name)
+
+        def call(*args: Any) -> None:
+            method(*args)
+            getattr(naive, name)(tier, *args)
+            if name == "used" and tier == 0:
+                used.append(args[0])
+            if isinstance(
+                policy, RecomputeCostEviction
+            ):  # what is above a guess is what was there when somebody last asked
+                guesses = [node for node in policy if is_guess(node)]
+                assert [policy.value(node) for node in guesses] == [naive.value(tier, node) for node in guesses]
+
+        return call
+
+    victim = policy.victim
+
+    def compared(evictable: Callable[[Node], bool], *, guesses_only: bool = False) -> Node | None:
+        found = victim(evictable, guesses_only=guesses_only)
+        assert found is naive.victim(tier, evictable, guesses_only=guesses_only), "the policy names another state"
+        return found
+
+    changed = {
+        name: followed(name)
+        for name in ("added", "used", "removed", "clear", "lend", "resumed")
+        if hasattr(policy, name)
+    }
+    for name, method in (changed | {"victim": compared}).items():
+        setattr(policy, name, method)
+
+
+class NaiveMemory:
+    """Checks what `PrefixStore.evict_next` evicts. Looks at all nodes, blocks and slots each time.
+
+    Args:
+        cache: A new cache.
+        seen: Counts what happened.
+
+    Attributes:
+        used: The states that the policy of the device was told of as used.
+    """
+
+    def __init__(self, cache: HybridPrefixCache, seen: Counter[str]) -> None:
+        self.store, self.seen, settings = cache._store, seen, cache.settings
+        state_blocks = [settings.page_blocks / settings.page_states]
+        policies = [self.store.blocks.eviction]
+        if self.store.host is not None:
+            state_blocks.append(settings.host_state_pages / settings.host_kv_pages)
+            policies.append(self.store.host.entries.eviction)
+        naive = {"lru": NaiveLru, "recompute_cost": NaiveTiers}[settings.eviction_policy](tuple(state_blocks))
+        self.used: list[Node] = []
+        for tier, policy in enumerate(policies):
+            follow(policy, naive, tier, self.used)
+        self.evict_next = self.store.evict_next
+        self.store.evict_next = self.checked  # type: ignore[method-assign]
+
+    def states(self) -> dict[Node, int]:
+        """The states on the device, and their slots."""
+        return {node: node.slot for node in self.store.tree if node.slot >= 0}
+
+    def page_of(self, slot: int) -> int:
+        return (slot - self.store.slots.first_slot) // self.store.pages.page_states
+
+    def held(self, node: Node) -> int:
+        return self.store.blocks.ref_count(node.block_id)
+
+    def unneeded(self) -> set[Node]:
+        """Cached KV that no state needs. A guess needs none."""
+        needed = set()
+        for state, needs_kv in self.store.blocks.states.items():
+            above: Node | None = state if needs_kv else None
+            while above is not None:
+                needed.add(above)
+                above = above.parent
+        return {node for node in self.store.tree if node.block_id != NO_BLOCK and not self.held(node)} - needed
+
+    def stuck_pages(self) -> set[int]:
+        """Pages with a slot that cannot be evicted."""
+        slots, fixed = self.store.slots, (SlotState.RESERVED, SlotState.LIVE, SlotState.RETIRED)
+        ids = range(slots.first_slot, slots.first_slot + slots.total_slots)
+        return {self.page_of(slot) for slot in ids if slots.pins(slot) or slots.state(slot) in fixed}
+
+    def frees_bytes(self, node: Node) -> bool:
+        """Whether KV can have bytes when the state goes: of its page, or KV that only it needs."""
+        if self.page_of(node.slot) not in self.stuck_pages():
+            return True
+        others = [state for state, needs_kv in self.store.blocks.states.items() if needs_kv]
+        return not is_guess(node) and not self.held(node) and exclusive(node, others) > 0
+
+    def checked(self, *, for_slot: bool = False, states_only: bool = False) -> bool:
+        store, before, unneeded = self.store, self.states(), self.unneeded()
+        may_go = {node for node in before if not store.slots.pins(node.slot) and (for_slot or self.frees_bytes(node))}
+        all_guesses = set(filter(is_guess, before))
+        guesses = all_guesses & may_go if store.blocks.spare_guesses > 0 else set()
+        lent, protected = list(store.blocks.lent), list(store.checkpoints.protected)
+        evicted = self.evict_next(for_slot=for_slot, states_only=states_only)
+        if lent != list(store.blocks.lent):
+            return evicted  # a loan began or ended, which the policy decides
+        lost = {node for node, slot in before.items() if node.slot != slot}
+        if guesses:
+            assert len(lost) == 1 and lost <= may_go, "a guess goes first"
+        elif unneeded and not states_only:
+            assert len({node for node in unneeded if node.block_id == NO_BLOCK}) == 1, "unneeded KV goes first"
+            assert lost <= all_guesses, "a state goes, though there is unneeded KV"
+        elif may_go:
+            assert len(lost) == 1 and lost <= may_go, "a state goes"
+            left = {self.page_of(slot) for slot in self.states().values()}
+            self.seen["one of a page's states"] += any(self.page_of(before[node]) in left for node in lost)
+        else:
+            assert not evicted or (protected and lost), "nothing could go"
+        return evicted
