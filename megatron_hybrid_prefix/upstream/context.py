@@ -15,7 +15,7 @@ from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
-from megatron_hybrid_prefix.ops.finite import zero_wrong_rows
+from megatron_hybrid_prefix.ops.elementwise import zero_wrong_rows
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 
 if TYPE_CHECKING:

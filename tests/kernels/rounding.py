@@ -157,3 +157,12 @@ def attention(q, keys, values, scale, rescalings=0):
     out = torch.einsum("hij,jhd->ihd", weights * (count + total + 1), values.abs())
     lse = torch.logsumexp(scores, -1)
     return out, total[..., 0] + 2 * lse.abs() + EXP * (lse - top[..., 0]) + top[..., 0].abs()
+
+
+def attended(q, keys, values, scale):
+    """Sum of |weight * value| of causal `naive.attention_rows`: (rows, heads, dim)."""
+    rows, heads, _ = q.shape
+    keys, values = (t.repeat_interleave(heads // t.shape[1], 1) for t in (keys, values))
+    hidden = torch.arange(len(keys))[None, :] > torch.arange(rows)[:, None] + len(keys) - rows
+    scores = scale * torch.einsum("ihd,jhd->hij", q, keys)
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -math.inf).softmax(-1), values.abs())

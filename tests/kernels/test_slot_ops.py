@@ -14,9 +14,8 @@ import torch
 
 from megatron_hybrid_prefix.ops import convolution
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
-from megatron_hybrid_prefix.ops.filled_rows import empty_up_to
+from megatron_hybrid_prefix.ops.mamba_scan import empty_up_to, pass_states
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
-from megatron_hybrid_prefix.ops.state_passing import pass_states
 from tests.kernels import rounding
 from tests.kernels.steps import SLOTS, Step, poisoned_pool
 
@@ -134,8 +133,8 @@ def test_a_short_sequence_before_the_padding_of_a_step(device):
     wrong = torch.zeros(32, dtype=torch.int32, device=device)
     out = convolve_from_slots(*arguments, None, sources=sources.to(device), starts=starts.to(device), wrong=wrong)
     assert wrong.tolist() == [0] * 26 + [1] * 6
-    alone = [convolution._reference(inputs[:21], windows, weight, None, sources[:21], starts[:21])]
-    alone += [convolution._reference(inputs[21:26], windows, weight, None, sources[21:26], 0 * starts[21:26])]
+    alone = [convolution.convolve_reference(inputs[:21], windows, weight, None, sources[:21], starts[:21])]
+    alone += [convolution.convolve_reference(inputs[21:26], windows, weight, None, sources[21:26], 0 * starts[21:26])]
     torch.testing.assert_close(out[:26].cpu(), torch.cat(alone))
 
 
