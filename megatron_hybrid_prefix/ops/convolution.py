@@ -262,9 +262,19 @@ def write_conv_windows(
         chunk_slots: (chunks,) int64, slot for the window after a chunk; negative: none.
     """
     if not runs_kernel(inputs):
-        _write_conv_windows_reference(
-            inputs, windows, first_chunks, chunk_bounds, source_slots, live_slots, chunk_slots
-        )
+        d_conv = windows.shape[2]
+        initial = windows[source_slots].clone()
+        for sequence in range(source_slots.shape[0]):
+            first, last = int(first_chunks[sequence]), int(first_chunks[sequence + 1])
+            start = int(chunk_bounds[first])
+            slots = [(int(chunk_slots[chunk]), int(chunk_bounds[chunk + 1])) for chunk in range(first, last)]
+            slots.append((int(live_slots[sequence]), int(chunk_bounds[last])))
+            for slot, end in slots:
+                if slot >= 0:
+                    own = inputs[max(start, end - d_conv) : end].T  # (dim, up to d_conv)
+                    kept = d_conv - own.shape[1]
+                    windows[slot, :, :kept] = initial[sequence, :, d_conv - kept :]
+                    windows[slot, :, kept:] = own.to(windows.dtype)
         return
     _, dim, d_conv = windows.shape
     assert windows[0].is_contiguous() and inputs.stride(1) == 1
@@ -283,31 +293,6 @@ def write_conv_windows(
         WIDTH=triton.next_power_of_2(d_conv),
         BLOCK=_BLOCK,
     )
-
-
-def _write_conv_windows_reference(
-    inputs: torch.Tensor,
-    windows: torch.Tensor,
-    first_chunks: torch.Tensor,
-    chunk_bounds: torch.Tensor,
-    source_slots: torch.Tensor,
-    live_slots: torch.Tensor,
-    chunk_slots: torch.Tensor,
-) -> None:
-    """The same in plain PyTorch, one sequence at a time."""
-    d_conv = windows.shape[2]
-    initial = windows[source_slots].clone()
-    for sequence in range(source_slots.shape[0]):
-        first, last = int(first_chunks[sequence]), int(first_chunks[sequence + 1])
-        start = int(chunk_bounds[first])
-        slots = [(int(chunk_slots[chunk]), int(chunk_bounds[chunk + 1])) for chunk in range(first, last)]
-        slots.append((int(live_slots[sequence]), int(chunk_bounds[last])))
-        for slot, end in slots:
-            if slot >= 0:
-                own = inputs[max(start, end - d_conv) : end].T  # (dim, up to d_conv)
-                kept = d_conv - own.shape[1]
-                windows[slot, :, :kept] = initial[sequence, :, d_conv - kept :]
-                windows[slot, :, kept:] = own.to(windows.dtype)
 
 
 @jit

@@ -25,6 +25,8 @@ from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl, triton
 
 CHUNK = 64
 """Tokens of a chunk: the chunk quantum of this family of layers."""
+EPSILON = 1e-6
+"""Added to a squared norm, as everywhere in this family of layers."""
 PART = 16
 """Rows of the diagonal blocks that are inverted by substitution."""
 
@@ -82,16 +84,15 @@ def scan_by_kernels(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
     states: torch.Tensor,
-    *,
-    normalise: bool,
-    epsilon: float,
     chunk_bounds: torch.Tensor,
     first_chunks: torch.Tensor,
     source_slots: torch.Tensor,
     live_slots: torch.Tensor,
     chunk_slots: torch.Tensor,
+    *,
+    normalise: bool,
 ) -> torch.Tensor:
-    """`scan_delta_rule` on a GPU; ``epsilon`` is added to a squared norm.
+    """`scan_delta_rule` on a GPU.
 
     All chunks of a sequence but the first and the last must hold `CHUNK` tokens; the first and the last at most so many.
     An empty chunk must be the only one of its sequence, and have no slot. Temporary memory: for each chunk and value head
@@ -134,7 +135,7 @@ def scan_by_kernels(
         v.stride(0),
         tokens,
         key_size**-0.5,
-        epsilon,
+        EPSILON,
         heads,
         key_heads,
         **options.prepare,
@@ -183,10 +184,9 @@ def update_by_kernel(
     slots: torch.Tensor,
     *,
     normalise: bool,
-    epsilon: float,
     after: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`update_delta_rule` on a GPU; ``epsilon`` is added to a squared norm."""
+    """`update_delta_rule` on a GPU."""
     rows, tokens, heads, value_size = v.shape
     key_heads, key_size = q.shape[2:]
     outputs = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -216,7 +216,7 @@ def update_by_kernel(
         key_size,
         value_size,
         key_size**-0.5,
-        epsilon,
+        EPSILON,
         NORMALISE=normalise,
         AFTER=after is not None,
         BLOCK_K=triton.next_power_of_2(key_size),

@@ -136,23 +136,26 @@ def zero_wrong_rows(tensors: Sequence[torch.Tensor], wrong: torch.Tensor) -> Non
     """Set rows that are not finite to zero, in place.
 
     Args:
-        tensors: Each (rows, ...), floating: keys and values of a step's tokens. All have the same number of rows.
+        tensors: Each (rows, ..., width), floating: keys and values of a step's tokens, or one of them. All have one shape.
         wrong: (>= rows,) int32, gets 1 for each such row.
     """
-    for tensor in tensors if len(tensors[0]) else ():
-        rows = tensor.view(tensor.shape[0], -1, tensor.shape[-1])
-        if not runs_kernel(rows):
+    each = [tensor.view(len(tensor), -1, tensor.shape[-1]) for tensor in tensors if len(tensor)]
+    if not each:
+        return
+    first, last = each[0], each[-1]
+    if not runs_kernel(first):
+        for rows in each:
             bad = ~rows.isfinite().flatten(1).all(dim=1)
             if bad.any():
                 rows[bad] = 0
                 wrong[: len(bad)][bad] = 1
-        else:
-            assert rows.stride(2) == 1
-            width = triton.next_power_of_2(rows.shape[2])
-            together = triton.next_power_of_2(rows.shape[1])
-            _zero_wrong_rows_kernel[(len(rows),)](
-                rows, wrong, rows.stride(0), rows.stride(1), *rows.shape[1:], HEADS=together, BLOCK=width, num_warps=1
-            )
+        return
+    assert first.shape == last.shape and first.stride(2) == last.stride(2) == 1
+    together, width = (triton.next_power_of_2(size) for size in first.shape[1:])
+    strides = *first.stride()[:2], *last.stride()[:2]
+    _zero_wrong_rows_kernel[(len(first),)](
+        first, last, wrong, *strides, *first.shape[1:], BOTH=len(each) > 1, HEADS=together, BLOCK=width, num_warps=1
+    )
 
 
 def replace_wrong_logits(logits: torch.Tensor, rows: torch.Tensor | None, count: int) -> torch.Tensor:
@@ -218,9 +221,9 @@ def is_wrong(values: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _zero_wrong_rows_kernel(
-    rows_ptr: tl.tensor,  # (rows, heads, width), strided over rows and heads
-    wrong_ptr: tl.tensor,  # (rows,)
+def _zero_wrong_row(
+    rows_ptr: tl.tensor,
+    wrong_ptr: tl.tensor,
     stride_row: tl.int64,
     stride_head: tl.int64,
     heads: tl.tensor,
@@ -228,7 +231,6 @@ def _zero_wrong_rows_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: one row."""
     row = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     at = rows_ptr + row * stride_row + head * stride_head + column
@@ -238,3 +240,24 @@ def _zero_wrong_rows_kernel(
     if bad:
         tl.store(at, tl.zeros([HEADS, BLOCK], rows_ptr.dtype.element_ty), mask=mask)
         tl.store(wrong_ptr + row, 1)
+
+
+@jit
+def _zero_wrong_rows_kernel(
+    first_ptr: tl.tensor,  # (rows, heads, width), strided over rows and heads
+    last_ptr: tl.tensor,  # likewise; unused without BOTH
+    wrong_ptr: tl.tensor,  # (rows,)
+    stride_first_row: tl.int64,
+    stride_first_head: tl.int64,
+    stride_last_row: tl.int64,
+    stride_last_head: tl.int64,
+    heads: tl.tensor,
+    width: tl.tensor,
+    BOTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: one row of both."""
+    _zero_wrong_row(first_ptr, wrong_ptr, stride_first_row, stride_first_head, heads, width, HEADS, BLOCK)
+    if BOTH:
+        _zero_wrong_row(last_ptr, wrong_ptr, stride_last_row, stride_last_head, heads, width, HEADS, BLOCK)

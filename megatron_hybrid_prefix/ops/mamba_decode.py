@@ -45,7 +45,21 @@ def convolve_tokens(
         (rows, tokens, dim) in the inputs' type, contiguous.
     """
     if inputs.dtype == torch.float64 or not runs_kernel(inputs):
-        return _convolve_reference(inputs, windows, weight, bias, slots, after)
+        wide, taps = compute_dtype(inputs), windows.shape[2]
+        out, kept = torch.zeros(inputs.shape, dtype=inputs.dtype, device=inputs.device), slots >= 0
+        own = slots[kept].long()
+        window = windows[own]
+        for token in range(inputs.shape[1]):
+            new = inputs[kept, token].to(windows.dtype)
+            window = torch.cat([window[..., 1:], new.unsqueeze(-1)], -1)
+            total = torch.zeros_like(new, dtype=wide) if bias is None else bias.to(windows.dtype).to(wide)
+            for tap in range(taps):
+                total = total + window[..., tap].to(wide) * weight[:, tap].to(windows.dtype).to(wide)
+            out[kept, token] = silu(total).to(windows.dtype).to(inputs.dtype)
+            if after is not None:
+                after[own, token] = window.to(after.dtype)
+        windows[own] = window
+        return out
     rows, tokens, dim = inputs.shape
     taps = windows.shape[2]
     assert windows[0].is_contiguous() and weight.is_contiguous() and inputs.stride(2) == 1 and 2 <= taps <= 4
@@ -106,7 +120,27 @@ def update_states(
         (rows, tokens, heads x headdim) in the type of ``xBC``, contiguous.
     """
     if xBC.dtype == torch.float64 or not runs_kernel(xBC):
-        return _update_reference(xBC, dt, states, slots, A, D, dt_bias, z, after)
+        wide, (_, heads, headdim, d_state) = compute_dtype(xBC), states.shape
+        groups = (xBC.shape[2] - heads * headdim) // (2 * d_state)
+        sizes, kept = [heads * headdim, groups * d_state, groups * d_state], slots >= 0
+        out = torch.zeros((*xBC.shape[:2], sizes[0]), dtype=xBC.dtype, device=xBC.device)
+        own = slots[kept].long()
+        x, B, C = xBC[kept].to(wide).split(sizes, -1)
+        x = x.unflatten(-1, (heads, headdim))
+        B, C = (part.unflatten(-1, (groups, d_state)).repeat_interleave(heads // groups, 2) for part in (B, C))
+        step = softplus(dt[kept].to(wide) + dt_bias.to(wide))
+        decay = torch.exp(step * A.to(wide))
+        state = states[own].to(wide)
+        for token in range(xBC.shape[1]):
+            new = (B[:, token] * step[:, token, :, None]).unsqueeze(2) * x[:, token].unsqueeze(3)
+            state = state * decay[:, token, :, None, None] + new
+            y = (state * C[:, token].unsqueeze(2)).sum(-1) + D.to(wide).view(heads, -1) * x[:, token]
+            y = y.flatten(1) if z is None else y.flatten(1) * silu(z[kept, token].to(wide))
+            out[kept, token] = y.to(out.dtype)
+            if after is not None:
+                after[own, token] = state.to(after.dtype)
+        states[own] = state.to(states.dtype)
+        return out
     rows, tokens, width = xBC.shape
     _, heads, headdim, d_state = states.shape
     groups = (width - heads * headdim) // (2 * d_state)
@@ -157,67 +191,6 @@ def tile_of(matrices: int, headdim: int, d_state: int, itemsize: int, processors
     while rows > least and matrices * triton.cdiv(headdim, rows) < _PROGRAMS * processors:
         rows //= 2
     return {"BLOCK_P": rows, "BLOCK_N": width, "num_warps": warps}
-
-
-def _convolve_reference(
-    inputs: torch.Tensor,
-    windows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    slots: torch.Tensor,
-    after: torch.Tensor | None,
-) -> torch.Tensor:
-    """The same in plain PyTorch."""
-    wide, taps = compute_dtype(inputs), windows.shape[2]
-    out, kept = torch.zeros(inputs.shape, dtype=inputs.dtype, device=inputs.device), slots >= 0
-    own = slots[kept].long()
-    window = windows[own]
-    for token in range(inputs.shape[1]):
-        new = inputs[kept, token].to(windows.dtype)
-        window = torch.cat([window[..., 1:], new.unsqueeze(-1)], -1)
-        total = torch.zeros_like(new, dtype=wide) if bias is None else bias.to(windows.dtype).to(wide)
-        for tap in range(taps):
-            total = total + window[..., tap].to(wide) * weight[:, tap].to(windows.dtype).to(wide)
-        out[kept, token] = silu(total).to(windows.dtype).to(inputs.dtype)
-        if after is not None:
-            after[own, token] = window.to(after.dtype)
-    windows[own] = window
-    return out
-
-
-def _update_reference(
-    xBC: torch.Tensor,
-    dt: torch.Tensor,
-    states: torch.Tensor,
-    slots: torch.Tensor,
-    A: torch.Tensor,
-    D: torch.Tensor,
-    dt_bias: torch.Tensor,
-    z: torch.Tensor | None,
-    after: torch.Tensor | None,
-) -> torch.Tensor:
-    """The same in plain PyTorch."""
-    wide, (_, heads, headdim, d_state) = compute_dtype(xBC), states.shape
-    groups = (xBC.shape[2] - heads * headdim) // (2 * d_state)
-    sizes, kept = [heads * headdim, groups * d_state, groups * d_state], slots >= 0
-    out = torch.zeros((*xBC.shape[:2], sizes[0]), dtype=xBC.dtype, device=xBC.device)
-    own = slots[kept].long()
-    x, B, C = xBC[kept].to(wide).split(sizes, -1)
-    x = x.unflatten(-1, (heads, headdim))
-    B, C = (part.unflatten(-1, (groups, d_state)).repeat_interleave(heads // groups, 2) for part in (B, C))
-    step = softplus(dt[kept].to(wide) + dt_bias.to(wide))
-    decay = torch.exp(step * A.to(wide))
-    state = states[own].to(wide)
-    for token in range(xBC.shape[1]):
-        new = (B[:, token] * step[:, token, :, None]).unsqueeze(2) * x[:, token].unsqueeze(3)
-        state = state * decay[:, token, :, None, None] + new
-        y = (state * C[:, token].unsqueeze(2)).sum(-1) + D.to(wide).view(heads, -1) * x[:, token]
-        y = y.flatten(1) if z is None else y.flatten(1) * silu(z[kept, token].to(wide))
-        out[kept, token] = y.to(out.dtype)
-        if after is not None:
-            after[own, token] = state.to(after.dtype)
-    states[own] = state.to(states.dtype)
-    return out
 
 
 @jit

@@ -147,7 +147,23 @@ def pass_states(
     before = torch.empty((chunks, *states.shape[1:]), dtype=narrower, device=states.device)
     slots = first_chunks, source_slots, live_slots, chunk_slots
     if not runs_kernel(x):
-        _pass_states_reference(x, dt, B, log_decay, bounds, states, *slots, before)
+        initial, ends, repeat = states[source_slots].float(), bounds.tolist(), x.shape[1] // B.shape[1]
+        kept, live = chunk_slots.tolist(), live_slots.tolist()
+        for sequence, (first, last) in enumerate(pairwise(first_chunks.tolist())):
+            state = initial[sequence]
+            for chunk in range(first, last):
+                before[chunk] = state.to(states.dtype)
+                rows, end = slice(ends[chunk], ends[chunk + 1]), log_decay[:, chunk, -1:]
+                if rows.stop > rows.start:
+                    scale = torch.exp(end - log_decay[:, chunk]) * dt[:, chunk]
+                    scale[:, rows.stop - rows.start :] = 0
+                    keys = rows_of_chunk(B, rows, chunk_tokens).repeat_interleave(repeat, 0) * scale[:, :, None]
+                    added = rows_of_chunk(x, rows, chunk_tokens).transpose(1, 2) @ keys.to(x.dtype).float()
+                    state = torch.exp(end)[:, :, None] * state + added
+                if kept[chunk] >= 0:
+                    states[kept[chunk]] = state.to(states.dtype)
+            if live[sequence] >= 0:
+                states[live[sequence]] = state.to(states.dtype)
         return before
     _, heads, headdim, d_state = states.shape
     assert states[0].is_contiguous() and log_decay.is_contiguous() and dt.is_contiguous()
@@ -182,39 +198,6 @@ def pass_states(
         num_stages=3,
     )
     return before
-
-
-def _pass_states_reference(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    B: torch.Tensor,
-    log_decay: torch.Tensor,
-    bounds: torch.Tensor,
-    states: torch.Tensor,
-    first_chunks: torch.Tensor,
-    source_slots: torch.Tensor,
-    live_slots: torch.Tensor,
-    chunk_slots: torch.Tensor,
-    before: torch.Tensor,
-) -> None:
-    """The same in plain PyTorch, one chunk at a time."""
-    initial, ends, repeat = states[source_slots].float(), bounds.tolist(), x.shape[1] // B.shape[1]
-    kept, live = chunk_slots.tolist(), live_slots.tolist()
-    for sequence, (first, last) in enumerate(pairwise(first_chunks.tolist())):
-        state = initial[sequence]
-        for chunk in range(first, last):
-            before[chunk] = state.to(states.dtype)
-            rows, end = slice(ends[chunk], ends[chunk + 1]), log_decay[:, chunk, -1:]
-            if rows.stop > rows.start:
-                scale = torch.exp(end - log_decay[:, chunk]) * dt[:, chunk]
-                scale[:, rows.stop - rows.start :] = 0
-                keys = rows_of_chunk(B, rows, scale.shape[1]).repeat_interleave(repeat, 0) * scale[:, :, None]
-                added = rows_of_chunk(x, rows, scale.shape[1]).transpose(1, 2) @ keys.to(x.dtype).float()
-                state = torch.exp(end)[:, :, None] * state + added
-            if kept[chunk] >= 0:
-                states[kept[chunk]] = state.to(states.dtype)
-        if live[sequence] >= 0:
-            states[live[sequence]] = state.to(states.dtype)
 
 
 def rows_of_chunk(packed: torch.Tensor, rows: slice, tokens: int) -> torch.Tensor:
@@ -262,7 +245,19 @@ def chunk_outputs(
     heads, chunks, chunk_tokens = log_decay.shape
     headdim, (groups, d_state) = x.shape[2], B.shape[1:]
     if not runs_kernel(x):
-        _chunk_outputs_reference(x, steps, log_decay, B, C, before, bounds, D, z, out)
+        for chunk, rows in enumerate(slice(*pair) for pair in pairwise(bounds.tolist())):
+            if rows.start == rows.stop:
+                continue
+            keys, queries, values = (rows_of_chunk(each, rows, chunk_tokens) for each in (B, C, x))
+            decay = log_decay[:, chunk]
+            weights = (decay[:, :, None] - decay[:, None]).clamp_(max=0).exp_()  # (heads, tokens, tokens)
+            weights.view(groups, -1, chunk_tokens, chunk_tokens).mul_((queries @ keys.transpose(1, 2))[:, None])
+            weights.mul_(steps[:, chunk, None]).tril_()
+            state = before[chunk].to(x.dtype).float().view(groups, -1, d_state)
+            y = (queries @ state.transpose(1, 2)).view(groups, chunk_tokens, -1, headdim).transpose(1, 2).flatten(0, 1)
+            y = y * decay.exp()[:, :, None] + weights.to(x.dtype).float() @ values
+            y = (y + D.float().view(heads, 1, -1) * values)[:, : rows.stop - rows.start].transpose(0, 1)
+            out[rows] = (y if z is None else y * silu(z[rows].float())).to(out.dtype)
         return
     gate = x if z is None else z
     assert x.stride(2) == B.stride(2) == C.stride(2) == gate.stride(2) == 1
@@ -315,35 +310,6 @@ def _tiles(dtype: torch.dtype, headdim: int, d_state: int, chunk_tokens: int) ->
     channels = 64 if dtype.itemsize == 2 else max(16, min(64, triton.next_power_of_2(headdim)))
     sizes |= {"BLOCK_P": channels, "BLOCK_N": max(16, width)}
     return sizes | {"num_warps": 4, "num_stages": 1}
-
-
-def _chunk_outputs_reference(
-    x: torch.Tensor,
-    steps: torch.Tensor,
-    log_decay: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    before: torch.Tensor,
-    bounds: torch.Tensor,
-    D: torch.Tensor,
-    z: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """The same in plain PyTorch, one chunk at a time."""
-    (heads, _, tokens), groups, ends = log_decay.shape, B.shape[1], bounds.tolist()
-    for chunk, rows in enumerate(slice(*pair) for pair in pairwise(ends)):
-        if rows.start == rows.stop:
-            continue
-        keys, queries, values = (rows_of_chunk(each, rows, tokens) for each in (B, C, x))
-        decay = log_decay[:, chunk]
-        weights = (decay[:, :, None] - decay[:, None]).clamp_(max=0).exp_()  # (heads, tokens, tokens)
-        weights.view(groups, -1, tokens, tokens).mul_((queries @ keys.transpose(1, 2))[:, None])
-        weights.mul_(steps[:, chunk, None]).tril_()
-        state = before[chunk].to(x.dtype).float().view(groups, -1, B.shape[2])
-        y = (queries @ state.transpose(1, 2)).view(groups, tokens, -1, x.shape[2]).transpose(1, 2).flatten(0, 1)
-        y = y * decay.exp()[:, :, None] + weights.to(x.dtype).float() @ values
-        y = (y + D.float().view(heads, 1, -1) * values)[:, : rows.stop - rows.start].transpose(0, 1)
-        out[rows] = (y if z is None else y * silu(z[rows].float())).to(out.dtype)
 
 
 def empty_up_to(end: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,23 @@ def copy_pages(
     if not len(ids) or not of.row_bytes:
         return
     if not runs_kernel(entries):
-        _copy_pages_reference(entries, memory, ids, pages, to_pages, start_bytes, sums)
+        own = entries.flatten(2).view(torch.uint8)  # (layers, entries, bytes)
+        for row, (entry, row_pages) in enumerate(zip(ids.tolist(), pages.tolist(), strict=True)):
+            end = start_bytes + own[:, entry].numel()
+            whole = torch.zeros(end, dtype=torch.uint8)
+            if to_pages:
+                whole[start_bytes:] = own[:, entry].flatten()
+            for number, page in enumerate(row_pages):
+                first = number * memory.shape[1]
+                at, to = max(first, start_bytes), min(first + memory.shape[1], end)
+                if at < to:
+                    there, here = memory[page, at - first : to - first], whole[at:to]
+                    source, target = (here, there) if to_pages else (there, here)
+                    target.copy_(source)
+            if not to_pages:
+                own[:, entry] = whole[start_bytes:].view(len(own), -1)
+            if sums is not None:
+                sums[row] += _sum_of(whole[start_bytes:], start_bytes)
         return
     assert of.is_contiguous and memory.is_contiguous() and pages.stride(1) == 1
     word_bytes = of.word.itemsize
@@ -145,35 +161,6 @@ def copy_pages(
         BLOCK=_BLOCK,
         num_warps=8,
     )
-
-
-def _copy_pages_reference(
-    entries: torch.Tensor,
-    memory: torch.Tensor,
-    ids: torch.Tensor,
-    pages: torch.Tensor,
-    to_pages: bool,
-    start_bytes: int,
-    sums: torch.Tensor | None,
-) -> None:
-    """The same in plain PyTorch."""
-    own = entries.flatten(2).view(torch.uint8)  # (layers, entries, bytes)
-    for row, (entry, row_pages) in enumerate(zip(ids.tolist(), pages.tolist(), strict=True)):
-        end = start_bytes + own[:, entry].numel()
-        whole = torch.zeros(end, dtype=torch.uint8)
-        if to_pages:
-            whole[start_bytes:] = own[:, entry].flatten()
-        for number, page in enumerate(row_pages):
-            first = number * memory.shape[1]
-            at, to = max(first, start_bytes), min(first + memory.shape[1], end)
-            if at < to:
-                there, here = memory[page, at - first : to - first], whole[at:to]
-                source, target = (here, there) if to_pages else (there, here)
-                target.copy_(source)
-        if not to_pages:
-            own[:, entry] = whole[start_bytes:].view(len(own), -1)
-        if sums is not None:
-            sums[row] += _sum_of(whole[start_bytes:], start_bytes)
 
 
 def _sum_of(part: torch.Tensor, start_bytes: int) -> torch.Tensor:

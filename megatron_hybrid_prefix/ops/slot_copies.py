@@ -35,7 +35,8 @@ def copy_slots(
         )
     copies = source_slots.shape[0]
     if not runs_kernel(source):
-        _copy_slots_reference(source, target, source_slots, target_slots)
+        wanted = (source_slots >= 0) & (target_slots >= 0)
+        target[:, target_slots[wanted]] = source[:, source_slots[wanted]]
         return
     if not copies or not target.numel():
         return
@@ -69,14 +70,6 @@ def word_type(*sizes_bytes: SupportsIndex) -> torch.dtype:
     """The widest integer type that divides all these sizes."""
     step = math.gcd(*sizes_bytes)
     return next(dtype for dtype in _WORDS if step % dtype.itemsize == 0)
-
-
-def _copy_slots_reference(
-    source: torch.Tensor, target: torch.Tensor, source_slots: torch.Tensor, target_slots: torch.Tensor
-) -> None:
-    """The same in plain PyTorch."""
-    wanted = (source_slots >= 0) & (target_slots >= 0)
-    target[:, target_slots[wanted]] = source[:, source_slots[wanted]]
 
 
 @jit

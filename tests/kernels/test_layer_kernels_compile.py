@@ -49,7 +49,7 @@ KERNELS = {  # module, constants
     "_chunk_outputs_kernel": (mamba_scan, OUTPUTS),
     "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
     "_swiglu_kernel": (elementwise, {"BLOCK": 2048}),
-    "_zero_wrong_rows_kernel": (elementwise, {"HEADS": 8, "BLOCK": 128}),
+    "_zero_wrong_rows_kernel": (elementwise, {"BOTH": True, "HEADS": 8, "BLOCK": 128}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 

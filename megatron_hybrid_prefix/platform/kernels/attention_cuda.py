@@ -3,6 +3,8 @@
 Replaces `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`; `flash_attn_calls` has their parameters.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any
