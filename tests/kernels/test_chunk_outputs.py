@@ -6,6 +6,7 @@ What must not be read is NaN. With TRITON_INTERPRET=1 (``test_interpreted.py``) 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -169,7 +170,12 @@ def test_resuming_at_any_chunk_has_the_same_bits_alone(threads, device, request)
     step = Step([7, size, size, 3, size, 5], [0, 2, 6], [0, 1], [0, 1], [-1, -1, 2, 3, 4, 5])
     given = some_tokens(step, shape, 1, device, torch.float32)
     pool = torch.randn(6, heads, headdim, d_state, generator=torch.Generator().manual_seed(0)).to(device)
+    unkept, pool_of_unkept = replace(step, chunk_slots=[-1] * 6), pool.clone()
     whole = scan(step, pool, **given, chunk_tokens=size)
+    assert torch.equal(
+        scan(unkept, pool_of_unkept, **given, chunk_tokens=size)[: step.bounds[-1]], whole[: step.bounds[-1]]
+    )
+    assert torch.equal(pool_of_unkept[:2], pool[:2])  # keeping states does not change the results
     for first in range(3, 6):
         start = step.bounds[first]
         rest = {name: each[start:] if name in ("x", "B", "C", "z", "dt") else each for name, each in given.items()}

@@ -184,7 +184,7 @@ def check_update(
             "z": z[row].unflatten(-1, (heads, P)) if gate else None,
         }
         expected, expected_states = naive.mamba_sequence(**sequence)
-        weighted, weighted_states, _ = rounding.mamba(**sequence, dt_roundings=rounding.softplus_roundings(argument))
+        weighted, weighted_states = rounding.mamba(**sequence, dt_roundings=rounding.softplus_roundings(argument))
         bound = rounding.allowed(expected, weighted, dtype, truncated=INTERPRETED).flatten(1)
         rounding.check(y[row].cpu(), expected.flatten(1), bound)
         for token, exact in enumerate(expected_states):
