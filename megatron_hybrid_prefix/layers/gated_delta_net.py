@@ -16,16 +16,17 @@ from megatron_hybrid_prefix.layers.components import GDN_CONV, GDN_STATE, gated_
 from megatron_hybrid_prefix.layers.slot_layer import SlotLayer
 from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
-from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
+from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, check_heads
+from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
+from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens
 from megatron_hybrid_prefix.pool.layout import StateComponent
 from megatron_hybrid_prefix.upstream.delta_net import GatedDeltaNet
-from megatron_hybrid_prefix.upstream.mixer import convolve_step
 from megatron_hybrid_prefix.upstream.overrides import is_known
 
 TAPS = range(2, 5)
-"""Taps of the convolution that megatron's decode kernel supports; with others it is silently wrong."""
+"""Taps of the convolution that the kernels support."""
 
 
 class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
@@ -51,16 +52,8 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         drafted: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         qkv, *gates = self._parts(inputs)
-        windows = states[GDN_CONV]
-        convolved = convolve_step(
-            x=qkv.to(windows.dtype),
-            conv_state=windows,
-            weight=self.conv1d.weight.squeeze(1).to(windows.dtype),
-            bias=None if self.conv1d.bias is None else self.conv1d.bias.to(windows.dtype),
-            silu_activation="silu",
-            conv_state_indices=slots,
-            intermediate_conv_states=drafted.get(GDN_CONV),
-        ).to(qkv.dtype)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        convolved = convolve_tokens(qkv, states[GDN_CONV], weight, bias, slots=slots, after=drafted.get(GDN_CONV))
         q, k, v, z, log_decay, beta = self._by_head(convolved, *gates)
         y = update_delta_rule(
             q,
@@ -132,7 +125,7 @@ class GatedDeltaNetBySlots(SlotLayer, GatedDeltaNet):
         norm = self.out_norm
         is_plain = isinstance(norm, torch.nn.RMSNorm) and not self.config.layernorm_zero_centered_gamma
         if is_plain and is_known(norm, "forward") and norm.weight is not None and norm.eps is not None:
-            return gated_head_norm(y, z, norm.weight, norm.eps)
+            return gated_rms_norm(y.flatten(-2), norm.weight, z.flatten(-2), norm.eps, self.value_head_dim, True)
         normed: torch.Tensor = norm(y.reshape(-1, self.value_head_dim)).view(y.shape)
         gate: torch.Tensor = self.act_fn(z.float())
         return (normed * gate).to(y.dtype).flatten(-2)

@@ -14,7 +14,7 @@ def cuda_problem(model: Any) -> str | None:
     """Why this model's rows would depend on each other on this GPU, in one line; None if they do not.
 
     Attention needs FlashAttention 4 on Hopper with one split: its tiles then depend on the size of a head only, and lie on
-    the keys from position 0. Models in float32 run this package's kernel, one program a query.
+    the keys from position 0. Models in float32 run this package's kernel, whose tiles do too.
     """
     from megatron_hybrid_prefix.upstream.packages import attention_family
 

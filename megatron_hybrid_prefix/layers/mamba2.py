@@ -1,96 +1,21 @@
 """Mamba2: prefill and decode from and to any slot, for megatron's ``MambaMixer``.
 
 Only dynamic inference differs from megatron's, and only with this package's context. Training and other contexts run
-megatron's methods, and so does a decode without Triton's kernels.
+megatron's methods.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from megatron_hybrid_prefix.layers.base import LayerKind, dtype_name, register_layer_kind
 from megatron_hybrid_prefix.layers.components import mamba2_components
-from megatron_hybrid_prefix.layers.step import Chunks, PrefillStep
-from megatron_hybrid_prefix.ops.chunk_outputs import chunk_decays, chunk_outputs
+from megatron_hybrid_prefix.layers.step import PrefillStep
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
-from megatron_hybrid_prefix.ops.filled_rows import empty_up_to
-from megatron_hybrid_prefix.ops.finite import zero_wrong
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_states
-from megatron_hybrid_prefix.ops.state_passing import pass_states
-from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
+from megatron_hybrid_prefix.ops.mamba_scan import scan_by_slots
 from megatron_hybrid_prefix.pool.layout import StateComponent
-from megatron_hybrid_prefix.upstream.mixer import MambaMixer, StepSeam, refresh_decode_parameters, scan_on_host
-
-
-def scan_by_slots(
-    states: torch.Tensor,
-    chunks: Chunks,
-    slots: Mapping[str, torch.Tensor],
-    *,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor,
-    chunk_tokens: int,
-    wrong: torch.Tensor,
-) -> torch.Tensor:
-    """Scan all sequences of the step; their states are read from and written to ``states``.
-
-    Args:
-        states: (slots, heads, headdim, d_state), the pool of one layer; updated in place.
-        chunks: The step's chunks for ``chunk_tokens``.
-        slots: Source and target slots (`PrefillStep.slots`).
-        x: (tokens, heads, headdim), packed; rows of it and of the inputs below may be strided.
-        dt: (tokens, heads), before bias and softplus.
-        A: (heads,) float32, negative.
-        B: (tokens, groups, d_state).
-        C: (tokens, groups, d_state).
-        D: (heads,) or (heads, headdim).
-        z: (tokens, heads, headdim), or None if the gate is applied later.
-        dt_bias: (heads,) float32.
-        chunk_tokens: Maximum tokens of a chunk, a power of 2.
-        wrong: (>= tokens,) int32, gets 1 for each token whose step no scan may see.
-
-    Returns:
-        (tokens, heads, headdim) in the dtype of ``x``, contiguous; zero after the last sequence.
-    """
-    if not x.is_cuda:
-        y, dt = torch.zeros(x.shape, dtype=x.dtype), zero_wrong(dt, wrong)
-        _scan_on_host(
-            states, chunks, slots, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, chunk_size=chunk_tokens, out=y
-        )
-        return y
-    bounds = chunks.bounds
-    y = empty_up_to(bounds[-1:], x)
-    steps, log_decay = chunk_decays(dt, A, dt_bias, bounds, chunk_tokens, wrong)
-    before = pass_states(x, steps, B, log_decay, bounds, states, **slots)
-    chunk_outputs(x, steps, log_decay, B, C, before, bounds, D=D, z=z, out=y)
-    return y
-
-
-def _scan_on_host(states: torch.Tensor, chunks: Chunks, slots: Mapping[str, torch.Tensor], **inputs: Any) -> None:
-    """The platform's scan in PyTorch; reads all sources before it writes."""
-    final, after = scan_on_host(
-        **inputs,
-        cu_chunk_seqlens=chunks.bounds,
-        last_chunk_indices=chunks.last,
-        seq_idx=chunks.of_sequence,
-        initial_states=states[slots["source_slots"]],
-        return_raw_states=True,
-        dt_softplus=True,
-        dt_limit=(0.0, float("inf")),
-        state_dtype=states.dtype,
-    )
-    for targets, values in ((slots["live_slots"], final), (slots["chunk_slots"], after)):
-        wanted = targets >= 0
-        states[targets[wanted]] = values[wanted]
+from megatron_hybrid_prefix.upstream.mixer import MambaMixer, StepSeam, refresh_decode_parameters
 
 
 class HybridPrefixMambaMixer(StepSeam):
@@ -104,9 +29,7 @@ class HybridPrefixMambaMixer(StepSeam):
         batch_indices: torch.Tensor,
         intermediate_conv_state: torch.Tensor | None = None,
         intermediate_ssm_state: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        if not runs_kernel(zxBCdt):
-            return None
+    ) -> torch.Tensor:
         z, xBC, dt = self._parts(zxBCdt)
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
         convolved = convolve_tokens(xBC, conv_state, weight, bias, slots=batch_indices, after=intermediate_conv_state)
@@ -149,8 +72,8 @@ class HybridPrefixMambaMixer(StepSeam):
         by_head = (-1, self.headdim)
         y = scan_by_slots(
             ssm_state,
-            chunks,
-            slots,
+            chunks.bounds,
+            **slots,
             x=x.unflatten(1, by_head),
             dt=dt,
             A=-torch.exp(self.cp.get_A_log().float()),

@@ -82,15 +82,11 @@ class Chunks:
         first: (sequences + 1,) int64, the chunks of sequence i are [first[i], first[i + 1]).
         slots: (chunks,) int64, the checkpoint slot for the state after a chunk, or NO_SLOT.
         bounds: (chunks + 1,) int32, chunk i is rows [bounds[i], bounds[i + 1]) of the prefilled tokens.
-        of_sequence: (chunks,) int32, the sequence of each chunk.
-        last: (sequences,) int32, the last chunk of each sequence.
     """
 
     first: torch.Tensor
     slots: torch.Tensor
     bounds: torch.Tensor
-    of_sequence: torch.Tensor
-    last: torch.Tensor
 
 
 def _allocate(
@@ -134,7 +130,7 @@ class PrefillStep:
         live_slots: (sequences,) int64, the slot for its final state, or NO_SLOT.
         token_sources: (tokens,) int32, the source slot of each token's sequence.
         token_starts: (tokens,) int32, the row where each token's sequence starts.
-        wrong: (tokens,) int32, zero when the step begins: layers mark tokens whose inputs are not finite (``ops/finite.py``).
+        wrong: (tokens,) int32, zero when the step begins: layers mark tokens whose inputs are not finite (``ops/elementwise.py``).
         chunks: By quantum. Empty before the first prefill. The tensors above (not ``buffer``) do not exist before it.
     """
 
@@ -164,8 +160,7 @@ class PrefillStep:
         sizes += [("bounds", max_sequences + 1, np.int32)]
         sizes += [("token_source", max_tokens, np.int32), ("token_start", max_tokens, np.int32)]
         for quantum, chunks in most_chunks.items():
-            sizes += [(f"bounds{quantum}", chunks + 1, np.int32), (f"of_sequence{quantum}", chunks, np.int32)]
-            sizes += [(f"last{quantum}", max_sequences, np.int32)]
+            sizes += [(f"bounds{quantum}", chunks + 1, np.int32)]
         self._pinned, self.buffer, self._arrays, self._tensors = _allocate(sizes, device)
         self.wrong = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._sizes = (0, 0)
@@ -217,8 +212,6 @@ class PrefillStep:
                 first=own[f"first{quantum}"][: sequences + 1],
                 slots=own[f"slots{quantum}"][:count],
                 bounds=own[f"bounds{quantum}"][: count + 1],
-                of_sequence=own[f"of_sequence{quantum}"][:count],
-                last=own[f"last{quantum}"][:sequences],
             )
 
     def slots(self, quantum: int) -> dict[str, torch.Tensor]:
@@ -233,30 +226,22 @@ class PrefillStep:
 
     def _cut(self, quantum: int, grid: ChunkGrid, spans: Sequence[PrefillSpan], *, chunks: int, sequences: int) -> None:
         bounds, first = [0], [0]
-        of_sequence: list[int] = []
-        last: list[int] = []
         slots: list[int] = []
-        for sequence, span in enumerate(spans):
+        for span in spans:
             kept = dict(span.kept)
             row = bounds[-1] - span.start_tokens
             for position in grid.ends(span.start_tokens, span.start_tokens + span.tokens):
                 bounds.append(row + position)
-                of_sequence.append(sequence)
                 slots.append(kept.pop(position, NO_SLOT))
             assert not kept, "a checkpoint is not at the end of a chunk"
-            first.append(len(of_sequence))
-            last.append(len(of_sequence) - 1)
-        for sequence in range(len(spans), sequences):  # padding: one empty chunk each
+            first.append(len(slots))
+        for _ in range(len(spans), sequences):  # padding: one empty chunk each
             bounds.append(bounds[-1])
-            of_sequence.append(sequence)
-            first.append(len(of_sequence))
-            last.append(len(of_sequence) - 1)
-        assert len(of_sequence) <= chunks, "more chunks than there is room for"
+            first.append(len(bounds) - 1)
+        assert len(bounds) - 1 <= chunks, "more chunks than there is room for"
         self._fill(f"first{quantum}", first, sequences + 1, 0)
         self._fill(f"slots{quantum}", slots, chunks, NO_SLOT)
         self._fill(f"bounds{quantum}", bounds, chunks + 1, bounds[-1])
-        self._fill(f"of_sequence{quantum}", of_sequence, chunks, 0)
-        self._fill(f"last{quantum}", last, sequences, 0)
 
     def _fill(self, name: str, values: Sequence[int] | _Integers, count: int, padding: int) -> None:
         """Set the first ``count`` elements to the values, then padding."""

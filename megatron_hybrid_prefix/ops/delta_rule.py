@@ -20,11 +20,10 @@ from itertools import pairwise
 
 import torch
 
-from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, scan_by_kernels, update_by_kernel
+from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK, EPSILON, scan_by_kernels, update_by_kernel
+from megatron_hybrid_prefix.ops.elementwise import compute_dtype
 from megatron_hybrid_prefix.ops.invariant import scope
 from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel
-
-_EPSILON = 1e-6  # under the root of a norm, as everywhere in this family of layers
 
 
 def scan_delta_rule(
@@ -65,21 +64,8 @@ def scan_delta_rule(
         (tokens, value heads, V) in v's type; zero in rows of no sequence.
     """
     if v.dtype != torch.float64 and runs_kernel(v):
-        return scan_by_kernels(
-            q,
-            k,
-            v,
-            log_decay,
-            beta,
-            states,
-            normalise=normalise,
-            epsilon=_EPSILON,
-            chunk_bounds=chunk_bounds,
-            first_chunks=first_chunks,
-            source_slots=source_slots,
-            live_slots=live_slots,
-            chunk_slots=chunk_slots,
-        )
+        slots = chunk_bounds, first_chunks, source_slots, live_slots, chunk_slots
+        return scan_by_kernels(q, k, v, log_decay, beta, states, *slots, normalise=normalise)
     outputs = torch.zeros_like(v)
     first, bounds = first_chunks.tolist(), chunk_bounds.tolist()
     sources, live, kept = source_slots.tolist(), live_slots.tolist(), chunk_slots.tolist()
@@ -93,7 +79,7 @@ def scan_delta_rule(
         chunk: (number, 0) if scope.is_on() else (0, number) for number, chunk in enumerate(filled)
     }  # group, and place in it
     for sequence, chunks in enumerate(pairwise(first)):
-        state = states[sources[sequence]].to(_compute_dtype(v), copy=True)
+        state = states[sources[sequence]].to(compute_dtype(v), copy=True)
         for chunk in range(*chunks):
             if chunk in place:
                 group, number = place[chunk]
@@ -135,9 +121,7 @@ def update_delta_rule(
         (rows, tokens, value heads, V) in v's type; zero in rows of padding.
     """
     if v.dtype != torch.float64 and runs_kernel(v):
-        return update_by_kernel(
-            q, k, v, log_decay, beta, states, slots, normalise=normalise, epsilon=_EPSILON, after=after
-        )
+        return update_by_kernel(q, k, v, log_decay, beta, states, slots, normalise=normalise, after=after)
     if scope.is_on() and len(v) > 1:  # the shapes of products must not depend on the number of rows
         one_by_one = []
         for at in range(len(v)):
@@ -148,7 +132,7 @@ def update_delta_rule(
     outputs = torch.zeros_like(v)
     rows = torch.nonzero(slots >= 0).squeeze(1)
     own = slots[rows]
-    dtype = _compute_dtype(v)
+    dtype = compute_dtype(v)
     q, k = _prepare(q[rows].to(dtype), k[rows].to(dtype), v.shape[2], normalise)
     v, log_decay, beta = (tensor[rows].to(dtype) for tensor in (v, log_decay, beta))
     state = states[own].to(dtype)
@@ -175,7 +159,7 @@ class _Chunks:
         normalise: bool,
         width: int,
     ) -> None:
-        dtype = _compute_dtype(v)
+        dtype = compute_dtype(v)
         self._lengths = [end - start for start, end in spans]
         self._out_dtype = v.dtype
         if not spans:
@@ -217,14 +201,10 @@ class _Chunks:
         return state, output[:, : self._lengths[chunk]].transpose(0, 1).to(self._out_dtype)
 
 
-def _compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def _prepare(q: torch.Tensor, k: torch.Tensor, heads: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries, scaled, and keys of each value head: (..., value heads, K)."""
     if normalise:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON) for x in (q, k))
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     return q.repeat_interleave(heads // q.shape[-2], dim=-2), k.repeat_interleave(heads // k.shape[-2], dim=-2)
 

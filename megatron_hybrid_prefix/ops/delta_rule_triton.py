@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_hybrid_prefix.ops.triton_or_torch import tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl, triton
 
 CHUNK = 64
 """Tokens of a chunk: the chunk quantum of this family of layers."""
+EPSILON = 1e-6
+"""Added to a squared norm, as everywhere in this family of layers."""
 PART = 16
 """Rows of the diagonal blocks that are inverted by substitution."""
 
@@ -82,16 +84,15 @@ def scan_by_kernels(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
     states: torch.Tensor,
-    *,
-    normalise: bool,
-    epsilon: float,
     chunk_bounds: torch.Tensor,
     first_chunks: torch.Tensor,
     source_slots: torch.Tensor,
     live_slots: torch.Tensor,
     chunk_slots: torch.Tensor,
+    *,
+    normalise: bool,
 ) -> torch.Tensor:
-    """`scan_delta_rule` on a GPU; ``epsilon`` is added to a squared norm.
+    """`scan_delta_rule` on a GPU.
 
     All chunks of a sequence but the first and the last must hold `CHUNK` tokens; the first and the last at most so many.
     An empty chunk must be the only one of its sequence, and have no slot. Temporary memory: for each chunk and value head
@@ -134,7 +135,7 @@ def scan_by_kernels(
         v.stride(0),
         tokens,
         key_size**-0.5,
-        epsilon,
+        EPSILON,
         heads,
         key_heads,
         **options.prepare,
@@ -183,10 +184,9 @@ def update_by_kernel(
     slots: torch.Tensor,
     *,
     normalise: bool,
-    epsilon: float,
     after: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`update_delta_rule` on a GPU; ``epsilon`` is added to a squared norm."""
+    """`update_delta_rule` on a GPU."""
     rows, tokens, heads, value_size = v.shape
     key_heads, key_size = q.shape[2:]
     outputs = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -216,7 +216,7 @@ def update_by_kernel(
         key_size,
         value_size,
         key_size**-0.5,
-        epsilon,
+        EPSILON,
         NORMALISE=normalise,
         AFTER=after is not None,
         BLOCK_K=triton.next_power_of_2(key_size),
@@ -236,318 +236,322 @@ def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return tensor
 
 
-if triton is not None:
-    # One program for any number of heads: what a GPU compiles is what was tested there.
-    _NUMBERS = ["tokens", "heads", "key_heads"]
+# One program for any number of heads: what a GPU compiles is what was tested there.
+_NUMBERS = ["tokens", "heads", "key_heads"]
 
-    @triton.jit
-    def _decayed(g: tl.tensor) -> tl.tensor:
-        """(i, j): exp of g_i - g_j, along the last dimension; 1 where that would be positive, which the caller masks."""
-        return tl.exp(tl.minimum(tl.expand_dims(g, -1) - tl.expand_dims(g, -2), 0.0))
 
-    @triton.jit
-    def _unit(x: tl.tensor, epsilon: tl.tensor, NORMALISE: tl.constexpr) -> tl.tensor:
-        """(rows,) float32: what makes each row of ``x`` a unit vector; 1 if that is not asked for."""
-        x = x.to(tl.float32)
-        squared = tl.sum(x * x, 1)
-        return 1 / tl.sqrt(squared + epsilon) if NORMALISE else tl.full(squared.shape, 1.0, tl.float32)
+@jit
+def _decayed(g: tl.tensor) -> tl.tensor:
+    """(i, j): exp of g_i - g_j, along the last dimension; 1 where that would be positive, which the caller masks."""
+    return tl.exp(tl.minimum(tl.expand_dims(g, -1) - tl.expand_dims(g, -2), 0.0))
 
-    @triton.jit(do_not_specialize=_NUMBERS)
-    def _prepare_kernel(
-        q_ptr: tl.tensor,  # (tokens, key heads, K), strided over tokens
-        k_ptr: tl.tensor,
-        v_ptr: tl.tensor,  # (tokens, heads, V), likewise
-        log_decay_ptr: tl.tensor,  # (tokens, heads) float32, contiguous
-        beta_ptr: tl.tensor,  # (tokens, heads), contiguous
-        against_ptr: tl.tensor,  # (chunks, heads, CHUNK, BLOCK_K): its product with the state before the chunk is subtracted
-        values_ptr: tl.tensor,  # (chunks, heads, CHUNK, WIDTH_V): what is written if that state is zero
-        scores_ptr: tl.tensor,  # (chunks, heads, CHUNK, CHUNK): the outputs' share of what is written in the chunk
-        factors_ptr: tl.tensor,  # (chunks, heads, 2, CHUNK) float32: of queries against the state, of keys into it
-        decays_ptr: tl.tensor,  # (chunks, heads) float32: how much of the state is left after the chunk
-        out_ptr: tl.tensor,  # (tokens, heads, V), contiguous: zero after the last chunk
-        bounds_ptr: tl.tensor,
-        stride_q: tl.int64,
-        stride_k: tl.int64,
-        stride_v: tl.int64,
-        tokens: tl.tensor,
-        scale: tl.tensor,
-        epsilon: tl.tensor,
-        heads: tl.tensor,
-        key_heads: tl.tensor,
-        K: tl.constexpr,
-        V: tl.constexpr,
-        WIDTH_V: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        TILE_K: tl.constexpr,
-        TILE_V: tl.constexpr,
-        CHUNK: tl.constexpr,
-        PART: tl.constexpr,
-        NORMALISE: tl.constexpr,
-        PRECISION: tl.constexpr,
-        MERGE: tl.constexpr,
-    ) -> None:
-        """One program: one head of one chunk. Rows after the chunk's end are zero in all that it writes.
 
-        It inverts I + A, where A[i, j] = beta_i exp(g_i - g_j) k_i k_j for j < i. Blocks on the diagonal are inverted by
-        substitution; with D, the matrix of these, and N = D (A - blocks on the diagonal), the inverse is
-        (I + N^2) (I - N) D, as N^4 = 0.
-        """
-        PARTS: tl.constexpr = CHUNK // PART
-        tl.static_assert(PARTS == 4)
-        head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        chunks = tl.num_programs(1)
-        start, end = tl.load(bounds_ptr + chunk).to(tl.int64), tl.load(bounds_ptr + chunk + 1).to(tl.int64)
-        inside, part, parts = tl.arange(0, CHUNK), tl.arange(0, PART), tl.arange(0, PARTS)
-        for first in range(tl.load(bounds_ptr + chunks).to(tl.int64) + chunk * PART, tokens, chunks * PART):
-            row = first + part
-            for column in tl.static_range(0, V, TILE_V):
-                in_v = column + tl.arange(0, TILE_V)
-                zero = tl.zeros([PART, TILE_V], dtype=out_ptr.dtype.element_ty)
-                out = out_ptr + (row * heads + head)[:, None] * V + in_v[None, :]
-                tl.store(out, zero, mask=(row < tokens)[:, None] & (in_v < V)[None, :])
-        if start == end:
-            return
-        dtype = values_ptr.dtype.element_ty
-        cell = chunk * heads + head
-        filled = inside < (end - start).to(tl.int32)
-        of_gates = start * heads + head + inside * heads
-        log_decay = tl.load(log_decay_ptr + of_gates, mask=filled, other=0.0)
-        beta = tl.load(beta_ptr + of_gates, mask=filled, other=0.0).to(tl.float32)
-        g, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
-        key_head = head // (heads // key_heads)
-        of_k, of_q = k_ptr + start * stride_k + key_head * K, q_ptr + start * stride_q + key_head * K
-        in_k = tl.arange(0, BLOCK_K)
-        mask = filled[:, None] & (in_k < K)[None, :]
-        k = tl.load(of_k + inside[:, None] * stride_k + in_k[None, :], mask=mask, other=0.0)
-        unit_k = _unit(k, epsilon, NORMALISE)
-        q = tl.load(of_q + inside[:, None] * stride_q + in_k[None, :], mask=mask, other=0.0)
-        unit_q = _unit(q, epsilon, NORMALISE) * scale
+@jit
+def _unit(x: tl.tensor, epsilon: tl.tensor, NORMALISE: tl.constexpr) -> tl.tensor:
+    """(rows,) float32: what makes each row of ``x`` a unit vector; 1 if that is not asked for."""
+    x = x.to(tl.float32)
+    squared = tl.sum(x * x, 1)
+    return 1 / tl.sqrt(squared + epsilon) if NORMALISE else tl.full(squared.shape, 1.0, tl.float32)
 
-        decayed = _decayed(g) * unit_k[None, :]
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decayed * unit_q[:, None]
-        scores = tl.where(inside[:, None] >= inside[None, :], scores, 0.0)
-        in_scores = inside[:, None] * CHUNK + inside[None, :]
-        tl.store(scores_ptr + cell * CHUNK * CHUNK + in_scores, scores.to(dtype))
-        of_factors = factors_ptr + cell * 2 * CHUNK + inside
-        tl.store(of_factors, unit_q * tl.exp(g))
-        tl.store(of_factors + CHUNK, tl.where(filled, unit_k * tl.exp(total - g), 0.0))
-        tl.store(decays_ptr + cell, tl.exp(total))
 
-        of_v = v_ptr + start * stride_v + head * V
+@jit(do_not_specialize=_NUMBERS)
+def _prepare_kernel(
+    q_ptr: tl.tensor,  # (tokens, key heads, K), strided over tokens
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,  # (tokens, heads, V), likewise
+    log_decay_ptr: tl.tensor,  # (tokens, heads) float32, contiguous
+    beta_ptr: tl.tensor,  # (tokens, heads), contiguous
+    against_ptr: tl.tensor,  # (chunks, heads, CHUNK, BLOCK_K): its product with the state before the chunk is subtracted
+    values_ptr: tl.tensor,  # (chunks, heads, CHUNK, WIDTH_V): what is written if that state is zero
+    scores_ptr: tl.tensor,  # (chunks, heads, CHUNK, CHUNK): the outputs' share of what is written in the chunk
+    factors_ptr: tl.tensor,  # (chunks, heads, 2, CHUNK) float32: of queries against the state, of keys into it
+    decays_ptr: tl.tensor,  # (chunks, heads) float32: how much of the state is left after the chunk
+    out_ptr: tl.tensor,  # (tokens, heads, V), contiguous: zero after the last chunk
+    bounds_ptr: tl.tensor,
+    stride_q: tl.int64,
+    stride_k: tl.int64,
+    stride_v: tl.int64,
+    tokens: tl.tensor,
+    scale: tl.tensor,
+    epsilon: tl.tensor,
+    heads: tl.tensor,
+    key_heads: tl.tensor,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WIDTH_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILE_K: tl.constexpr,
+    TILE_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+) -> None:
+    """One program: one head of one chunk. Rows after the chunk's end are zero in all that it writes.
 
-        # Blocks on the diagonal, all at once. Row i of an inverse is e_i - sum over j < i of A[i, j] times row j. It is
-        # transposed here: the sum is then one over columns, which lie closer together.
-        k_parts = tl.reshape(k, [PARTS, PART, BLOCK_K])
-        blocks = tl.dot(k_parts, tl.permute(k_parts, (0, 2, 1)), input_precision=PRECISION)
-        blocks *= _decayed(tl.reshape(g, [PARTS, PART])) * tl.reshape(unit_k, [PARTS, PART])[:, None, :]
-        blocks *= tl.reshape(beta * unit_k, [PARTS, PART])[:, :, None]
-        blocks = tl.where((part[:, None] > part[None, :])[None, :, :], blocks, 0.0)
-        inverse = tl.where((part[:, None] == part[None, :])[None, :, :], 1.0, tl.zeros([PARTS, PART, PART], tl.float32))
-        for i in tl.static_range(1, PART):
-            row = tl.sum(tl.where((part == i)[None, :, None], blocks, 0.0), 1)
-            added = tl.sum(inverse * row[:, None, :], 2)[:, :, None]
-            inverse = tl.where((part == i)[None, None, :], inverse - added, inverse)
-        inverse = tl.broadcast_to(tl.permute(inverse, (0, 2, 1))[:, :, None, :], [PARTS, PART, PARTS, PART])
-        inverse = tl.where((parts[:, None] == parts[None, :])[:, None, :, None], inverse, 0.0)
-        diagonal = tl.reshape(inverse, [CHUNK, CHUNK])
-
-        below = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decayed * (beta * unit_k)[:, None]
-        below = tl.where((inside // PART)[:, None] > (inside // PART)[None, :], below, 0.0)
-        below = tl.dot(diagonal, below, input_precision=MERGE)
-        inverse = diagonal - tl.dot(below, diagonal, input_precision=MERGE)
-        below = tl.dot(below, below, input_precision=MERGE)
-        inverse += tl.dot(below, inverse, input_precision=MERGE)
-
-        left = (inverse * beta[None, :]).to(dtype)
-        for column in tl.static_range(0, WIDTH_V, TILE_V):
+    It inverts I + A, where A[i, j] = beta_i exp(g_i - g_j) k_i k_j for j < i. Blocks on the diagonal are inverted by
+    substitution; with D, the matrix of these, and N = D (A - blocks on the diagonal), the inverse is
+    (I + N^2) (I - N) D, as N^4 = 0.
+    """
+    PARTS: tl.constexpr = CHUNK // PART
+    tl.static_assert(PARTS == 4)
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    chunks = tl.num_programs(1)
+    start, end = tl.load(bounds_ptr + chunk).to(tl.int64), tl.load(bounds_ptr + chunk + 1).to(tl.int64)
+    inside, part, parts = tl.arange(0, CHUNK), tl.arange(0, PART), tl.arange(0, PARTS)
+    for first in range(tl.load(bounds_ptr + chunks).to(tl.int64) + chunk * PART, tokens, chunks * PART):
+        row = first + part
+        for column in tl.static_range(0, V, TILE_V):
             in_v = column + tl.arange(0, TILE_V)
-            mask = filled[:, None] & (in_v < V)[None, :]
-            v = tl.load(of_v + inside[:, None] * stride_v + in_v[None, :], mask=mask, other=0.0)
-            values = tl.dot(left, v, input_precision=PRECISION).to(dtype)
-            tl.store(values_ptr + (cell * CHUNK + inside)[:, None] * WIDTH_V + in_v[None, :], values)
-        left = (inverse * (beta * unit_k * tl.exp(g))[None, :]).to(dtype)
-        for column in tl.static_range(0, BLOCK_K, TILE_K):
-            in_k = column + tl.arange(0, TILE_K)
-            if TILE_K != BLOCK_K:
-                mask = filled[:, None] & (in_k < K)[None, :]
-                k = tl.load(of_k + inside[:, None] * stride_k + in_k[None, :], mask=mask, other=0.0)
-            against = tl.dot(left, k, input_precision=PRECISION).to(dtype)
-            tl.store(against_ptr + (cell * CHUNK + inside)[:, None] * BLOCK_K + in_k[None, :], against)
+            zero = tl.zeros([PART, TILE_V], dtype=out_ptr.dtype.element_ty)
+            out = out_ptr + (row * heads + head)[:, None] * V + in_v[None, :]
+            tl.store(out, zero, mask=(row < tokens)[:, None] & (in_v < V)[None, :])
+    if start == end:
+        return
+    dtype = values_ptr.dtype.element_ty
+    cell = chunk * heads + head
+    filled = inside < (end - start).to(tl.int32)
+    of_gates = start * heads + head + inside * heads
+    log_decay = tl.load(log_decay_ptr + of_gates, mask=filled, other=0.0)
+    beta = tl.load(beta_ptr + of_gates, mask=filled, other=0.0).to(tl.float32)
+    g, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
+    key_head = head // (heads // key_heads)
+    of_k, of_q = k_ptr + start * stride_k + key_head * K, q_ptr + start * stride_q + key_head * K
+    in_k = tl.arange(0, BLOCK_K)
+    mask = filled[:, None] & (in_k < K)[None, :]
+    k = tl.load(of_k + inside[:, None] * stride_k + in_k[None, :], mask=mask, other=0.0)
+    unit_k = _unit(k, epsilon, NORMALISE)
+    q = tl.load(of_q + inside[:, None] * stride_q + in_k[None, :], mask=mask, other=0.0)
+    unit_q = _unit(q, epsilon, NORMALISE) * scale
 
-    @triton.jit(do_not_specialize=_NUMBERS)
-    def _pass_kernel(
-        q_ptr: tl.tensor,  # (tokens, key heads, K), strided over tokens
-        k_ptr: tl.tensor,
-        against_ptr: tl.tensor,  # what `_prepare_kernel` has written
-        values_ptr: tl.tensor,
-        scores_ptr: tl.tensor,
-        factors_ptr: tl.tensor,
-        decays_ptr: tl.tensor,
-        states_ptr: tl.tensor,  # (slots, heads, K, V), strided over slots
-        out_ptr: tl.tensor,  # (tokens, heads, V), contiguous
-        bounds_ptr: tl.tensor,
-        first_chunks_ptr: tl.tensor,
-        source_slots_ptr: tl.tensor,
-        live_slots_ptr: tl.tensor,
-        chunk_slots_ptr: tl.tensor,
-        stride_q: tl.int64,
-        stride_k: tl.int64,
-        stride_slot: tl.int64,
-        heads: tl.tensor,
-        key_heads: tl.tensor,
-        K: tl.constexpr,
-        V: tl.constexpr,
-        WIDTH_V: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        BLOCK_V: tl.constexpr,
-        CHUNK: tl.constexpr,
-        PRECISION: tl.constexpr,
-    ) -> None:
-        """One program: BLOCK_V columns of one head's state, along all chunks of one sequence."""
-        column, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        in_k, in_v = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V)
-        inside = tl.arange(0, CHUNK)
-        k_mask, v_mask = in_k < K, in_v < V
-        dtype = values_ptr.dtype.element_ty
-        kept_dtype = states_ptr.dtype.element_ty
-        # Where a program reads and writes, counted from the start of a chunk or a state: the same for all chunks. What the
-        # state before a chunk is multiplied with, rows of keys and queries, is one operand of twice as many rows.
-        mask = k_mask[:, None] & v_mask[None, :]
-        in_state = in_k[:, None] * V + in_v[None, :]
-        in_keys = inside[None, :] * stride_k + in_k[:, None]
-        in_values = inside[:, None] * WIDTH_V + in_v[None, :]
-        in_scores = inside[:, None] * CHUNK + inside[None, :]
-        in_out = inside[:, None] * (heads * V) + in_v[None, :]
-        row, of_against = tl.arange(0, 2 * CHUNK) % CHUNK, tl.arange(0, 2 * CHUNK) < CHUNK
-        of_head = states_ptr + head.to(tl.int64) * K * V
-        of_key_head = head // (heads // key_heads) * K
-        of_factors = factors_ptr + inside
+    decayed = _decayed(g) * unit_k[None, :]
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decayed * unit_q[:, None]
+    scores = tl.where(inside[:, None] >= inside[None, :], scores, 0.0)
+    in_scores = inside[:, None] * CHUNK + inside[None, :]
+    tl.store(scores_ptr + cell * CHUNK * CHUNK + in_scores, scores.to(dtype))
+    of_factors = factors_ptr + cell * 2 * CHUNK + inside
+    tl.store(of_factors, unit_q * tl.exp(g))
+    tl.store(of_factors + CHUNK, tl.where(filled, unit_k * tl.exp(total - g), 0.0))
+    tl.store(decays_ptr + cell, tl.exp(total))
 
-        first, last = tl.load(first_chunks_ptr + sequence), tl.load(first_chunks_ptr + sequence + 1)
-        source = tl.load(source_slots_ptr + sequence)
-        state = tl.load(of_head + source * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
-        # All chunks but the first and the last are full: where they start is not looked up, so loads can run ahead. What is
-        # looked up for a chunk is loaded while the one before it is computed. Of an empty chunk nothing is prepared.
-        begin, second = tl.load(bounds_ptr + first).to(tl.int64), tl.load(bounds_ptr + first + 1).to(tl.int64)
-        stop = tl.load(bounds_ptr + last).to(tl.int64)
-        last = tl.where(begin < second, last, first)
-        cell = first * heads + head
-        some = first < last
-        decay = tl.load(decays_ptr + cell, mask=some, other=0.0)
-        slot = tl.load(chunk_slots_ptr + first, mask=some, other=-1)
-        f_queries = tl.load(of_factors + cell * 2 * CHUNK, mask=some & (inside >= 0), other=0.0)
-        f_keys = tl.load(of_factors + (cell * 2 + 1) * CHUNK, mask=some & (inside >= 0), other=0.0)
-        for chunk in range(first, last):
-            cell = chunk * heads + head
-            more = chunk + 1 < last
-            next_decay = tl.load(decays_ptr + cell + heads, mask=more, other=0.0)
-            next_slot = tl.load(chunk_slots_ptr + chunk + 1, mask=more, other=-1)
-            next_queries = tl.load(of_factors + (cell + heads) * 2 * CHUNK, mask=more & (inside >= 0), other=0.0)
-            next_keys = tl.load(of_factors + ((cell + heads) * 2 + 1) * CHUNK, mask=more & (inside >= 0), other=0.0)
-            start = tl.where(chunk == first, begin, second + (chunk - first - 1) * CHUNK)
-            end = tl.where(chunk == first, second, tl.minimum(start + CHUNK, stop))
-            count = (end - start).to(tl.int32)
-            of_rows = tl.where(
-                of_against,
-                against_ptr + (cell * CHUNK + row) * BLOCK_K,
-                q_ptr + start * stride_q + of_key_head + row * stride_q,
-            )
-            rows = tl.load(
-                of_rows[:, None] + in_k[None, :],
-                mask=(of_against | (row < count))[:, None] & k_mask[None, :],
-                other=0.0,
-            )
-            both = tl.reshape(tl.dot(rows, state.to(dtype), input_precision=PRECISION), [2, CHUNK, BLOCK_V])
-            known, out = tl.split(tl.permute(both, (1, 2, 0)))
-            values = tl.load(values_ptr + cell * CHUNK * WIDTH_V + in_values).to(tl.float32) - known
-            keys = tl.load(
-                k_ptr + start * stride_k + of_key_head + in_keys,
-                mask=(inside < count)[None, :] & k_mask[:, None],
-                other=0.0,
-            )
-            written = (values * f_keys[:, None]).to(dtype)
-            state = tl.dot(keys, written, state * decay, input_precision=PRECISION)
-            scores = tl.load(scores_ptr + cell * CHUNK * CHUNK + in_scores)
-            out = tl.dot(scores, values.to(dtype), out * f_queries[:, None], input_precision=PRECISION)
-            tl.store(
-                out_ptr + (start * heads + head) * V + in_out,
-                out.to(out_ptr.dtype.element_ty),
-                mask=(inside < count)[:, None] & v_mask[None, :],
-            )
-            if slot >= 0:
-                tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
-            decay = next_decay
-            slot = next_slot
-            f_queries = next_queries
-            f_keys = next_keys
-        slot = tl.load(live_slots_ptr + sequence)
+    of_v = v_ptr + start * stride_v + head * V
+
+    # Blocks on the diagonal, all at once. Row i of an inverse is e_i - sum over j < i of A[i, j] times row j. It is
+    # transposed here: the sum is then one over columns, which lie closer together.
+    k_parts = tl.reshape(k, [PARTS, PART, BLOCK_K])
+    blocks = tl.dot(k_parts, tl.permute(k_parts, (0, 2, 1)), input_precision=PRECISION)
+    blocks *= _decayed(tl.reshape(g, [PARTS, PART])) * tl.reshape(unit_k, [PARTS, PART])[:, None, :]
+    blocks *= tl.reshape(beta * unit_k, [PARTS, PART])[:, :, None]
+    blocks = tl.where((part[:, None] > part[None, :])[None, :, :], blocks, 0.0)
+    inverse = tl.where((part[:, None] == part[None, :])[None, :, :], 1.0, tl.zeros([PARTS, PART, PART], tl.float32))
+    for i in tl.static_range(1, PART):
+        row = tl.sum(tl.where((part == i)[None, :, None], blocks, 0.0), 1)
+        added = tl.sum(inverse * row[:, None, :], 2)[:, :, None]
+        inverse = tl.where((part == i)[None, None, :], inverse - added, inverse)
+    inverse = tl.broadcast_to(tl.permute(inverse, (0, 2, 1))[:, :, None, :], [PARTS, PART, PARTS, PART])
+    inverse = tl.where((parts[:, None] == parts[None, :])[:, None, :, None], inverse, 0.0)
+    diagonal = tl.reshape(inverse, [CHUNK, CHUNK])
+
+    below = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decayed * (beta * unit_k)[:, None]
+    below = tl.where((inside // PART)[:, None] > (inside // PART)[None, :], below, 0.0)
+    below = tl.dot(diagonal, below, input_precision=MERGE)
+    inverse = diagonal - tl.dot(below, diagonal, input_precision=MERGE)
+    below = tl.dot(below, below, input_precision=MERGE)
+    inverse += tl.dot(below, inverse, input_precision=MERGE)
+
+    left = (inverse * beta[None, :]).to(dtype)
+    for column in tl.static_range(0, WIDTH_V, TILE_V):
+        in_v = column + tl.arange(0, TILE_V)
+        mask = filled[:, None] & (in_v < V)[None, :]
+        v = tl.load(of_v + inside[:, None] * stride_v + in_v[None, :], mask=mask, other=0.0)
+        values = tl.dot(left, v, input_precision=PRECISION).to(dtype)
+        tl.store(values_ptr + (cell * CHUNK + inside)[:, None] * WIDTH_V + in_v[None, :], values)
+    left = (inverse * (beta * unit_k * tl.exp(g))[None, :]).to(dtype)
+    for column in tl.static_range(0, BLOCK_K, TILE_K):
+        in_k = column + tl.arange(0, TILE_K)
+        if TILE_K != BLOCK_K:
+            mask = filled[:, None] & (in_k < K)[None, :]
+            k = tl.load(of_k + inside[:, None] * stride_k + in_k[None, :], mask=mask, other=0.0)
+        against = tl.dot(left, k, input_precision=PRECISION).to(dtype)
+        tl.store(against_ptr + (cell * CHUNK + inside)[:, None] * BLOCK_K + in_k[None, :], against)
+
+
+@jit(do_not_specialize=_NUMBERS)
+def _pass_kernel(
+    q_ptr: tl.tensor,  # (tokens, key heads, K), strided over tokens
+    k_ptr: tl.tensor,
+    against_ptr: tl.tensor,  # what `_prepare_kernel` has written
+    values_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
+    decays_ptr: tl.tensor,
+    states_ptr: tl.tensor,  # (slots, heads, K, V), strided over slots
+    out_ptr: tl.tensor,  # (tokens, heads, V), contiguous
+    bounds_ptr: tl.tensor,
+    first_chunks_ptr: tl.tensor,
+    source_slots_ptr: tl.tensor,
+    live_slots_ptr: tl.tensor,
+    chunk_slots_ptr: tl.tensor,
+    stride_q: tl.int64,
+    stride_k: tl.int64,
+    stride_slot: tl.int64,
+    heads: tl.tensor,
+    key_heads: tl.tensor,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WIDTH_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One program: BLOCK_V columns of one head's state, along all chunks of one sequence."""
+    column, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    in_k, in_v = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = tl.arange(0, CHUNK)
+    k_mask, v_mask = in_k < K, in_v < V
+    dtype = values_ptr.dtype.element_ty
+    kept_dtype = states_ptr.dtype.element_ty
+    # Where a program reads and writes, counted from the start of a chunk or a state: the same for all chunks. What the
+    # state before a chunk is multiplied with, rows of keys and queries, is one operand of twice as many rows.
+    mask = k_mask[:, None] & v_mask[None, :]
+    in_state = in_k[:, None] * V + in_v[None, :]
+    in_keys = inside[None, :] * stride_k + in_k[:, None]
+    in_values = inside[:, None] * WIDTH_V + in_v[None, :]
+    in_scores = inside[:, None] * CHUNK + inside[None, :]
+    in_out = inside[:, None] * (heads * V) + in_v[None, :]
+    row, of_against = tl.arange(0, 2 * CHUNK) % CHUNK, tl.arange(0, 2 * CHUNK) < CHUNK
+    of_head = states_ptr + head.to(tl.int64) * K * V
+    of_key_head = head // (heads // key_heads) * K
+    of_factors = factors_ptr + inside
+
+    first, last = tl.load(first_chunks_ptr + sequence), tl.load(first_chunks_ptr + sequence + 1)
+    source = tl.load(source_slots_ptr + sequence)
+    state = tl.load(of_head + source * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
+    # All chunks but the first and the last are full: where they start is not looked up, so loads can run ahead. What is
+    # looked up for a chunk is loaded while the one before it is computed. Of an empty chunk nothing is prepared.
+    begin, second = tl.load(bounds_ptr + first).to(tl.int64), tl.load(bounds_ptr + first + 1).to(tl.int64)
+    stop = tl.load(bounds_ptr + last).to(tl.int64)
+    last = tl.where(begin < second, last, first)
+    cell = first * heads + head
+    some = first < last
+    decay = tl.load(decays_ptr + cell, mask=some, other=0.0)
+    slot = tl.load(chunk_slots_ptr + first, mask=some, other=-1)
+    f_queries = tl.load(of_factors + cell * 2 * CHUNK, mask=some & (inside >= 0), other=0.0)
+    f_keys = tl.load(of_factors + (cell * 2 + 1) * CHUNK, mask=some & (inside >= 0), other=0.0)
+    for chunk in range(first, last):
+        cell = chunk * heads + head
+        more = chunk + 1 < last
+        next_decay = tl.load(decays_ptr + cell + heads, mask=more, other=0.0)
+        next_slot = tl.load(chunk_slots_ptr + chunk + 1, mask=more, other=-1)
+        next_queries = tl.load(of_factors + (cell + heads) * 2 * CHUNK, mask=more & (inside >= 0), other=0.0)
+        next_keys = tl.load(of_factors + ((cell + heads) * 2 + 1) * CHUNK, mask=more & (inside >= 0), other=0.0)
+        start = tl.where(chunk == first, begin, second + (chunk - first - 1) * CHUNK)
+        end = tl.where(chunk == first, second, tl.minimum(start + CHUNK, stop))
+        count = (end - start).to(tl.int32)
+        of_rows = tl.where(
+            of_against,
+            against_ptr + (cell * CHUNK + row) * BLOCK_K,
+            q_ptr + start * stride_q + of_key_head + row * stride_q,
+        )
+        rows = tl.load(
+            of_rows[:, None] + in_k[None, :],
+            mask=(of_against | (row < count))[:, None] & k_mask[None, :],
+            other=0.0,
+        )
+        both = tl.reshape(tl.dot(rows, state.to(dtype), input_precision=PRECISION), [2, CHUNK, BLOCK_V])
+        known, out = tl.split(tl.permute(both, (1, 2, 0)))
+        values = tl.load(values_ptr + cell * CHUNK * WIDTH_V + in_values).to(tl.float32) - known
+        keys = tl.load(
+            k_ptr + start * stride_k + of_key_head + in_keys,
+            mask=(inside < count)[None, :] & k_mask[:, None],
+            other=0.0,
+        )
+        written = (values * f_keys[:, None]).to(dtype)
+        state = tl.dot(keys, written, state * decay, input_precision=PRECISION)
+        scores = tl.load(scores_ptr + cell * CHUNK * CHUNK + in_scores)
+        out = tl.dot(scores, values.to(dtype), out * f_queries[:, None], input_precision=PRECISION)
+        tl.store(
+            out_ptr + (start * heads + head) * V + in_out,
+            out.to(out_ptr.dtype.element_ty),
+            mask=(inside < count)[:, None] & v_mask[None, :],
+        )
         if slot >= 0:
             tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
+        decay = next_decay
+        slot = next_slot
+        f_queries = next_queries
+        f_keys = next_keys
+    slot = tl.load(live_slots_ptr + sequence)
+    if slot >= 0:
+        tl.store(of_head + slot * stride_slot + in_state, state.to(kept_dtype), mask=mask)
 
-    @triton.jit
-    def _update_kernel(
-        q_ptr: tl.tensor,  # (rows, tokens, key heads, K), strided over rows and tokens
-        k_ptr: tl.tensor,
-        v_ptr: tl.tensor,  # (rows, tokens, heads, V), likewise
-        log_decay_ptr: tl.tensor,  # (rows, tokens, heads) float32, contiguous
-        beta_ptr: tl.tensor,  # (rows, tokens, heads), contiguous
-        states_ptr: tl.tensor,  # (slots, heads, K, V), strided over slots
-        slots_ptr: tl.tensor,  # (rows,)
-        after_ptr: tl.tensor,  # (slots, tokens, heads, K, V), strided over slots and tokens
-        out_ptr: tl.tensor,  # (rows, tokens, heads, V), contiguous
-        stride_q_row: tl.int64,
-        stride_q_token: tl.int64,
-        stride_k_row: tl.int64,
-        stride_k_token: tl.int64,
-        stride_v_row: tl.int64,
-        stride_v_token: tl.int64,
-        stride_slot: tl.int64,
-        stride_after_slot: tl.int64,
-        stride_after_token: tl.int64,
-        tokens: tl.tensor,
-        heads: tl.tensor,
-        key_heads: tl.tensor,
-        key_size: tl.tensor,
-        value_size: tl.tensor,
-        scale: tl.tensor,
-        epsilon: tl.tensor,
-        NORMALISE: tl.constexpr,
-        AFTER: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        BLOCK_V: tl.constexpr,
-    ) -> None:
-        """One program: BLOCK_V columns of one head's state, along the tokens of one row."""
-        column, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-        in_k, in_v = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V)
-        k_mask, v_mask = in_k < key_size, in_v < value_size
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-        if slot < 0:
-            for token in range(tokens):
-                out = ((row * tokens + token) * heads + head) * value_size + in_v
-                tl.store(out_ptr + out, tl.zeros([BLOCK_V], dtype=out_ptr.dtype.element_ty), mask=v_mask)
-            return
-        mask = k_mask[:, None] & v_mask[None, :]
-        in_state = head.to(tl.int64) * key_size * value_size + in_k[:, None] * value_size + in_v[None, :]
-        key_head = head // (heads // key_heads)
-        state = tl.load(states_ptr + slot * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
+
+@jit
+def _update_kernel(
+    q_ptr: tl.tensor,  # (rows, tokens, key heads, K), strided over rows and tokens
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,  # (rows, tokens, heads, V), likewise
+    log_decay_ptr: tl.tensor,  # (rows, tokens, heads) float32, contiguous
+    beta_ptr: tl.tensor,  # (rows, tokens, heads), contiguous
+    states_ptr: tl.tensor,  # (slots, heads, K, V), strided over slots
+    slots_ptr: tl.tensor,  # (rows,)
+    after_ptr: tl.tensor,  # (slots, tokens, heads, K, V), strided over slots and tokens
+    out_ptr: tl.tensor,  # (rows, tokens, heads, V), contiguous
+    stride_q_row: tl.int64,
+    stride_q_token: tl.int64,
+    stride_k_row: tl.int64,
+    stride_k_token: tl.int64,
+    stride_v_row: tl.int64,
+    stride_v_token: tl.int64,
+    stride_slot: tl.int64,
+    stride_after_slot: tl.int64,
+    stride_after_token: tl.int64,
+    tokens: tl.tensor,
+    heads: tl.tensor,
+    key_heads: tl.tensor,
+    key_size: tl.tensor,
+    value_size: tl.tensor,
+    scale: tl.tensor,
+    epsilon: tl.tensor,
+    NORMALISE: tl.constexpr,
+    AFTER: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """One program: BLOCK_V columns of one head's state, along the tokens of one row."""
+    column, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    in_k, in_v = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_mask, v_mask = in_k < key_size, in_v < value_size
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
         for token in range(tokens):
-            of_key = key_head * key_size + in_k
-            q = tl.load(q_ptr + row * stride_q_row + token * stride_q_token + of_key, mask=k_mask, other=0.0)
-            k = tl.load(k_ptr + row * stride_k_row + token * stride_k_token + of_key, mask=k_mask, other=0.0)
-            q, k = q.to(tl.float32), k.to(tl.float32)
-            if NORMALISE:
-                q = q / tl.sqrt(tl.sum(q * q, 0) + epsilon)
-                k = k / tl.sqrt(tl.sum(k * k, 0) + epsilon)
-            of_value = row * stride_v_row + token * stride_v_token + head * value_size + in_v
-            v = tl.load(v_ptr + of_value, mask=v_mask, other=0.0).to(tl.float32)
-            gate = (row * tokens + token) * heads + head
-            state = tl.exp(tl.load(log_decay_ptr + gate)) * state
-            missing = tl.load(beta_ptr + gate).to(tl.float32) * (v - tl.sum(state * k[:, None], 0))
-            state += k[:, None] * missing[None, :]
-            out = tl.sum(state * (q * scale)[:, None], 0)
-            in_out = ((row * tokens + token) * heads + head) * value_size + in_v
-            tl.store(out_ptr + in_out, out.to(out_ptr.dtype.element_ty), mask=v_mask)
-            if AFTER:
-                after = after_ptr + slot * stride_after_slot + token * stride_after_token + in_state
-                tl.store(after, state.to(after_ptr.dtype.element_ty), mask=mask)
-        tl.store(states_ptr + slot * stride_slot + in_state, state.to(states_ptr.dtype.element_ty), mask=mask)
+            out = ((row * tokens + token) * heads + head) * value_size + in_v
+            tl.store(out_ptr + out, tl.zeros([BLOCK_V], dtype=out_ptr.dtype.element_ty), mask=v_mask)
+        return
+    mask = k_mask[:, None] & v_mask[None, :]
+    in_state = head.to(tl.int64) * key_size * value_size + in_k[:, None] * value_size + in_v[None, :]
+    key_head = head // (heads // key_heads)
+    state = tl.load(states_ptr + slot * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
+    for token in range(tokens):
+        of_key = key_head * key_size + in_k
+        q = tl.load(q_ptr + row * stride_q_row + token * stride_q_token + of_key, mask=k_mask, other=0.0)
+        k = tl.load(k_ptr + row * stride_k_row + token * stride_k_token + of_key, mask=k_mask, other=0.0)
+        q, k = q.to(tl.float32), k.to(tl.float32)
+        if NORMALISE:
+            q = q / tl.sqrt(tl.sum(q * q, 0) + epsilon)
+            k = k / tl.sqrt(tl.sum(k * k, 0) + epsilon)
+        of_value = row * stride_v_row + token * stride_v_token + head * value_size + in_v
+        v = tl.load(v_ptr + of_value, mask=v_mask, other=0.0).to(tl.float32)
+        gate = (row * tokens + token) * heads + head
+        state = tl.exp(tl.load(log_decay_ptr + gate)) * state
+        missing = tl.load(beta_ptr + gate).to(tl.float32) * (v - tl.sum(state * k[:, None], 0))
+        state += k[:, None] * missing[None, :]
+        out = tl.sum(state * (q * scale)[:, None], 0)
+        in_out = ((row * tokens + token) * heads + head) * value_size + in_v
+        tl.store(out_ptr + in_out, out.to(out_ptr.dtype.element_ty), mask=v_mask)
+        if AFTER:
+            after = after_ptr + slot * stride_after_slot + token * stride_after_token + in_state
+            tl.store(after, state.to(after_ptr.dtype.element_ty), mask=mask)
+    tl.store(states_ptr + slot * stride_slot + in_state, state.to(states_ptr.dtype.element_ty), mask=mask)

@@ -16,7 +16,7 @@ import torch
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.slot_copies import word_type
-from megatron_hybrid_prefix.ops.triton_or_torch import multiprocessors, runs_kernel, tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, runs_kernel, tl
 
 WORD_BYTES = 8  # of a checksum
 _BLOCK = 4096  # words
@@ -109,7 +109,23 @@ def copy_pages(
     if not len(ids) or not of.row_bytes:
         return
     if not runs_kernel(entries):
-        _copy_pages_reference(entries, memory, ids, pages, to_pages, start_bytes, sums)
+        own = entries.flatten(2).view(torch.uint8)  # (layers, entries, bytes)
+        for row, (entry, row_pages) in enumerate(zip(ids.tolist(), pages.tolist(), strict=True)):
+            end = start_bytes + own[:, entry].numel()
+            whole = torch.zeros(end, dtype=torch.uint8)
+            if to_pages:
+                whole[start_bytes:] = own[:, entry].flatten()
+            for number, page in enumerate(row_pages):
+                first = number * memory.shape[1]
+                at, to = max(first, start_bytes), min(first + memory.shape[1], end)
+                if at < to:
+                    there, here = memory[page, at - first : to - first], whole[at:to]
+                    source, target = (here, there) if to_pages else (there, here)
+                    target.copy_(source)
+            if not to_pages:
+                own[:, entry] = whole[start_bytes:].view(len(own), -1)
+            if sums is not None:
+                sums[row] += _sum_of(whole[start_bytes:], start_bytes)
         return
     assert of.is_contiguous and memory.is_contiguous() and pages.stride(1) == 1
     word_bytes = of.word.itemsize
@@ -147,35 +163,6 @@ def copy_pages(
     )
 
 
-def _copy_pages_reference(
-    entries: torch.Tensor,
-    memory: torch.Tensor,
-    ids: torch.Tensor,
-    pages: torch.Tensor,
-    to_pages: bool,
-    start_bytes: int,
-    sums: torch.Tensor | None,
-) -> None:
-    """The same in plain PyTorch."""
-    own = entries.flatten(2).view(torch.uint8)  # (layers, entries, bytes)
-    for row, (entry, row_pages) in enumerate(zip(ids.tolist(), pages.tolist(), strict=True)):
-        end = start_bytes + own[:, entry].numel()
-        whole = torch.zeros(end, dtype=torch.uint8)
-        if to_pages:
-            whole[start_bytes:] = own[:, entry].flatten()
-        for number, page in enumerate(row_pages):
-            first = number * memory.shape[1]
-            at, to = max(first, start_bytes), min(first + memory.shape[1], end)
-            if at < to:
-                there, here = memory[page, at - first : to - first], whole[at:to]
-                source, target = (here, there) if to_pages else (there, here)
-                target.copy_(source)
-        if not to_pages:
-            own[:, entry] = whole[start_bytes:].view(len(own), -1)
-        if sums is not None:
-            sums[row] += _sum_of(whole[start_bytes:], start_bytes)
-
-
 def _sum_of(part: torch.Tensor, start_bytes: int) -> torch.Tensor:
     """What these bytes, (bytes,) uint8, add to the checksum of a row in which they begin at ``start_bytes``."""
     end = start_bytes + len(part)
@@ -184,62 +171,61 @@ def _sum_of(part: torch.Tensor, start_bytes: int) -> torch.Tensor:
     return checksum_rows(whole.view(torch.int64)[None])[0]
 
 
-if triton is not None:
+@jit(  # else it would be compiled again for some counts, and for parts of an upload of ids
+    do_not_specialize=["chunks", "blocks", "row_pages", "first_page", "pages_stride"],
+    do_not_specialize_on_alignment=["ids_ptr", "pages_ptr", "sums_ptr"],
+)
+def _copy_pages_kernel(
+    entries_ptr: tl.tensor,  # (layers, all entries, layer_words), strided over layers and entries
+    memory_ptr: tl.tensor,  # (all pages, page_words)
+    ids_ptr: tl.tensor,  # (rows,)
+    pages_ptr: tl.tensor,  # (rows, at least first_page + row_pages)
+    sums_ptr: tl.tensor,  # (rows,)
+    chunks: tl.tensor,
+    blocks: tl.tensor,  # of a page
+    row_pages: tl.tensor,  # pages of a row that this tensor uses
+    first_page: tl.tensor,  # the first of them
+    pages_stride: tl.tensor,
+    start: tl.tensor,  # words in the pages before this tensor's
+    words: tl.tensor,  # of a row
+    page_words: tl.tensor,
+    layer_words: tl.tensor,
+    stride_layer: tl.int64,
+    stride_entry: tl.int64,
+    TO_PAGES: tl.constexpr,
+    SUM: tl.constexpr,
+    WORDS_A_SUM: tl.constexpr,  # words that are one word of the checksum
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program: every n-th chunk. A chunk is up to BLOCK words of one page."""
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        at = chunk // blocks  # in pages
+        row, number = at // row_pages, first_page + at % row_pages
+        inside = (chunk % blocks) * BLOCK + tl.arange(0, BLOCK)
+        there = number * page_words + inside  # in all pages of the row
+        word = there - start
+        mask = (inside < page_words) & (word >= 0) & (word < words)
+        entry = tl.load(ids_ptr + row).to(tl.int64)
+        page = tl.load(pages_ptr + row * pages_stride + number).to(tl.int64)
+        layer = (word // layer_words).to(tl.int64)
+        in_entry = entries_ptr + entry * stride_entry + layer * stride_layer + word % layer_words
+        in_page = memory_ptr + page * page_words + inside
+        if TO_PAGES:
+            values = tl.load(in_entry, mask=mask, other=0)
+            tl.store(in_page, values, mask=mask)
+        else:
+            values = tl.load(in_page, mask=mask, other=0)
+            tl.store(in_entry, values, mask=mask)
+        if SUM:
+            tl.atomic_add(sums_ptr + row, _sum_of_words(values, there, WORDS_A_SUM))
 
-    @triton.jit(  # else it would be compiled again for some counts, and for parts of an upload of ids
-        do_not_specialize=["chunks", "blocks", "row_pages", "first_page", "pages_stride"],
-        do_not_specialize_on_alignment=["ids_ptr", "pages_ptr", "sums_ptr"],
-    )
-    def _copy_pages_kernel(
-        entries_ptr: tl.tensor,  # (layers, all entries, layer_words), strided over layers and entries
-        memory_ptr: tl.tensor,  # (all pages, page_words)
-        ids_ptr: tl.tensor,  # (rows,)
-        pages_ptr: tl.tensor,  # (rows, at least first_page + row_pages)
-        sums_ptr: tl.tensor,  # (rows,)
-        chunks: tl.tensor,
-        blocks: tl.tensor,  # of a page
-        row_pages: tl.tensor,  # pages of a row that this tensor uses
-        first_page: tl.tensor,  # the first of them
-        pages_stride: tl.tensor,
-        start: tl.tensor,  # words in the pages before this tensor's
-        words: tl.tensor,  # of a row
-        page_words: tl.tensor,
-        layer_words: tl.tensor,
-        stride_layer: tl.int64,
-        stride_entry: tl.int64,
-        TO_PAGES: tl.constexpr,
-        SUM: tl.constexpr,
-        WORDS_A_SUM: tl.constexpr,  # words that are one word of the checksum
-        BLOCK: tl.constexpr,
-    ) -> None:
-        """Each program: every n-th chunk. A chunk is up to BLOCK words of one page."""
-        for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
-            at = chunk // blocks  # in pages
-            row, number = at // row_pages, first_page + at % row_pages
-            inside = (chunk % blocks) * BLOCK + tl.arange(0, BLOCK)
-            there = number * page_words + inside  # in all pages of the row
-            word = there - start
-            mask = (inside < page_words) & (word >= 0) & (word < words)
-            entry = tl.load(ids_ptr + row).to(tl.int64)
-            page = tl.load(pages_ptr + row * pages_stride + number).to(tl.int64)
-            layer = (word // layer_words).to(tl.int64)
-            in_entry = entries_ptr + entry * stride_entry + layer * stride_layer + word % layer_words
-            in_page = memory_ptr + page * page_words + inside
-            if TO_PAGES:
-                values = tl.load(in_entry, mask=mask, other=0)
-                tl.store(in_page, values, mask=mask)
-            else:
-                values = tl.load(in_page, mask=mask, other=0)
-                tl.store(in_entry, values, mask=mask)
-            if SUM:
-                tl.atomic_add(sums_ptr + row, _sum_of_words(values, there, WORDS_A_SUM))
 
-    @triton.jit
-    def _sum_of_words(values: tl.tensor, at: tl.tensor, WORDS_A_SUM: tl.constexpr) -> tl.tensor:
-        """What words at these places of a row add to its checksum."""
-        parts = values.to(tl.int64)
-        weights = 2 * (at // WORDS_A_SUM).to(tl.int64) + 1
-        if WORDS_A_SUM > 1:
-            bits: tl.constexpr = 64 // WORDS_A_SUM
-            parts = (parts & ((1 << bits) - 1)) << (at % WORDS_A_SUM * bits).to(tl.int64)
-        return tl.sum(parts * weights, axis=0)
+@jit
+def _sum_of_words(values: tl.tensor, at: tl.tensor, WORDS_A_SUM: tl.constexpr) -> tl.tensor:
+    """What words at these places of a row add to its checksum."""
+    parts = values.to(tl.int64)
+    weights = 2 * (at // WORDS_A_SUM).to(tl.int64) + 1
+    if WORDS_A_SUM > 1:
+        bits: tl.constexpr = 64 // WORDS_A_SUM
+        parts = (parts & ((1 << bits) - 1)) << (at % WORDS_A_SUM * bits).to(tl.int64)
+    return tl.sum(parts * weights, axis=0)

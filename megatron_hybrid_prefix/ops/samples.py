@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl
 
 SAMPLES = 1024  # of a tensor; the kernel needs a power of two
 _SPREAD = 2654435761  # Knuth's multiplicative hash of 32 bits
@@ -107,24 +107,22 @@ class _Table:
         return found
 
 
-if triton is not None:
-
-    @triton.jit
-    def _sample_kernel(
-        addresses_ptr: tl.tensor,  # (tensors,)
-        words_ptr: tl.tensor,  # (tensors,)
-        sums_ptr: tl.tensor,  # (tensors,)
-        WORD: tl.constexpr,
-        SAMPLES: tl.constexpr,
-        SPREAD: tl.constexpr,
-        MIX: tl.constexpr,
-    ) -> None:
-        """One program: the samples of one tensor."""
-        row = tl.program_id(0)
-        words = tl.load(words_ptr + row)
-        number = tl.arange(0, SAMPLES).to(tl.int64)
-        jitter = ((number * SPREAD) & 0xFFFFFFFF) * (words // SAMPLES) >> 32
-        at = tl.where(words > SAMPLES, number * words // SAMPLES + jitter, number)
-        first = tl.load(addresses_ptr + row).to(tl.pointer_type(WORD))
-        mixed = tl.load(first + at, mask=at < words, other=0).to(tl.int64) * (2 * number + 1)
-        tl.store(sums_ptr + row, tl.sum((mixed ^ (mixed >> 32)) * MIX, axis=0))
+@jit
+def _sample_kernel(
+    addresses_ptr: tl.tensor,  # (tensors,)
+    words_ptr: tl.tensor,  # (tensors,)
+    sums_ptr: tl.tensor,  # (tensors,)
+    WORD: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    SPREAD: tl.constexpr,
+    MIX: tl.constexpr,
+) -> None:
+    """One program: the samples of one tensor."""
+    row = tl.program_id(0)
+    words = tl.load(words_ptr + row)
+    number = tl.arange(0, SAMPLES).to(tl.int64)
+    jitter = ((number * SPREAD) & 0xFFFFFFFF) * (words // SAMPLES) >> 32
+    at = tl.where(words > SAMPLES, number * words // SAMPLES + jitter, number)
+    first = tl.load(addresses_ptr + row).to(tl.pointer_type(WORD))
+    mixed = tl.load(first + at, mask=at < words, other=0).to(tl.int64) * (2 * number + 1)
+    tl.store(sums_ptr + row, tl.sum((mixed ^ (mixed >> 32)) * MIX, axis=0))

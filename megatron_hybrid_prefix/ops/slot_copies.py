@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterable
 from typing import SupportsIndex
 
 import torch
 
-from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, triton
 
 _BLOCK = 2048  # words of 8 bytes
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_STAGED_IDS = 8192  # 64 KiB: so much pageable memory the driver reads at once, without waiting for the device
-
-
-def ids_on_device(ids: Iterable[int], device: torch.device) -> torch.Tensor:
-    """Ids for a kernel, (ids,) int64 on ``device``; does not synchronise with it."""
-    numbers = array("q", ids)  # made and read in less than half the time of a list
-    if not numbers:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    tensor = torch.frombuffer(numbers, dtype=torch.int64)
-    if device.type == "cuda" and len(numbers) > _STAGED_IDS:  # pinning takes the CPU longer than a small copy
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def copy_slots(
@@ -49,7 +35,8 @@ def copy_slots(
         )
     copies = source_slots.shape[0]
     if not runs_kernel(source):
-        _copy_slots_reference(source, target, source_slots, target_slots)
+        wanted = (source_slots >= 0) & (target_slots >= 0)
+        target[:, target_slots[wanted]] = source[:, source_slots[wanted]]
         return
     if not copies or not target.numel():
         return
@@ -85,38 +72,26 @@ def word_type(*sizes_bytes: SupportsIndex) -> torch.dtype:
     return next(dtype for dtype in _WORDS if step % dtype.itemsize == 0)
 
 
-def _copy_slots_reference(
-    source: torch.Tensor, target: torch.Tensor, source_slots: torch.Tensor, target_slots: torch.Tensor
+@jit
+def _copy_slots_kernel(
+    source_ptr: tl.tensor,  # (layers, slots, words), strided over layers and slots
+    target_ptr: tl.tensor,
+    source_slots_ptr: tl.tensor,
+    target_slots_ptr: tl.tensor,
+    words: tl.tensor,
+    source_stride_layer: tl.int64,
+    source_stride_slot: tl.int64,
+    target_stride_layer: tl.int64,
+    target_stride_slot: tl.int64,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """The same in plain PyTorch."""
-    wanted = (source_slots >= 0) & (target_slots >= 0)
-    target[:, target_slots[wanted]] = source[:, source_slots[wanted]]
-
-
-if triton is not None:
-
-    @triton.jit
-    def _copy_slots_kernel(
-        source_ptr: tl.tensor,  # (layers, slots, words), strided over layers and slots
-        target_ptr: tl.tensor,
-        source_slots_ptr: tl.tensor,
-        target_slots_ptr: tl.tensor,
-        words: tl.tensor,
-        source_stride_layer: tl.int64,
-        source_stride_slot: tl.int64,
-        target_stride_layer: tl.int64,
-        target_stride_slot: tl.int64,
-        BLOCK: tl.constexpr,
-    ) -> None:
-        """One program: BLOCK words of one copy in one layer."""
-        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        layer = tl.program_id(1).to(tl.int64)
-        source_slot = tl.load(source_slots_ptr + tl.program_id(2)).to(tl.int64)
-        target_slot = tl.load(target_slots_ptr + tl.program_id(2)).to(tl.int64)
-        mask = (offsets < words) & (source_slot >= 0) & (target_slot >= 0)
-        values = tl.load(
-            source_ptr + layer * source_stride_layer + source_slot * source_stride_slot + offsets, mask=mask, other=0
-        )
-        tl.store(
-            target_ptr + layer * target_stride_layer + target_slot * target_stride_slot + offsets, values, mask=mask
-        )
+    """One program: BLOCK words of one copy in one layer."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    layer = tl.program_id(1).to(tl.int64)
+    source_slot = tl.load(source_slots_ptr + tl.program_id(2)).to(tl.int64)
+    target_slot = tl.load(target_slots_ptr + tl.program_id(2)).to(tl.int64)
+    mask = (offsets < words) & (source_slot >= 0) & (target_slot >= 0)
+    values = tl.load(
+        source_ptr + layer * source_stride_layer + source_slot * source_stride_slot + offsets, mask=mask, other=0
+    )
+    tl.store(target_ptr + layer * target_stride_layer + target_slot * target_stride_slot + offsets, values, mask=mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid_prefix.ops.slot_copies import as_words
-from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl
 
 _BLOCK = 2048  # words
 
@@ -45,31 +45,29 @@ def zero_wrong(
     )
 
 
-if triton is not None:
-
-    @triton.jit(  # else it would be compiled again for parts of an upload of ids
-        do_not_specialize=["places_stride"],
-        do_not_specialize_on_alignment=["ids_ptr", "sums_ptr", "places_ptr"],
-    )
-    def _zero_wrong_kernel(
-        entries_ptr: tl.tensor,  # (layers, all entries, words), strided over layers and entries
-        ids_ptr: tl.tensor,  # (rows,)
-        sums_ptr: tl.tensor,  # (rows,)
-        expected_ptr: tl.tensor,  # (all places,)
-        places_ptr: tl.tensor,  # (rows,), strided
-        places_stride: tl.tensor,
-        words: tl.tensor,
-        stride_layer: tl.int64,
-        stride_entry: tl.int64,
-        BLOCK: tl.constexpr,
-    ) -> None:
-        """One program: one entry in one layer."""
-        row, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        place = tl.load(places_ptr + row * places_stride).to(tl.int64)
-        if tl.load(sums_ptr + row) != tl.load(expected_ptr + place):
-            entry = tl.load(ids_ptr + row).to(tl.int64)
-            first = entries_ptr + layer * stride_layer + entry * stride_entry
-            for start in range(0, words, BLOCK):
-                offsets = start + tl.arange(0, BLOCK)
-                zeros = tl.zeros([BLOCK], dtype=entries_ptr.dtype.element_ty)
-                tl.store(first + offsets, zeros, mask=offsets < words)
+@jit(  # else it would be compiled again for parts of an upload of ids
+    do_not_specialize=["places_stride"],
+    do_not_specialize_on_alignment=["ids_ptr", "sums_ptr", "places_ptr"],
+)
+def _zero_wrong_kernel(
+    entries_ptr: tl.tensor,  # (layers, all entries, words), strided over layers and entries
+    ids_ptr: tl.tensor,  # (rows,)
+    sums_ptr: tl.tensor,  # (rows,)
+    expected_ptr: tl.tensor,  # (all places,)
+    places_ptr: tl.tensor,  # (rows,), strided
+    places_stride: tl.tensor,
+    words: tl.tensor,
+    stride_layer: tl.int64,
+    stride_entry: tl.int64,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: one entry in one layer."""
+    row, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    place = tl.load(places_ptr + row * places_stride).to(tl.int64)
+    if tl.load(sums_ptr + row) != tl.load(expected_ptr + place):
+        entry = tl.load(ids_ptr + row).to(tl.int64)
+        first = entries_ptr + layer * stride_layer + entry * stride_entry
+        for start in range(0, words, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            zeros = tl.zeros([BLOCK], dtype=entries_ptr.dtype.element_ty)
+            tl.store(first + offsets, zeros, mask=offsets < words)

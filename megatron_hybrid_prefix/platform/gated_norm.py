@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.platform.kernels.norm import rmsnorm_fn
+from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 
 
 class GatedRMSNorm(torch.nn.Module):
@@ -50,11 +50,7 @@ class GatedRMSNorm(torch.nn.Module):
         Returns:
             Shape and dtype of x.
         """
-        if x.is_cuda and not torch.is_grad_enabled() and x.dtype != torch.float64:
-            from megatron_hybrid_prefix.platform.kernels.norm_triton import gated_rms_norm
-
-            return gated_rms_norm(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate)
-        return rmsnorm_fn(x, self.weight, None, z, self.eps, self.group_size, self.norm_before_gate)
+        return gated_rms_norm(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

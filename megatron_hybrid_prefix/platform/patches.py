@@ -11,7 +11,7 @@ Each group but the last three applies only if the part is missing:
                               with PyTorch.
   * `NO_MAMBA_SSM`            no mamba-ssm: the mixer can be built; static batching raises an error that says what to install.
   * `NO_FLA`                  no flash-linear-attention: likewise for Gated DeltaNet layers.
-  * `*GATHERING_ATTENTION`    no flash-attention of any generation: attention gathers the pages.
+  * `*GATHERING_ATTENTION`    no flash-attention of any generation: on a CPU attention gathers the pages, on a GPU a kernel reads them.
   * `NO_TRANSFORMER_ENGINE`   no Transformer Engine, or no CUDA device for it: what upstream calls of it whatever the layers are.
   * `TRAINING`                always: megatron.training compares its flags with the process groups that run.
   * `AUTOTUNERS`              an engine with ``exact="bits"``: no kernel of its steps is chosen by timing.
@@ -326,7 +326,7 @@ def _has_attention(original: Any) -> Any:
 
 
 def _gathering_attention(module: str) -> tuple[Rebinding, ...]:
-    why = "no flash-attention of any generation: pages are gathered"
+    why = "no flash-attention of any generation"
     return (
         _alike(
             modules.ATTENTION, "is_fa_min_version", _has_attention, "dynamic batching requires flash-attention >= 2.7.3"

@@ -297,7 +297,7 @@ def _replace_what_is_missing(use_cuda: bool) -> Machine:
             rebindings += patches.FA4
         elif family is None:
             rebindings += patches.CUDA_GATHERING_ATTENTION
-        attention = family or "gather + torch varlen"
+        attention = family or "this package's, in Triton"
     # Transformer Engine cannot run on the CPU, even if it is installed.
     has_te = packages.HAVE_TE and use_cuda
     if not has_te:

@@ -15,7 +15,7 @@ from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
-from megatron_hybrid_prefix.ops.finite import zero_wrong_rows
+from megatron_hybrid_prefix.ops.elementwise import zero_wrong_rows
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 
 if TYPE_CHECKING:
@@ -436,8 +436,12 @@ class ContextSeam(DynamicInferenceContext):
     @property
     def last_prefilled_tokens(self) -> torch.Tensor:
         """(prefills,) int32 on the device: the place among the step's tokens of each prefill's last one."""
-        first = self.num_decode_requests * (self.num_speculative_tokens + 1)
-        return self.active_logit_idxs[first : first + self.num_prefill_requests]
+        return self.active_logit_idxs[self.decoded_tokens : self.decoded_tokens + self.num_prefill_requests]
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens of the step's decodes, drafts included; they come first."""
+        return int(self.num_decode_requests * (self.num_speculative_tokens + 1))
 
     def row_tensors(self) -> Sequence[torch.Tensor]:
         """All tensors with one row per request."""

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 
 from megatron_hybrid_prefix.upstream.capabilities import form_of, only_in
@@ -46,15 +45,15 @@ class StepSeam(MambaMixer):
     @only_in("steps of recurrent layers", "by class")
     def _ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
         """Decode by kernels that read and write each state once."""
-        decoded = None if self._step is None else self.decode(zxBCdt, *states, **named)
-        return super()._ssm_decode(zxBCdt, *states, **named) if decoded is None else decoded
+        if self._step is None:
+            return super()._ssm_decode(zxBCdt, *states, **named)
+        return self.decode(zxBCdt, *states, **named)
 
     @only_in("steps of recurrent layers", "shared")
     def ssm_decode(self, zxBCdt: torch.Tensor, *states: Any, **named: Any) -> torch.Tensor:
         """Decode by kernels that read and write each state once."""
-        decoded = None if self._step is None else self.decode(zxBCdt, *states, **named)
         megatrons: Any = super()
-        return megatrons.ssm_decode(zxBCdt, *states, **named) if decoded is None else decoded
+        return (megatrons.ssm_decode if self._step is None else self.decode)(zxBCdt, *states, **named)
 
     def decode(
         self,
@@ -64,7 +63,7 @@ class StepSeam(MambaMixer):
         batch_indices: torch.Tensor,
         intermediate_conv_state: torch.Tensor | None = None,
         intermediate_ssm_state: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Decode one token of each row, or several one after another.
 
         Args:
@@ -76,7 +75,7 @@ class StepSeam(MambaMixer):
             intermediate_ssm_state: Given the state after each token, likewise: (live slots, tokens, heads, headdim, d_state).
 
         Returns:
-            (rows, tokens, inner width), contiguous. None: megatron's decode is to run.
+            (rows, tokens, inner width), contiguous.
         """
         raise NotImplementedError
 
@@ -163,17 +162,6 @@ def replays_chunks(config: Any) -> bool:
 
 # The functions below look names up at each call: a platform may have replaced them.
 _rows: Any = import_module(ROWS_OF_A_STEP)
-
-
-def convolve_step(**arguments: Any) -> torch.Tensor:
-    """Megatron's causal convolution of decoded tokens, which moves windows on in place; see there."""
-    return mamba_mixer.causal_conv1d_update(**arguments)
-
-
-def scan_on_host(**arguments: Any) -> Any:
-    """The platform's chunked scan; see ``platform/kernels/ssd.py``."""
-    scan: Any = mamba_mixer.mamba_chunk_scan_combined_varlen
-    return scan(**arguments)
 
 
 def rows_after(inputs: torch.Tensor, decode_prefill: torch.Tensor) -> torch.Tensor:

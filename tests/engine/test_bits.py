@@ -8,11 +8,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer.torch_norm import L2Norm
 
 from megatron_hybrid_prefix import HybridPrefixConfig
-from megatron_hybrid_prefix.layers import invariant
+from megatron_hybrid_prefix.layers import invariant, mamba2
 from megatron_hybrid_prefix.layers.invariant import invariant_problem
 from megatron_hybrid_prefix.layers.step import ChunkGrid
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
@@ -102,16 +101,16 @@ def test_multipliers_are_applied(tiny_granite_dense):
 @pytest.fixture
 def marked(tiny, monkeypatch):
     """A model that has other values, not only other rounding, if chunks start elsewhere or a token is decoded, not prefilled."""
-    scan, convolve = mamba_mixer.mamba_chunk_scan_combined_varlen, mamba_mixer.causal_conv1d_update
+    scan, convolve = mamba2.scan_by_slots, mamba2.convolve_tokens
 
-    def scan_with_marks(*, x, cu_chunk_seqlens, **fields):
-        first = cu_chunk_seqlens[cu_chunk_seqlens < len(x)].long().unique()
+    def scan_with_marks(states, bounds, *, x, **fields):
+        first = bounds[bounds < len(x)].long().unique()
         x = x.clone()
         x[first] *= 2
-        return scan(x=x, cu_chunk_seqlens=cu_chunk_seqlens, **fields)
+        return scan(states, bounds, x=x, **fields)
 
-    monkeypatch.setattr(mamba_mixer, "mamba_chunk_scan_combined_varlen", scan_with_marks)
-    monkeypatch.setattr(mamba_mixer, "causal_conv1d_update", lambda *args, **fields: 2 * convolve(*args, **fields))
+    monkeypatch.setattr(mamba2, "scan_by_slots", scan_with_marks)
+    monkeypatch.setattr(mamba2, "convolve_tokens", lambda *args, **fields: 2 * convolve(*args, **fields))
     return tiny
 
 

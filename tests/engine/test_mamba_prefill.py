@@ -30,8 +30,7 @@ def test_parts_are_views_and_padding_is_zero(tiny, monkeypatch):
             if name == "convolve_from_slots":
                 convolved.append(result)
             if name == "scan_by_slots":
-                chunks = args[1]
-                padding.append(result[int(chunks.bounds[-1]) :])
+                padding.append(result[int(args[1][-1]) :])
             return result
 
         monkeypatch.setattr(mamba2, name, call)

@@ -1,6 +1,6 @@
 """States are kept bit by bit, and ``verify_hits`` computes a share of the hits again: a wrong cache is noticed.
 
-(What the scan makes of states: tests/kernels/test_ssd.py.)
+(What the scan makes of states: tests/kernels/test_chunk_outputs.py.)
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.ssm import mamba_mixer as upstream
 
+from megatron_hybrid_prefix.layers import mamba2
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 
@@ -20,14 +20,14 @@ PREFIX = tokens(3, 0, seed=1)
 
 @pytest.mark.parametrize("block", [64, 96])
 def test_a_checkpoint_is_the_live_state_at_its_boundary_and_is_what_a_hit_reads(model, monkeypatch, block):
-    served, scan = EngineHarness(model, block_size_tokens=block), upstream.mamba_chunk_scan_combined_varlen
+    served, scan = EngineHarness(model, block_size_tokens=block), mamba2.scan_by_slots
     context, read = served.context, list[torch.Tensor]()
 
-    def recording(**fields: Any) -> Any:
-        read.append(fields["initial_states"][0].clone())
-        return scan(**fields)
+    def recording(states: Any, bounds: Any, **fields: Any) -> Any:
+        read.append(states[fields["source_slots"][0]].clone())
+        return scan(states, bounds, **fields)
 
-    monkeypatch.setattr(upstream, "mamba_chunk_scan_combined_varlen", recording)
+    monkeypatch.setattr(mamba2, "scan_by_slots", recording)
     prompt = random_tokens(3 * block, seed=1)
     served.add(prompt, 2)
     served.step()  # the prefill, whose last token ends a block

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
+from megatron_hybrid_prefix.ops.delta_gates import gates
+from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.ops.invariant.linear_triton import linear
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
@@ -83,7 +84,7 @@ def row_cases():
     cases |= {f"log-softmax of {size}": log_probs(size) for size in (32768, 50257)}
     cases["log-softmax of rows in bfloat16, as in float32"] = kept_log_probs
     cases["head norm"] = lambda: rows_differ(
-        lambda y, z: gated_head_norm(y, z, norm_weight, 1e-6), rand(most, 16, 128), rand(most, 16, 128, seed=6)
+        lambda y, z: gated_rms_norm(y, norm_weight, z, 1e-6, 128, True), rand(most, 2048), rand(most, 2048, seed=6)
     )
     cases["gates"] = lambda: rows_differ(
         lambda alpha, beta: gates(alpha, beta, a_log, dt_bias), rand(most, 64), rand(most, 64, seed=7)

@@ -21,8 +21,8 @@ import torch
 
 from megatron_hybrid_prefix.ops import delta_rule_triton, mamba_decode
 from megatron_hybrid_prefix.ops.delta_rule import update_delta_rule
+from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_states
-from megatron_hybrid_prefix.platform.kernels.norm_triton import gated_rms_norm
 
 HEADS, GROUPS, P, N, TAPS = 128, 8, 64, 128, 4
 INNER, DIM = HEADS * P, HEADS * P + 2 * GROUPS * N

@@ -1,28 +1,13 @@
-"""The operations of `megatron_hybrid_prefix.platform.kernels` as plain loops, one token at a time."""
+"""Operations of layers as plain loops, one token at a time."""
 
 import math
 
 import torch
 
 
-def in_float64(tensors):
-    """Returns the tensors of a dict in float64; None and non-floating entries stay."""
-    return {
-        name: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for name, t in tensors.items()
-    }
-
-
 def softplus(x):
     """Returns log(1 + e^x) of one number, x above 20."""
     return x if x > 20 else math.log1p(math.exp(x))
-
-
-def step_size(dt, bias, use_softplus, limit=(0.0, float("inf"))):
-    """Returns dt of one head and token after bias, softplus and limits."""
-    value = float(dt) + (0.0 if bias is None else float(bias))
-    if use_softplus:
-        value = softplus(value)
-    return min(max(value, limit[0]), limit[1])
 
 
 def mamba_sequence(x, dt, A, B, C, state, D=None, z=None):
@@ -99,7 +84,7 @@ def pages(cache, table, tokens):
     return torch.stack(rows).double() if rows else cache.new_zeros((0, *cache.shape[2:])).double()
 
 
-def gated_rms_norm(x, weight, bias, z, eps, group_size, norm_before_gate):
+def gated_rms_norm(x, weight, z, eps, group_size, norm_before_gate):
     """Gated RMS norm of rows; x (rows, dim)."""
     rows, dim = x.shape
     out = torch.zeros_like(x)
@@ -110,8 +95,6 @@ def gated_rms_norm(x, weight, bias, z, eps, group_size, norm_before_gate):
             group = y[first : first + group_size]
             scaled = group / torch.sqrt((group * group).sum() / group_size + eps)
             out[r, first : first + group_size] = scaled * weight[first : first + group_size]
-        if bias is not None:
-            out[r] += bias
         if norm_before_gate:
             out[r] *= gate
     return out

@@ -64,54 +64,39 @@ def softplus_roundings(argument):
     return SOFTPLUS + torch.where(argument > 20, 1.0, amplified)
 
 
-def mamba(x, dt, dt_roundings, A, B, C, state, D=None, z=None, *, chunk_tokens=1, stored=None):
-    """Weighted conditions of `naive.mamba_sequence`, computed token by token or in chunks.
-
-    In a chunk of c tokens the decay between two of them is exp of a difference of cumulative sums: each is off by up to
-    c - 1 roundings of itself, which is an absolute error of the exponent and so a relative one of the term. A state that
-    passes a chunk is multiplied once and added to once.
+def mamba(x, dt, dt_roundings, A, B, C, state, D=None, z=None):
+    """Weighted conditions of `naive.mamba_sequence`, computed token by token.
 
     Args:
         x, dt, A, B, C, state, D, z: as `naive.mamba_sequence` takes them, float64.
         dt_roundings: (tokens, heads), what went into dt, see `softplus_roundings`.
-        chunk_tokens: tokens of a chunk; 1 for a recurrence.
-        stored: dtype that a state is rounded to before the outputs of the next chunk read it; None: not rounded.
 
     Returns:
-        weighted y (tokens, heads, dim); weighted states, a list; what rounding stored states adds to |y|, like y.
+        weighted y (tokens, heads, dim); weighted states, a list.
     """
     tokens, heads, _ = x.shape
     repeat = heads // B.shape[1]
     magnitude, count = state.abs(), torch.zeros_like(state)
-    exact, y_weighted, states, y_stored = state, torch.zeros_like(x), [], torch.zeros_like(x)
+    y_weighted, states = torch.zeros_like(x), []
     for t in range(tokens):
         B_t, C_t = B[t].repeat_interleave(repeat, 0), C[t].repeat_interleave(repeat, 0).abs()
-        if t % chunk_tokens == 0:
-            log_decay = torch.zeros(heads, dtype=x.dtype)
-            entering = exact.abs() if t and stored else torch.zeros_like(exact)
         steps = (dt[t] * A).abs()
         decay = torch.exp(dt[t] * A)[:, None, None]
         term = dt[t][:, None, None] * x[t][:, :, None] * B_t[:, None, :]
         count = decay * (count + magnitude * (steps * (dt_roundings[t] + 1))[:, None, None])
         count = count + term.abs() * (dt_roundings[t] + 3)[:, None, None]
-        magnitude, exact, entering = decay * magnitude + term.abs(), decay * exact + term, decay * entering
-        log_decay = log_decay + steps
-        passed = (chunk_tokens + 2 * (chunk_tokens - 1) * log_decay + EXP + 3)[:, None, None]
-        if t % chunk_tokens == chunk_tokens - 1:
-            count = count + magnitude * passed
-            passed = torch.zeros_like(passed)
-        states.append(count + magnitude * passed)
+        magnitude = decay * magnitude + term.abs()
+        count = count + magnitude * (EXP + 4)
+        states.append(count)
         y = (magnitude * C_t[:, None, :]).sum(-1)
         weighted = ((states[-1] + magnitude * (C.shape[2] + EXP + 3)) * C_t[:, None, :]).sum(-1)
-        read = (entering * C_t[:, None, :]).sum(-1)
         if D is not None:
             y, weighted = y + (D * x[t]).abs(), weighted + 3 * (D * x[t]).abs()
         if z is not None:
             gate = (z[t] * torch.sigmoid(z[t])).abs()
-            weighted, read = (weighted + SILU * y) * gate, read * gate
+            weighted = (weighted + SILU * y) * gate
         y_weighted[t] = weighted
-        y_stored[t] = 0.0 if stored is None else unit_roundoff(stored) * read
-    return y_weighted, states, y_stored
+    return y_weighted, states
 
 
 def convolution(x, weight, bias, before):
@@ -157,3 +142,12 @@ def attention(q, keys, values, scale, rescalings=0):
     out = torch.einsum("hij,jhd->ihd", weights * (count + total + 1), values.abs())
     lse = torch.logsumexp(scores, -1)
     return out, total[..., 0] + 2 * lse.abs() + EXP * (lse - top[..., 0]) + top[..., 0].abs()
+
+
+def attended(q, keys, values, scale):
+    """Sum of |weight * value| of causal `naive.attention_rows`: (rows, heads, dim)."""
+    rows, heads, _ = q.shape
+    keys, values = (t.repeat_interleave(heads // t.shape[1], 1) for t in (keys, values))
+    hidden = torch.arange(len(keys))[None, :] > torch.arange(rows)[:, None] + len(keys) - rows
+    scores = scale * torch.einsum("ihd,jhd->hij", q, keys)
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -math.inf).softmax(-1), values.abs())

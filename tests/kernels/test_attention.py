@@ -111,7 +111,9 @@ def test_without_log_sum_exp_only_the_output_is_returned():
     q, k, v, table = make(0, [2], [5], 2, 2)
     out, _, _ = varlen(q, k, v, table, [2], [5], causal=True, return_attn_probs=True)
     assert torch.equal(varlen(q, k, v, table, [2], [5], causal=True), out)
-    decode = attention.flash_attn_with_kvcache(q[None], k, v, cache_seqlens=5, block_table=table, causal=True)
+    decode = attention.flash_attn_with_kvcache(
+        q[None], k, v, cache_seqlens=torch.tensor([5]), block_table=table, causal=True
+    )
     assert torch.equal(decode[0], out)
 
 
@@ -172,77 +174,12 @@ def test_a_long_prompt_needs_no_square_matrix(monkeypatch):
     assert max(sizes) <= 2**20
 
 
-def test_options_that_are_not_implemented_are_refused():
-    q, k, v, table = make(0, [2], [5], 2, 2)
-    for name, value in {"dropout_p": 0.1, "softcap": 1.0, "alibi_slopes": torch.ones(2)}.items():
-        with pytest.raises(NotImplementedError, match=name):
-            varlen(q, k, v, table, [2], [5], causal=True, **{name: value})
-    with pytest.raises(NotImplementedError, match="block_table"):
-        varlen(q, k, v, None, [2], [5])
-    for name in ("k", "v", "rotary_cos", "cache_batch_idx", "cache_leftpad"):
-        with pytest.raises(NotImplementedError, match=name):
-            attention.flash_attn_with_kvcache(q[None], k, v, cache_seqlens=5, block_table=table, **{name: q})
-    with pytest.raises(NotImplementedError, match="block_table"):
-        attention.flash_attn_with_kvcache(q[None], k, v, cache_seqlens=5)
-    with pytest.raises(TypeError):
-        varlen(q, k, v, table, [2], [5], page_table=table)
-
-
-@pytest.fixture
-def stand_in_varlen_attn(monkeypatch):
-    """`varlen_attn` on the CPU: what its documentation promises, rows of no request left as NaN."""
-
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        assert window_size == (-1, 0)
-        assert query.shape[1] == key.shape[1] == value.shape[1]
-        assert max_q >= int((cu_seq_q[1:] - cu_seq_q[:-1]).max())
-        assert max_k >= int((cu_seq_k[1:] - cu_seq_k[:-1]).max())
-        out = torch.full_like(query, NAN)
-        for i in range(len(cu_seq_q) - 1):
-            rows, keys = slice(cu_seq_q[i], cu_seq_q[i + 1]), slice(cu_seq_k[i], cu_seq_k[i + 1])
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            out[rows] = naive.attention_rows(query[rows], key[keys], value[keys], scale, -1, 0)[0]
-        return out
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-
-
-@pytest.mark.parametrize("k_lens", [[7, 4, 0, 3], [0, 0, 0, 0]])
-def test_the_cuda_version_gathers_what_the_cpu_version_reads(stand_in_varlen_attn, k_lens):
-    q_lens = [3, 1, 0, 3]
-    q, k, v, table = make(0, q_lens, k_lens, 4, 2)
-    q = torch.cat([q, torch.full((2, 4, DIM), NAN, dtype=q.dtype)])
-    args = (q, k, v, cumulative(q_lens), cumulative(k_lens), 3, 7)
-    got, expected = (
-        m.flash_attn_varlen_func(*args, causal=True, softmax_scale=0.5, block_table=table)
-        for m in (attention_cuda, attention)
-    )
-    torch.testing.assert_close(got, expected)
-    got, expected = (
-        m.flash_attn_with_kvcache(
-            q[:7].nan_to_num()[[0, 1, 2, 3, 4, 5, 6, 0]].view(4, 2, 4, DIM),
-            k,
-            v,
-            cache_seqlens=torch.tensor(k_lens),
-            block_table=table,
-            causal=True,
-        )
-        for m in (attention_cuda, attention)
-    )
-    torch.testing.assert_close(got, expected)
-
-
 def test_the_cuda_version_says_what_it_cannot_do():
     q, k, v, table = make(0, [2], [5], 2, 2)
-    args = (q, k, v, cumulative([2]), cumulative([5]), 2, 5)
-    for options in ({"causal": False}, {"window_size": (4, 0)}, {"return_attn_probs": True}, {"block_table": None}):
+    for options in ({"causal": False}, {"window_size": (4, 0)}, {"return_attn_probs": True}):
+        options = {"causal": True, "block_table": table} | options
         with pytest.raises(NotImplementedError):
-            attention_cuda.flash_attn_varlen_func(*args, **({"causal": True, "block_table": table} | options))
-    for options in ({"causal": False}, {"window_size": (4, 0)}, {"return_softmax_lse": True}, {"cache_seqlens": None}):
-        options = {"causal": True, "block_table": table, "cache_seqlens": 5} | options
-        with pytest.raises(NotImplementedError):
-            attention_cuda.flash_attn_with_kvcache(q[None], k, v, **options)
+            attention_cuda.flash_attn_varlen_func(q, k, v, cumulative([2]), cumulative([5]), 2, 5, **options)
 
 
 @pytest.mark.parametrize(
@@ -255,14 +192,14 @@ def test_the_cuda_version_says_what_it_cannot_do():
 )
 def test_flash_attention_4_gets_what_it_supports(monkeypatch, dtype, dim, theirs):
     called = []
-    monkeypatch.setattr(attention_cuda, "paged_varlen_attention_cuda", lambda *args: called.append("gathering"))
+    monkeypatch.setattr(attention_cuda, "paged_attention", lambda *args: called.append("ours"))
     call = attention_cuda.flash_attn4_varlen_func(lambda *args, **kwargs: called.append(kwargs["num_splits"]), True)
     q, k, v, table = make(0, [1], [3], 2, 1, dtype=dtype, dim=dim, page=16)
     lengths = torch.tensor([3], dtype=torch.int32)
     given = {"cu_seqlens_q": cumulative([1]), "seqused_k": lengths, "max_seqlen_q": 1, "max_seqlen_k": 3}
     given |= {"page_table": table, "softmax_scale": None, "causal": True, "window_size": (-1, -1), "num_splits": 0}
     call(q, k, v, **given)
-    assert called == [1 if theirs else "gathering"]
+    assert called == [1 if theirs else "ours"]
 
 
 @pytest.mark.parametrize(

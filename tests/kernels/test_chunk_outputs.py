@@ -6,14 +6,14 @@ What must not be read is NaN. With TRITON_INTERPRET=1 (``test_interpreted.py``) 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from megatron_hybrid_prefix.ops import chunk_outputs as module
-from megatron_hybrid_prefix.ops.chunk_outputs import chunk_decays, chunk_outputs
-from megatron_hybrid_prefix.ops.state_passing import pass_states
+from megatron_hybrid_prefix.ops import mamba_scan as module
+from megatron_hybrid_prefix.ops.mamba_scan import chunk_decays, chunk_outputs, pass_states
 from tests.kernels import rounding
 from tests.kernels.steps import Step, poisoned_pool
 
@@ -136,14 +136,62 @@ def test_the_bound_sees(mutant):
         check_scan("cpu", torch.float32, SHAPES["parts of tiles"], [1], replaced=MUTANTS[mutant])
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="of the kernel")), DEVICES[1]]
-)
+def sums_in_bfloat16(patch):
+    def product(a, b):
+        total = torch.zeros(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+        for k in range(a.shape[-1]):
+            total = (total + a[..., k, None] * b[..., k, None, :]).bfloat16().float()
+        return total
+
+    patch.setattr(torch.Tensor, "__matmul__", product)
+
+
+def decays_in_bfloat16(patch):
+    exp = torch.exp
+    patch.setattr(torch, "exp", lambda x: exp(x).bfloat16().to(x.dtype) if x.dtype == torch.float32 else exp(x))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of the PyTorch version")
+@pytest.mark.parametrize("mutant", [sums_in_bfloat16, decays_in_bfloat16])
+def test_the_bound_sees_arithmetic_in_bfloat16(mutant):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="times the bound"):
+        mutant(patch)
+        check_scan("cpu", torch.float32, SHAPES["parts of tiles"], [1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("threads", [1] if INTERPRETED else [1, 2])
+def test_resuming_at_any_chunk_has_the_same_bits_alone(threads, device, request):
+    """The second of two sequences, from the state after each of its chunks."""
+    shape, before = SHAPES["less than a tile" if INTERPRETED else "parts of tiles"], torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    torch.set_num_threads(threads)
+    heads, _, headdim, d_state, size, _ = shape
+    step = Step([7, size, size, 3, size, 5], [0, 2, 6], [0, 1], [0, 1], [-1, -1, 2, 3, 4, 5])
+    given = some_tokens(step, shape, 1, device, torch.float32)
+    pool = torch.randn(6, heads, headdim, d_state, generator=torch.Generator().manual_seed(0)).to(device)
+    unkept, pool_of_unkept = replace(step, chunk_slots=[-1] * 6), pool.clone()
+    whole = scan(step, pool, **given, chunk_tokens=size)
+    assert torch.equal(
+        scan(unkept, pool_of_unkept, **given, chunk_tokens=size)[: step.bounds[-1]], whole[: step.bounds[-1]]
+    )
+    assert torch.equal(pool_of_unkept[:2], pool[:2])  # keeping states does not change the results
+    for first in range(3, 6):
+        start = step.bounds[first]
+        rest = {name: each[start:] if name in ("x", "B", "C", "z", "dt") else each for name, each in given.items()}
+        again = pool[[first - 1, 0]].clone()
+        alone = Step(step.lengths[first:], [0, 6 - first], [0], [1], [-1] * (6 - first))
+        out = scan(alone, again, **rest, chunk_tokens=size)
+        assert torch.equal(out[: alone.bounds[-1]], whole[start : step.bounds[-1]])
+        assert torch.equal(again[1], pool[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_do_not_depend_on_what_else_is_computed(shape, device, monkeypatch):
     """Later tokens of a chunk, other chunks, or how many heads share a program: as many as can, and one."""
     heads, _, headdim, d_state, chunk_tokens, _ = SHAPES[shape]
-    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
     step = Step([chunk_tokens, chunk_tokens - 3], [0, 2], [0], [1], [-1, -1])
     given = some_tokens(step, SHAPES[shape], 1, device, dtype)

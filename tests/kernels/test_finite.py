@@ -8,15 +8,11 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.layers.step import ChunkGrid, Chunks
-from megatron_hybrid_prefix.ops.chunk_outputs import chunk_decays, chunk_outputs
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
 from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule
-from megatron_hybrid_prefix.ops.finite import replace_wrong_logits, zero_wrong_rows
-from megatron_hybrid_prefix.ops.state_passing import pass_states
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    from megatron_hybrid_prefix.layers.mamba2 import scan_by_slots
+from megatron_hybrid_prefix.ops.elementwise import replace_wrong_logits, zero_wrong_rows
+from megatron_hybrid_prefix.ops.mamba_scan import scan_by_slots
 
 NAN, INF = float("nan"), float("inf")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,20 +31,12 @@ GDN_HEADS, K, V = 2, 32, 48
 
 def cut() -> Chunks:
     """The chunks of both sequences, each with a slot for its state but the last of each."""
-    grid, bounds, first, of_sequence = ChunkGrid(chunk_tokens=CHUNK, block_tokens=CHUNK), [0], [0], []
-    for number, (start, length) in enumerate(zip((0, FIRST), LENGTHS, strict=True)):
+    grid, bounds, first = ChunkGrid(chunk_tokens=CHUNK, block_tokens=CHUNK), [0], [0]
+    for start, length in zip((0, FIRST), LENGTHS, strict=True):
         bounds += [start + end for end in grid.ends(0, length)]
-        of_sequence += [number] * (len(bounds) - 1 - len(of_sequence))
-        first.append(len(of_sequence))
-    slots = [-1 if chunk + 1 in first else 2 + chunk for chunk in range(len(of_sequence))]
-    int64, int32 = ({"dtype": dtype} for dtype in (torch.int64, torch.int32))
-    return Chunks(
-        first=torch.tensor(first, **int64),
-        slots=torch.tensor(slots, **int64),
-        bounds=torch.tensor(bounds, **int32),
-        of_sequence=torch.tensor(of_sequence, **int32),
-        last=torch.tensor(first[1:], **int32) - 1,
-    )
+        first.append(len(bounds) - 1)
+    slots = [-1 if chunk + 1 in first else 2 + chunk for chunk in range(first[-1])]
+    return Chunks(first=torch.tensor(first), slots=torch.tensor(slots), bounds=torch.tensor(bounds, dtype=torch.int32))
 
 
 class Scan:
@@ -94,15 +82,9 @@ class Mamba2(Scan):
         states = self.states(HEADS, HEADDIM, STATE)
         x, B, C = x.unflatten(1, (HEADS, HEADDIM)), B.unflatten(1, (1, STATE)), C.unflatten(1, (1, STATE))
         A, zeros = torch.tensor([-1.0, -0.2], device=self.device), torch.zeros(HEADS, device=self.device)
-        if not INTERPRETED:
-            inputs = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": zeros + 1, "z": None, "dt_bias": zeros}
-            y = scan_by_slots(states, self.chunks, self.slots, **inputs, chunk_tokens=CHUNK, wrong=wrong)
-            return y, states, wrong
-        bounds, y = self.chunks.bounds, torch.empty_like(x)
-        steps, log_decay = chunk_decays(dt, A, zeros, bounds, CHUNK, wrong)
-        before = pass_states(x, steps, B, log_decay, bounds, states, **self.slots)
-        chunk_outputs(x, steps, log_decay, B, C, before, bounds, D=zeros + 1, z=None, out=y)
-        return y, states, wrong
+        inputs = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": zeros + 1, "z": None, "dt_bias": zeros}
+        inputs |= {"chunk_tokens": CHUNK, "wrong": wrong}
+        return scan_by_slots(states, self.chunks.bounds, **inputs, **self.slots), states, wrong
 
 
 class GatedDeltaNet(Scan):
@@ -126,9 +108,7 @@ class GatedDeltaNet(Scan):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kind", [Mamba2, GatedDeltaNet])
-def test_a_scan_is_causal_for_all_values(kind, dtype, device, request):
-    if device == "cpu" and not INTERPRETED:
-        request.getfixturevalue("platform")
+def test_a_scan_is_causal_for_all_values(kind, dtype, device):
     scan = kind(device, dtype)
     rows = 0.3 * scan.rand(TOKENS, kind.wide + kind.narrow)
     y, states, wrong = scan.run(rows)

@@ -1,87 +1,93 @@
-"""The gated norm of a GPU against loops; runs on a GPU, and in Triton's interpreter (`test_interpreted.py`)."""
+"""The gated norm of Mamba2 and of heads: against loops in float64, as PyTorch and as a kernel (`test_interpreted.py`, or on a GPU)."""
 
 import os
 
 import pytest
 import torch
 
+from megatron_hybrid_prefix.ops import gated_norm
+from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.platform.gated_norm import GatedRMSNorm
 from tests.kernels import naive, rounding
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs_triton = pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or Triton's interpreter"
-)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
+# The interpreter cuts bfloat16 off rather than rounding it.
+TYPES = [torch.float32, *([] if INTERPRETED else [torch.bfloat16])]
 
 
-def make(seed, rows, dim, dtype, row_stride=None):
-    """Returns (x, weight, z); z is a slice of wider rows, as the mixer's is."""
-    g = torch.Generator().manual_seed(seed)
-    wide = torch.randn(rows, (row_stride or dim) + 3, generator=g, dtype=torch.float64).to(dtype).to(DEVICE)
-    x, weight = (torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype) for shape in ((rows, dim), (dim,)))
-    return x.to(DEVICE), weight.to(DEVICE), wide[:, 3 : 3 + dim]
+def make(seed, rows, dim, dtype, weights=None):
+    """(x, weight, z); z is a slice of wider rows of NaN, as a mixer's is."""
+    generator = torch.Generator().manual_seed(seed)
+    x, z, weight = (
+        torch.randn(*shape, generator=generator) for shape in ((*rows, dim), (*rows, dim), (weights or dim,))
+    )
+    wide = torch.cat([torch.full((*rows, 3), float("nan")), z, x], -1).to(dtype)
+    return x.to(dtype), weight.to(dtype), wide[..., 3 : 3 + dim]
 
 
-def exact(x, weight, z, *rest):
-    """In float64, by loops."""
-    x, weight, z = (None if t is None else t.double().cpu() for t in (x, weight, z))
-    return naive.gated_rms_norm(x, weight, None, z, *rest)
-
-
-@runs_triton
-@pytest.mark.parametrize("norm_before_gate", [True, False])
-@pytest.mark.parametrize("gate", [True, False])
-@pytest.mark.parametrize(("dim", "group_size"), [(12, 12), (12, 4), (40, 20), (96, 96)])
-def test_matches_the_loops(dim, group_size, gate, norm_before_gate, monkeypatch):
-    from megatron_hybrid_prefix.platform.kernels import norm_triton
-
-    monkeypatch.setattr(norm_triton, "_MOST_FEATURES", 32)  # groups of 96 are walked in three parts
-    x, weight, z = make(0, 5, dim, torch.float32, row_stride=2 * dim)
+def check(seed, rows, dim, dtype, group_size, gate=True, norm_before_gate=False, shared=False, device="cpu"):
+    """Raises AssertionError if an element exceeds its rounding bound."""
+    x, weight, z = make(seed, rows, dim, dtype, group_size if shared else dim)
     z = z if gate else None
-    out = norm_triton.gated_rms_norm(x, weight, z, 1e-3, group_size, norm_before_gate)
-    expected = exact(x, weight, z, 1e-3, group_size, norm_before_gate)
-    rounding.check(out.cpu(), expected, rounding.allowed(expected, rounding.gated_norm(expected, group_size), x.dtype))
+    args = [None if each is None else each.to(device) for each in (x, weight, z)]
+    with torch.no_grad():
+        out = gated_rms_norm(*args, 1e-3, group_size, norm_before_gate).cpu()
+    assert out.dtype == dtype and out.shape == x.shape and out.is_contiguous()
+    wide = [None if each is None else each.double().reshape(-1, dim) for each in (x, z)]
+    weight = weight.double().repeat(dim // len(weight))
+    exact = naive.gated_rms_norm(wide[0], weight, wide[1], 1e-3, group_size, norm_before_gate)
+    bound = rounding.allowed(exact, rounding.gated_norm(exact, group_size), dtype)
+    rounding.check(out.reshape(-1, dim), exact, bound)
 
 
-@runs_triton
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("gate", "norm_before_gate"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float16,
-        # The interpreter cuts bfloat16 off rather than rounding it.
-        pytest.param(torch.bfloat16, marks=pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")),
-    ],
+    ("rows", "dim", "group_size"), [((5,), 12, 12), ((2, 3), 12, 4), ((5,), 40, 20), ((5,), 96, 96), ((0,), 8, 8)]
 )
-def test_low_precision_is_rounded_once(dtype, seed):
-    from megatron_hybrid_prefix.platform.kernels.norm_triton import gated_rms_norm
-
-    x, weight, z = make(seed, 7, 64, dtype)
-    out = gated_rms_norm(x, weight, z, 1e-5, 32, False)
-    expected = exact(x, weight, z, 1e-5, 32, False)
-    assert out.dtype == dtype
-    # Half a unit in the last place of the result, and float32's errors before it.
-    torch.testing.assert_close(out.double().cpu(), expected, rtol=torch.finfo(dtype).eps / 2 * 1.01, atol=1e-6)
+def test_matches_the_loops(rows, dim, group_size, gate, norm_before_gate, dtype, device, monkeypatch):
+    monkeypatch.setattr(gated_norm, "_MOST_FEATURES", 32)  # groups of 96 are walked in three parts
+    check(0, rows, dim, dtype, group_size, gate, norm_before_gate, device=device)
 
 
-@runs_triton
-def test_no_rows_and_more_dimensions():
-    from megatron_hybrid_prefix.platform.kernels.norm_triton import gated_rms_norm
-
-    x, weight, z = make(1, 6, 16, torch.float32)
-    assert gated_rms_norm(x[:0], weight, z[:0], 1e-5, 16, True).shape == (0, 16)
-    flat = gated_rms_norm(x, weight, z, 1e-5, 16, True)
-    assert torch.equal(gated_rms_norm(x.view(3, 2, 16), weight, z.view(3, 2, 16), 1e-5, 16, True), flat.view(3, 2, 16))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("rows", "heads", "size"), [((0,), 2, 8), ((1,), 3, 16), ((5,), 40, 64), ((2, 3), 4, 24)])
+def test_of_heads_with_one_weight(rows, heads, size, dtype, device):
+    check(0, rows, heads * size, dtype, size, norm_before_gate=True, shared=True, device=device)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="of the PyTorch version")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("mutant", [None, "in_bfloat16", "a_dropped_gate"])
+def test_the_error_is_that_of_the_precision_and_mutants_are_seen(monkeypatch, mutant, dtype):
+    if mutant == "in_bfloat16":
+        monkeypatch.setattr(gated_norm, "compute_dtype", lambda tensor: torch.bfloat16)
+    elif mutant == "a_dropped_gate":
+        monkeypatch.setattr(gated_norm, "silu", torch.ones_like)
+    for seed in range(8):
+        with rounding.only(mutant):
+            check(seed, (2, 3), 12, dtype, 4)
+
+
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_gradients(norm_before_gate):
+    given = [each.detach().requires_grad_() for each in make(2, (2, 3), 12, torch.float64)]
+    assert torch.autograd.gradcheck(lambda *each: gated_rms_norm(*each, 1e-3, 4, norm_before_gate), given)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("group_size", [None, 4])
-def test_the_module_is_the_function(group_size):
-    x, weight, z = make(2, 5, 12, torch.float64)
-    norm = GatedRMSNorm(12, eps=1e-3, group_size=group_size, norm_before_gate=False, device=DEVICE, dtype=torch.float64)
+def test_the_module_is_the_function_and_trains(group_size, device):
+    x, weight, z = (each.to(device) for each in make(2, (5,), 12, torch.float32))
+    norm = GatedRMSNorm(12, eps=1e-3, group_size=group_size, norm_before_gate=False, device=device)
     assert [name for name, _ in norm.named_parameters()] == ["weight"] and norm.bias is None
     norm.weight.data = weight
-    expected = exact(x, weight, z, 1e-3, group_size or 12, False)
-    torch.testing.assert_close(norm(x, z).detach().cpu(), expected, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        expected = gated_rms_norm(x, weight, z, 1e-3, group_size or 12, False)
+    torch.testing.assert_close(norm(x, z).detach(), expected)
     norm(x, z).sum().backward()
     assert norm.weight.grad is not None and norm.weight.grad.abs().min() > 0
 
@@ -89,15 +95,12 @@ def test_the_module_is_the_function(group_size):
 @pytest.mark.gpu(gib=1)
 @pytest.mark.parametrize("shape", [(5, 1, 2048), (7, 4, 256), (0, 64)])
 def test_a_norm_with_a_float32_weight_is_rounded_once(shape, monkeypatch):
-    from megatron_hybrid_prefix.models.norms import Float32RMSNorm
-    from megatron_hybrid_prefix.platform.kernels import norm_triton
+    from megatron_hybrid_prefix.models import norms
 
-    x, weight, _ = make(4, shape[0] * shape[1], shape[-1], torch.bfloat16)
-    x = x.cuda()[: torch.Size(shape).numel() // shape[-1]].view(shape)
-    norm = Float32RMSNorm(shape[-1], eps=1e-6, device="cuda")
+    x, weight, _ = make(4, shape[:-1], shape[-1], torch.bfloat16)
+    x, norm, calls = x.cuda(), norms.Float32RMSNorm(shape[-1], eps=1e-6, device="cuda"), []
     norm.weight.data = 1 + weight.cuda().float() / 7
-    kernel, calls = norm_triton.gated_rms_norm, []
-    monkeypatch.setattr(norm_triton, "gated_rms_norm", lambda *args: calls.append(1) or kernel(*args))
+    monkeypatch.setattr(norms, "gated_rms_norm", lambda *args: calls.append(1) or gated_rms_norm(*args))
     with torch.inference_mode():
         out = norm(x)
     assert len(calls) == 1 and out.dtype == torch.bfloat16
@@ -105,20 +108,4 @@ def test_a_norm_with_a_float32_weight_is_rounded_once(shape, monkeypatch):
     torch.testing.assert_close(out.double(), expected, rtol=2.0**-8 * 1.01, atol=1e-6)
     with torch.inference_mode():
         assert torch.equal(norm(x.float()), torch.nn.functional.rms_norm(x.float(), shape[-1:], norm.weight, 1e-6))
-    assert len(calls) == 1
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
-def test_the_module_takes_the_kernel_without_gradients(monkeypatch):
-    from megatron_hybrid_prefix.platform.kernels import norm_triton
-
-    x, weight, z = make(3, 5, 64, torch.bfloat16)
-    norm = GatedRMSNorm(64, group_size=32, device=DEVICE, dtype=torch.bfloat16)
-    norm.weight.data = weight
-    kernel, calls = norm_triton.gated_rms_norm, []
-    monkeypatch.setattr(norm_triton, "gated_rms_norm", lambda *args: calls.append(1) or kernel(*args))
-    with torch.no_grad():
-        fast = norm(x, z)
-    assert len(calls) == 1
-    torch.testing.assert_close(fast, norm(x, z).detach(), rtol=2.0**-7, atol=1e-6)
     assert len(calls) == 1

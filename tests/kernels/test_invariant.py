@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid_prefix.layers.invariant import InvariantMLP
-from megatron_hybrid_prefix.ops.delta_gates import gated_head_norm, gates
+from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.elementwise import sigmoid, silu, softplus
+from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.ops.invariant import linear as invariant_linear
 from megatron_hybrid_prefix.ops.invariant import scope
 from megatron_hybrid_prefix.ops.invariant.attention import TILE_KEYS, TILE_QUERIES, attend_paged
 from megatron_hybrid_prefix.ops.invariant.linear import TILE_ROWS, linear
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.ops.invariant.norm import rms_norm
-from megatron_hybrid_prefix.platform.kernels.norm import rmsnorm_fn
 from tests.harness.bits import LARGE, by_rows
 from tests.harness.selection import mostly_slow
 from tests.kernels import naive, rounding
@@ -71,14 +71,12 @@ def test_a_product_that_depends_on_other_rows_is_noticed():
 
 ROW_BY_ROW = {
     "rms norm": lambda x: rms_norm(x, draw(x.shape[1], seed=3), 1e-5),
-    "gated norm": lambda x: rmsnorm_fn(x, draw(x.shape[1], seed=3), None, z=x.flip(1), group_size=x.shape[1] // 4),
+    "gated norm": lambda x: gated_rms_norm(x, draw(x.shape[1], seed=3), x.flip(1), 1e-6, x.shape[1] // 4, True),
     "log softmax": log_softmax, "silu": silu, "sigmoid": sigmoid, "softplus": softplus, "exp": torch.exp,
     "cos": torch.cos, "sin": torch.sin, "rsqrt": lambda x: torch.rsqrt(x.square() + 1e-6),
     "sum of squares": lambda x: x.square().sum(-1),
     "gates": lambda x: torch.cat(gates(x, x.flip(1), draw(x.shape[1], seed=3), draw(x.shape[1], seed=4)), dim=1),
-    "head norm": lambda x: gated_head_norm(
-        x.unflatten(1, (4, -1)), x.unflatten(1, (4, -1)), draw(x.shape[1] // 4), 1e-6
-    ),
+    "head norm": lambda x: gated_rms_norm(x, draw(x.shape[1] // 4), x, 1e-6, x.shape[1] // 4, True),
 }  # fmt: skip
 
 

@@ -1,31 +1,38 @@
-"""Kernels around the gated delta rule, of a decode of Mamba2 and of loads, compile for a GPU as they are launched, on a machine without one."""
+"""Kernels of layers, of attention and of loads compile for a GPU as they are launched, on a machine without one."""
 
 from __future__ import annotations
-
-import subprocess
 
 import pytest
 import torch
 
 from megatron_hybrid_prefix.ops import (
-    chunk_outputs,
     convolution,
     delta_gates,
     elementwise,
-    filled_rows,
-    finite,
+    gated_norm,
     mamba_decode,
-    state_passing,
+    mamba_scan,
     wrong_entries,
 )
-from tests.kernels.test_delta_rule_compiles import faults
+from megatron_hybrid_prefix.ops.invariant import linear_triton
+from megatron_hybrid_prefix.ops.invariant.linear_triton import tile_for
+from megatron_hybrid_prefix.platform.kernels import attention_cuda
+from tests.kernels.compiled import compiled, faults, spills
 
+H200 = 132  # multiprocessors
 INT32 = {"sources_ptr", "starts_ptr", "chunk_bounds_ptr", "bounds_ptr", "end_ptr", "wrong_ptr"}
+INT32 |= {"cu_seqlens_q_ptr", "lengths_ptr", "block_table_ptr"}
 INT64 = {"first_chunks_ptr", "source_slots_ptr", "live_slots_ptr", "chunk_slots_ptr"}
 INT64 |= {"slots_ptr", "entries_ptr", "ids_ptr", "sums_ptr", "expected_ptr", "places_ptr"}
+FLOAT32 = {"log_decay_ptr", "dt_ptr", "steps_ptr"}
+OUTPUTS = {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False}
+OUTPUTS |= {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128}
 KERNELS = {  # module, constants
     "_gates_kernel": (delta_gates, {"MARKS": True, "ROWS": 8, "BLOCK": 32}),
-    "_gated_head_norm_kernel": (delta_gates, {"HEADS": 16, "BLOCK": 128}),
+    "_gated_norm_kernel": (
+        gated_norm,
+        {"GROUP": 128, "SHARED": True, "GATE": True, "NORM_FIRST": True, "GROUPS": 16, "BLOCK": 128},
+    ),
     "_convolve_kernel": (convolution, {"TAPS": 4, "BIAS": True, "TOKENS": 32, "CHANNELS": 256}),
     "_write_conv_windows_kernel": (convolution, {"D_CONV": 4, "WIDTH": 4, "BLOCK": 256}),
     "_convolve_tokens_kernel": (mamba_decode, {"TAPS": 4, "WIDTH": 4, "BIAS": True, "AFTER": False, "CHANNELS": 128}),
@@ -33,64 +40,100 @@ KERNELS = {  # module, constants
         mamba_decode,
         {"P": 64, "N": 128, "OF_D": 1, "GATE": False, "AFTER": False, "BLOCK_P": 32, "BLOCK_N": 128},
     ),
-    "_zero_after_kernel": (filled_rows, {"ROWS": 16, "BLOCK": 1024}),
+    "_zero_after_kernel": (mamba_scan, {"ROWS": 16, "BLOCK": 1024}),
     "_pass_states_kernel": (
-        state_passing,
+        mamba_scan,
         {"P": 64, "N": 128, "CHUNK": 128, "BLOCK_P": 64, "BLOCK_N": 64, "BLOCK_K": 64},
     ),
-    "_chunk_decays_kernel": (chunk_outputs, {"CHUNK": 128, "HEADS": 8}),
-    "_chunk_outputs_kernel": (
-        chunk_outputs,
-        {"P": 64, "N": 128, "CHUNK": 128, "OF_D": 1, "GATE": False}
-        | {"BLOCK_M": 64, "BLOCK_K": 128, "BLOCK_P": 64, "BLOCK_N": 128},
-    ),
+    "_chunk_decays_kernel": (mamba_scan, {"CHUNK": 128, "HEADS": 8}),
+    "_chunk_outputs_kernel": (mamba_scan, OUTPUTS),
     "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
     "_swiglu_kernel": (elementwise, {"BLOCK": 2048}),
-    "_zero_wrong_rows_kernel": (finite, {"HEADS": 8, "BLOCK": 128}),
+    "_zero_wrong_rows_kernel": (elementwise, {"BOTH": True, "HEADS": 8, "BLOCK": 128}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
 
 
-def type_of(name: str) -> str:
+def type_of(name: str, inputs: str = "bf16") -> str:
     if name in INT32:
         return "*i32"
     if name in INT64:
         return "*i64"
     if name.endswith("_ptr"):
-        return "*fp32" if name in ("log_decay_ptr", "dt_ptr", "steps_ptr") else "*bf16"
-    return "i64" if name.startswith("stride") else "fp32" if name == "epsilon" else "i32"
-
-
-def compiled(name, **tiles):
-    """For a Hopper GPU, with other tiles where they are given."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    module, constants = KERNELS[name]
-    launch = {option: tiles.pop(option) for option in ("num_warps", "num_stages") if option in tiles}
-    constants = constants | tiles
-    kernel = getattr(module, name)
-    types = {arg: "constexpr" if arg in constants else type_of(arg) for arg in kernel.arg_names}
-    divisible = [[["tt.divisibility", 16]]] * len(types)  # as tensors, strides and widths of models are
-    attrs = {(at,): value for at, value in enumerate(divisible) if types[kernel.arg_names[at]] != "constexpr"}
-    attrs = {at: value for at, value in attrs.items() if types[kernel.arg_names[at[0]]] != "fp32"}
-    source = ASTSource(kernel, types, constexprs=constants, attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch).asm["cubin"]
+        return "*fp32" if name in FLOAT32 else f"*{inputs}"
+    return "i64" if name.startswith("stride") else "fp32" if name in ("epsilon", "scale") else "i32"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
-def test_compiles(name):
-    assert compiled(name)
+def test_compiles(name, tmp_path):
+    module, constants = KERNELS[name]
+    assert compiled(getattr(module, name), type_of, constants, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("headdim", "d_state"), [(16, 32), (16, 64), (16, 128), (32, 64), (32, 128), (64, 128)])
 def test_outputs_of_small_heads_are_without_the_fault_of_the_gated_delta_rule(headdim, d_state, tmp_path):
     """Their tensor cores read memory by what another kernel had left in a register: bits depended on what else ran."""
-    tiles = chunk_outputs._tiles(torch.bfloat16, headdim, d_state, 128)
-    (tmp_path / "kernel.cubin").write_bytes(compiled("_chunk_outputs_kernel", P=headdim, N=d_state, **tiles))
-    command = [pytest.importorskip("triton").knobs.nvidia.nvdisasm.path, "-c", tmp_path / "kernel.cubin"]
-    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "HGMMA" in sass and faults(sass) == []
+    tiles = mamba_scan._tiles(torch.bfloat16, headdim, d_state, 128)
+    launch = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
+    sizes = OUTPUTS | {"P": headdim, "N": d_state} | tiles
+    assert "HGMMA" in compiled(mamba_scan._chunk_outputs_kernel, type_of, sizes, tmp_path, **launch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize(("dtype", "queries"), [(torch.bfloat16, 1), (torch.bfloat16, 300), (torch.float32, 300)])
+def test_attention(dtype, queries, dim, tmp_path):
+    tiles = attention_cuda.tiles_of(dtype, dim, queries)
+    launch = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
+    inputs = "bf16" if dtype == torch.bfloat16 else "fp32"
+    kernel = attention_cuda._paged_attention_kernel
+    sass = compiled(kernel, lambda name: type_of(name, inputs), tiles, tmp_path, **launch)
+    assert dtype == torch.float32 or ("HGMMA" if queries > 16 else "HMMA") in sass
+    assert not spills(sass) or (dim, queries) == (256, 300)  # a few
+
+
+def tiles():
+    """Every tile that an invariant product may get, with its type."""
+    few = {(tile_for(1, columns, torch.bfloat16, H200), torch.bfloat16) for columns in (4096, 32768)}
+    most = {(tile, torch.bfloat16) for tile, _ in linear_triton._TILES}
+    return sorted(few | most | {(tile_for(1, 1, torch.float32, H200), torch.float32)}, key=str)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tile", "dtype"), tiles(), ids=str)
+def test_invariant_product(tile, dtype, tmp_path):
+    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    constants = {
+        **{"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": tile.group},
+        **{"PARTS": tile.parts, "PERSISTENT": tile.persistent},
+    }
+    blocks = {
+        "x": (tile.rows, tile.depth),
+        "weight": (tile.columns, tile.depth),
+        "out": (tile.rows, tile.columns // tile.parts),
+    }
+    types = {name_: f"tensordesc<{name}[{rows},{columns}]>" for name_, (rows, columns) in blocks.items()}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    sass = compiled(linear_triton._linear_kernel, lambda arg: types.get(arg, "i32"), constants, tmp_path, **options)
+    assert not spills(sass)
+    if dtype == torch.bfloat16:
+        assert ("HGMMA" if tile.rows >= 64 else "HMMA") in sass
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 4096), (16, 32768), (64, 4096), (128, 18560), (8192, 21504)])
+def test_a_tile_is_no_larger_than_its_output_needs(rows, columns):
+    """Larger ones waste a decode's time, smaller ones a prefill's."""
+    tile = tile_for(rows, columns, torch.bfloat16, H200)
+    assert tile.rows < 2 * max(rows, linear_triton._FEW_ROWS)
+    tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
+    assert tiles >= H200 / 2
+
+
+def test_the_fault_is_seen():
+    """As ptxas 12.8 compiled heads of 40 x 72 channels: UR4 holds where shared memory begins."""
+    right = ["UMOV UR4, URZ", "UIADD3 UR10, UP1, UR10, 0x40, URZ", "UIADD3.X UR11, UR4, -0x7fffffe0, URZ, UP1, !UPT"]
+    wrong = ["UMOV UR4, URZ", "ULEA UR4, UR8, UR4, 0x18", *right[1:]]
+    for lines, count in ((right, 0), (wrong, 1)):
+        assert len(faults("\n".join(f"        /*0010*/                   {line} ;" for line in lines))) == count

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hybrid_prefix.ops import mamba_decode
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, tile_of, update_states
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 from tests.kernels import naive, rounding
@@ -183,7 +184,7 @@ def check_update(
             "z": z[row].unflatten(-1, (heads, P)) if gate else None,
         }
         expected, expected_states = naive.mamba_sequence(**sequence)
-        weighted, weighted_states, _ = rounding.mamba(**sequence, dt_roundings=rounding.softplus_roundings(argument))
+        weighted, weighted_states = rounding.mamba(**sequence, dt_roundings=rounding.softplus_roundings(argument))
         bound = rounding.allowed(expected, weighted, dtype, truncated=INTERPRETED).flatten(1)
         rounding.check(y[row].cpu(), expected.flatten(1), bound)
         for token, exact in enumerate(expected_states):
@@ -291,7 +292,32 @@ def of_next_slot(slots):
     return torch.where(slots < 0, slots, (slots + 1) % SLOTS)
 
 
+def rounded_between_tokens(xBC, dt, states, *rest, z, after, **args):
+    """The state is rounded to bfloat16 after each token."""
+    outputs = []
+    for t in range(xBC.shape[1]):
+        token = slice(t, t + 1)
+        own = {"z": z[:, token], "after": None if after is None else after[:, token]}
+        outputs.append(update_states(xBC[:, token].contiguous(), dt[:, token], states, *rest, **own, **args))
+        states.copy_(states.bfloat16())
+    return torch.cat(outputs, 1)
+
+
+def without_the_second_token(xBC, dt, *rest, **args):
+    dt = dt.clone()
+    dt[:, 1] = -50.0
+    return update_states(xBC, dt, *rest, **args)
+
+
+def sums_in_bfloat16(*rest, **args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mamba_decode, "compute_dtype", lambda tensor: torch.bfloat16)
+        return update_states(*rest, **args)
+
+
 MUTANTS = {
+    "rounded between tokens": rounded_between_tokens,
+    "without the second token": without_the_second_token,
     "another slot": lambda xBC, dt, states, slots, **args: update_states(xBC, dt, states, of_next_slot(slots), **args),
     "no decay": lambda *rest, A, **args: update_states(*rest, A=0 * A, **args),
     "no D": lambda *rest, D, **args: update_states(*rest, D=0 * D, **args),
@@ -302,10 +328,10 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [*MUTANTS, *([] if INTERPRETED else ["sums in bfloat16"])])
 def test_the_checks_see(name):
     def mutant(*rest, after=None, z=None, **args):
-        return MUTANTS[name](*rest, z=z, after=after, **args)
+        return (MUTANTS | {"sums in bfloat16": sums_in_bfloat16})[name](*rest, z=z, after=after, **args)
 
     with pytest.raises(AssertionError):
         check_update(**SOME_ROWS, shape=(4, 2, 16, 16), gate=True, update=mutant)
@@ -336,7 +362,6 @@ def mixer(platform):
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_mixer_decodes_as_megatrons(mixer, tokens):
-    """With kernels its decode is by slots; without them it is megatron's, and this says nothing."""
     width, shapes = mixer.in_proj.weight.shape[0], mixer.mamba_state_shapes_per_request()
     inputs, slots = rand(0, 3, tokens, width).float() / 4, torch.tensor([2, -1, 0])
     decode, found = mixer.ssm_decode if form_of("steps of recurrent layers") == "shared" else mixer._ssm_decode, []
@@ -346,8 +371,6 @@ def test_a_mixer_decodes_as_megatrons(mixer, tokens):
             after = [torch.zeros(3, tokens, *shape) for shape in shapes]
             named = dict(zip(("intermediate_conv_state", "intermediate_ssm_state"), after, strict=True))
             found.append([decode(inputs, *states, batch_indices=slots, **named), *states, *after])
-        kept = [torch.zeros(3, *shape) for shape in shapes]
-        assert (mixer.decode(inputs, *kept, slots) is None) != INTERPRETED
     for ours, megatrons in zip(*found, strict=True):
         torch.testing.assert_close(ours, megatrons, rtol=1e-5, atol=1e-5)
     assert found[0][0].abs().max() > 0.1 and not found[0][0][1].any()

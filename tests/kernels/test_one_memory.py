@@ -19,12 +19,13 @@ import torch
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_rule
+from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_states
+from megatron_hybrid_prefix.ops.mamba_scan import pass_states
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
-from megatron_hybrid_prefix.ops.state_passing import pass_states
-from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda, conv, decode, kv_append
+from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda, kv_append
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Load, LoadState, Tag
-from megatron_hybrid_prefix.upstream.modules import COMMON_KERNELS, SSD_KERNELS
+from megatron_hybrid_prefix.upstream.modules import COMMON_KERNELS
 from tests.harness.one_memory import FAR_PAGE_BYTES, FAR_PAGES, PAGE_BLOCKS, OneMemory, bits, check_same
 from tests.kernels.steps import SLOTS, Step
 from tests.kernels.test_paged_attention import flash_attention_4
@@ -64,30 +65,6 @@ def place(memory_on_device):
     if memory.page_bytes < FAR_PAGE_BYTES:
         memory.buffer.fill_(0xFF)
     return memory_on_device
-
-
-@pytest.fixture
-def kernels(place, monkeypatch):
-    """Megatron's append and functions of a decode, or what the platform has in place of them: by name."""
-    device = place[1]
-    if device == "cpu" and not INTERPRETED:
-        return {
-            "append": kv_append.triton_append_key_value_cache,
-            "convolve_step": conv.causal_conv1d_update,
-            "update_state": decode.selective_state_update,
-        }
-    from megatron.core.inference.contexts.fused_kv_append_kernel import triton_append_key_value_cache
-
-    of_convolution = import_module(f"{COMMON_KERNELS}.causal_conv1d_triton")
-    of_decode = import_module(f"{SSD_KERNELS}.mamba_ssm")
-    if INTERPRETED:  # what asks for a GPU
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    return {
-        "append": kv_append.triton_append_key_value_cache if INTERPRETED else triton_append_key_value_cache,
-        "convolve_step": of_convolution.causal_conv1d_update,
-        "update_state": of_decode.selective_state_update,
-    }
 
 
 @pytest.fixture(autouse=True)
@@ -204,19 +181,20 @@ def test_these_are_the_views_of_an_engine(platform):
 # -- KV ----------------------------------------------------------------------------------------------------------------
 
 
-def test_append(place, kernels):
+def test_append(place):
     memory, device = place
+    append = kv_append.triton_append_key_value_cache
+    if device == "cuda":
+        from megatron.core.inference.contexts.fused_kv_append_kernel import triton_append_key_value_cache as append
     kv = memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)
     key, value = (rand(device, 6, 1, 2, 8, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
     blocks = torch.tensor(HERE[:6], dtype=torch.int64, device=device)
     positions = torch.tensor([0, 1, 2, 3, 0, 1], dtype=torch.int64, device=device)
-    check_same(memory, lambda at, kv: kernels["append"](LAYER, key, value, kv, 5, blocks, positions), {"kv": kv})
+    check_same(memory, lambda at, kv: append(LAYER, key, value, kv, 5, blocks, positions), {"kv": kv})
 
 
 def attend_by_triton(q, k, v, starts, lengths, longest, table):
-    from megatron_hybrid_prefix.platform.kernels.attention_triton import paged_attention_triton
-
-    return paged_attention_triton(q, k, v, starts, lengths, None, table)
+    return attention_cuda.paged_attention(q, k, v, starts, lengths, longest, None, table)
 
 
 def attend_by_torch(q, k, v, starts, lengths, longest, table):
@@ -224,16 +202,10 @@ def attend_by_torch(q, k, v, starts, lengths, longest, table):
     return attention.flash_attn_varlen_func(q, k, v, starts, ends, longest, 0, causal=True, block_table=table)
 
 
-def attend_by_torch_on_gpu(q, k, v, starts, lengths, longest, table):
-    return attention_cuda.paged_varlen_attention_cuda(q, k, v, starts, lengths, longest, None, (-1, 0), table)[0]
-
-
-@pytest.mark.parametrize("attend", [attend_by_triton, attend_by_torch, attend_by_torch_on_gpu])
+@pytest.mark.parametrize("attend", [attend_by_triton, attend_by_torch])
 def test_attention(place, attend):
     memory, device = place
-    if (attend is attend_by_torch) != (device == "cpu" and not INTERPRETED) or (
-        attend is attend_by_torch_on_gpu and device == "cpu"
-    ):
+    if (attend is attend_by_torch) != (device == "cpu" and not INTERPRETED):
         pytest.skip("of the other device")
     kv = memory.kv(LAYERS, 4, 2, 64, torch.bfloat16) if device == "cuda" else memory.kv(LAYERS, 4, 2, 8, torch.float32)
     page, dim = kv.shape[3], kv.shape[5]
@@ -300,11 +272,10 @@ def test_copies_of_slots(place):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
-def test_decode_of_mamba2(place, kernels, dtype, drafts):
+def test_decode_of_mamba2(place, dtype, drafts):
     """Tokens of a row write the states after them beside each other, all behind the slots of requests."""
     memory, device = place
     states = some_states(memory, dtype)
-    # The first row is padding: where no states are to be kept, megatron's kernel writes to the first element of its input.
     slots = torch.tensor([-1, MAX_REQUESTS - 1, 0, 17], device=device)
     if not drafts:
         slots = torch.where(slots < 0, slots, FAR_PAGES - 1 - slots)
@@ -316,26 +287,15 @@ def test_decode_of_mamba2(place, kernels, dtype, drafts):
     rows, steps, (heads, channels, width) = len(slots), drafts + 1, SSM
     x = rand(device, rows, steps, CONV[0], seed=5, dtype=dtype)
     weight, bias = rand(device, *CONV, seed=6, dtype=dtype), rand(device, CONV[0], seed=7, dtype=dtype)
-    inner = rand(device, rows, steps, heads, channels, seed=8)
-    inputs = {
-        "dt": rand(device, rows, steps, heads, 1, seed=9).expand(-1, -1, -1, channels),
-        "A": -rand(device, heads, 1, 1, seed=10).abs().expand(-1, channels, width),
-        "B": rand(device, rows, steps, 2, width, seed=11),
-        "C": rand(device, rows, steps, 2, width, seed=12),
-    }
+    xBC = rand(device, rows, steps, heads * channels + 4 * width, seed=8)
+    dt, D = rand(device, rows, steps, heads, seed=9), rand(device, heads, seed=11)
+    rates = {"A": -rand(device, heads, seed=10).abs(), "D": D, "dt_bias": D}
 
     def step(at, conv, ssm, conv_after=None, ssm_after=None):
-        after = {name: None if view is None else view[LAYER] for name, view in (("c", conv_after), ("s", ssm_after))}
+        own = [None if view is None else view[LAYER] for view in (conv_after, ssm_after)]
         return (
-            kernels["convolve_step"](x, conv[LAYER], weight, bias, "silu", at(slots), after["c"]),
-            kernels["update_state"](
-                ssm[LAYER],
-                inner,
-                **inputs,
-                dt_softplus=True,
-                state_batch_indices=at(slots),
-                intermediate_ssm_states=after["s"],
-            ),
+            convolve_tokens(x, conv[LAYER], weight, bias, slots=at(slots), after=own[0]),
+            update_states(xBC, dt, ssm[LAYER], at(slots), **rates, after=own[1]),
         )
 
     check_same(memory, step, {}, views)
@@ -482,10 +442,13 @@ def test_to_the_host_and_back(place, kind):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only Triton's interpreter checks for overflows")
-def test_rows_need_64_bits(place, kernels):
-    """As megatron's metadata and `PrefillStep` have them: a row times its stride, both in 32 bits, would overflow."""
+def test_an_overflow_is_seen(place, monkeypatch):
+    """A kernel of megatron's, whose rows may be of 32 bits: a row times its stride overflows."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     conv, row = some_states(place[0], torch.float32)["conv"][LAYER], place[0].rows([FAR_PAGES - 1])
-    update = partial(kernels["convolve_step"], torch.ones(1, 1, CONV[0]), conv, torch.ones(CONV), None, "silu")
+    kernel = import_module(f"{COMMON_KERNELS}.causal_conv1d_triton").causal_conv1d_update
+    update = partial(kernel, torch.ones(1, 1, CONV[0]), conv, torch.ones(CONV), None, "silu")
     update(row)
     with pytest.raises(Exception, match="overflow"):
         update(row.int())

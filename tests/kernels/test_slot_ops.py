@@ -14,10 +14,9 @@ import torch
 
 from megatron_hybrid_prefix.ops import convolution
 from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_conv_windows
-from megatron_hybrid_prefix.ops.filled_rows import empty_up_to
+from megatron_hybrid_prefix.ops.mamba_scan import empty_up_to, pass_states
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
-from megatron_hybrid_prefix.ops.state_passing import pass_states
-from tests.kernels import rounding
+from tests.kernels import naive, rounding
 from tests.kernels.steps import SLOTS, Step, poisoned_pool
 
 NAN = float("nan")
@@ -93,19 +92,12 @@ def check_convolution(device, taps, dtype, convolve=convolve_from_slots):
         assert not wrong.any()
         assert out.dtype == dtype and out.is_contiguous()
         assert torch.equal(windows.nan_to_num(9e9), before.nan_to_num(9e9))
-        added = torch.zeros(dim, dtype=torch.float64) if bias is None else bias.double().cpu()
+        wide = weight.double().cpu(), torch.zeros(dim).double() if bias is None else bias.double().cpu()
         for i, chunks, _ in step.sequences():
-            held = before[step.source_slots[i]].double().cpu().T  # (taps, dim)
             span = slice(bounds[chunks.start], bounds[chunks.stop])
-            x = torch.cat([held[1:], inputs[span].double().cpu()])
-            products = torch.stack(
-                [x[tap : len(x) - taps + 1 + tap] * weight[:, tap].double().cpu() for tap in range(taps)]
-            )
-            total, magnitude = products.sum(0) + added, products.abs().sum(0) + added.abs()
-            expected = torch.nn.functional.silu(total)
-            # The slope of SiLU is at most 1.1.
-            weighted = 1.1 * magnitude * (taps + 1) + expected.abs() * (rounding.SILU + total.abs())
-            rounding.check(out[span].cpu(), expected, rounding.allowed(expected, weighted, dtype))
+            given = inputs[span].double().cpu(), *wide, before[step.source_slots[i]].double().cpu()[:, 1:]
+            expected = naive.conv_sequence(*given)
+            rounding.check(out[span].cpu(), expected, rounding.allowed(expected, rounding.convolution(*given), dtype))
 
 
 @pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu(gib=1))])
@@ -134,8 +126,8 @@ def test_a_short_sequence_before_the_padding_of_a_step(device):
     wrong = torch.zeros(32, dtype=torch.int32, device=device)
     out = convolve_from_slots(*arguments, None, sources=sources.to(device), starts=starts.to(device), wrong=wrong)
     assert wrong.tolist() == [0] * 26 + [1] * 6
-    alone = [convolution._reference(inputs[:21], windows, weight, None, sources[:21], starts[:21])]
-    alone += [convolution._reference(inputs[21:26], windows, weight, None, sources[21:26], 0 * starts[21:26])]
+    alone = [convolution.convolve_reference(inputs[:21], windows, weight, None, sources[:21], starts[:21])]
+    alone += [convolution.convolve_reference(inputs[21:26], windows, weight, None, sources[21:26], 0 * starts[21:26])]
     torch.testing.assert_close(out[:26].cpu(), torch.cat(alone))
 
 
@@ -267,43 +259,6 @@ def check_state_passing(device, dtype, seeds, pass_states=pass_states, inputs=to
                         rounding.check(pool[slot].cpu(), state, bound)
         untouched = [s for s in range(SLOTS) if s not in step.live_slots and s not in step.chunk_slots]
         assert torch.equal(pool[untouched].nan_to_num(9e9), before[untouched].nan_to_num(9e9))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resuming_has_the_same_bits(device, dtype):
-    """A sequence that starts from a kept float32 state continues exactly like one that did not stop."""
-    heads, headdim, d_state, chunks = 2, 16, 32, 9
-    x, dt, B, log_decay, bounds = some_chunks([CHUNK_TOKENS] * chunks, heads, 1, headdim, d_state, 0, device)
-    pool = torch.zeros(SLOTS, heads, headdim, d_state, dtype=dtype, device=device)
-
-    def run(first: int, source: int, live: int, keep: int | None) -> torch.Tensor:
-        own = chunks - first
-        slots = [-1] * own
-        if keep is not None:
-            slots[keep - first - 1] = 7
-        start = first * CHUNK_TOKENS
-        return pass_states(
-            x[start:],
-            dt[:, first:].contiguous(),
-            B[start:],
-            log_decay[:, first:].contiguous(),
-            bounds[first:] - start,
-            pool,
-            first_chunks=torch.tensor([0, own], device=device),
-            source_slots=torch.tensor([source], device=device),
-            live_slots=torch.tensor([live], device=device),
-            chunk_slots=torch.tensor(slots, device=device),
-        )
-
-    whole = run(0, source=0, live=1, keep=6)
-    resumed = run(6, source=7, live=2, keep=None)
-    again = run(6, source=7, live=4, keep=None)
-    assert torch.equal(resumed, again) and torch.equal(pool[2], pool[4])
-    if dtype == torch.float32:
-        assert torch.equal(whole[6:], resumed) and torch.equal(pool[1], pool[2])
-    unkept = run(0, source=0, live=3, keep=None)  # keeping states does not change the results
-    assert torch.equal(whole, unkept) and torch.equal(pool[1], pool[3])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -75,15 +75,6 @@ def test_states_are_rolled_back_to_the_accepted_token(upstream, current_dtype, n
     assert current[:, 2].isnan().all()  # a prefill request
 
 
-def test_a_prefill_request_needs_no_slot_but_a_decode_request_does():
-    intermediate, current = torch.randn(1, 2, 2, 3), torch.zeros(1, 2, 3)
-    one = torch.tensor([1])
-    speculative.mamba_state_selective_copy(intermediate, current, one, torch.tensor([-1]), one, 1)
-    assert (current == 0).all()
-    with pytest.raises(IndexError, match="slot -1"):
-        speculative.mamba_state_selective_copy(intermediate, current, torch.tensor([0]), torch.tensor([-1]), one, 1)
-
-
 def test_no_requests():
     empty = torch.zeros(0, dtype=torch.int64)
     last, mask, _ = speculative.verify_speculative_tokens(empty, empty, 0, 0, 2)

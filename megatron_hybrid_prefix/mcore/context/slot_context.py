@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore.context import rows
-from megatron_hybrid_prefix.mcore.ranks.agreement import max_on_device
+from megatron_hybrid_prefix.mcore.ranks.agreement import max_on_device, model_groups
 from megatron_hybrid_prefix.mcore.state.layout import ModelStates, states_of_config, with_state_dtype
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.metrics import PrefixStats
@@ -84,6 +84,7 @@ class SlotContext(ContextSeam):
                 drafts=inference_config.num_speculative_tokens,
             )
         super().__init__(model_config=model_config, inference_config=inference_config)
+        self._model_groups = model_groups(inference_config.pg_collection)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -227,12 +228,12 @@ class SlotContext(ContextSeam):
         wrong, decoded = self.wrong_tokens[: self.active_token_count], self.active_token_count
         if self.num_prefill_requests:
             last = self.last_prefilled_tokens.long()
-            decoded = self.num_decode_requests * (self.num_speculative_tokens + 1)
+            decoded = self.decoded_tokens
             if self.prefill_step is not None:
                 wrong[decoded:] |= self.prefill_step.wrong[: len(wrong) - decoded]
             so_far = torch.cat([wrong.new_zeros(1), wrong[decoded:].cumsum(0)[last - decoded]])
             wrong = torch.cat([wrong[:decoded], (so_far.diff() > 0).int()])
-        max_on_device(wrong, self.config.pg_collection)
+        max_on_device(wrong, self._model_groups)
         if self.num_prefill_requests and not self.config.materialize_only_last_token_logits:
             rows_of = torch.cat([torch.arange(decoded, device=last.device), last])
             logits[0, rows_of, 0] += torch.where(wrong > 0, float("nan"), 0.0).to(logits.dtype)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, override
 
 import torch
 
-from megatron_hybrid_prefix.ops.finite import replace_wrong_logits
+from megatron_hybrid_prefix.ops.elementwise import replace_wrong_logits
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.names import Sampling
 

@@ -31,9 +31,9 @@ def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = No
     return _reduce(values, torch.distributed.ReduceOp.MAX, pg_collection, experts=experts)
 
 
-def max_on_device(values: torch.Tensor, pg_collection: Any = None) -> None:
-    """Maximum over all ranks that run the same requests, in place, without waiting for the device; a collective."""
-    for group in _model_groups(pg_collection):
+def max_on_device(values: torch.Tensor, groups: list[Any]) -> None:
+    """Maximum over `model_groups`, in place, without waiting for the device; a collective."""
+    for group in groups:
         torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=group)
 
 
@@ -71,7 +71,7 @@ def _groups(pg_collection: Any) -> tuple[Any, Any]:
     return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
 
 
-def _model_groups(pg_collection: Any, *, experts: bool = False) -> list[Any]:
+def model_groups(pg_collection: Any, *, experts: bool = False) -> list[Any]:
     """Process groups of more than one rank, whose ranks run the same requests; with ``experts``, also those with other experts."""
     groups = [*_groups(pg_collection), *([_expert_group(pg_collection)] if experts else [])]
     return [group for group in groups if group is not None and torch.distributed.get_world_size(group) > 1]
@@ -86,7 +86,7 @@ def _expert_group(pg_collection: Any) -> Any:
 
 
 def _reduce[T: (int, list[int])](values: T, operation: Any, pg_collection: Any, *, experts: bool = False) -> T:
-    groups = _model_groups(pg_collection, experts=experts)
+    groups = model_groups(pg_collection, experts=experts)
     if not groups:
         return values
     agreed = torch.tensor(values, device=torch.cuda.current_device())
@@ -104,7 +104,7 @@ class DecisionLog:
     """
 
     def __init__(self, pg_collection: Any, *, is_on: bool) -> None:
-        self._is_on, self._groups = is_on, _model_groups(pg_collection)
+        self._is_on, self._groups = is_on, model_groups(pg_collection)
         self._digest = hashlib.blake2b(digest_size=7)  # negated below, so less than an int64
         self._since: list[str] = []  # since the last agreement
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_hybrid_prefix.ops.triton_or_torch import multiprocessors, tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, tl, triton
 
 _ALIGNMENT_BYTES = 16  # of a row, in the descriptors of tensors
 
@@ -122,58 +122,57 @@ def _described(matrix: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % quantum)).contiguous()
 
 
-if triton is not None:
+@jit(do_not_specialize=["rows", "columns", "depth"])  # one compiled kernel a tile
+def _linear_kernel(
+    x: tl.tensor_descriptor,  # descriptor of (rows, depth), blocks of (ROWS, DEPTH)
+    weight: tl.tensor_descriptor,  # descriptor of (columns, depth), blocks of (COLUMNS, DEPTH)
+    out: tl.tensor_descriptor,  # descriptor of (rows, columns), blocks of (ROWS, COLUMNS / PARTS)
+    rows: tl.tensor,
+    columns: tl.tensor,
+    depth: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+) -> None:
+    """All tiles, or one."""
+    if PERSISTENT:
+        tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+            _one_tile(tile, x, weight, out, rows, columns, depth, ROWS, COLUMNS, DEPTH, GROUP, PARTS)
+    else:
+        _one_tile(tl.program_id(0), x, weight, out, rows, columns, depth, ROWS, COLUMNS, DEPTH, GROUP, PARTS)
 
-    @triton.jit(do_not_specialize=["rows", "columns", "depth"])  # one compiled kernel a tile
-    def _linear_kernel(
-        x: tl.tensor_descriptor,  # descriptor of (rows, depth), blocks of (ROWS, DEPTH)
-        weight: tl.tensor_descriptor,  # descriptor of (columns, depth), blocks of (COLUMNS, DEPTH)
-        out: tl.tensor_descriptor,  # descriptor of (rows, columns), blocks of (ROWS, COLUMNS / PARTS)
-        rows: tl.tensor,
-        columns: tl.tensor,
-        depth: tl.tensor,
-        ROWS: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        DEPTH: tl.constexpr,
-        GROUP: tl.constexpr,
-        PARTS: tl.constexpr,
-        PERSISTENT: tl.constexpr,
-    ) -> None:
-        """All tiles, or one."""
-        if PERSISTENT:
-            tiles = tl.cdiv(rows, ROWS) * tl.cdiv(columns, COLUMNS)
-            for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-                _one_tile(tile, x, weight, out, rows, columns, depth, ROWS, COLUMNS, DEPTH, GROUP, PARTS)
-        else:
-            _one_tile(tl.program_id(0), x, weight, out, rows, columns, depth, ROWS, COLUMNS, DEPTH, GROUP, PARTS)
 
-    @triton.jit
-    def _one_tile(
-        tile: tl.tensor,
-        x: tl.tensor_descriptor,
-        weight: tl.tensor_descriptor,
-        out: tl.tensor_descriptor,
-        rows: tl.tensor,
-        columns: tl.tensor,
-        depth: tl.tensor,
-        ROWS: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        DEPTH: tl.constexpr,
-        GROUP: tl.constexpr,
-        PARTS: tl.constexpr,
-    ) -> None:
-        """One tile of the output. Tiles are numbered so that those of neighbouring programs share rows and columns."""
-        tiles_of_group = GROUP * tl.cdiv(columns, COLUMNS)
-        first = (tile // tiles_of_group) * GROUP
-        group = tl.minimum(tl.cdiv(rows, ROWS) - first, GROUP)
-        row = (first + (tile % tiles_of_group) % group) * ROWS
-        column = ((tile % tiles_of_group) // group) * COLUMNS
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for feature in range(0, depth, DEPTH):
-            total = tl.dot(x.load([row, feature]), weight.load([column, feature]).T, total, input_precision="ieee")
-        if PARTS == 1:
-            out.store([row, column], total.to(out.dtype))
-        else:
-            left, right = total.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
-            out.store([row, column], left.to(out.dtype))
-            out.store([row, column + COLUMNS // 2], right.to(out.dtype))
+@jit
+def _one_tile(
+    tile: tl.tensor,
+    x: tl.tensor_descriptor,
+    weight: tl.tensor_descriptor,
+    out: tl.tensor_descriptor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    depth: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """One tile of the output. Tiles are numbered so that those of neighbouring programs share rows and columns."""
+    tiles_of_group = GROUP * tl.cdiv(columns, COLUMNS)
+    first = (tile // tiles_of_group) * GROUP
+    group = tl.minimum(tl.cdiv(rows, ROWS) - first, GROUP)
+    row = (first + (tile % tiles_of_group) % group) * ROWS
+    column = ((tile % tiles_of_group) // group) * COLUMNS
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for feature in range(0, depth, DEPTH):
+        total = tl.dot(x.load([row, feature]), weight.load([column, feature]).T, total, input_precision="ieee")
+    if PARTS == 1:
+        out.store([row, column], total.to(out.dtype))
+    else:
+        left, right = total.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        out.store([row, column], left.to(out.dtype))
+        out.store([row, column + COLUMNS // 2], right.to(out.dtype))

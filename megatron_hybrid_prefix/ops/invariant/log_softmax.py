@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid_prefix.ops.invariant.rows import aligned_rows
-from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, triton
 
 _COLUMNS = 8192  # that a program reads at a time
 
@@ -34,33 +34,31 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-if triton is not None:
-
-    @triton.jit
-    def _log_softmax_kernel(
-        logits_ptr: tl.tensor,  # (rows, COLUMNS), strided over rows
-        out_ptr: tl.tensor,  # (rows, COLUMNS) float32, contiguous
-        stride: tl.int64,
-        COLUMNS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ) -> None:
-        """One program: one row, read three times."""
-        row = tl.program_id(0).to(tl.int64)
-        logits_ptr += row * stride
-        column = tl.arange(0, BLOCK)
-        largest = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for first in range(0, COLUMNS, BLOCK):
-            at = first + column
-            x = tl.load(logits_ptr + at, mask=at < COLUMNS, other=float("-inf")).to(tl.float32)
-            largest = tl.maximum(largest, x)
-        top = tl.max(largest, 0)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, COLUMNS, BLOCK):
-            at = first + column
-            x = tl.load(logits_ptr + at, mask=at < COLUMNS, other=float("-inf")).to(tl.float32)
-            total += tl.exp(x - top)
-        log_total = tl.log(tl.sum(total, 0))
-        for first in range(0, COLUMNS, BLOCK):
-            at = first + column
-            x = tl.load(logits_ptr + at, mask=at < COLUMNS, other=0.0).to(tl.float32)
-            tl.store(out_ptr + row * COLUMNS + at, x - top - log_total, mask=at < COLUMNS)
+@jit
+def _log_softmax_kernel(
+    logits_ptr: tl.tensor,  # (rows, COLUMNS), strided over rows
+    out_ptr: tl.tensor,  # (rows, COLUMNS) float32, contiguous
+    stride: tl.int64,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: one row, read three times."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    column = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for first in range(0, COLUMNS, BLOCK):
+        at = first + column
+        x = tl.load(logits_ptr + at, mask=at < COLUMNS, other=float("-inf")).to(tl.float32)
+        largest = tl.maximum(largest, x)
+    top = tl.max(largest, 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, COLUMNS, BLOCK):
+        at = first + column
+        x = tl.load(logits_ptr + at, mask=at < COLUMNS, other=float("-inf")).to(tl.float32)
+        total += tl.exp(x - top)
+    log_total = tl.log(tl.sum(total, 0))
+    for first in range(0, COLUMNS, BLOCK):
+        at = first + column
+        x = tl.load(logits_ptr + at, mask=at < COLUMNS, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * COLUMNS + at, x - top - log_total, mask=at < COLUMNS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid_prefix.ops.invariant.rows import aligned_rows
-from megatron_hybrid_prefix.ops.triton_or_torch import runs_kernel, tl, triton
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, runs_kernel, tl, triton
 
 _FEATURES = 4096  # that a program holds at a time; it reads a longer row twice
 
@@ -46,33 +46,31 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-if triton is not None:
-
-    @triton.jit(do_not_specialize=["rows"])
-    def _rms_norm_kernel(
-        x_ptr: tl.tensor,  # (rows, FEATURES), strided over rows
-        weight_ptr: tl.tensor,  # (FEATURES,)
-        out_ptr: tl.tensor,  # (rows, FEATURES), contiguous
-        stride: tl.int64,
-        rows: tl.tensor,
-        eps: tl.tensor,
-        FEATURES: tl.constexpr,
-        ROWS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ) -> None:
-        """One program: ROWS rows."""
-        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        column = tl.arange(0, BLOCK)[None, :]
-        squares = tl.zeros((ROWS, BLOCK), tl.float32)
-        for first in tl.static_range(0, FEATURES, BLOCK):
-            at = first + column
-            x = tl.load(x_ptr + row * stride + at, mask=(row < rows) & (at < FEATURES), other=0.0).to(tl.float32)
-            squares = tl.fma(x, x, squares)
-        scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / FEATURES + eps)
-        for first in tl.static_range(0, FEATURES, BLOCK):
-            at = first + column
-            mask = (row < rows) & (at < FEATURES)
-            x = tl.load(x_ptr + row * stride + at, mask=mask, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + at, mask=at < FEATURES, other=0.0).to(tl.float32)
-            out = x * scale[:, None] * weight
-            tl.store(out_ptr + row * FEATURES + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+@jit(do_not_specialize=["rows"])
+def _rms_norm_kernel(
+    x_ptr: tl.tensor,  # (rows, FEATURES), strided over rows
+    weight_ptr: tl.tensor,  # (FEATURES,)
+    out_ptr: tl.tensor,  # (rows, FEATURES), contiguous
+    stride: tl.int64,
+    rows: tl.tensor,
+    eps: tl.tensor,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: ROWS rows."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.static_range(0, FEATURES, BLOCK):
+        at = first + column
+        x = tl.load(x_ptr + row * stride + at, mask=(row < rows) & (at < FEATURES), other=0.0).to(tl.float32)
+        squares = tl.fma(x, x, squares)
+    scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / FEATURES + eps)
+    for first in tl.static_range(0, FEATURES, BLOCK):
+        at = first + column
+        mask = (row < rows) & (at < FEATURES)
+        x = tl.load(x_ptr + row * stride + at, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + at, mask=at < FEATURES, other=0.0).to(tl.float32)
+        out = x * scale[:, None] * weight
+        tl.store(out_ptr + row * FEATURES + at, out.to(out_ptr.dtype.element_ty), mask=mask)

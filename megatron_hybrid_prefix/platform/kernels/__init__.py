@@ -8,7 +8,6 @@ function that it replaces. The modules import torch only; ``platform/patches.py`
 | `ssd` | `megatron.core.ssm.ops.ssd_combined` |
 | `conv` | `megatron.core.ssm.ops.causal_conv1d_{varlen,triton}`, `causal_conv1d.causal_conv1d_varlen` |
 | `decode` | `megatron.core.ssm.ops.mamba_ssm` |
-| `norm` | `mamba_ssm.ops.triton.layernorm_gated` |
 | `attention`, `attention_cuda`, both called through `flash_attn_calls` | `flash_attn` |
 | `kv_append` | `megatron.core.inference.contexts.fused_kv_append_kernel` |
 | `extraction` | `megatron.core.ssm.ops.intermediate_extraction` |

@@ -1,13 +1,9 @@
-"""Attention over a paged KV cache on a CUDA device without flash-attn, by `torch.nn.attention.varlen`.
+"""Attention over a paged KV cache on a CUDA device without flash-attn, in one Triton kernel, and fixes of FlashAttention 4.
 
 Replaces `flash_attn.flash_attn_varlen_func` and `flash_attn.flash_attn_with_kvcache`; `flash_attn_calls` has their parameters.
-
-Pages are first gathered into packed keys and values, because torch 2.11's `varlen_attn` has no block table. This is correct,
-but copies the context in every step and layer. This package's Triton kernel runs instead for float32, which no fused kernel
-supports, and in CUDA graphs, in which no size may depend on a value.
-
-Supports causal attention without a window and without log-sum-exp only, the case that agrees with FA4 on an H200.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -15,32 +11,82 @@ from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl, triton
+
 from .flash_attn_calls import flash_attn_functions, window_of
 
 FlashAttention4 = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
+_FEW_QUERIES, _MANY_QUERIES = 16, 64  # of a program
+_KEYS, _KEY_BYTES = 64, 8192  # that a program multiplies at a time
 
-def _gather_packed(cache: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, heads: int) -> torch.Tensor:
-    """Pack the valid rows of all requests.
+
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    lengths: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float | None,
+    block_table: torch.Tensor,
+) -> torch.Tensor:
+    """Causal attention of packed queries over a paged cache, without decisions of the host: a CUDA graph can capture it.
+
+    Scores and sums are float32. In float32 all programs have as many queries, so a row's bits do not depend on the others.
 
     Args:
-        cache: (blocks, block_size_tokens, kv_heads, head_dim).
-        block_table: (requests, max_blocks), integer.
-        lengths: (requests,), int64, on the cache's device.
-        heads: query heads, a multiple of kv_heads.
+        q: (total_q, heads, head_dim).
+        k: (blocks, block_size_tokens, kv_heads, head_dim), contiguous over head_dim.
+        v: as k.
+        cu_seqlens_q: (requests + 1,), integer.
+        lengths: (requests,), integer: valid tokens of each request; its queries are the last of them.
+        max_seqlen_q: maximum queries of a request.
+        softmax_scale: multiplies the scores; None means head_dim ** -0.5.
+        block_table: (requests, max_blocks), integer, contiguous over blocks.
 
     Returns:
-        (sum of lengths, heads, head_dim), each kv head repeated for its query heads.
+        (total_q, heads, head_dim) in q's dtype; zero for padding rows and requests without keys.
     """
-    block_size_tokens = cache.shape[1]
-    request = torch.repeat_interleave(torch.arange(lengths.shape[0], device=cache.device), lengths)
-    start = torch.cumsum(lengths, 0) - lengths
-    position = torch.arange(request.shape[0], device=cache.device) - start[request]
-    packed = cache[block_table[request, position // block_size_tokens].long(), position % block_size_tokens]
-    return packed.repeat_interleave(heads // cache.shape[2], dim=1)
+    _, heads, head_dim = q.shape
+    q = q.contiguous()
+    out = torch.zeros_like(q)
+    requests = lengths.shape[0]
+    if not q.numel() or not requests:
+        return out
+    assert k.stride(3) == v.stride(3) == block_table.stride(1) == 1 and k.stride() == v.stride()
+    tiles = tiles_of(q.dtype, head_dim, max_seqlen_q)
+    _paged_attention_kernel[(triton.cdiv(max_seqlen_q, tiles["QUERIES"]), heads, requests)](
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens_q,
+        lengths,
+        block_table,
+        head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        heads,
+        heads // k.shape[2],
+        k.shape[1],
+        head_dim,
+        k.stride(0),
+        k.stride(1),
+        k.stride(2),
+        block_table.stride(0),
+        **tiles,
+    )
+    return out
 
 
-def paged_varlen_attention_cuda(
+def tiles_of(dtype: torch.dtype, head_dim: int, max_seqlen_q: int) -> dict[str, int]:
+    """What a program multiplies at a time, so that registers suffice, and what runs it."""
+    dim = max(16, triton.next_power_of_2(head_dim))
+    queries = _MANY_QUERIES if dtype.itemsize == 2 and max_seqlen_q > _FEW_QUERIES else _FEW_QUERIES
+    keys = max(16, min(_KEYS, _KEY_BYTES // (dim * dtype.itemsize)))
+    return {"DIM": dim, "QUERIES": queries, "KEYS": keys, "num_warps": 4 if dim <= 64 else 8, "num_stages": 2}
+
+
+def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -52,48 +98,15 @@ def paged_varlen_attention_cuda(
     block_table: torch.Tensor,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of packed queries over a paged cache: the `attend` of `flash_attn_functions`.
-
-    Raises:
-        NotImplementedError: another window than (-1, 0), or `return_lse` is True.
-    """
-    if window != (-1, 0):
+    """The `attend` of `flash_attn_functions`."""
+    if window != (-1, 0) or return_lse:
         raise NotImplementedError(
-            f"attention without flash-attn on CUDA supports no window, and only causal attention: got {window=}"
+            f"attention without flash-attn on CUDA supports no window, only causal attention ({window=}), and returns no log-sum-exp"
         )
-    if return_lse:
-        raise NotImplementedError("attention without flash-attn on CUDA returns no log-sum-exp")
-    if q.is_cuda and (q.dtype not in (torch.float16, torch.bfloat16) or torch.cuda.is_current_stream_capturing()):
-        from megatron_hybrid_prefix.platform.kernels.attention_triton import paged_attention_triton
-
-        return paged_attention_triton(q, k, v, cu_seqlens_q, lengths, softmax_scale, block_table), None
-    from torch.nn.attention.varlen import (
-        varlen_attn,
-    )  # not at the top: torch < 2.10 lacks it, and CPU runs do not need it
-
-    max_seqlen_k = int(lengths.max()) if lengths.numel() else 0
-    if max_seqlen_k == 0 or q.shape[0] == 0:
-        return torch.zeros_like(q), None
-    cu_seqlens_q = cu_seqlens_q.to(torch.int32)
-    cu_seqlens_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    out = varlen_attn(
-        q.contiguous(),
-        _gather_packed(k, block_table, lengths, q.shape[1]),
-        _gather_packed(v, block_table, lengths, q.shape[1]),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max(1, int(max_seqlen_q)),
-        max_seqlen_k,
-        scale=softmax_scale,
-        window_size=window,  # aligned to the bottom right
-    )
-    assert isinstance(out, torch.Tensor)  # no log-sum-exp was requested
-    # The kernel leaves padding rows uninitialised; a NaN there would spread through norms and matmuls.
-    padding = torch.arange(q.shape[0], device=q.device) >= cu_seqlens_q[-1]
-    return out.masked_fill(padding[:, None, None], 0.0), None
+    return paged_attention(q, k, v, cu_seqlens_q, lengths, max_seqlen_q, softmax_scale, block_table), None
 
 
-flash_attn_varlen_func, flash_attn_with_kvcache = flash_attn_functions(paged_varlen_attention_cuda)
+flash_attn_varlen_func, flash_attn_with_kvcache = flash_attn_functions(_attend)
 
 
 _TILE = 128  # keys that FA4 multiplies at a time on Hopper, for heads of up to 128 channels
@@ -101,7 +114,7 @@ _DECODE = 16  # FA4 has one kernel for queries that fit into a tile with their h
 
 
 def flash_attn4_varlen_func(original: FlashAttention4, hopper: bool) -> FlashAttention4:
-    """FA4's entry point with fixes: no split KV on Hopper; what it does not support by the gathering attention.
+    """FA4's entry point with fixes: no split KV on Hopper; what it does not support by `paged_attention`.
 
     On a paged cache FA4 supports 16-bit types and heads whose size is a multiple of 16, up to 256.
 
@@ -124,17 +137,8 @@ def flash_attn4_varlen_func(original: FlashAttention4, hopper: bool) -> FlashAtt
                     # A bound only. FA4 compiles another kernel where it lets one tile hold all queries of a request.
                     kwargs["max_seqlen_q"] = max(kwargs["max_seqlen_q"], 2 * _TILE)
             return original(q, k, v, **kwargs)
-        return paged_varlen_attention_cuda(
-            q,
-            k,
-            v,
-            kwargs["cu_seqlens_q"],
-            kwargs["seqused_k"].long(),
-            kwargs["max_seqlen_q"],
-            kwargs["softmax_scale"],
-            window_of(kwargs["causal"], kwargs["window_size"]),
-            kwargs["page_table"],
-        )
+        where = kwargs["cu_seqlens_q"], kwargs["seqused_k"], kwargs["max_seqlen_q"], kwargs["softmax_scale"]
+        return _attend(q, k, v, *where, window_of(kwargs["causal"], kwargs["window_size"]), kwargs["page_table"])
 
     return call
 
@@ -156,3 +160,61 @@ def _not_in_tiles(
     k, v = (each.as_strided((count, half, *each.shape[2:]), (step, *each.stride()[1:])) for each in (k, v))
     inside = torch.arange(0, 2 * next_page, next_page, dtype=block_table.dtype, device=block_table.device)
     return k, v, torch.add(inside, block_table.unsqueeze(-1), alpha=apart).flatten(1)
+
+
+@jit
+def _paged_attention_kernel(
+    q_ptr: tl.tensor,  # (total_q, heads, head_dim)
+    k_ptr: tl.tensor,  # (blocks, block_tokens, kv_heads, head_dim), strided over all but head_dim
+    v_ptr: tl.tensor,  # likewise
+    out_ptr: tl.tensor,  # (total_q, heads, head_dim)
+    cu_seqlens_q_ptr: tl.tensor,  # (requests + 1,)
+    lengths_ptr: tl.tensor,  # (requests,)
+    block_table_ptr: tl.tensor,  # (requests, most blocks), strided over requests
+    scale: tl.tensor,
+    heads: tl.tensor,
+    heads_per_kv_head: tl.tensor,
+    block_tokens: tl.tensor,
+    head_dim: tl.tensor,
+    stride_block: tl.int64,
+    stride_token: tl.int64,
+    stride_head: tl.int64,
+    stride_table: tl.int64,
+    DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+) -> None:
+    """One program: QUERIES queries of a request and head, KEYS keys at a time, with an online softmax."""
+    first, head, request = tl.program_id(0) * QUERIES, tl.program_id(1), tl.program_id(2)
+    start = tl.load(cu_seqlens_q_ptr + request).to(tl.int32)
+    rows = tl.load(cu_seqlens_q_ptr + request + 1).to(tl.int32) - start
+    if first >= rows:
+        return
+    keys = tl.load(lengths_ptr + request).to(tl.int32)
+    row, dims = first + tl.arange(0, QUERIES), tl.arange(0, DIM)
+    position = keys - rows + row
+    in_dim = dims < head_dim
+    in_rows = ((start + row).to(tl.int64)[:, None] * heads + head) * head_dim + dims[None, :]
+    inside = (row < rows)[:, None] & in_dim[None, :]
+    query = tl.load(q_ptr + in_rows, mask=inside, other=0.0)
+    of_head = (head // heads_per_kv_head) * stride_head
+    highest = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, DIM], tl.float32)
+    for begin in range(0, tl.minimum(keys, keys - rows + first + QUERIES), KEYS):
+        at = begin + tl.arange(0, KEYS)
+        valid = at < keys
+        block = tl.load(block_table_ptr + request * stride_table + at // block_tokens, mask=valid, other=0)
+        offsets = block.to(tl.int64) * stride_block + (at % block_tokens) * stride_token + of_head
+        key = tl.load(k_ptr + offsets[None, :] + dims[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.where(at[None, :] <= position[:, None], scores, -float("inf"))
+        now = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(now == -float("inf"), 0.0, now)  # of a row that sees no key
+        weights, keep = tl.exp(scores - base[:, None]), tl.exp(highest - base)
+        value = tl.load(v_ptr + offsets[:, None] + dims[None, :], mask=valid[:, None] & in_dim[None, :], other=0.0)
+        mixed = mixed * keep[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        total = total * keep + tl.sum(weights, 1)
+        highest = now
+    mixed = tl.where((total > 0.0)[:, None], mixed / total[:, None], 0.0)
+    tl.store(out_ptr + in_rows, mixed.to(out_ptr.dtype.element_ty), mask=inside)

@@ -4,28 +4,13 @@ Replaces
 - megatron's `causal_conv1d_varlen_fn` (prefill), `causal_conv1d_update` (decode),
 - `causal_conv1d_varlen_carry_states` (final state of a prefill), where megatron has it,
 - `causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states` (the same, without the state before it), where it has not.
-
-Prefill and decode add the taps in the same order, so a token gets the same bits from either.
 """
 
-from collections.abc import Sequence
-
 import torch
+import torch.nn.functional as F
 
-from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu
-
-from .rows import rows_and_slots
-
-
-def _add_taps(taps: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Returns bias + sum_j taps[j] * weight[:, j], shape (..., dim), adding from the oldest tap to the newest.
-
-    Products and sums are separate operations on purpose: a fused operation may round vector and tail lanes differently.
-    """
-    accumulator = bias.expand_as(taps[0])
-    for j, tap in enumerate(taps):
-        accumulator = accumulator + tap * weight[:, j]
-    return accumulator
+from megatron_hybrid_prefix.ops.convolution import convolve_reference
+from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens
 
 
 @torch.no_grad()
@@ -41,64 +26,28 @@ def causal_conv1d_varlen_fn(
 ) -> torch.Tensor:
     """Depthwise causal convolution and SiLU over packed sequences, each preceded by its own initial window.
 
-    With the precomputed maps, every row is computed by the maps. Upstream maps padding rows to request 0 at row 0, so their
-    values are meaningless, as upstream. Without maps, rows after `cu_seqlens[-1]` are zero (upstream reads out of bounds).
+    Every row is computed by the maps. Upstream maps padding rows to request 0 at row 0, so their values are meaningless.
 
     Args:
-        x: (total_tokens, dim), floating, contiguous.
-        weight: (dim, d_conv), floating, contiguous; the last column meets the current token.
+        x: (total_tokens, dim), floating.
+        weight: (dim, d_conv), x's dtype; the last column meets the current token.
         bias: (dim,), floating.
         cu_seqlens: (requests + 1,), integer, ascending.
-        initial_states: (requests, dim, d_conv - 1): the inputs before each sequence, or None for zeros.
+        initial_states: (requests, dim, d_conv - 1), x's dtype: the inputs before each sequence.
         activation: must be "silu".
-        precomputed_seq_idx: (total_tokens,), integer: row of `initial_states` for each token.
-        precomputed_seq_start: (total_tokens,), integer: row where each token's sequence starts.
+        precomputed_seq_idx: (total_tokens,), integer: row of `initial_states` for each token; None: from `cu_seqlens`.
+        precomputed_seq_start: (total_tokens,), integer: row where each token's sequence starts; likewise.
 
     Returns:
         (total_tokens, dim) in x's dtype.
-
-    Raises:
-        ValueError: another activation, an index map without a start map, or a tensor that is not contiguous.
     """
-    if activation != "silu":
-        raise ValueError(f"only silu is supported, got {activation}")
-    if not (x.is_contiguous() and weight.is_contiguous()):
-        raise ValueError("x and weight must be contiguous")
-    if precomputed_seq_idx is not None and precomputed_seq_start is None:
-        raise ValueError("precomputed_seq_idx needs precomputed_seq_start")
-    total_tokens, dim = x.shape
-    d_conv = weight.shape[1]
-    dtype = compute_dtype(x)
-
-    if precomputed_seq_idx is not None and precomputed_seq_start is not None:
-        request, start = precomputed_seq_idx[:total_tokens].long(), precomputed_seq_start[:total_tokens].long()
-    else:
-        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-        request = torch.repeat_interleave(torch.arange(lengths.shape[0], device=x.device), lengths)
-        start = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
-    mapped_tokens = request.shape[0]
-    token = torch.arange(mapped_tokens, device=x.device)
-
-    shifted_x = torch.zeros(d_conv - 1 + mapped_tokens, dim, dtype=dtype, device=x.device)
-    shifted_x[d_conv - 1 :] = x[:mapped_tokens]
-    taps = []
-    for j in range(d_conv):
-        source = token - (d_conv - 1) + j
-        tap = shifted_x[j : j + mapped_tokens]
-        outside = torch.nonzero(source < start).squeeze(1)  # rows whose tap lies before their sequence; few
-        if outside.numel():
-            tap = tap.clone()
-            tap[outside] = 0.0
-            if initial_states is not None:
-                column = d_conv - 1 - (start - source)[outside]
-                inside_state = column >= 0
-                rows, column = outside[inside_state], column[inside_state]
-                tap[rows] = initial_states[request[rows], :, column].to(dtype)
-        taps.append(tap)
-
-    out = torch.zeros_like(x)
-    out[:mapped_tokens] = silu(_add_taps(taps, weight.to(dtype), bias.to(dtype))).to(x.dtype)
-    return out
+    assert activation == "silu" and initial_states is not None
+    if precomputed_seq_idx is None or precomputed_seq_start is None:
+        rows = torch.arange(len(x), device=x.device)
+        precomputed_seq_idx = torch.bucketize(rows, cu_seqlens[1:].long(), right=True).clamp(max=len(cu_seqlens) - 2)
+        precomputed_seq_start = cu_seqlens[precomputed_seq_idx]
+    windows, maps = F.pad(initial_states, (1, 0)), (precomputed_seq_idx[: len(x)], precomputed_seq_start[: len(x)])
+    return convolve_reference(x, windows, weight, bias, *maps)
 
 
 @torch.no_grad()
@@ -113,52 +62,26 @@ def causal_conv1d_update(
 ) -> torch.Tensor:
     """Advances the convolution by one or several tokens per request; updates `conv_state` in place.
 
-    A negative state index marks padding: the output rows are zero, and neither state is read or written. Despite its name,
-    `silu_activation` is compared with the string "silu", as upstream: True means no activation.
+    A negative state index marks padding: the output rows are zero, and neither state is read or written.
 
     Args:
         x: (batch, dim) or (batch, steps, dim), floating.
-        conv_state: (slots, dim, state_len), state_len >= d_conv - 1: latest inputs, newest last. Updated in place.
-        weight: (dim, d_conv), d_conv 2, 3 or 4.
+        conv_state: (slots, dim, d_conv): latest inputs, newest last. Updated in place.
+        weight: (dim, d_conv).
         bias: (dim,) or None.
-        silu_activation: "silu" to apply SiLU.
+        silu_activation: must be "silu".
         conv_state_indices: (batch,), integer: slot of each row, negative for padding; None means slot = row.
-        intermediate_conv_states: (slots, steps, dim, state_len) or None: receives the state after every step, in the
+        intermediate_conv_states: (slots, steps, dim, d_conv) or None: receives the state after every step, in the
             row of the request's *slot*.
 
     Returns:
         Shape and dtype of x.
-
-    Raises:
-        ValueError: d_conv is not 2, 3 or 4, or the state holds less than d_conv - 1 inputs.
     """
-    d_conv, state_len = weight.shape[-1], conv_state.shape[-1]
-    if d_conv not in (2, 3, 4):
-        raise ValueError(f"d_conv must be 2, 3 or 4, got {d_conv}")
-    if state_len < d_conv - 1:
-        raise ValueError(f"a state of {state_len} inputs is too short for d_conv {d_conv}")
-    steps_x = x.unsqueeze(1) if x.dim() == 2 else x
-    steps, dim = steps_x.shape[1:]
-    dtype = compute_dtype(x)
-    rows, slots = rows_and_slots(conv_state_indices, x)
-    weight = weight.to(dtype)
-    bias = torch.zeros(dim, dtype=dtype, device=x.device) if bias is None else bias.to(dtype)
-
-    out = torch.zeros_like(steps_x)
-    new = steps_x[rows]  # (rows, steps, dim)
-    inputs = torch.cat([conv_state[slots], new.transpose(1, 2).to(conv_state.dtype)], dim=-1)
-    earlier = inputs.transpose(1, 2).to(dtype)  # (rows, state_len + steps, dim)
-    first = state_len - d_conv + 1
-    taps = [*(earlier[:, first + j : first + j + steps] for j in range(d_conv - 1)), new.to(dtype)]
-    y = _add_taps(taps, weight, bias)
-    if silu_activation == "silu":
-        y = silu(y)
-    out[rows] = y.to(out.dtype)
-    conv_state[slots] = inputs[..., steps:]
-    if intermediate_conv_states is not None:
-        after = inputs.unfold(-1, state_len, 1)[:, :, 1:].transpose(1, 2)  # (rows, steps, dim, state_len)
-        intermediate_conv_states[slots, :steps] = after.to(intermediate_conv_states.dtype)
-    return out.squeeze(1) if x.dim() == 2 else out
+    assert silu_activation == "silu"
+    slots = torch.arange(len(x), device=x.device) if conv_state_indices is None else conv_state_indices
+    tokens = x.unsqueeze(1) if x.dim() == 2 else x
+    out = convolve_tokens(tokens, conv_state, weight, bias, slots=slots, after=intermediate_conv_states)
+    return out.view(x.shape)
 
 
 @torch.no_grad()

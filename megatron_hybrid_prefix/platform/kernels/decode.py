@@ -5,22 +5,7 @@ Replaces `megatron.core.ssm.ops.mamba_ssm.selective_state_update`.
 
 import torch
 
-from megatron_hybrid_prefix.ops.elementwise import compute_dtype, silu, softplus
-
-from .rows import rows_and_slots
-
-
-def _untie(tensor: torch.Tensor, last_dims: int) -> torch.Tensor:
-    """Narrow trailing dimensions of a stride-0 expand to 1: the same values, without copies."""
-    if all(tensor.stride(d) == 0 for d in range(-last_dims, 0)):
-        for dim in range(-last_dims, 0):
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _by_head(tensor: torch.Tensor, heads_per_group: int) -> torch.Tensor:
-    """(rows, steps, ngroups, dstate) as (rows, steps, nheads, dstate); a view if there is one group."""
-    return tensor.unsqueeze(3).expand(-1, -1, -1, heads_per_group, -1).flatten(2, 3)
+from megatron_hybrid_prefix.ops.mamba_decode import update_states
 
 
 @torch.no_grad()
@@ -40,22 +25,19 @@ def selective_state_update(
 ) -> torch.Tensor:
     """Advance the recurrence by one or several tokens per request; updates `state` in place.
 
-    The state is float32 (float64 for float64 `x`) within a call, and is rounded to its dtype only when stored. A negative state
-    index marks padding: the output rows are zero, and neither state is read or written. If `intermediate_ssm_states` is None,
-    upstream passes `x` as a dummy pointer and writes states into its first element, because its test "pointer is None" is
-    never true. This function does not write to `x`.
+    A negative state index marks padding: the output rows are zero, and neither state is read or written.
 
     Args:
-        state: (slots, nheads, dim, dstate), floating. Updated in place. (Upstream also takes states without heads.)
+        state: (slots, nheads, dim, dstate), floating. Updated in place.
         x: (batch, steps, nheads, dim), floating.
-        dt: as x; may be a stride-0 expand over dim.
-        A: (nheads, dim, dstate); may be a stride-0 expand over dim and dstate.
+        dt: as x, the same for all of dim.
+        A: (nheads, dim, dstate), the same for all of dim and dstate.
         B: (batch, steps, ngroups, dstate).
         C: as B.
-        D: (nheads, dim), or None.
+        D: (nheads, dim).
         z: as x, or None; the output is multiplied by silu(z).
-        dt_bias: (nheads, dim), or None.
-        dt_softplus: whether to apply softplus to dt (after the bias).
+        dt_bias: (nheads, dim), the same for all of dim.
+        dt_softplus: must be True.
         state_batch_indices: (batch,), integer: slot of each row, negative for padding; None means slot = row.
         intermediate_ssm_states: (slots, steps, nheads, dim, dstate), or None: receives the state after every step, in the
             row of the request's *slot*.
@@ -63,38 +45,17 @@ def selective_state_update(
     Returns:
         Shape and dtype of x.
     """
-    dtype = compute_dtype(x)
-    A = _untie(A, 2).to(dtype)  # (nheads, dim, dstate), or ones
-    dt = _untie(dt, 1)  # (batch, steps, nheads, dim or 1)
-    D = None if D is None else D.to(dtype)
-    dt_bias = None if dt_bias is None else _untie(dt_bias, 1).to(dtype)
-
-    steps, nheads = x.shape[1:3]
-    heads_per_group = nheads // B.shape[-2]
-    rows, slots = rows_and_slots(state_batch_indices, x)
-
-    out = torch.zeros_like(x)
-    x, dt, B, C = (tensor[rows].to(dtype) for tensor in (x, dt, B, C))
-    B, C = _by_head(B, heads_per_group), _by_head(C, heads_per_group)  # (rows, steps, nheads, dstate)
-    if dt_bias is not None:
-        dt = dt + dt_bias
-    if dt_softplus:
-        dt = softplus(dt)
-    decay = torch.exp(A * dt[..., None])
-    added = (B[..., None, :] * dt[..., None]) * x[..., None]  # (rows, steps, nheads, dim, dstate)
-    h = state[slots].to(dtype)  # (rows, nheads, dim, dstate)
-    after = []
-    for step in range(steps):
-        h = h * decay[:, step] + added[:, step]
-        after.append(h)
-    state[slots] = h.to(state.dtype)
-    states = torch.stack(after, dim=1) if steps > 1 else h.unsqueeze(1)
-    if intermediate_ssm_states is not None:
-        intermediate_ssm_states[slots, :steps] = states.to(intermediate_ssm_states.dtype)
-    y = (states * C[..., None, :]).sum(-1)  # (rows, steps, nheads, dim)
-    if D is not None:
-        y = y + x * D
-    if z is not None:
-        y = y * silu(z[rows].to(dtype))
-    out[rows] = y.to(out.dtype)
-    return out
+    assert dt_softplus and D is not None and dt_bias is not None
+    slots = torch.arange(len(x), device=x.device) if state_batch_indices is None else state_batch_indices
+    y = update_states(
+        torch.cat([part.flatten(2) for part in (x, B, C)], -1),
+        dt[..., 0],
+        state,
+        slots,
+        A=A[:, 0, 0],
+        D=D.flatten(),
+        dt_bias=dt_bias[:, 0],
+        z=None if z is None else z.flatten(2),
+        after=intermediate_ssm_states,
+    )
+    return y.view(x.shape)

@@ -6,8 +6,6 @@ Replaces `megatron.core.inference.contexts.fused_kv_append_kernel.triton_append_
 import torch
 from torch import Tensor
 
-from .rows import rows_and_slots
-
 
 @torch.no_grad()
 def triton_append_key_value_cache(
@@ -33,18 +31,8 @@ def triton_append_key_value_cache(
         padded_active_token_count: tokens to write.
         token_to_block_idx: (>= tokens,), integer.
         token_to_local_position_within_kv_block: (>= tokens,), integer.
-
-    Raises:
-        ValueError: shapes do not agree.
     """
-    if key.size(1) != 1 or value.size(1) != 1:
-        raise ValueError(f"expected one token per row, got {key.size(1)} keys and {value.size(1)} values")
-    if memory_buffer.dim() != 6 or key.shape[-2:] != memory_buffer.shape[-2:]:
-        raise ValueError(f"keys {tuple(key.shape)} do not fit the cache {tuple(memory_buffer.shape)}")
-    tokens = padded_active_token_count
-    if tokens == 0:
-        return
-    rows, block = rows_and_slots(token_to_block_idx[:tokens], key[:tokens])
-    position = token_to_local_position_within_kv_block[:tokens].long()[rows]
+    rows = torch.nonzero(token_to_block_idx[:padded_active_token_count] >= 0).squeeze(1)
+    at = token_to_block_idx[rows].long(), token_to_local_position_within_kv_block[rows].long()
     for which, new in enumerate((key, value)):
-        memory_buffer[which, layer_number, block, position] = new[:tokens, 0][rows].to(memory_buffer.dtype)
+        memory_buffer[which, layer_number].index_put_(at, new[rows, 0].to(memory_buffer.dtype))

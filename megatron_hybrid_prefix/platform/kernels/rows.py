@@ -7,26 +7,6 @@ Replaces `tensor_get_slice_after`, `tensor_merge` and `tensor_masked_update` of
 import torch
 
 
-def rows_and_slots(indices: torch.Tensor | None, batch: torch.Tensor) -> tuple[slice | torch.Tensor, torch.Tensor]:
-    """Returns the rows of a step that are not padding, and their slots (or KV blocks).
-
-    Args:
-        indices: (batch,), integer: slot of each row, negative for padding; None means slot = row.
-        batch: any tensor of the step, rows first.
-
-    Returns:
-        (rows, slots): rows indexes the first dimension, with a slice if there is no padding, so that nothing is copied;
-        slots is (rows,), int64.
-    """
-    if indices is None:
-        return slice(None), torch.arange(batch.shape[0], device=batch.device)
-    indices = indices.long()
-    if len(indices) == len(batch) and (not len(indices) or int(indices.min()) >= 0):
-        return slice(None), indices
-    rows = torch.nonzero(indices >= 0).squeeze(1)
-    return rows, indices[rows]
-
-
 @torch.no_grad()
 def tensor_get_slice_after(
     input_tensor: torch.Tensor, output_tensor: torch.Tensor, pos_on_device: torch.Tensor, check_bounds: bool = False
@@ -84,15 +64,6 @@ def tensor_masked_update(states: torch.Tensor, idx: torch.Tensor, new_states: to
         states: (slots, ...), 2 to 4 dimensions, any strides, updated in place.
         idx: (batch,), integer: target slots, -1 for rows to skip.
         new_states: (batch, ...), cast to the dtype of `states`.
-
-    Raises:
-        ValueError: shapes do not agree.
-        IndexError: an index is out of range or below -1 (upstream would write outside the tensor).
     """
-    if idx.dim() != 1 or states.dim() not in (2, 3, 4) or states.shape[1:] != new_states.shape[1:]:
-        raise ValueError(f"cannot update {tuple(states.shape)} at {tuple(idx.shape)} with {tuple(new_states.shape)}")
     rows = torch.nonzero(idx != -1).squeeze(1)
-    slots = idx[rows].long()
-    if slots.numel() and int(slots.min()) < 0:
-        raise IndexError(f"slot {int(slots.min())} is not a slot and not -1")
-    states[slots] = new_states[rows].to(states.dtype)
+    states[idx[rows].long()] = new_states[rows].to(states.dtype)
