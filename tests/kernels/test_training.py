@@ -53,7 +53,7 @@ def loops(zxbcdt, weight, bias, dt_bias, A, D):
     for z, xbc, dt in zip(*zxbcdt.split([WIDTH, CHANNELS, HEADS], dim=-1), strict=True):
         convolved = naive.conv_sequence(xbc, weight, bias, torch.zeros(CHANNELS, TAPS - 1, dtype=torch.float64))
         x, B, C = convolved.split([WIDTH, GROUPS * STATE, GROUPS * STATE], dim=-1)
-        sizes = [[naive.step_size(dt[t, h], dt_bias[h], True) for h in range(HEADS)] for t in range(len(dt))]
+        sizes = [[naive.softplus(float(dt[t, h] + dt_bias[h])) for h in range(HEADS)] for t in range(len(dt))]
         y, _ = naive.mamba_sequence(
             x.reshape(-1, HEADS, DIM),
             torch.tensor(sizes, dtype=torch.float64),
@@ -74,7 +74,7 @@ def test_the_scan_of_layers_that_draft_is_the_recurrence(gated):
     dt_bias, D, z = draw(1, (HEADS,), (HEADS, DIM), x.shape)
     found = mamba_chunk_scan_combined(x, dt, A, B, C, 8, D=D, dt_bias=dt_bias, z=z if gated else None)
     for i in range(len(x)):
-        sizes = [[naive.step_size(dt[i, t, h], dt_bias[h], True) for h in range(HEADS)] for t in range(9)]
+        sizes = [[naive.softplus(float(dt[i, t, h] + dt_bias[h])) for h in range(HEADS)] for t in range(9)]
         start = torch.zeros(HEADS, DIM, STATE, dtype=torch.float64)
         sizes = torch.tensor(sizes, dtype=torch.float64)
         right, _ = naive.mamba_sequence(x[i], sizes, A, B[i], C[i], start, D=D, z=z[i] if gated else None)
