@@ -51,7 +51,7 @@ def main() -> None:
     engines = {OFF: off(model, **fields)}
     engines[OURS] = build_engine(model, HybridPrefixConfig(cache_gb=cache_gb), **fields)
     say("engines are built")
-    tokens = FirstTokens(milestones=False)
+    tokens = FirstTokens()
 
     def new(count: int) -> list[int]:
         return [dice.randrange(model.hybrid_config.vocab_size) for _ in range(count)]

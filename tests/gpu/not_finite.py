@@ -26,7 +26,7 @@ VALUES = (float("nan"), float("inf"), 1e38)
 
 def earlier_bits(engine, weight, prompt):
     """Logits of all tokens before each place are equal bit by bit, with a good embedding there and with a bad one."""
-    controller, tokens, found = engine.controller, FirstTokens(milestones=False), []
+    controller, tokens, found = engine.controller, FirstTokens(), []
     launched = controller.forward_launched
     controller.forward_launched = lambda: (found.append(controller.step_logits[0, :TOKENS].clone()), launched())
     failed = []
@@ -37,7 +37,7 @@ def earlier_bits(engine, weight, prompt):
             if value is not None:
                 weight[BAD] = value
             engine.invalidate()  # the cache has what a good embedding gave
-            request = tokens.send(engine, asked, count=1)[2]
+            request = tokens.send(engine, asked, count=1)[1]
             failed.append(request.failed())
             rows, found[:] = found[0], []
             if value is None:
