@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix import build_engine
-from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.engine.test_install import BLOCK, TOKENS
-from tests.harness.workers.launch import run_ranks
+from tests.harness.workers import scenario
+from tests.harness.workers.launch import run_play
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -20,14 +20,14 @@ DESCRIBED = {
 
 @pytest.mark.parametrize("pattern", DESCRIBED)
 def test_stages_with_and_without_recurrent_layers(pattern, platform, tmp_path):
-    preset = get_preset("tiny-gdn" if "G" in pattern else "tiny", layer_pattern=pattern.replace("|", ""))
-    model = build_hybrid_model(preset, seed=0, platform=platform)
+    name = "tiny-gdn" if "G" in pattern else "tiny"
+    model = scenario.build(name, layer_pattern=pattern.replace("|", ""), platform=platform)
     expected = TOKENS(build_engine(model, block_size_tokens=BLOCK))
-    ranks = run_ranks("install_stages.py", tmp_path / "found.json", pattern)
-    hybrid, plain = [rank[pattern] for rank in ranks], [rank["*-|*-"] for rank in ranks]
-    assert [stage["described"] for stage in hybrid] == DESCRIBED[pattern]
-    for stage in hybrid:
-        assert stage["context"] == "HybridPrefixContext"
-        assert stage["answers"] == expected and stage["skipped_blocks"] == 4
-    for stage in plain:
-        assert (stage["described"], stage["context"]) == (None, "DynamicInferenceContext")
+    parts = {"hybrid": ["script"], "plain": ["script", {"name": "tiny", "layer_pattern": "*-|*-"}]}
+    ranks = run_play(tmp_path, {"sizes": {"pp": 2}, "model": {"name": name, "layer_pattern": pattern}, "parts": parts})
+    assert [rank["hybrid"]["described"] for rank in ranks] == DESCRIBED[pattern]
+    for rank in ranks:
+        hybrid, plain = rank["hybrid"], rank["plain"]
+        assert hybrid["context"] == "HybridPrefixContext"
+        assert hybrid["answers"] == expected and hybrid["skipped_blocks"] == 4
+        assert (plain["described"], plain["context"]) == (None, "DynamicInferenceContext")

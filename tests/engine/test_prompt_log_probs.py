@@ -41,11 +41,7 @@ class WrongLogProb(Exception):
 class Traffic(EngineHarness):
     """An engine whose requests ask for log-probs of prompt and answer.
 
-    Args:
-        model: A model of ``build_hybrid_model``.
-        side: "off" or "on" (the cache), or "upstream": megatron's classes with caching off.
-        states: Most states in the cache.
-        **fields: Of `EngineHarness`.
+    ``side``: "off" or "on" (the cache), or "upstream": megatron's classes with caching off. ``states``: most in the cache.
     """
 
     def __init__(self, model: Any, side: str, *, states: int = MANY, **fields: Any) -> None:
@@ -64,25 +60,14 @@ class Traffic(EngineHarness):
         self.asked: dict[int, Any] = {}
 
     def add(self, prompt: list[int], count: int = 4, cache: dict[str, Any] | None = None, **params: Any) -> int:
-        """Adds a greedy request.
-
-        Args:
-            prompt: Its tokens.
-            count: Tokens to generate.
-            cache: Its cache options.
-            **params: Fields of its sampling parameters.
-        """
+        """Adds a greedy request with these cache options and fields of its sampling parameters."""
         params = {"skip_prompt_log_probs": False} | params
         number = super().add(prompt, count, params=params, **(cache or {}))
         self.asked[number] = greedy(count, **params)
         return number
 
     def check(self, reference: Reference) -> None:
-        """Checks that all requests are finished with the right results.
-
-        Raises:
-            WrongLogProb: One is not.
-        """
+        """Checks that all requests are finished; WrongLogProb: one's results are not right."""
         assert set(self.finished) == set(self.asked)
         for number, request in self.finished.items():
             problems = wrong(reference, request, self.asked[number])
@@ -91,15 +76,7 @@ class Traffic(EngineHarness):
 
 
 class Reference:
-    """The model's results, computed once per sequence.
-
-    Args:
-        model: A model of ``build_hybrid_model``.
-
-    Attributes:
-        log_probs: Function of token ids: log-probs after each of them, in float64, token by token.
-        noise: Function of token ids: the effect of float32 rounding on each of these.
-    """
+    """The model's results, computed once per sequence: log-probs in float64, and the effect of float32 rounding on each of them."""
 
     def __init__(self, model: Any) -> None:
         naive = NaiveHybridModel(model, model.hybrid_config)

@@ -77,13 +77,7 @@ def play(model, side, kind, prefill, prompts, forced, *, max_tokens, max_request
 
 
 class Truth:
-    """The true log-probs of the given tokens, and how far the best token is from the second.
-
-    Args:
-        model: A `NaiveHybridModel`.
-        prompts: Token ids of each.
-        forced: Of each, the tokens that follow it.
-    """
+    """The true log-probs of the given tokens, and how far the best token is from the second."""
 
     def __init__(self, model, prompts, forced):
         self.log_probs, best = [], []
@@ -136,16 +130,7 @@ def further_off(report):
 
 
 def measure(models, truth_model, prompts, forced, *, kinds=KINDS, **fields):
-    """All engines; returns the report.
-
-    Args:
-        models: By dtype, "bfloat16" and "float32", with the same weights.
-        truth_model: A `NaiveHybridModel` of them.
-        prompts: Token ids of each.
-        forced: Of each, the tokens that follow it.
-        kinds: Of `KINDS`; "bfloat16" has to be one.
-        **fields: See `play`.
-    """
+    """The report of all engines. ``models`` are by dtype, with the weights of ``truth_model``; one of ``kinds`` is "bfloat16"."""
     started_s, tokens = time.perf_counter(), torch.tensor(forced)
     truth = Truth(truth_model, prompts, forced)
     print(f"truth of {len(prompts)} prompts: {time.perf_counter() - started_s:.1f} s", flush=True)

@@ -44,17 +44,9 @@ def prompts(vocab_size):
 def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=None, ends=False, tight=False, **fields):
     """Tokens and log-probs of every request, and how many steps of each kind replayed graphs.
 
-    Args:
-        preset: The model, as of `built`.
-        graphs: Whether to capture and replay CUDA graphs.
-        mode: "legacy" or "async" scheduling.
-        together: False: one request after another.
-        cached: Whether the cache is on.
-        answers: The answers to make drafts from; None: no drafts, or those of the model.
-        ends: Each request has an end token, taken from its answer.
-        tight: For a model in float32, memory is: entries are evicted and requests wait, so that steps have other
-            requests; in bfloat16 that alone would change the answers.
-        **fields: As of `build_engine`.
+    Drafts are made from ``answers``, if there are some; ``ends``: each request has an end token, taken from its answer. ``tight``: of
+    a model in float32, memory is: entries are evicted and requests wait, so that steps have other requests; in bfloat16 that alone
+    would change the answers.
     """
     gc.collect()  # the model of the run before
     torch.cuda.empty_cache()

@@ -25,13 +25,7 @@ SIZES = {"block_tokens": 256, "max_requests": 16}
 
 
 class Run:
-    """A model of its own, and an engine.
-
-    Args:
-        preset: The model.
-        graphs: Whether to capture and replay CUDA graphs.
-        mode: "legacy" or "async" scheduling.
-    """
+    """A model of its own, and an engine."""
 
     def __init__(self, preset, *, graphs, mode):
         self.config = named(preset)

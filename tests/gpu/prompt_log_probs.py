@@ -43,13 +43,7 @@ def forbid_waits():
 
 
 class Endings:
-    """One engine, and endings of a context.
-
-    Args:
-        model: The model.
-        side: Of `SIDES`.
-        step_tokens: Most tokens of a step.
-    """
+    """One engine of one of `SIDES`, and endings of a context."""
 
     def __init__(self, model, side, step_tokens=8192):
         self.vocabulary, self.number, self.watched = model.hybrid_config.vocab_size, 0, False

@@ -91,8 +91,12 @@ def described(finished: dict[int, Any]) -> list[dict[str, Any]]:
     return [
         {
             "tokens": list(map(int, request.generated_tokens)),
-            "log_probs": list(request.generated_log_probs),
+            "log_probs": list(request.generated_log_probs or ()),
             "cached_tokens": request.num_cached_tokens,
+            "failed": request.failed(),
+            "prompt_log_probs": request.prompt_log_probs,
+            "prompt_top_n_logprobs": request.prompt_top_n_logprobs,
+            "generated_top_n_logprobs": request.generated_top_n_logprobs,
         }
         for _, request in sorted(finished.items())
     ]
@@ -101,8 +105,7 @@ def described(finished: dict[int, Any]) -> list[dict[str, Any]]:
 def assert_same(answers: Sequence[dict[str, Any]], right: Sequence[dict[str, Any]]) -> float:
     """Checks that answers of `described` have the tokens of others, and their log-probs within `LOG_PROB_NOISE`.
 
-    Returns:
-        The largest difference of log-probs.
+    Returns the largest difference of log-probs.
     """
     assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in right]
     gaps = [0.0]
