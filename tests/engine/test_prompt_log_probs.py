@@ -187,8 +187,7 @@ def defect(number: int, mode: str = "legacy", raises: type[Exception] = WrongLog
 @defect(41)
 def test_chunks(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
-    traffic.add(prompt(0, 200), top_n_logprobs=3)
-    traffic.run()
+    traffic.send(prompt(0, 200), top_n_logprobs=3)
     traffic.check(reference)
 
 
@@ -244,8 +243,7 @@ def test_only_a_chunks_end_depends_on_the_token_that_follows_it(tiny, reference,
         lambda self: rows_only(self, self.inference_wrapped_model.inference_context),
     )
     traffic = Traffic(tiny, "on", max_tokens=64)
-    traffic.add(prompt(0, 200), top_n_logprobs=3)
-    traffic.run()
+    traffic.send(prompt(0, 200), top_n_logprobs=3)
     problems = wrong(reference, traffic.finished[1], traffic.asked[1])
     assert [problem.split(":")[0] for problem in problems] == ["position 63", "position 127", "position 191"]
 
@@ -254,8 +252,7 @@ def test_only_a_chunks_end_depends_on_the_token_that_follows_it(tiny, reference,
 def test_a_prompts_own_end_token_between_two_chunks_ends_nothing(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     tokens = prompt(0, 200)
-    traffic.add(tokens, termination_id=tokens[64])
-    traffic.run()
+    traffic.send(tokens, termination_id=tokens[64])
     traffic.check(reference)
 
 
@@ -265,8 +262,7 @@ def test_a_prompts_own_end_token_between_two_chunks_ends_nothing(tiny, reference
 @defect(42)
 def test_likeliest_tokens_of_an_answer_after_chunks(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
-    traffic.add(prompt(0, 200), skip_prompt_log_probs=True, top_n_logprobs=2)
-    traffic.run()
+    traffic.send(prompt(0, 200), skip_prompt_log_probs=True, top_n_logprobs=2)
     traffic.check(reference)
 
 
@@ -275,8 +271,7 @@ def test_beside_a_request_that_asks_for_nothing(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode)
     traffic.add(prompt(1, 100), return_log_probs=False)
     traffic.step(2)
-    traffic.add(prompt(2, 70))
-    traffic.run()
+    traffic.send(prompt(2, 70))
     traffic.check(reference)
 
 
@@ -287,8 +282,7 @@ def test_the_step_after_another_request_ended(tiny, reference, side, mode):
     traffic.add(prompt(1, 30), 5, return_log_probs=False)
     traffic.add(prompt(2, 40), 9)
     traffic.add(prompt(3, 50), 9, skip_prompt_log_probs=True, top_n_logprobs=2)
-    traffic.add(prompt(4, 60), 4)  # waits for a row: the step after is one without overlap
-    traffic.run()
+    traffic.send(prompt(4, 60), count=4)
     traffic.check(reference)
 
 
@@ -319,8 +313,7 @@ def test_stop_words(tiny, reference, side, mode, left):
 def test_tokens_of_the_same_text(tiny, reference, side, mode):
     tokens = prompt(0, 100)
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, tokenizer=ByteTokenizer(512))
-    traffic.add(tokens, top_n_logprobs=5)
-    traffic.run()
+    traffic.send(tokens, top_n_logprobs=5)
     (request,) = traffic.finished.values()
     rows = reference.log_probs((*tokens, *request.generated_tokens))
     entries = request.prompt_top_n_logprobs + request.generated_top_n_logprobs
@@ -400,8 +393,7 @@ def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatc
     traffic.add(prompt(0, 126), 20)
     traffic.add(prompt(2, 3), 60)
     traffic.step(3)
-    traffic.add(prompt(1, 128), 1)
-    traffic.run()
+    traffic.send(prompt(1, 128), count=1)
     assert 1 in paused
     traffic.check(reference)
 

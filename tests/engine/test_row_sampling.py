@@ -213,8 +213,7 @@ def test_top_k_with_top_p_and_drafts(tiny_mtp):
     """Without a seed: each token is among those that both leave."""
     served = EngineHarness(tiny_mtp, num_speculative_tokens=2)
     options = SamplingOptions(top_k=5, top_p=0.7)
-    served.add(PROMPTS[0], 40, params={"top_k": 5, "top_p": 0.0}, sampling_options=options.as_dict())
-    served.run()
+    served.send(PROMPTS[0], count=40, params={"top_k": 5, "top_p": 0.0}, sampling_options=options.as_dict())
     answer = list(served.finished[1].generated_tokens)
     logits = served.reference.logits(PROMPTS[0] + answer[:-1])[len(PROMPTS[0]) - 1 :]
     for token, scores in zip(answer, logits, strict=True):

@@ -12,7 +12,6 @@ not). ``--preset tiny --device cpu --tokens 300 --host-gb 0.1 --prompts 4`` trie
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -22,8 +21,7 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.gpu.measure import BLOCK_TOKENS, FirstTokens, engine_fields, synchronize
+from tests.gpu.measure import BLOCK_TOKENS, FirstTokens, engine_fields, started, synchronize
 from tests.harness.engine_helpers import cache_gb_for, greedy, run_to_end
 
 REQUESTS = 4
@@ -50,17 +48,7 @@ def row_ms(engine, prompts):
     return (time.perf_counter() - start_s) * 1e3 / len(prompts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="hybrid-4b")
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--tokens", type=int, default=8492)
-    parser.add_argument("--warm-up", type=int, default=8, help="prompts that fill the device and compile kernels")
-    parser.add_argument("--prompts", type=int, default=32, help="of each engine")
-    parser.add_argument("--row", type=int, default=4, help="prompts one right after the other")
-    parser.add_argument("--host-gb", type=float, default=10.0)
-    args = parser.parse_args()
-    print(ensure_platform(device=args.device).describe(), flush=True)
+def main(args) -> None:
     model, dice = build_hybrid_model(args.preset, seed=0), random.Random(0)
     fields = engine_fields(model, args.tokens, prompts=REQUESTS, requests=REQUESTS)
     blocks = 10 * (args.tokens // BLOCK_TOKENS + 1)
@@ -96,8 +84,8 @@ def main() -> None:
         )
         if args.row:
             print(f"{'':14} {args.row} in a row, each {paired(rowed[name], rowed['off'])}", flush=True)
-    shut_down()
 
 
 if __name__ == "__main__":
-    main()
+    with started(__doc__, preset="hybrid-4b", tokens=8492, warm_up=8, prompts=32, row=4, host_gb=10.0) as arguments:
+        main(arguments)

@@ -1,19 +1,17 @@
 """Prompts that come back from the host while others run. Prints JSON.
 
-Usage: ``host_tier.py legacy|async [PRESET [HOST_GIB]]``.
+Usage: ``host_tier.py legacy|async [PRESET]``.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.measure import report, started, synchronize
 from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
 
@@ -21,8 +19,8 @@ PROMPTS, ROUNDS, BLOCK = 12, 4, 256
 HOST_GB = 2.0  # all prompts' entries: 12 of 8 blocks of 1 MiB and states of up to 8.25
 
 
-def main(mode, preset="small"):
-    platform = ensure_platform()
+def main(args):
+    mode, preset = args.mode, args.preset
     model = build_hybrid_model(named(preset), seed=0)
     vocabulary = named(preset).vocab_size
     cache_gb = cache_gb_for(model, 44, states=6, block_tokens=BLOCK, max_requests=4)
@@ -43,8 +41,7 @@ def main(mode, preset="small"):
 
     def look():
         nonlocal equal, unequal
-        if platform.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
         for index, key in enumerate(key_of):
             node = cache.node(key)
             if node is not None and node.slot >= 0:
@@ -82,9 +79,9 @@ def main(mode, preset="small"):
                         break
                     compared, difference = compared + 1, difference + abs(log_prob - its)
     stats = engine.context.prefix_stats().as_dict()
-    report = {name: stats[name] for name in ("reused_tokens_host", "fallbacks")}
-    report |= {name: stats["tiers"]["host"][name] for name in ("loads", "stores", "seconds", "seconds_waited")}
-    report |= {
+    found = {name: stats[name] for name in ("reused_tokens_host", "fallbacks")}
+    found |= {name: stats["tiers"]["host"][name] for name in ("loads", "stores", "seconds", "seconds_waited")}
+    found |= {
         "moved_blocks": cache.memory_use().moved_blocks,
         "preset": preset,
         "mode": mode,
@@ -92,9 +89,9 @@ def main(mode, preset="small"):
         "unequal_states": unequal,
         "tokens_compared": compared,
     }
-    print(json.dumps(report | {"mean_log_prob_difference": difference / max(1, compared)}))
-    shut_down()
+    report(args, found | {"mean_log_prob_difference": difference / max(1, compared)})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with started(__doc__, "mode", "preset=small") as arguments:
+        main(arguments)

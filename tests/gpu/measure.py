@@ -1,17 +1,49 @@
-"""What the scripts that measure share. Without a GPU, tiny sizes try each of them; times are by the clock then."""
+"""What the scripts here share. Without a GPU, tiny sizes try most of them; times are by the clock then."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.harness.engine_helpers import greedy, kv_budget, run_to_end
 
 ON_GPU = torch.cuda.is_available()
 BLOCK_TOKENS = 256
+
+
+@contextmanager
+def started(
+    doc: str | None, *words: str, sizes: Callable[[Any], dict[str, int]] = lambda args: {}, **options: Any
+) -> Iterator[argparse.Namespace]:
+    """A script's arguments, while the platform runs with ``sizes``.
+
+    ``words`` are positional, "name" or "name=default". An option has its default's type, or (a tuple) choices.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, _, default in (word.partition("=") for word in words):
+        parser.add_argument(name, **({"nargs": "?", "default": default} if default else {}))
+    for name, value in {"device": (None, "cpu", "cuda"), **options}.items():
+        of = {"action": "store_true"} if value is False else {"default": value, "type": type(value or "")}
+        if isinstance(value, tuple):
+            of = {"default": value[0], "choices": value}
+        parser.add_argument("--" + name.replace("_", "-"), **of)
+    args = parser.parse_args()
+    args.platform = ensure_platform(device=args.device, **sizes(args))
+    print(args.platform.describe(), flush=True)
+    yield args
+    shut_down()
+
+
+def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """The last line, as JSON."""
+    print(json.dumps({"platform": args.platform.describe()} | found), flush=True)
 
 
 def synchronize() -> None:

@@ -6,15 +6,12 @@ new engine without graphs that has these weights. Also with what the layers had 
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform
-from tests.gpu.graphs import answers_of, count_steps, finish
+from tests.gpu.graphs import answers_of, count_steps, write
 from tests.gpu.models import layers_for
 from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
@@ -65,8 +62,7 @@ class Run:
                     weight.add_(1.0)
 
 
-def main(preset, out):
-    print(ensure_platform().describe(), flush=True)
+def find(preset):
     fresh = Run(preset, graphs=False, mode="legacy")
     fresh.change()
     found = {"fresh": fresh.answers()}
@@ -88,8 +84,8 @@ def main(preset, out):
         run.engine.resume()
         found[f"{mode}_resumed"] = run.answers()
         release_engine(run.engine)
-    finish(found, out)
+    return found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write(find, __doc__)

@@ -6,12 +6,11 @@ Usage: ``tiny_fp32.py TOLERANCE [PRESET]``.
 from __future__ import annotations
 
 import os
-import sys
 
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.measure import started
 from tests.gpu.models import built
 from tests.harness.engine_helpers import NOISES, assert_matches, greedy, kv_budget, random_tokens, run_to_end
 from tests.harness.naive_model import UNIT_ROUNDOFF, NaiveHybridModel
@@ -45,9 +44,8 @@ def assert_prompt_matches(reference, request, tolerance):
     torch.testing.assert_close(found, rows.topk(2).values, rtol=0, atol=NOISES * tolerance)
 
 
-def main(tolerance, preset):
-    print(ensure_platform().describe())
-    model = built(preset)
+def main(args):
+    tolerance, model = float(args.tolerance), built(args.preset)
     fields = {"max_sequence_length": 1024, "max_requests": MAX_REQUESTS}
     fields |= kv_budget(model, BLOCKS, block_tokens=256, max_requests=MAX_REQUESTS)
     engine = build_engine(model, **fields)
@@ -82,8 +80,8 @@ def main(tolerance, preset):
         assert_prompt_matches(reference, request, tolerance)
         assert_matches(reference, request, tolerance=tolerance)
     assert len(chunked) == len(cases) * len(LENGTHS)
-    shut_down()
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), *(sys.argv[2:] or ["tiny"]))
+    with started(__doc__, "tolerance", "preset=tiny") as arguments:
+        main(arguments)
