@@ -178,16 +178,51 @@ def defect(number: int, mode: str = "legacy", raises: type[Exception] = WrongLog
     return pytest.mark.parametrize(("side", "mode"), [upstream, *ENGINES])
 
 
-# -- prompts computed whole --------------------------------------------------------------------------------------------
+# -- who is given what -------------------------------------------------------------------------------------------------
+
+# Of megatron's defects: its scheduling, fields, and requests: of which prompt how many tokens, of the answer, what they ask for, and steps.
+CASES: dict[int, tuple[str, dict[str, Any], list[tuple[tuple[int, int], int, dict[str, Any], int]]]] = {
+    41: ("legacy", {"max_tokens": 64}, [((0, 200), 4, {"top_n_logprobs": 3}, 0)]),
+    42: ("legacy", {"max_tokens": 64}, [((0, 200), 4, {"skip_prompt_log_probs": True, "top_n_logprobs": 2}, 0)]),
+    43: ("legacy", {}, [((1, 100), 4, {"return_log_probs": False}, 2), ((2, 70), 4, {}, 0)]),
+    # Async: a step is sampled after its rows moved up. The first asks for no log-probs, and ends; the last waits for a row: the
+    # step after is one without overlap.
+    44: (
+        "async",
+        {"max_requests": 3},
+        [
+            ((1, 30), 5, {"return_log_probs": False}, 0),
+            ((2, 40), 9, {}, 0),
+            ((3, 50), 9, {"skip_prompt_log_probs": True, "top_n_logprobs": 2}, 0),
+            ((4, 60), 4, {}, 0),
+        ],
+    ),
+    45: (
+        "legacy",
+        {},
+        [
+            ((1, 100), 0, {"top_n_logprobs": 2}, 0),
+            ((1, 100), 0, {"skip_prompt_log_probs": True, "top_n_logprobs": 2}, 0),
+        ],
+    ),
+}
+SIDES = [
+    *(
+        pytest.param(number, "upstream", mode, marks=expected(number, WrongLogProb))
+        for number, (mode, *_) in CASES.items()
+    ),
+    *((number, *engine) for number in CASES for engine in ENGINES),
+]
 
 
-# -- prompts computed in chunks ----------------------------------------------------------------------------------------
-
-
-@defect(41)
-def test_chunks(tiny, reference, side, mode):
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
-    traffic.send(prompt(0, 200), top_n_logprobs=3)
+@pytest.mark.parametrize(("number", "side", "mode"), SIDES)
+def test_each_request_is_given_what_it_asked_for(tiny, reference, number, side, mode):
+    _, fields, asked = CASES[number]
+    traffic = Traffic(tiny, side, async_sched_mode=mode, **fields)
+    for of, count, asks, steps in asked:
+        traffic.add(prompt(*of), count, **asks)
+        traffic.step(steps)
+    traffic.run()
     traffic.check(reference)
 
 
@@ -253,45 +288,6 @@ def test_a_prompts_own_end_token_between_two_chunks_ends_nothing(tiny, reference
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     tokens = prompt(0, 200)
     traffic.send(tokens, termination_id=tokens[64])
-    traffic.check(reference)
-
-
-# -- who is given what -------------------------------------------------------------------------------------------------
-
-
-@defect(42)
-def test_likeliest_tokens_of_an_answer_after_chunks(tiny, reference, side, mode):
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
-    traffic.send(prompt(0, 200), skip_prompt_log_probs=True, top_n_logprobs=2)
-    traffic.check(reference)
-
-
-@defect(43)
-def test_beside_a_request_that_asks_for_nothing(tiny, reference, side, mode):
-    traffic = Traffic(tiny, side, async_sched_mode=mode)
-    traffic.add(prompt(1, 100), return_log_probs=False)
-    traffic.step(2)
-    traffic.send(prompt(2, 70))
-    traffic.check(reference)
-
-
-@defect(44, mode="async")
-def test_the_step_after_another_request_ended(tiny, reference, side, mode):
-    """Async: a step is sampled after its rows moved up. The first request asks for no log-probs, and ends."""
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_requests=3)
-    traffic.add(prompt(1, 30), 5, return_log_probs=False)
-    traffic.add(prompt(2, 40), 9)
-    traffic.add(prompt(3, 50), 9, skip_prompt_log_probs=True, top_n_logprobs=2)
-    traffic.send(prompt(4, 60), count=4)
-    traffic.check(reference)
-
-
-@defect(45)
-def test_an_answer_of_no_tokens(tiny, reference, side, mode):
-    traffic = Traffic(tiny, side, async_sched_mode=mode)
-    for asks in ({"top_n_logprobs": 2}, {"skip_prompt_log_probs": True, "top_n_logprobs": 2}):
-        traffic.add(prompt(1, 100), 0, **asks)
-    traffic.run()
     traffic.check(reference)
 
 

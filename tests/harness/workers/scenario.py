@@ -4,8 +4,8 @@ A play is data::
 
     {"sizes": {"tp": 2}, "model": {"name": "tiny"}, "parts": {name: part, ...}}
 
-``sizes`` are arguments of `ensure_platform`, ``model`` those of `build`. A part is a list, a function of `FUNCTIONS` and its
-arguments, or a session: ``engine`` has fields of `EngineHarness`, ``events`` a list of methods of `Session` and their
+``sizes`` are arguments of `ensure_platform`, ``model`` those of `build`; without them there is none. A part is a list, a function
+of `FUNCTIONS` or "module:function" and its arguments after the model, or a session: ``engine`` has fields of `EngineHarness`, ``events`` a list of methods of `Session` and their
 arguments; by data-parallel rank, if it is a dictionary. An event is of one rank only if its name begins so: "last: damage",
 or "first", "rest" (all but the last) or "rank 2". OUT.json gets what each rank found, by part. Tests play parts in their own
 process, too, where one rank is the reference.
@@ -13,6 +13,7 @@ process, too, where one rank is the reference.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -462,8 +463,8 @@ def main(out: str, path: str) -> None:
         with pytest.raises(ValueError) as refusal:
             ensure_platform(**given["refused"], **limits)
         found["refusal"] = str(refusal.value)
-    platform = ensure_platform(**given["sizes"], **limits)
-    if given["model"].get("kind") == "inference":
+    platform = ensure_platform(**given["sizes"], **limits) if "sizes" in given else None
+    if given.get("model", {}).get("kind") == "inference":
         from tests.harness.inference_layers import put_stand_ins
 
         put_stand_ins(setattr)
@@ -471,15 +472,16 @@ def main(out: str, path: str) -> None:
         from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
 
         use_fake_mooncake(pytest.MonkeyPatch(), FakeCluster())
-    model = build(**given["model"], platform=platform)
-    rank = dist.get_rank() // given["sizes"].get("tp", 1)
+    model = build(**given["model"], platform=platform) if "model" in given else None
     for name, part in given["parts"].items():
-        if isinstance(part, list):
-            found[name] = FUNCTIONS[part[0]](model, *part[1:])
+        if isinstance(part, dict):
+            found[name] = play(model, **part, rank=dist.get_rank() // given["sizes"].get("tp", 1))
         else:
-            found[name] = play(model, **part, rank=rank)
+            module, _, function = part[0].rpartition(":")
+            of = getattr(importlib.import_module(module), function) if module else FUNCTIONS[function]
+            found[name] = of(model, *part[1:])
         dist.barrier()
-    write_findings(out, found | {"platform": platform.describe()})
+    write_findings(out, found | {"platform": platform and platform.describe()})
     shut_down()
 
 
