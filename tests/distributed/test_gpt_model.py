@@ -69,3 +69,27 @@ def test_a_script_in_megatrons_words(case):
     for rank in ranks:
         found = rank["script"]
         assert (found["context"], found["answers"], found["skipped_blocks"]) == ("HybridPrefixContext", expected, 4)
+
+
+# Whose description of its states a stage gets.
+DESCRIBED = {
+    "M*-M-|*-": ["MambaInferenceStateConfig", "RecurrentStateConfig"],
+    "*-|G*-": ["RecurrentStateConfig", "RecurrentStateConfig"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", DESCRIBED)
+def test_stages_with_and_without_recurrent_layers(pattern, platform, tmp_path):
+    """With `install` a stage without recurrent layers caches as its neighbour does."""
+    name = "tiny-gdn" if "G" in pattern else "tiny"
+    model = scenario.build(name, layer_pattern=pattern.replace("|", ""), platform=platform)
+    expected = TOKENS(build_engine(model, block_size_tokens=BLOCK))
+    parts = {"hybrid": ["script"], "plain": ["script", {"name": "tiny", "layer_pattern": "*-|*-"}]}
+    ranks = run_play(tmp_path, {"sizes": {"pp": 2}, "model": {"name": name, "layer_pattern": pattern}, "parts": parts})
+    assert [rank["hybrid"]["described"] for rank in ranks] == DESCRIBED[pattern]
+    for rank in ranks:
+        hybrid, plain = rank["hybrid"], rank["plain"]
+        assert hybrid["context"] == "HybridPrefixContext"
+        assert hybrid["answers"] == expected and hybrid["skipped_blocks"] == 4
+        assert (plain["described"], plain["context"]) == (None, "DynamicInferenceContext")

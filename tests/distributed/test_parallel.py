@@ -14,7 +14,7 @@ from tests.harness.lifecycle_helpers import MODES
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
 from tests.harness.workers import scenario
-from tests.harness.workers.launch import run_play, run_ranks
+from tests.harness.workers.launch import run_play, run_prepared, run_ranks
 
 LENGTHS = (257, 1, 128, 3, 600, 2, 256, 127, 129, 255)
 ENGINE = {"buffer_size_gb": 0.05, "slots": None}  # room for all requests; each engine fills it with zeros
@@ -148,3 +148,14 @@ def test_processes_of_a_rank_end_with_it(tmp_path):
             return True
 
     wait_until(has_ended, "the child's end")
+
+
+@pytest.mark.multi
+def test_a_process_has_the_environment_of_the_moment(tmp_path, monkeypatch):
+    """It is forked with everything imported, and behaves like a new one."""
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint(os.environ['MHP_TEST_MARK'], os.environ.get('RANK'))")
+    for mark in ("first", "second"):  # the process of which they are forked starts with the first, or before
+        monkeypatch.setenv("MHP_TEST_MARK", mark)
+        ended = run_prepared(script, environments=({"RANK": "0"}, {"RANK": "1"}))
+        assert [one.stdout for one in ended] == [f"{mark} 0\n", f"{mark} 1\n"], ended[0].stderr

@@ -216,7 +216,7 @@ def test_ranks_whose_tiers_differ_decide_alike(tmp_path, monkeypatch):
     late_s, rng, traffic = 0.2, random.Random(5), []
     prompts = [tokens(2 + number % 3, 9, seed=70 + number) for number in range(12)]
     # What one rank writes later, the other may lose.
-    again = [event for _ in range(3) for prompt in prompts for event in (["sends", [prompt]], ["drain"])]
+    again = [event for _ in range(3) for prompt in prompts for event in (["sends", [prompt], 2], ["drain"])]
     for _ in range(60):  # requests begin and end beside each other
         prompt = rng.choice(prompts)
         kept = rng.choice([len(prompt), len(prompt) - 40])
