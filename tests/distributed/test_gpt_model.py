@@ -8,7 +8,7 @@ import pytest
 
 from megatron_hybrid_prefix import build_engine
 from tests.engine.test_install import TOKENS
-from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_same, random_tokens
+from tests.harness.engine_helpers import assert_damaged, assert_same, random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, tokens
 from tests.harness.selection import mostly_slow
 from tests.harness.workers import scenario
@@ -56,11 +56,9 @@ def test_answers_are_those_of_the_hybrid_model(case):
 
 
 def test_a_wrong_state_on_one_rank_shows(case):
-    """Otherwise equal answers would not show that the states of a rank are right. (Expert-parallel ranks have requests of their own.)"""
+    """(Expert-parallel ranks have requests of their own.)"""
     _, right, ranks = case
-    for answer, reference in zip(ranks[-1]["damaged"]["answers"], right, strict=True):
-        off = max(abs(a - b) for a, b in zip(answer["log_probs"], reference["log_probs"], strict=True))
-        assert off > 1e-3 if answer["cached_tokens"] else off <= LOG_PROB_NOISE
+    assert_damaged(ranks[-1]["damaged"]["answers"], right)
 
 
 def test_a_script_in_megatrons_words(case):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -304,21 +302,6 @@ def test_random_traffic(tiny, reference, seed):
 # -- mutants -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside the block."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def _logits_of_the_position_before(original: Any) -> Any:
-    return lambda self: {request_id: first - 1 for request_id, first in original(self).items()}
-
-
 def _log_probs_one_position_early(original: Any) -> Any:
     def part(self: Scores, start: int, end: int, top_n: int) -> Scores:
         right = original(self, start, end, top_n)
@@ -336,23 +319,28 @@ def _logits_of_another_boundary(original: Any) -> Any:
     return next_logits
 
 
-def _too_few_likeliest(original: Any) -> Any:
-    return lambda self, key, top_n: original(self, key, 0)
-
-
 MUTANTS = {
-    "logits of the position before": (scores.ScoredPrompts, "_first_tokens", _logits_of_the_position_before),
+    "logits of the position before": (
+        scores.ScoredPrompts,
+        "_first_tokens",
+        lambda original: lambda self: {request_id: first - 1 for request_id, first in original(self).items()},
+    ),
     "block shifted by one": (Scores, "part", _log_probs_one_position_early),
     "logits of another boundary": (ScoreTable, "next_logits", _logits_of_another_boundary),
-    "fewer likeliest tokens than asked for": (ScoreTable, "block", _too_few_likeliest),
+    "fewer likeliest tokens than asked for": (
+        ScoreTable,
+        "block",
+        lambda original: lambda self, key, top_n: original(self, key, 0),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants(tiny, reference, name):
+def test_mutants(tiny, reference, name, monkeypatch):
     owner, method, mutate = MUTANTS[name]
     traffic = Traffic(tiny, "on")
-    with replaced(owner, method, mutate(getattr(owner, method))), pytest.raises((WrongLogProb, ValueError)):
+    monkeypatch.setattr(owner, method, mutate(getattr(owner, method)))
+    with pytest.raises((WrongLogProb, ValueError)):
         for number, cut in enumerate((*CUTS, *CUTS)):
             traffic.send(ending(cut, number), count=1, top_n_logprobs=1 + 2 * (number // len(CUTS)))
         traffic.check(reference)

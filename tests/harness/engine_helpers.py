@@ -116,6 +116,13 @@ def assert_same(answers: Sequence[dict[str, Any]], right: Sequence[dict[str, Any
     return max(gaps)
 
 
+def assert_damaged(answers: Sequence[dict[str, Any]], right: Sequence[dict[str, Any]]) -> None:
+    """Checks that answers from reused, wrong states are wrong, and others right. Else equal answers would say nothing of states."""
+    for answer, reference in zip(answers, right, strict=True):
+        off = max(abs(a - b) for a, b in zip(answer["log_probs"], reference["log_probs"], strict=True))
+        assert off > 1e-3 if answer["cached_tokens"] else off <= LOG_PROB_NOISE
+
+
 # Log-probs of two float32 runs of a preset: `NOISES` times the largest noise of any position (`NaiveHybridModel.noise`),
 # as tests/models/test_models.py checks. A wrong state is at least five times as far off.
 LOG_PROB_NOISE = 2e-4
