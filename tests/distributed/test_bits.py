@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness.workers.launch import run_ranks
+from tests.harness.named_models import named
+from tests.harness.workers.launch import run_play
 
 
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize(("preset", "tp", "pp"), [("tiny", 4, 1), ("tiny-gdn", 4, 1), ("tiny", 1, 2)])
 def test_ranks_give_the_bits_of_a_request_alone(tmp_path, preset, tp, pp):
-    for rank in run_ranks("bits.py", tmp_path / "bits.json", preset, tp, pp, ranks=tp * pp):
-        assert rank["finished"] > 0
-        assert rank["differing"] == []
-        assert bool(rank["differing_by_rows"]) == (tp > 1)
+    model = {"name": preset, "layer_pattern": "|".join([named(preset).layer_pattern] * pp)}
+    play = {"sizes": {"tp": tp, "pp": pp}, "model": model, "parts": {"bits": ["bits", 8, [1, 2, 4, 6, 10]]}}
+    for rank in run_play(tmp_path, play, tp * pp):
+        assert rank["bits"]["finished"] > 0
+        assert rank["bits"]["differing"] == []
+        assert bool(rank["bits"]["differing_by_rows"]) == (tp > 1)

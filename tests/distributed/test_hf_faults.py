@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_hybrid_prefix.models import build_hybrid_model, open_folder
 from tests.harness.hf_helpers import make_folder
-from tests.harness.workers import hf_faults as worker
-from tests.harness.workers.launch import WORKERS, environments_of, run_prepared, run_ranks
+from tests.harness.workers.launch import environments_of, run_play, run_prepared
 
-FILE = "model.safetensors"
+FILE, LATE = "model.safetensors", "cut after it was opened"
+
+
+def outcomes(_, root):
+    """On a rank: of each of its folders whether a model of it is built, or the error. Those of rank 1 are damaged."""
+    own, found = Path(root) / f"rank{os.environ['RANK']}", {}
+    for name in sorted(os.listdir(own.parent / "rank0")):
+        given = own / name
+        if name == LATE:
+            given = open_folder(own / name)
+            if own.name == "rank1":
+                os.truncate(own / name / FILE, given.weights["lm_head.weight"].offset_bytes + 100)
+        try:
+            build_hybrid_model(hf=given)
+            found[name] = "built"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def other_shape(folder):
@@ -30,9 +49,9 @@ FAULTS = {
         rf"rank1/truncated/{FILE} is truncated: it ends 1 bytes before the end of model\.",
     ),
     "other shape": (other_shape, rf"model\.norm_f\.weight in \S+rank1/other shape/{FILE} has shape \(3,\)"),
-    worker.LATE: (
+    LATE: (
         lambda folder: None,
-        rf"rank1/{worker.LATE}/{FILE} is truncated: it ends before the end of model\.embeddings\.weight$",
+        rf"rank1/{LATE}/{FILE} is truncated: it ends before the end of model\.embeddings\.weight$",
     ),
 }
 
@@ -52,7 +71,8 @@ def root(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.multi
 def test_both_ranks_raise_the_error_of_one(root, tmp_path):
-    for rank in run_ranks("hf_faults.py", tmp_path / "found.json", root):
+    parts = {"folders": ["tests.distributed.test_hf_faults:outcomes", str(root)]}
+    for rank in (found["folders"] for found in run_play(tmp_path, {"sizes": {"tp": 2}, "parts": parts})):
         assert rank.keys() == FAULTS.keys()
         for name, (_, message) in FAULTS.items():
             assert "\n" not in rank[name]
@@ -62,8 +82,14 @@ def test_both_ranks_raise_the_error_of_one(root, tmp_path):
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize("name", ["truncated", "no folder"])
-def test_a_command_says_it_in_one_line(root, name):
-    first, second = run_prepared(WORKERS / "hf_faults.py", "CLI", root, name, environments=environments_of(2))
+def test_a_command_says_it_in_one_line(root, name, tmp_path):
+    script = tmp_path / "script.py"
+    command = ["x", "--hf", name, "--tp", "2", "--device", "cpu", "--tokenizer", "bytes"]
+    script.write_text(
+        "import os, sys\nfrom megatron_hybrid_prefix.cli import generate\n"
+        f"os.chdir({str(root)!r} + '/rank' + os.environ['RANK'])\nsys.exit(generate.main({command!r}))\n"
+    )
+    first, second = run_prepared(script, environments=environments_of(2))
     assert first.returncode == 2
     assert first.stderr.startswith("error: ") and first.stderr.count("\n") == 1, first.stderr
     assert name in first.stderr and second.stderr == ""

@@ -13,17 +13,30 @@ from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, inference_layers
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from megatron_hybrid_prefix.upstream.capabilities import form_of
+from tests.distributed.test_expert_parallel import prompts, session
 from tests.harness import inference_layers as stand_ins
-from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy, random_tokens, run_to_end
-from tests.harness.workers import inference_layers as worker
-from tests.harness.workers.expert_parallel import BLOCK_TOKENS, BUFFER_GB, prompts
-from tests.harness.workers.launch import need_ranks, run_ranks
+from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.lifecycle_helpers import EngineHarness, tokens
+from tests.harness.workers import scenario
+from tests.harness.workers.launch import need_ranks, run_play
 
 NOISE, WRONG = LOG_PROB_NOISE, 1e-3
 """Most and least difference of log-probs: of answers that agree, and of those that do not."""
 _OF_GDN = get_preset("tiny-gdn")
 HAS_SWIGLU = form_of("inference-optimized experts") == "SwiGLU, too"
 GDN = {field.name: getattr(_OF_GDN, field.name) for field in fields(_OF_GDN) if field.name.startswith("gdn_")}
+# Without a cache, with one, with drafted tokens, and from wrong states of the last rank.
+PARTS = {
+    "off": session("legacy", cached=False),
+    "on": session("async"),
+    "drafts": session("async", num_speculative_tokens=1),
+    "damaged": session("legacy", ["last: damage"], only_first=True),
+}
+
+
+def findings(model, rank):
+    """Of one process, with the requests of a data-parallel rank."""
+    return {name: scenario.play(model, **part, rank=rank) for name, part in PARTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +48,7 @@ def model(platform):
 
 @pytest.fixture(scope="module")
 def alone(model):
-    return cache(lambda rank: worker.findings(model, rank))
+    return cache(lambda rank: findings(model, rank))
 
 
 def difference(answers, others):
@@ -63,15 +76,15 @@ def test_weights_are_those_of_other_layers(model, platform):
 
 def test_answers_are_those_of_other_layers(platform, alone):
     other = build_hybrid_model(stand_ins.CONFIG, seed=0, platform=platform, transformer_impl="local")
-    assert difference(alone(0)["off"]["answers"], worker.findings(other, 0)["off"]["answers"]) < NOISE
+    assert difference(alone(0)["off"]["answers"], findings(other, 0)["off"]["answers"]) < NOISE
 
 
 @pytest.mark.skipif(not HAS_SWIGLU, reason="this megatron refuses it")
 def test_experts_with_a_gate_give_the_answers_of_other_layers(model, platform):
     """`model` has put the stand-ins."""
     gated = replace(stand_ins.CONFIG, activation="swiglu")
-    found = worker.findings(stand_ins.build(platform, gated), 0)
-    others = worker.findings(build_hybrid_model(gated, seed=0, platform=platform, transformer_impl="local"), 0)
+    found = findings(stand_ins.build(platform, gated), 0)
+    others = findings(build_hybrid_model(gated, seed=0, platform=platform, transformer_impl="local"), 0)
     off, on = found["off"]["answers"], found["on"]["answers"]
     assert difference(off, others["off"]["answers"]) < NOISE
     assert sum(answer["cached_tokens"] > 0 for answer in on) >= len(on) - 2
@@ -94,10 +107,15 @@ def test_hits_say_what_a_computed_prompt_says(alone):
 def test_several_ranks_say_what_one_says(tp, ep, alone, tmp_path):
     """Sequence-parallel where TP is above 1; all ranks exchange tokens, whatever requests they serve."""
     need_ranks(max(tp, ep))
-    found = run_ranks("inference_layers.py", tmp_path / "found.json", tp, ep, ranks=max(tp, ep))
+    play = {
+        "sizes": {"tp": tp, "ep": ep, "etp": 1},
+        "model": {"kind": "inference"},
+        "parts": PARTS | {"shard": ["shard"]},
+    }
+    found = run_play(tmp_path, play, max(tp, ep))
     for number, rank in enumerate(found):
         right = alone(number // tp)["off"]["answers"]
-        assert rank["sequence_parallel"] == (tp > 1)
+        assert rank["shard"]["sequence_parallel"] == (tp > 1)
         assert difference(rank["off"]["answers"], right) < NOISE
         assert difference(rank["on"]["answers"], right) < NOISE
         assert difference(rank["drafts"]["answers"], right) < NOISE
@@ -115,16 +133,7 @@ def test_buffers_of_the_first_forward_are_no_new_weights(model):
         module._buffers.clear()
         module._concatenated_weights_built = False
     samples = WeightSamples(model)
-    engine = build_engine(
-        model,
-        HybridPrefixConfig(mamba_gb=0.002),
-        max_sequence_length=256,
-        max_requests=2,
-        block_size_tokens=BLOCK_TOKENS,
-        buffer_size_gb=BUFFER_GB,
-    )
-    engine.add_request(0, random_tokens(9, seed=3), greedy(1))
-    run_to_end(engine, {})
+    EngineHarness(model, max_requests=2).send(tokens(0, 9, seed=3), count=1)
     assert sum(bool(module._buffers) for module in experts) == 2  # not those that draft
     assert samples.changed(experts=False) is None
     experts[0]._fc1_weight[3].mul_(1.5)

@@ -12,51 +12,166 @@ from typing import Any
 
 import pytest
 
-from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_same
-from tests.harness.rank_stats import alike_on_ranks
+from tests.harness.engine_helpers import assert_damaged, assert_same, random_tokens
+from tests.harness.lifecycle_helpers import BLOCK, MODES, tokens
+from tests.harness.named_models import named
 from tests.harness.selection import mostly_slow
-from tests.harness.workers import prefix_parallel as worker
-from tests.harness.workers.launch import need_ranks, run_ranks
+from tests.harness.workers import scenario
+from tests.harness.workers.launch import need_ranks, run_play
 
 pytestmark = pytest.mark.multi
 
 # (tp, pp): where the stages are cut. One with three times as many layers; one where nothing recurs; layers of several kinds,
 # some of them on one stage only.
 PATTERNS = {(2, 1): ("G*-MG*-",), (1, 2): ("M*-|M*-M-M-", "G*-|MG*-", "M*-M-|*-"), (2, 2): ("*-|M*-M-",)}
-
-
 CASES = mostly_slow(
     [(layout, pattern) for layout, patterns in PATTERNS.items() for pattern in patterns], ((2, 1), "G*-MG*-")
 )
 LAYOUTS = mostly_slow(PATTERNS, (2, 1))
+# Both scheduling modes for one pattern with and one without stages.
+ONE_MODE = {"M*-|M*-M-M-": ("legacy",), "G*-|MG*-": ("async",), "M*-M-|*-": ("legacy",), "*-|M*-M-": ("async",)}
 
 
-def name_of(layout):
+def tails() -> list[Any]:
+    """1 to 4 tokens after a restored prefix, alone and in a batch beside decodes; junctions."""
+    prefix = tokens(3, 0, seed=1)
+    events: list[Any] = [["sends", [prefix[: BLOCK + 1]]], ["sends", [prefix[: 2 * BLOCK]]]]
+    events += [["sends", [prefix[: 2 * BLOCK] + random_tokens(own, seed=10 + own)]] for own in (1, 2, 3, 4)]
+    for number in range(6):
+        own = random_tokens(1 + 9 * number, seed=20 + number)
+        events += [["ask", prefix[: BLOCK * (number % 4)] + own, 3 + number], ["go", 1 + number % 2]]
+    return [*events, ["run"]]
+
+
+def chunked() -> list[Any]:
+    """Prefills cut by a token budget that has no common divisor with blocks or chunks; three slots."""
+    events: list[Any] = [["budget", 101]]
+    prefixes = [tokens(4, 0, seed=seed) for seed in (2, 3)]
+    for number in range(10):
+        own = random_tokens(1 + number % 4, seed=40 + number)
+        events += [["ask", prefixes[number % 3 % 2][: BLOCK * (1 + number % 4)] + own], ["go", number % 4]]
+    return [*events, ["run"], ["sends", [[*prefixes[0][:-1], 7], prefixes[0][: 2 * BLOCK + 3]]]]
+
+
+def preempted() -> list[Any]:
+    """Few KV blocks: cached blocks are evicted and decodes are preempted. They resume from what is still cached."""
+    prompts = [random_tokens(BLOCK + 54 + number, seed=50 + number) for number in range(6)]
+    return [
+        ["sends", [prompts[0][: BLOCK + 1], prompts[1][: BLOCK + 2]]],
+        ["sends", prompts[:4], 12],
+        ["sends", [[*prompt, number] for number, prompt in enumerate(prompts)], 12],
+    ]
+
+
+def host() -> list[Any]:
+    """Prompts that come back from the host; then two for which the last rank alone has other data."""
+    prompts = [tokens(3, 9 + number, seed=60 + number) for number in range(5)]
+    on_device = ["sends", prompts[2:], 6]
+    return [
+        ["sends", prompts],
+        ["sends", prompts, 6],
+        on_device,
+        ["last: spoil_host", prompts[:2]],
+        ["sends", prompts[:2], 8],
+    ]
+
+
+def pressed() -> list[Any]:
+    """Prompts that come back from the host, beside decodes that need more blocks than there are."""
+    shared, events = tokens(2, 0, seed=70), []
+    for turn, number in product(range(3), range(6)):
+        prompt = (shared if number % 2 else []) + random_tokens(BLOCK + 5 + 9 * number, seed=71 + number)
+        events += [["ask", prompt, 3 + 6 * (number % 3)], ["go", (number + turn) % 3]]
+    return [*events, ["run"]]
+
+
+# Events, memory, and fields. The last ones also compare as the check for users does.
+CHECKED: dict[str, Any] = {"check_ranks": True}
+SCENARIOS: dict[str, tuple[list[Any], dict[str, int], dict[str, Any]]] = {
+    "tails": (tails(), {"slots": 40}, {}),
+    "chunked": (chunked(), {"slots": 3}, {"enable_chunked_prefill": True, "max_tokens": 256}),
+    "preempted": (preempted(), {"slots": 6, "blocks": 8}, CHECKED),
+    "host": (host(), {"slots": 3, "blocks": 12}, CHECKED | {"host_gb": 0.05}),
+    "pressed": (pressed(), {"slots": 3, "blocks": 5}, CHECKED | {"host_gb": 0.05}),
+}
+
+
+def model_of(pattern: str, pp: int) -> dict[str, Any]:
+    """The model with this pattern; with one stage its layers are in one."""
+    preset = "tiny-gdn" if "G" in pattern else "tiny"
+    return {"name": preset, "layer_pattern": pattern if pp > 1 else pattern.replace("|", "")}
+
+
+def session(
+    pattern: str, tp: int, pp: int, events: Any, mode: str = "legacy", *, without: bool = False, **own: Any
+) -> dict[str, Any]:
+    """A session with room for 8 states; ``own`` may have its memory, and fields; ``without``: without a cache."""
+    sizes = {name: own.pop(name) for name in ("slots", "blocks") if name in own}
+    memory = scenario.memory_for(named(**model_of(pattern, pp)), tp, **{"slots": 8} | sizes)
+    off = {"slots": None} if without else {}
+    return {"engine": memory | {"async_sched_mode": mode} | own | off, "events": events}
+
+
+def named_session(name: str, pattern: str, tp: int, pp: int, mode: str, *before: Any) -> dict[str, Any]:
+    events, memory, fields = SCENARIOS[name]
+    return session(pattern, tp, pp, [*before, *events], mode, **memory, **fields)
+
+
+def modes_of(pattern: str) -> tuple[str, ...]:
+    return ONE_MODE.get(pattern, MODES)
+
+
+def parts_of(pattern: str, tp: int, pp: int) -> dict[str, Any]:
+    """All that the ranks of a layout play."""
+    parts: dict[str, Any] = {
+        f"{mode} {name}": named_session(name, pattern, tp, pp, mode) for mode in modes_of(pattern) for name in SCENARIOS
+    }
+    # The last tensor-parallel rank of the stage where most layers recur; a stage without any cannot be wrong.
+    layers = [stage.count("M") + stage.count("G") for stage in model_of(pattern, pp)["layer_pattern"].split("|")]
+    damage = [f"rank {layers.index(max(layers)) * tp + tp - 1}: damage"]
+    prefix, prompt, again = tokens(2, 0, seed=80), tokens(1, 2, seed=1), ["sends", [tokens(2, 2, seed=1)]]
+    spoilt = [["first: spoil_key", 1], ["sends", [[*prefix, 5], [*prefix, 6]]], ["sends", [[*prefix, 6]]]]
+    differ = [["sends", [prompt]], ["rest: ask", prompt], ["last: ask", prompt, 4, {"cache_read": False}], ["run"]]
+    refit = [again, again, ["last: new_weights"], again, again]
+    most = max(state for state, _ in scenario.sizes_of(named(**model_of(pattern, pp)), tp))
+    return parts | {
+        "damaged": named_session("tails", pattern, tp, pp, "legacy", damage),
+        "spoilt": session(pattern, tp, pp, spoilt, modes_of(pattern)[0], coalesce_prefixes=False),
+        "agreed": ["agreed"],
+        "disagreement": session(pattern, tp, pp, differ, **CHECKED) | {"raises": True},
+        "noticed": session(pattern, tp, pp, refit, **CHECKED),
+        # Live states that only fit on some stages. Last, because ranks may get out of step.
+        "refused": {
+            "engine": {"mamba_gb": 0.01, "max_requests": 4, "buffer_size_gb": 4 * most / 2**30},
+            "events": [],
+            "raises": True,
+        },
+    }
+
+
+def name_of(layout: tuple[int, int]) -> str:
     return "tp{}-pp{}".format(*layout)
 
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
-    """Starts a layout's ranks, once per pattern. Returns each rank's findings, and its error for an impossible budget."""
+    """Each rank's findings of a layout and a pattern. Ranks that fail are not started again for every test."""
 
-    outcomes: dict[Any, Any] = {}
+    @cache
+    def outcome(layout: tuple[int, int], pattern: str) -> Any:
+        tp, pp = layout
+        play = {"sizes": {"tp": tp, "pp": pp}, "model": model_of(pattern, pp), "parts": parts_of(pattern, tp, pp)}
+        try:
+            return run_play(tmp_path_factory.mktemp("ranks"), play, tp * pp)
+        except AssertionError as error:
+            return error
 
-    def start(layout: tuple[int, int], pattern: str) -> tuple[list[Any], list[str]]:
-        case = layout, pattern
+    def start(layout: tuple[int, int], pattern: str | None = None) -> Any:
         need_ranks(layout[0] * layout[1])
-        if case not in outcomes:
-            tp, pp = layout
-            out = tmp_path_factory.mktemp("ranks") / "found.json"
-            try:
-                ranks = run_ranks("prefix_parallel.py", out, tp, pp, pattern, ranks=tp * pp)
-            except AssertionError as error:  # not started again for every test
-                outcomes[case] = error
-            else:
-                refusals = [out.with_name(f"{out.name}.refusal{rank}").read_text() for rank in range(tp * pp)]
-                outcomes[case] = ranks, refusals
-        if isinstance(outcomes[case], AssertionError):
-            raise outcomes[case]
-        return outcomes[case]
+        found = outcome(layout, pattern or PATTERNS[layout][0])
+        if isinstance(found, AssertionError):
+            raise found
+        return found
 
     return start
 
@@ -67,17 +182,15 @@ def alone(platform):
 
     Without the cache, both modes are compared with the answers of one: they must be the same.
     """
-
-    @cache
-    def model(pattern: str) -> Any:
-        return worker.build(pattern, 1, 1, platform)
+    model = cache(lambda pattern: scenario.build(**model_of(pattern, 1), platform=platform))
 
     @cache
     def findings(pattern: str, mode: str, name: str, cached: bool) -> dict[str, Any]:
-        return worker.run_scenario(name, model(pattern), pattern, 1, 1, mode, cached=cached)
+        part = named_session(name, pattern, 1, 1, mode)
+        return scenario.play(model(pattern), part["engine"] | ({} if cached else {"slots": None}), part["events"])
 
     def found(pattern: str, mode: str, name: str, *, cached: bool) -> dict[str, Any]:
-        return findings(worker.one_rank(pattern), mode if cached else worker.MODES[0], name, cached)
+        return findings(pattern.replace("|", ""), mode if cached else MODES[0], name, cached)
 
     return found
 
@@ -85,39 +198,51 @@ def alone(platform):
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{name_of(case[0])}-{case[1]}")
 def case(request, launch):
     """Layout, pattern, and each rank's findings."""
-    layout, pattern = request.param
-    return layout, pattern, [found["runs"] for found in launch(layout, pattern)[0]]
+    return *request.param, launch(*request.param)
 
 
-@pytest.mark.parametrize("name", worker.SCENARIOS)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_answers_are_those_of_one_rank_without_a_cache(case, alone, name):
     _, pattern, ranks = case
-    for mode in worker.modes_of(pattern):
+    for mode in modes_of(pattern):
         right = alone(pattern, mode, name, cached=False)["answers"]
-        most = max(assert_same(rank[mode][name]["answers"], right) for rank in ranks)
+        most = max(assert_same(rank[f"{mode} {name}"]["answers"], right) for rank in ranks)
         print(f"{mode}: log-probs within {most:.1e} of one rank's")
 
 
-@pytest.mark.parametrize("name", worker.SCENARIOS)
+# Of a tier, each rank's own: bytes and seconds, and what its folder gave up.
+OWN_TIER_STATS = ("bytes_budget", "bytes_loaded", "bytes_stored", "bytes_used", "faults", "seconds", "seconds_waited")
+
+
+def alike(stats: dict[str, Any]) -> dict[str, Any]:
+    """Statistics without what depends on one rank's memory and time."""
+    tiers = {
+        name: {figure: value for figure, value in figures.items() if figure not in OWN_TIER_STATS}
+        for name, figures in stats["tiers"].items()
+    }
+    return {name: value for name, value in stats.items() if name != "bytes_budget"} | {"tiers": tiers}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_all_ranks_decide_alike_and_as_one_alone(case, alone, name):
     """The same blocks, slots, moves and cached prefixes after every step. Stages that are not alike may have other pages than one."""
     _, pattern, ranks = case
-    for mode in worker.modes_of(pattern):
-        first, one = ranks[0][mode][name], alone(pattern, mode, name, cached=True)
+    for mode in modes_of(pattern):
+        first, one = ranks[0][f"{mode} {name}"], alone(pattern, mode, name, cached=True)
         for right in [first, one] if one["layout"] == first["layout"] else [first]:
-            for found in (rank[mode][name] for rank in ranks):
+            for found in (rank[f"{mode} {name}"] for rank in ranks):
                 for what in ("layout", "decisions", "present", "preempted", "moved"):
                     assert found[what] == right[what], what
                 # What slots and entries take is each rank's own; how many there are is not.
-                assert alike_on_ranks(found["stats"]) == alike_on_ranks(right["stats"])
+                assert alike(found["stats"]) == alike(right["stats"])
                 assert [a["cached_tokens"] for a in found["answers"]] == [a["cached_tokens"] for a in right["answers"]]
 
 
 def test_scenarios_do_what_they_are_for(case):
-    for mode in worker.modes_of(case[1]):
-        tails, chunked, preempted, host, pressed = (case[2][0][mode][name] for name in worker.SCENARIOS)
+    for mode in modes_of(case[1]):
+        tails, chunked, preempted, host, pressed = (case[2][0][f"{mode} {name}"] for name in SCENARIOS)
         cached = [answer["cached_tokens"] for answer in tails["answers"]]
-        assert cached[2:6] == [2 * worker.BLOCK_TOKENS] * 4
+        assert cached[2:6] == [2 * BLOCK] * 4
         assert tails["stats"]["evictions"] == 0
         assert chunked["stats"]["evictions"] > 3 and chunked["stats"]["reused_tokens"] > 0
         assert host["stats"]["tiers"]["host"]["loads"] > 5 and host["stats"]["reused_tokens_host"] > 0
@@ -130,64 +255,60 @@ def test_scenarios_do_what_they_are_for(case):
 def test_as_many_slots_as_the_tightest_rank_can_hold(case):
     """Stages have blocks and states of other sizes, and the same blocks and pages."""
     (tp, pp), pattern, ranks = case
-    sizes = worker.sizes_of(pattern, tp, pp)
-    page = worker.page_of(sizes)
-    for mode, name in product(worker.modes_of(pattern), worker.SCENARIOS):
+    sizes = scenario.sizes_of(named(**model_of(pattern, pp)), tp)
+    page = scenario.page_of(sizes)
+    for mode, name in product(modes_of(pattern), SCENARIOS):
         for number, rank in enumerate(ranks):
-            found = rank[mode][name]
+            found = rank[f"{mode} {name}"]
             assert found["slot_bytes"] == sizes[number // tp][0]
             assert found["layout"][1:] == [page.page_blocks, page.page_states]
-            assert found["stats"]["slots_total"] == worker.SLOTS[name]
+            assert found["stats"]["slots_total"] == SCENARIOS[name][1]["slots"]
 
 
 def test_a_wrong_state_on_one_rank_shows(case, alone):
-    """Otherwise equal answers would not show that every rank's states are right."""
     _, pattern, ranks = case
     right = alone(pattern, "legacy", "tails", cached=False)["answers"]
     for rank in ranks:
         answers = rank["damaged"]["answers"]
         assert any(answer["cached_tokens"] for answer in answers)
-        for answer, reference in zip(answers, right, strict=True):
-            off = max(abs(a - b) for a, b in zip(answer["log_probs"], reference["log_probs"], strict=True))
-            assert off > 1e-3 if answer["cached_tokens"] else off <= LOG_PROB_NOISE
+        assert_damaged(answers, right)
 
 
-def test_what_is_not_finite_on_one_rank_fails_its_request_on_all(case, alone):
+def test_what_is_not_finite_on_one_rank_fails_its_request_on_all(case):
     """On the first rank: the others see it in the logits only."""
     _, _, ranks = case
     for rank in ranks:
-        found = rank["spoilt"]
-        (failed, tokens), *others = found["answers"]
-        assert failed and not tokens
-        assert not any(failed for failed, _ in others) and others[0] == others[1] and len(others[0][1]) == 4
-        assert found["cached"] == 2 * worker.BLOCK_TOKENS
-        assert found == ranks[0]["spoilt"]
+        failed, *others, again = rank["spoilt"]["answers"]
+        assert failed["failed"] and not failed["tokens"]
+        assert not any(other["failed"] for other in others) and len(others) == 1
+        assert others[0]["tokens"] == again["tokens"] and len(again["tokens"]) == 4
+        assert again["cached_tokens"] == 2 * BLOCK
+        assert rank["spoilt"]["present"] == ranks[0]["spoilt"]["present"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_the_least_value_of_all_ranks_is_agreed_on(launch, layout):
-    for rank in launch(layout, PATTERNS[layout][0])[0]:
-        assert rank["agreements"] == [[least, least] for least in (4, 4)]
+    for rank in launch(layout):
+        assert rank["agreed"] == [[least, least] for least in (4, 4)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_a_budget_that_is_too_small_on_one_stage_is_refused_on_all(launch, layout):
-    uneven = PATTERNS[layout][-1 if layout[1] > 1 else 0]
-    refusals = launch(layout, uneven)[1]
-    assert len(refusals) == layout[0] * layout[1]
-    assert all(line.startswith("ValueError: buffer_size_gb=") and "is too small" in line for line in refusals)
+    for rank in launch(layout, PATTERNS[layout][-1 if layout[1] > 1 else 0]):
+        said = rank["refused"]["error"]
+        assert said.startswith("ValueError: buffer_size_gb=") and "is too small" in said
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_ranks_that_decide_differently_stop_with_both_decisions(launch, layout):
-    ranks = [found["disagreement"] for found in launch(layout, PATTERNS[layout][0])[0]]
+    ranks = [found["disagreement"]["error"] for found in launch(layout)]
     assert len(set(ranks)) == 1
     last = len(ranks) - 1
     assert "\n" not in ranks[0]
     assert re.fullmatch(
-        r"ranks decide differently: rank 0: request 1 shares KV blocks \[\d+\], gets \[\d+\], computes \[64, 66\) from "
-        rf"slot \d+, keeps \[\]; rank {last}: request 1 shares KV blocks \[\], gets \[\d+, \d+\], computes \[0, 66\) "
-        r"from slot None, keeps \[\]",
+        r"RankDisagreementError: ranks decide differently: rank 0: request 2 shares KV blocks \[\d+\], gets \[\d+\], computes "
+        rf"\[64, 66\) from slot \d+, keeps \[\]; rank {last}: request 2 shares KV blocks \[\], gets \[\d+, \d+\], computes "
+        r"\[0, 66\) from slot None, keeps \[\]",
         ranks[0],
     ), ranks[0]
 
@@ -195,6 +316,6 @@ def test_ranks_that_decide_differently_stop_with_both_decisions(launch, layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_new_weights_of_one_rank_are_noticed_by_all(launch, layout):
     """They decide alike, without a word of the trainer."""
-    hit = 2 * worker.BLOCK_TOKENS
-    for found in launch(layout, PATTERNS[layout][0])[0]:
-        assert found["noticed"] == [0, hit, 0, hit]
+    for found in launch(layout):
+        cached = [answer["cached_tokens"] for answer in found["noticed"]["answers"]]
+        assert cached == [0, 2 * BLOCK, 0, 2 * BLOCK]

@@ -178,13 +178,6 @@ def test_it_drafts_one_token_after_another_if_it_says_so(kind, monkeypatch, laye
     compare(served)
 
 
-def test_a_recurrent_layer_of_no_kind_is_refused():
-    model = build_hybrid_model("tiny", seed=0)
-    model.decoder.layers[3].mixer = torch.nn.Identity()
-    with pytest.raises(ValueError, match=r"layer 4 \('M', Identity\) is recurrent, and of none of the layer kinds"):
-        EngineHarness(model)
-
-
 def test_layers_of_one_kind_with_different_states_are_refused(kind, monkeypatch):
     model = build_hybrid_model("tiny", seed=0)
     for number in ALONE:

@@ -114,40 +114,23 @@ def marked(tiny, monkeypatch):
     return tiny
 
 
-def bf16_states(monkeypatch):
-    """Rounded states are some 1e-3 off, thousands of times what the order of a sum makes."""
-    monkeypatch.setattr(HybridPrefixConfig, "states_are", "bfloat16")
+def a_grid_that_starts_at_the_span(self, start, end):
+    found = [start]
+    while found[-1] < end:
+        next_block = found[-1] - found[-1] % self.block_tokens + self.block_tokens
+        found.append(min(found[-1] + self.chunk_tokens, next_block, end))
+    return found[1:]
 
 
-def a_grid_that_starts_at_the_span(monkeypatch):
-    def ends(self, start, end):
-        found = [start]
-        while found[-1] < end:
-            next_block = found[-1] - found[-1] % self.block_tokens + self.block_tokens
-            found.append(min(found[-1] + self.chunk_tokens, next_block, end))
-        return found[1:]
-
-    monkeypatch.setattr(ChunkGrid, "ends", ends)
-
-
-def chunks_that_end_anywhere(monkeypatch):
-    monkeypatch.setattr(HybridPrefixEngine, "tokens_of_chunk", lambda self, request: None)
-
-
-def cached_answers(monkeypatch):
-    monkeypatch.setattr(HybridPrefixConfig, "caches_answers", True)
-
-
-def prefilled_answers(monkeypatch):
-    monkeypatch.setattr(HybridPrefixEngine, "_use_own_record", lambda self, request_id: None)
-
-
-SPOILED = {  # and requests of `everything` that it changes, whatever the processor rounds
-    bf16_states: {2},
-    a_grid_that_starts_at_the_span: {1},
-    chunks_that_end_anywhere: {1, 2},  # the second goes on from what the first left
-    cached_answers: {4},
-    prefilled_answers: {6, 8},
+# What is replaced, and requests of `everything` that it changes, whatever the processor rounds.
+SPOILED = {
+    # Rounded states are some 1e-3 off, thousands of times what the order of a sum makes.
+    "states in bfloat16": (HybridPrefixConfig, "states_are", "bfloat16", {2}),
+    "a grid that starts at the span": (ChunkGrid, "ends", a_grid_that_starts_at_the_span, {1}),
+    # The second goes on from what the first left.
+    "chunks that end anywhere": (HybridPrefixEngine, "tokens_of_chunk", lambda self, request: None, {1, 2}),
+    "cached answers": (HybridPrefixConfig, "caches_answers", True, {4}),
+    "prefilled answers": (HybridPrefixEngine, "_use_own_record", lambda self, request_id: None, {6, 8}),
 }
 
 
@@ -159,9 +142,9 @@ def test_marks_of_chunks_and_decodes_spoil_nothing(marked):
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", SPOILED)
 def test_what_spoils_bits_is_noticed(marked, monkeypatch, spoil):
-    alone = Alone(marked, block_size_tokens=96)
-    spoil(monkeypatch)
-    assert SPOILED[spoil].issubset(differing(everything(marked), alone))
+    alone, (*replaced, changed) = Alone(marked, block_size_tokens=96), SPOILED[spoil]
+    monkeypatch.setattr(*replaced)
+    assert changed.issubset(differing(everything(marked), alone))
 
 
 def test_a_product_that_depends_on_the_number_of_rows_is_noticed(tiny, monkeypatch):

@@ -57,8 +57,7 @@ def test_what_a_request_asks_for(tiny):
     wants_prompt = {"skip_prompt_log_probs": False, "top_n_logprobs": 2}
     without = explain(served, prompt, params=wants_prompt)
     assert not without.resume_tokens and any("log-probs of the prompt before it" in each for each in without.sentences)
-    served.add(prompt, params=wants_prompt)
-    served.run()
+    served.send(prompt, params=wants_prompt)
     assert explain(served, prompt, params=wants_prompt).resume_tokens == 2 * BLOCK
     served.engine.invalidate()
     gone = explain(served, prompt)

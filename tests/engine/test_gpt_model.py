@@ -13,28 +13,12 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine, restore_mixers
 from megatron_hybrid_prefix.mcore.state import layout
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from tests.engine.test_prefix_exact import (
-    SCENARIOS,
-    Session,
-    chunked_session,
-    cut_prompts,
-    junctions,
-    mixed_batches,
-    preempted,
-    tails,
-)
+from tests.engine.test_prefix_exact import GPT_DIMENSIONS as DIMENSIONS
 from tests.engine.test_prefix_speculative import check_accepted_drafts
 from tests.harness.engine_helpers import assert_same, described, greedy, random_tokens
 from tests.harness.gpt_model import as_gpt_model
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
-from tests.harness.mutants import mutated_resume
-from tests.harness.selection import mostly_slow, mostly_slow_rows
-
-# Of either every layer of a GPTModel is a pair of symbols. Attention is not every second or fourth layer of the first.
-DIMENSIONS = {
-    "dense": get_preset("tiny-gdn", layer_pattern="G-*-G-G-*-"),
-    "experts": get_preset("tiny-qwen3-next"),  # and gated attention with normalised queries and keys, partial rotary
-}
+from tests.harness.selection import mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -87,36 +71,6 @@ def test_zero_centred_norms(platform):
         answers.append(described(served.finished))
     assert answers[1][1]["cached_tokens"] == 2 * BLOCK
     assert assert_same(answers[1], answers[0]) <= 2e-5
-
-
-RUNS = [
-    *((name, scenario, None) for name in DIMENSIONS for scenario in (*SCENARIOS, preempted)),
-    *((name, tails, mutant) for name in DIMENSIONS for mutant in ("ssm_zeroed", "conv_zeroed", "other_depth")),
-]
-FAST = [
-    ("dense", tails, None),
-    ("dense", preempted, None),
-    ("experts", junctions, None),
-    ("dense", tails, "ssm_zeroed"),
-]
-
-
-@pytest.mark.parametrize(("name", "scenario", "mutant"), mostly_slow_rows(RUNS, *FAST))
-def test_hits_say_what_misses_say(pairs, name, scenario, mutant):
-    few = {"blocks": 9, "max_requests": 4} if scenario is preempted else {}
-    mode = "legacy" if scenario is mixed_batches else "async"
-    session = Session(pairs[name][1], BLOCK, async_sched_mode=mode, **few)
-    with mutated_resume(session.engine, mutant):
-        scenario(session)
-    session.check_mutant(mutant)
-
-
-@pytest.mark.parametrize("name", mostly_slow(DIMENSIONS, "dense"))
-def test_chunked_prompts(pairs, name):
-    session = chunked_session(pairs[name][1], BLOCK, "async")
-    for cut_tokens in (5, 63, 97):
-        assert [request.num_cached_tokens for request in cut_prompts(session, cut_tokens)] == [0, 64, 256]
-    session.check_mutant(None)
 
 
 @pytest.mark.parametrize("name", mostly_slow(DIMENSIONS, "dense"))

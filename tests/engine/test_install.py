@@ -359,20 +359,6 @@ def test_models_without_recurrent_layers_stay_megatrons(tiny):
     assert type(DynamicInferenceContext(tiny.config, config)) is DynamicInferenceContext
 
 
-def test_an_engine_of_the_users_own_is_refused_rather_than_wrong(tiny):
-    class MyEngine(DynamicInferenceEngine):
-        pass
-
-    install(PREFIX)
-    engine = ENGINE(tiny, CONFIG(tiny))
-    with pytest.raises(TypeError, match="MyEngine must derive from HybridPrefixEngine"):
-        MyEngine(engine.controller, engine.context)
-    uninstall()
-    plain = ENGINE(tiny, CONFIG(tiny))
-    install(PREFIX)
-    assert type(MyEngine(plain.controller, plain.context)) is MyEngine
-
-
 @pytest.mark.parametrize("number", range(3))
 def test_a_constructor_that_changed_is_an_error_that_names_it(monkeypatch, number):
     cls = upstream_classes()[number]

@@ -18,13 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Router:
-    """Knows what is cached from events alone.
-
-    Attributes:
-        prompts: For each cached block all tokens up to its end, by its hash.
-        kinds: Kinds of the events so far.
-        observed: Hashes that the allocator's observers were told.
-    """
+    """Knows what is cached from events alone: of each block's hash all tokens up to its end."""
 
     def __init__(self, served: EngineHarness) -> None:
         self.prompts: dict[int, list[int]] = {}

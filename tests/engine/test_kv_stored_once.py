@@ -40,12 +40,7 @@ def test_equal_prompts_hold_their_kv_once(tiny, prompt, slots, held):
 
 
 class Junction:
-    """A prompt whose only state is after 5 blocks decodes; two others, which share 3 and 4 of its blocks, come beside it.
-
-    Args:
-        model: A model of ``build_hybrid_model``.
-        **fields: Of `EngineHarness`.
-    """
+    """A prompt whose only state is after 5 blocks decodes; two others, which share 3 and 4 of its blocks, come beside it."""
 
     def __init__(self, model: Any, **fields: Any) -> None:
         self.served = served = EngineHarness(model, **fields)

@@ -1,4 +1,4 @@
-"""A prefill of Mamba2 copies no part of its projection, nor of the convolution's output, and of its own output writes each row once."""
+"""A prefill of Mamba2 copies no part of its projection or of the convolution's output, and writes each row once; decodes are by slots."""
 
 from __future__ import annotations
 
@@ -61,3 +61,19 @@ def test_parts_are_views_and_padding_is_zero(tiny, monkeypatch):
     assert len(projected) == len(convolved) > 0 and len(calls) == 5 * len(projected)
     assert all(all(views) for views in calls)
     assert all(len(rows) and (rows == 0).all() for rows in padding)
+
+
+def test_each_decode_is_by_slots(tiny, monkeypatch):
+    calls, by_slots = [], HybridPrefixMambaMixer.decode
+
+    def decode(self, zxBCdt, conv_state, ssm_state, batch_indices, intermediate_conv_state, intermediate_ssm_state):
+        assert zxBCdt.shape[:2] == (len(batch_indices), 1) and intermediate_conv_state is intermediate_ssm_state is None
+        assert conv_state[0].is_contiguous() and ssm_state[0].is_contiguous() and batch_indices.dtype == torch.int64
+        calls.append(id(self))
+        return by_slots(self, zxBCdt, conv_state, ssm_state, batch_indices)
+
+    monkeypatch.setattr(HybridPrefixMambaMixer, "decode", decode)
+    served = EngineHarness(tiny)
+    served.send(tokens(1, 9, seed=1), count=5)
+    served.check()
+    assert len(calls) >= 4 * len(set(calls)) > 0

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.harness.engine_helpers import assert_matches, random_tokens
+from tests.harness.gpt_model import as_gpt_model
 from tests.harness.lifecycle_helpers import MODES, EngineHarness
 from tests.harness.mutants import MUTANTS, mutated_resume
 from tests.harness.selection import mostly_slow
@@ -105,6 +106,23 @@ def tiny_two_taps(platform: Any) -> Any:
     return build_hybrid_model(get_preset("tiny", d_conv=2), seed=0, platform=platform)
 
 
+# Of either every layer of a GPTModel is a pair of symbols. Attention is not every second or fourth layer of the first.
+GPT_DIMENSIONS = {
+    "dense": get_preset("tiny-gdn", layer_pattern="G-*-G-G-*-"),
+    "experts": get_preset("tiny-qwen3-next"),  # and gated attention with normalised queries and keys, partial rotary
+}
+
+
+@pytest.fixture(scope="module")
+def gpt_dense(platform: Any) -> Any:
+    return as_gpt_model(build_hybrid_model(GPT_DIMENSIONS["dense"], seed=0, platform=platform))
+
+
+@pytest.fixture(scope="module")
+def gpt_experts(platform: Any) -> Any:
+    return as_gpt_model(build_hybrid_model(GPT_DIMENSIONS["experts"], seed=0, platform=platform))
+
+
 SCENARIOS = (tails, lengths_around_blocks, junctions, mixed_batches)
 # Model, KV block, scheduling: one of each model and of each relation to the SSM chunk, which is of 128 tokens with Mamba2
 # and of 64 with Gated DeltaNet. test_prefix_fuzz.py has the other combinations.
@@ -133,8 +151,16 @@ RUNS = [
         for name in ("tiny_mixed", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite")
     ),
     *((tails, "tiny_qwen3_5", 64, "async", mutant) for mutant in (None, "ssm_zeroed")),
+    *(
+        (scenario, name, 64, "async", None)
+        for scenario in (*SCENARIOS, preempted)
+        for name in ("gpt_dense", "gpt_experts")
+    ),
+    *((tails, name, 64, "async", mutant) for name in ("gpt_dense", "gpt_experts") for mutant in MUTANTS),
 ]
 FAST = [
+    *((tails, "gpt_dense", 64, "async", mutant) for mutant in (None, "ssm_zeroed")),
+    *((preempted, "gpt_dense", 64, "async", None), (junctions, "gpt_experts", 64, "async", None)),
     *((scenario, *model, None) for scenario in SCENARIOS for model in (MODELS[0], MODELS[4])),
     *(
         (scenario, "tiny", 96, "legacy", mutant)
@@ -235,7 +261,11 @@ def test_chunked_prefill_with_cuts_at_every_residue(tiny, case, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(["tiny_mixed", "tiny_gdn", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite"], "tiny_mixed")
+    "name",
+    mostly_slow(
+        [*("tiny_mixed", "tiny_gdn", "tiny_qwen3_next", "tiny_nemotron_3", "tiny_granite"), "gpt_dense", "gpt_experts"],
+        *("tiny_mixed", "gpt_dense"),
+    ),
 )
 def test_chunked_prefill_of_other_layers(request, name):
     session = chunked_session(request.getfixturevalue(name), 64, "async")

@@ -11,13 +11,12 @@ from unittest.mock import patch
 import pytest
 from megatron.core.inference.config import KVCacheManagementMode
 
-from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers import entry_copies
-from megatron_hybrid_prefix.upstream.blocks import block_counts
 from tests.harness.drafts import forced_drafts
-from tests.harness.engine_helpers import assert_matches, cache_gb_for, greedy, random_tokens, run_to_end, state_bytes
+from tests.harness.engine_helpers import assert_matches, cache_gb_for, random_tokens, state_bytes
+from tests.harness.lifecycle_helpers import EngineHarness
 from tests.harness.naive_model import NaiveHybridModel
 from tests.harness.selection import mostly_slow
 
@@ -31,14 +30,8 @@ HOST_GB = (0.0, 0.0004, 0.05)  # none, some entries, all of them
 MANAGEMENT = (KVCacheManagementMode.PERSIST, KVCacheManagementMode.OFFLOAD, KVCacheManagementMode.RECOMPUTE)
 
 
-class Traffic:
-    """An engine and random requests, which share prefixes of a few trunks.
-
-    Args:
-        model: A model of ``build_hybrid_model``.
-        seed: Seed of everything random.
-        drafts: Draft tokens of speculative decoding. A random number of them is right each time.
-    """
+class Traffic(EngineHarness):
+    """An engine and random requests, which share prefixes of a few trunks. Of the drafts a random number is right each time."""
 
     def __init__(self, model: Any, seed: int, drafts: int = 0) -> None:
         self.dice = dice = random.Random(seed)
@@ -73,34 +66,32 @@ class Traffic:
         }
         # Odd seeds copy to and from the host by what stands for the copy engines, as with large pages.
         with patch.object(entry_copies, "ENGINE_BYTES", 1 if seed % 2 else entry_copies.ENGINE_BYTES):
-            self.engine = build_engine(
+            super().__init__(
                 model,
-                HybridPrefixConfig(
-                    retention_interval_tokens=interval, keep_on_resume=self.retention.random() < 0.7, **memory, **host
-                ),
+                retention_interval_tokens=interval,
+                keep_on_resume=self.retention.random() < 0.7,
+                **memory,
+                **host,
                 async_sched_mode=dice.choice(("legacy", "async")),
                 enable_chunked_prefill=chunked,
                 max_tokens=64 * dice.randint(1, 6) if chunked else 1024,
                 kv_cache_management_mode=dice.choice(MANAGEMENT),
-                max_requests=4,
-                max_sequence_length=1024,
                 block_size_tokens=block,
                 num_speculative_tokens=drafts,
             )
-        if chunked and self.engine.context.kv_cache_management_mode != KVCacheManagementMode.RECOMPUTE:
+        if chunked and self.context.kv_cache_management_mode != KVCacheManagementMode.RECOMPUTE:
             # The scheduler's budget, of any residue. (Where buffers are made again it has to be a multiple of 64.)
-            self.engine.context.max_tokens -= dice.randint(0, 50)
+            self.context.max_tokens -= dice.randint(0, 50)
         self.trunks = [random_tokens(self.longest, seed=1000 * seed + number) for number in range(3)]
         self.seed = seed
-        self.sent = 0
-        self.finished: dict[int, Any] = {}
         self.aborted: set[int] = set()
         self.read_back_ids: list[int] = []
+        self.waiting: dict[int, int] = {}
         self.truth: dict[int, list[int]] = {}  # what each request should end as, where drafts are forced
-        self.plain = build_engine(model, max_sequence_length=1024) if drafts else None
+        self.plain = EngineHarness(model, slots=None, max_requests=None) if drafts else None
 
-    def send(self) -> None:
-        dice, block = self.dice, self.engine.context.block_size_tokens
+    def ask(self) -> None:
+        dice, block = self.dice, self.context.block_size_tokens
         # Of small blocks an answer fills so many that it drops its first states.
         new_tokens = dice.choice((*NEW_TOKENS, 3 * block + 5) if block == 16 else NEW_TOKENS)
         shared = dice.choice((0, 1, 2, 3)) * block + dice.choice((-1, 0, 0, 1, 2))
@@ -111,42 +102,37 @@ class Traffic:
         own_tokens = dice.randint(1, 70)
         if dice.random() < 0.5:  # so many that the answer reaches a block's end, or nearly
             own_tokens = block - (len(before) + dice.randint(0, new_tokens)) % block
-        own = random_tokens(own_tokens, seed=777 * self.seed + self.sent)
+        own = random_tokens(own_tokens, seed=777 * self.seed + self.next_id)
         prompt = (before + own)[: self.longest - new_tokens]
-        params = greedy(new_tokens)
-        params.add_attributes({"cache_salt": dice.choice((None, None, None, "a"))})
+        options: dict[str, Any] = {"cache_salt": dice.choice((None, None, None, "a"))}
         if dice.random() < 0.1:
-            params.add_attributes(dice.choice(({"cache_read": False}, {"cache_write": False})))
+            options |= dice.choice(({"cache_read": False}, {"cache_write": False}))
         if self.retention.random() < 0.2:
-            params.add_attributes({"cache_breakpoints": [self.retention.randint(-9, self.longest) for _ in range(2)]})
+            options |= {"cache_breakpoints": [self.retention.randint(-9, self.longest) for _ in range(2)]}
         if self.seed not in FOUND and self.ends.random() < 0.3:
-            params.add_attributes({"stop_token_ids": self.ends.sample(range(512), 60)})
+            options |= {"stop_token_ids": self.ends.sample(range(512), 60)}
+        number = self.add(prompt, new_tokens, **options)
         if self.plain is not None:
-            self.plain.add_request(self.sent, prompt, greedy(new_tokens))
-        self.engine.add_request(self.sent, prompt, params)
-        self.sent += 1
+            self.waiting[number] = self.plain.add(prompt, new_tokens)
 
     def find_truth(self) -> None:
         """Computes what the requests sent since the last call should end as, where drafts are forced."""
         if self.plain is not None:
-            answers: dict[int, Any] = {}
-            run_to_end(self.plain, answers)
-            for number, request in answers.items():
+            self.plain.run()
+            for number, other in self.waiting.items():
+                request = self.plain.finished[other]
                 self.truth[number] = request.prompt_tokens.tolist() + list(request.generated_tokens)
+            self.waiting.clear()
 
-    def step(self, count: int) -> None:
+    def steps(self, count: int) -> None:
         for _ in range(count):
-            if not (self.engine.has_unfinished_requests() or self.engine.failed_request_ids):
-                return
-            for record in self.engine.step_modern()["finished_request_records"]:
-                request = record.merge()
-                self.finished[request.request_id] = request
-            self.engine.context.check_integrity()
+            if self.engine.has_unfinished_requests() or self.engine.failed_request_ids:
+                self.step()
 
     def spoil(self) -> None:
         """Flips a bit of an entry on the host."""
-        moves, tier = self.engine.context.host_moves, self.engine.context.prefix_cache._store.host
-        nodes = sorted(self.engine.context.prefix_cache.nodes(), key=lambda node: (node.depth_blocks, node.host_slot))
+        moves, tier = self.context.host_moves, self.cache._store.host
+        nodes = sorted(self.cache.nodes(), key=lambda node: (node.depth_blocks, node.host_slot))
         entries = [entry for node in nodes for entry in (node.host_block, node.host_slot) if entry >= 0]
         if moves is not None and entries:
             page = tier.entries[self.tier.choice(entries)].pages[0]
@@ -162,15 +148,13 @@ class Traffic:
 
     def _run(self) -> None:
         dice = self.dice
-        while self.sent < REQUESTS:
+        while self.next_id < REQUESTS:
             for _ in range(dice.choice((1, 1, 2, 4))):
-                self.send()
+                self.ask()
             self.find_truth()
-            self.step(dice.randint(0, 6))
+            self.steps(dice.randint(0, 6))
             if dice.random() < 0.12:
-                self.engine.suspend()
-                self.engine.resume()
-                self.engine.context.check_integrity()
+                self.suspend_and_resume()
             if self.tier.random() < 0.1:
                 self.spoil()
             running = sorted(self.engine.requests.keys() - self.aborted)
@@ -178,7 +162,7 @@ class Traffic:
                 victim = dice.choice(running)
                 self.aborted.add(victim)
                 assert self.engine.abort_request(victim)
-        self.step(5000)
+        self.steps(5000)
         self.read_back()
 
     def read_back(self) -> None:
@@ -187,7 +171,7 @@ class Traffic:
         By chance few states are used again, and one that is wrong shows only then. Those on the device come first: loads from
         the host evict some of them.
         """
-        cache = self.engine.context.prefix_cache
+        cache = self.cache
         on_device: dict[bytes, tuple[list[int], str | None]] = {}
         on_host: dict[bytes, tuple[list[int], str | None]] = {}
         for request in self.finished.values():
@@ -200,13 +184,10 @@ class Traffic:
                     (on_host if node.slot == NO_SLOT else on_device)[key] = prompt, salt
         for found in (on_device, on_host):
             for prompt, salt in found.values():
-                params = greedy(1)
-                params.add_attributes({"cache_salt": salt, "cache_write": False})
-                self.engine.add_request(self.sent, prompt, params)
-                self.truth[self.sent] = prompt
-                self.read_back_ids.append(self.sent)
-                self.sent += 1
-                self.step(5000)  # one after the other: few others are evicted
+                number = self.add(prompt, 1, cache_salt=salt, cache_write=False)
+                self.truth[number] = prompt
+                self.read_back_ids.append(number)
+                self.steps(5000)  # one after the other: few others are evicted
 
 
 # Pages of several states, of one, and of more blocks than one; layers of both kinds, alone and together, with experts.
@@ -244,8 +225,7 @@ def _tokens(request: Any) -> int:
 
 def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
     """Checks that all requests ended with the model's answers, and that nothing leaked."""
-    assert not traffic.engine.has_unfinished_requests()
-    assert sorted(traffic.finished) == list(range(traffic.sent))
+    assert sorted(traffic.finished) == list(range(1, traffic.next_id + 1))
     # The longest first: the reference of what begins them is known then.
     for request in sorted(traffic.finished.values(), key=_tokens, reverse=True):
         assert not request.failed()
@@ -254,13 +234,10 @@ def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
             places = [place for place, token in enumerate(request.generated_tokens, start=1) if token in ends]
             assert [len(request.generated_tokens)] == (places or [most])
             assert_matches(reference, request)
-    context, cache = traffic.engine.context, traffic.engine.context.prefix_cache
-    assert [i for i, live in cache.live.items() if not live.is_loading] == []
-    assert cache.blocks.available_count == block_counts(context.kv_block_allocator).total - 1
-    assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
-    stats = cache.stats()
-    assert stats.slots_used == len(list([node for node in cache.nodes() if node.slot >= 0])) <= stats.slots_total
-    assert stats.verify_mismatches == 0
+    assert [i for i, live in traffic.cache.live.items() if not live.is_loading] == []
+    traffic.check_drained()
+    stats = traffic.cache.stats()
+    assert stats.slots_used <= stats.slots_total and stats.verify_mismatches == 0
     if not stats.slots_total:
         assert stats.reused_tokens == 0
     check_counted(stats, traffic.finished.values(), traffic.aborted)
@@ -287,8 +264,7 @@ REASONS = ("junction", "breakpoint", "tail", "interval")
 
 def _events(traffic: Traffic) -> Counter[str]:
     """How often each event happened."""
-    context = traffic.engine.context
-    stats, host = context.prefix_stats(), context.prefix_stats().tiers["host"]
+    stats, host = traffic.context.prefix_stats(), traffic.context.prefix_stats().tiers["host"]
     found = {name: getattr(stats, name) for name in FIGURES} | {
         reason: stats.checkpoints_by_reason[reason] for reason in REASONS
     }
@@ -298,7 +274,7 @@ def _events(traffic: Traffic) -> Counter[str]:
         host_preempted=host.preempted,
         preempted=traffic.engine.evicted_request_count,
         read_back=sum(traffic.finished[number].num_cached_tokens > 0 for number in traffic.read_back_ids),
-        moved=context.prefix_cache.memory_use().moved_blocks,
+        moved=traffic.cache.memory_use().moved_blocks,
         verified=stats.verified_hits,
     )
 

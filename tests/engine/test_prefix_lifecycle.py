@@ -162,8 +162,7 @@ def test_a_chunked_prefill_that_starts_over_reports_its_prompt_once(model):
     served.check()
     # Compared with megatron, not with the reference: what megatron reports at the end of a chunk is of another token.
     whole = EngineHarness(model, slots=None, **fields)
-    whole.add(prompt, params={"skip_prompt_log_probs": False, "top_n_logprobs": 2})
-    whole.run()
+    whole.send(prompt, params={"skip_prompt_log_probs": False, "top_n_logprobs": 2})
     assert request.prompt_log_probs == pytest.approx(whole.finished[1].prompt_log_probs, abs=LOG_PROB_NOISE)
 
 

@@ -338,6 +338,15 @@ def test_read_and_write(model):
     served.finish()
 
 
+@pytest.mark.parametrize("harmless", [[], (), [0, -5, 10**12], [BLOCK, BLOCK, 1, BLOCK], range(0, 400, 10)], ids=str)
+def test_breakpoints_that_mean_little_are_harmless(model, harmless):
+    served = EngineHarness(model)
+    sent = [served.send(tokens(3, 20, seed=1), cache_breakpoints=harmless) for _ in range(2)]
+    assert [request.num_cached_tokens for request in sent] == [0, 3 * BLOCK]
+    assert served.cache.stats().computed_prompt_tokens == 3 * BLOCK + 20 + 20
+    served.finish()
+
+
 # -- what used to raise, hang or lose something ---------------------------------------------------------------------------
 
 

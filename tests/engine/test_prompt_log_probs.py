@@ -41,11 +41,7 @@ class WrongLogProb(Exception):
 class Traffic(EngineHarness):
     """An engine whose requests ask for log-probs of prompt and answer.
 
-    Args:
-        model: A model of ``build_hybrid_model``.
-        side: "off" or "on" (the cache), or "upstream": megatron's classes with caching off.
-        states: Most states in the cache.
-        **fields: Of `EngineHarness`.
+    ``side``: "off" or "on" (the cache), or "upstream": megatron's classes with caching off. ``states``: most in the cache.
     """
 
     def __init__(self, model: Any, side: str, *, states: int = MANY, **fields: Any) -> None:
@@ -64,25 +60,14 @@ class Traffic(EngineHarness):
         self.asked: dict[int, Any] = {}
 
     def add(self, prompt: list[int], count: int = 4, cache: dict[str, Any] | None = None, **params: Any) -> int:
-        """Adds a greedy request.
-
-        Args:
-            prompt: Its tokens.
-            count: Tokens to generate.
-            cache: Its cache options.
-            **params: Fields of its sampling parameters.
-        """
+        """Adds a greedy request with these cache options and fields of its sampling parameters."""
         params = {"skip_prompt_log_probs": False} | params
         number = super().add(prompt, count, params=params, **(cache or {}))
         self.asked[number] = greedy(count, **params)
         return number
 
     def check(self, reference: Reference) -> None:
-        """Checks that all requests are finished with the right results.
-
-        Raises:
-            WrongLogProb: One is not.
-        """
+        """Checks that all requests are finished; WrongLogProb: one's results are not right."""
         assert set(self.finished) == set(self.asked)
         for number, request in self.finished.items():
             problems = wrong(reference, request, self.asked[number])
@@ -91,15 +76,7 @@ class Traffic(EngineHarness):
 
 
 class Reference:
-    """The model's results, computed once per sequence.
-
-    Args:
-        model: A model of ``build_hybrid_model``.
-
-    Attributes:
-        log_probs: Function of token ids: log-probs after each of them, in float64, token by token.
-        noise: Function of token ids: the effect of float32 rounding on each of these.
-    """
+    """The model's results, computed once per sequence: log-probs in float64, and the effect of float32 rounding on each of them."""
 
     def __init__(self, model: Any) -> None:
         naive = NaiveHybridModel(model, model.hybrid_config)
@@ -201,16 +178,50 @@ def defect(number: int, mode: str = "legacy", raises: type[Exception] = WrongLog
     return pytest.mark.parametrize(("side", "mode"), [upstream, *ENGINES])
 
 
-# -- prompts computed whole --------------------------------------------------------------------------------------------
+# -- who is given what -------------------------------------------------------------------------------------------------
+
+# Of megatron's defects: its scheduling, fields, and requests: of which prompt how many tokens, of the answer, what they ask for, and steps.
+CASES: dict[int, tuple[str, dict[str, Any], list[tuple[tuple[int, int], int, dict[str, Any], int]]]] = {
+    41: ("legacy", {"max_tokens": 64}, [((0, 200), 4, {"top_n_logprobs": 3}, 0)]),
+    42: ("legacy", {"max_tokens": 64}, [((0, 200), 4, {"skip_prompt_log_probs": True, "top_n_logprobs": 2}, 0)]),
+    43: ("legacy", {}, [((1, 100), 4, {"return_log_probs": False}, 2), ((2, 70), 4, {}, 0)]),
+    # Async: a step is sampled after its rows moved up. The first asks for no log-probs, and ends; the last waits for a row: the
+    # step after is one without overlap.
+    44: (
+        "async",
+        {"max_requests": 3},
+        [
+            ((1, 30), 5, {"return_log_probs": False}, 0),
+            ((2, 40), 9, {}, 0),
+            ((3, 50), 9, {"skip_prompt_log_probs": True, "top_n_logprobs": 2}, 0),
+            ((4, 60), 4, {}, 0),
+        ],
+    ),
+    45: (
+        "legacy",
+        {},
+        [
+            ((1, 100), 0, {"top_n_logprobs": 2}, 0),
+            ((1, 100), 0, {"skip_prompt_log_probs": True, "top_n_logprobs": 2}, 0),
+        ],
+    ),
+}
+SIDES = [
+    *(
+        pytest.param(number, "upstream", mode, marks=expected(number, WrongLogProb))
+        for number, (mode, *_) in CASES.items()
+    ),
+    *((number, *engine) for number in CASES for engine in ENGINES),
+]
 
 
-# -- prompts computed in chunks ----------------------------------------------------------------------------------------
-
-
-@defect(41)
-def test_chunks(tiny, reference, side, mode):
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
-    traffic.add(prompt(0, 200), top_n_logprobs=3)
+@pytest.mark.parametrize(("number", "side", "mode"), SIDES)
+def test_each_request_is_given_what_it_asked_for(tiny, reference, number, side, mode):
+    _, fields, asked = CASES[number]
+    traffic = Traffic(tiny, side, async_sched_mode=mode, **fields)
+    for of, count, asks, steps in asked:
+        traffic.add(prompt(*of), count, **asks)
+        traffic.step(steps)
     traffic.run()
     traffic.check(reference)
 
@@ -267,8 +278,7 @@ def test_only_a_chunks_end_depends_on_the_token_that_follows_it(tiny, reference,
         lambda self: rows_only(self, self.inference_wrapped_model.inference_context),
     )
     traffic = Traffic(tiny, "on", max_tokens=64)
-    traffic.add(prompt(0, 200), top_n_logprobs=3)
-    traffic.run()
+    traffic.send(prompt(0, 200), top_n_logprobs=3)
     problems = wrong(reference, traffic.finished[1], traffic.asked[1])
     assert [problem.split(":")[0] for problem in problems] == ["position 63", "position 127", "position 191"]
 
@@ -277,50 +287,7 @@ def test_only_a_chunks_end_depends_on_the_token_that_follows_it(tiny, reference,
 def test_a_prompts_own_end_token_between_two_chunks_ends_nothing(tiny, reference, side, mode):
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
     tokens = prompt(0, 200)
-    traffic.add(tokens, termination_id=tokens[64])
-    traffic.run()
-    traffic.check(reference)
-
-
-# -- who is given what -------------------------------------------------------------------------------------------------
-
-
-@defect(42)
-def test_likeliest_tokens_of_an_answer_after_chunks(tiny, reference, side, mode):
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64)
-    traffic.add(prompt(0, 200), skip_prompt_log_probs=True, top_n_logprobs=2)
-    traffic.run()
-    traffic.check(reference)
-
-
-@defect(43)
-def test_beside_a_request_that_asks_for_nothing(tiny, reference, side, mode):
-    traffic = Traffic(tiny, side, async_sched_mode=mode)
-    traffic.add(prompt(1, 100), return_log_probs=False)
-    traffic.step(2)
-    traffic.add(prompt(2, 70))
-    traffic.run()
-    traffic.check(reference)
-
-
-@defect(44, mode="async")
-def test_the_step_after_another_request_ended(tiny, reference, side, mode):
-    """Async: a step is sampled after its rows moved up. The first request asks for no log-probs, and ends."""
-    traffic = Traffic(tiny, side, async_sched_mode=mode, max_requests=3)
-    traffic.add(prompt(1, 30), 5, return_log_probs=False)
-    traffic.add(prompt(2, 40), 9)
-    traffic.add(prompt(3, 50), 9, skip_prompt_log_probs=True, top_n_logprobs=2)
-    traffic.add(prompt(4, 60), 4)  # waits for a row: the step after is one without overlap
-    traffic.run()
-    traffic.check(reference)
-
-
-@defect(45)
-def test_an_answer_of_no_tokens(tiny, reference, side, mode):
-    traffic = Traffic(tiny, side, async_sched_mode=mode)
-    for asks in ({"top_n_logprobs": 2}, {"skip_prompt_log_probs": True, "top_n_logprobs": 2}):
-        traffic.add(prompt(1, 100), 0, **asks)
-    traffic.run()
+    traffic.send(tokens, termination_id=tokens[64])
     traffic.check(reference)
 
 
@@ -342,8 +309,7 @@ def test_stop_words(tiny, reference, side, mode, left):
 def test_tokens_of_the_same_text(tiny, reference, side, mode):
     tokens = prompt(0, 100)
     traffic = Traffic(tiny, side, async_sched_mode=mode, max_tokens=64, tokenizer=ByteTokenizer(512))
-    traffic.add(tokens, top_n_logprobs=5)
-    traffic.run()
+    traffic.send(tokens, top_n_logprobs=5)
     (request,) = traffic.finished.values()
     rows = reference.log_probs((*tokens, *request.generated_tokens))
     entries = request.prompt_top_n_logprobs + request.generated_top_n_logprobs
@@ -423,8 +389,7 @@ def test_a_chunk_beside_a_paused_request(tiny, reference, side, mode, monkeypatc
     traffic.add(prompt(0, 126), 20)
     traffic.add(prompt(2, 3), 60)
     traffic.step(3)
-    traffic.add(prompt(1, 128), 1)
-    traffic.run()
+    traffic.send(prompt(1, 128), count=1)
     assert 1 in paused
     traffic.check(reference)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -50,8 +48,7 @@ def test_other_recurrent_layers(model, request):
     model = request.getfixturevalue(model)
     traffic = Traffic(model, "on", max_tokens=64)
     for number, cut in enumerate(CUTS):
-        traffic.add(ending(cut, number), 1, top_n_logprobs=1)
-        traffic.run()
+        traffic.send(ending(cut, number), count=1, top_n_logprobs=1)
     traffic.check(Reference(model))
     assert traffic.finished[4].num_cached_tokens >= 2 * BLOCK
 
@@ -93,16 +90,14 @@ def test_requests_that_do_not_ask_pay_nothing(tiny, monkeypatch):
     monkeypatch.setattr(scores, "ScoredPrompt", None)
     monkeypatch.setattr(scores.ScoredPrompts, "_first_tokens", None)
     for number, cut in enumerate(CUTS):
-        traffic.add(ending(cut, number), 1, skip_prompt_log_probs=True)
-        traffic.run()
+        traffic.send(ending(cut, number), count=1, skip_prompt_log_probs=True)
     stats = traffic.context.prefix_stats()
     assert stats.scores_bytes_used == 0 and stats.reused_tokens > 0
 
 
 def test_prompts_cached_without_log_probs_are_computed_and_fill_them(tiny, reference):
     traffic = Traffic(tiny, "on")
-    traffic.add(ending(128, 0), 1, skip_prompt_log_probs=True)
-    traffic.run()
+    traffic.send(ending(128, 0), count=1, skip_prompt_log_probs=True)
     for number, (cached, lost) in enumerate([(0, 128), (128, 128)], 1):
         asked = traffic.add(ending(128, number), 1, top_n_logprobs=1)
         traffic.run()
@@ -127,8 +122,7 @@ def test_never_across_salts_and_adapters(tiny, reference, options, mutant, monke
         monkeypatch.setattr(KeyMaker, "seed", lambda self, *, epoch, **_: seed(self, epoch=epoch))
     traffic = Traffic(tiny, "on")
     for number in range(2):
-        traffic.add(ending(128, number), 1, cache={"cache_salt": "a"})
-        traffic.run()
+        traffic.send(ending(128, number), count=1, cache={"cache_salt": "a"})
     assert traffic.context.prefix_stats().reused_tokens == 128
     asked = traffic.add(ending(128, 5), 1, cache=options)
     traffic.run()
@@ -154,8 +148,7 @@ def test_never_across_weights(tiny, mode, when):
             traffic.engine.invalidate()
         traffic.run()
         for number in (1, 2):
-            traffic.add(ending(128, number), 1)
-            traffic.run()
+            traffic.send(ending(128, number), count=1)
             assert traffic.finished[number + 1].num_cached_tokens == (0 if number == 1 and when != "mutant" else 128)
         del traffic.asked[1], traffic.finished[1]
         right = Reference(tiny)
@@ -181,8 +174,7 @@ def test_a_step_whose_bookkeeping_raises_keeps_nothing(tiny, reference, monkeypa
     traffic.engine.reset()
     del traffic.asked[1]
     for number, cached in ((2, 0), (3, 128)):
-        traffic.add(ending(128, number), 1)
-        traffic.run()
+        traffic.send(ending(128, number), count=1)
         assert traffic.finished[number].num_cached_tokens == cached
     traffic.check(reference)
 
@@ -199,8 +191,7 @@ def test_a_request_whose_promised_log_probs_never_come_starts_over(tiny, referen
 
     monkeypatch.setattr(scored_prompt.ScoredPrompt, "add", lose_once)
     traffic.add(ending(128, 0), 3)
-    traffic.add(ending(128, 1), 3)  # waits for the first one's state
-    traffic.run()
+    traffic.send(ending(128, 1), count=3)
     assert next(calls) > 1
     traffic.check(reference)
     traffic.context.check_integrity()
@@ -209,8 +200,7 @@ def test_a_request_whose_promised_log_probs_never_come_starts_over(tiny, referen
 def test_processed_log_probs_are_not_shared(tiny):
     traffic = Traffic(tiny, "on", logprobs_mode="processed_logprobs")
     for number in range(2):
-        traffic.add(ending(128, number), 1, top_k=0, temperature=1.0 + number)
-        traffic.run()
+        traffic.send(ending(128, number), count=1, top_k=0, temperature=1.0 + number)
     stats = traffic.context.prefix_stats()
     assert stats.reused_tokens == stats.scores_bytes_budget == 0
 
@@ -224,13 +214,10 @@ def test_back_from_the_host(tiny, reference, case):
     mode, fault = case
     traffic = Traffic(tiny, "on", async_sched_mode=mode, max_tokens=64, blocks=7, states=4, host_gb=0.02)
     first = ending(128, 0, length=70)
-    traffic.add(first, 1, top_n_logprobs=1)
-    traffic.run()
-    traffic.add(ending(128, 8), 1, skip_prompt_log_probs=True)  # so it asks for the state that both share
-    traffic.run()
+    traffic.send(first, count=1, top_n_logprobs=1)
+    traffic.send(ending(128, 8), count=1, skip_prompt_log_probs=True)
     for number in range(1, 4):
-        traffic.add(prompt(number, 200), 1, skip_prompt_log_probs=True)
-        traffic.run()
+        traffic.send(prompt(number, 200), count=1, skip_prompt_log_probs=True)
     cache = traffic.context.prefix_cache
     assert not cache.match(cache.chain(first)).path
     if fault:
@@ -315,21 +302,6 @@ def test_random_traffic(tiny, reference, seed):
 # -- mutants -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside the block."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def _logits_of_the_position_before(original: Any) -> Any:
-    return lambda self: {request_id: first - 1 for request_id, first in original(self).items()}
-
-
 def _log_probs_one_position_early(original: Any) -> Any:
     def part(self: Scores, start: int, end: int, top_n: int) -> Scores:
         right = original(self, start, end, top_n)
@@ -347,26 +319,30 @@ def _logits_of_another_boundary(original: Any) -> Any:
     return next_logits
 
 
-def _too_few_likeliest(original: Any) -> Any:
-    return lambda self, key, top_n: original(self, key, 0)
-
-
 MUTANTS = {
-    "logits of the position before": (scores.ScoredPrompts, "_first_tokens", _logits_of_the_position_before),
+    "logits of the position before": (
+        scores.ScoredPrompts,
+        "_first_tokens",
+        lambda original: lambda self: {request_id: first - 1 for request_id, first in original(self).items()},
+    ),
     "block shifted by one": (Scores, "part", _log_probs_one_position_early),
     "logits of another boundary": (ScoreTable, "next_logits", _logits_of_another_boundary),
-    "fewer likeliest tokens than asked for": (ScoreTable, "block", _too_few_likeliest),
+    "fewer likeliest tokens than asked for": (
+        ScoreTable,
+        "block",
+        lambda original: lambda self, key, top_n: original(self, key, 0),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants(tiny, reference, name):
+def test_mutants(tiny, reference, name, monkeypatch):
     owner, method, mutate = MUTANTS[name]
     traffic = Traffic(tiny, "on")
-    with replaced(owner, method, mutate(getattr(owner, method))), pytest.raises((WrongLogProb, ValueError)):
+    monkeypatch.setattr(owner, method, mutate(getattr(owner, method)))
+    with pytest.raises((WrongLogProb, ValueError)):
         for number, cut in enumerate((*CUTS, *CUTS)):
-            traffic.add(ending(cut, number), 1, top_n_logprobs=1 + 2 * (number // len(CUTS)))
-            traffic.run()
+            traffic.send(ending(cut, number), count=1, top_n_logprobs=1 + 2 * (number // len(CUTS)))
         traffic.check(reference)
 
 

@@ -31,15 +31,20 @@ def noted(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @each_mode
-def test_a_prompt_is_published_once_its_forward_is_launched(model, mode, monkeypatch):
-    served = EngineHarness(model, async_sched_mode=mode)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_prompt_and_each_chunk_of_one_is_published_once_its_forward_is_launched(model, mode, chunked, monkeypatch):
+    served = EngineHarness(
+        model, async_sched_mode=mode, enable_chunked_prefill=chunked, max_tokens=128 if chunked else 1024
+    )
     order = noted(served, monkeypatch)
     prompt = tokens(4, 9, seed=1)
     for computed in (4 * BLOCK + 9, 9):
         order.clear()
         before = served.context.prefix_stats().computed_prompt_tokens
         served.send(prompt, count=1)
-        assert order[:3] == ["forward", "publish", "bookkeeping"] and order.count("publish") == 1
+        chunks = order.count("publish")
+        assert order[: 3 * chunks] == chunks * ["forward", "publish", "bookkeeping"]
+        assert chunks > 2 if chunked and computed > 9 else chunks == 1
         assert served.context.prefix_stats().computed_prompt_tokens - before == computed
     served.finish()
 
@@ -56,16 +61,6 @@ def test_a_forward_of_a_capture_publishes_nothing(model):
     assert served.context.step_plans() and not list(served.cache.nodes())
     served.context.is_creating_cuda_graphs = False
     served.run()
-    served.check()
-
-
-@each_mode
-def test_each_chunk_is_published_once_it_is_launched(model, mode, monkeypatch):
-    served = EngineHarness(model, async_sched_mode=mode, max_tokens=128, enable_chunked_prefill=True)
-    order = noted(served, monkeypatch)
-    served.send(tokens(5, 9, seed=1), count=1)
-    chunks = order.count("publish")
-    assert chunks > 2 and order[: 3 * chunks] == chunks * ["forward", "publish", "bookkeeping"]
     served.check()
 
 

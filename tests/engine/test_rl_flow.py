@@ -96,16 +96,3 @@ def test_a_cache_that_is_kept_computes_nothing_twice(models):
     answers, computed = rollouts.round()
     whole = len(prompts_of_a_round()[0])
     assert computed == len(answers) * SAMPLES * (whole - answers[0].num_cached_tokens) < computed_once()
-
-
-@pytest.mark.parametrize("suspends", [False, True], ids=["while idle", "kept on resume"])
-def test_unannounced_weights_are_noticed(models, suspends):
-    model, new, _ = models("tiny")
-    rollouts = Rollouts(rl_engine(model, KEEPS))
-    check_round(rollouts, model)
-    if suspends:
-        rollouts.engine.suspend()
-    WAYS["data.copy_"](model, new)
-    if suspends:
-        rollouts.engine.resume()
-    check_round(rollouts, model)

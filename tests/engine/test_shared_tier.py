@@ -6,6 +6,7 @@ What each tier does with a file, an object or a URL is in ``tests/core``.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.units import Load, LoadState
-from tests.harness.engine_helpers import random_tokens
+from tests.distributed.test_prefix_parallel import model_of, session
+from tests.harness.engine_helpers import assert_same, random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.mutants import MUTANTS, check_answers, mutated_resume
@@ -29,13 +31,11 @@ from tests.harness.shared_tiers import (
     STORES,
     Folder,
     Mooncake,
-    check_mooncake_ranks,
-    check_ranks,
     stats_of,
     tier_of,
     written,
 )
-from tests.harness.workers.launch import run_ranks
+from tests.harness.workers.launch import WORKERS, run_play, run_prepared
 
 PROMPT = tokens(4, 9, seed=1)
 LATE = {"tier_load_late": 1, "host_load_given_up": 1}
@@ -378,18 +378,74 @@ def test_a_load_that_ends_while_the_disk_is_read(model, folder, end):
 
 @pytest.mark.multi
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp", "pp"])
-def test_a_load_that_is_late_on_one_rank_is_a_miss_on_all(tmp_path, layout):
-    """If the ranks decided differently, the engine would raise."""
-    ranks = run_ranks("shared_tier.py", tmp_path / "found.json", layout, tmp_path / "cache")
-    check_ranks(ranks)
-    assert [set(found["late"]["faults"]) for found in ranks] == [set(), {"stuck"}]
+@pytest.mark.parametrize("layout", ["tp", "pp", "tp, mooncake"])
+def test_a_load_that_is_late_or_incomplete_on_one_rank_is_a_miss_on_all(tmp_path, layout):
+    """If the ranks decided differently, the engine would raise. Engines in turn: without a cache, one that writes, and those that read."""
+    tp, pp, pattern = (1, 2, "M*-|M*-") if layout == "pp" else (2, 1, "M*-M*-")
+    folder, faults = tmp_path / "cache", "mooncake" in layout
+    url = f"file://{folder}?gb=1&refresh_s=1000000"
+    if faults:
+        url = f"mooncake://127.0.0.1:50051?ask_s={HANG_S}&refresh_s=1e-9"
+    sent = ["sends", [tokens(3, 9, seed=70 + number) for number in range(2)]]
+
+    def part(wait_s: float, *before: Any) -> dict[str, Any]:
+        fields = {"host_gb": 0.01, "check_ranks": True, "shared": f"{url}&min_tokens=0&wait_s={wait_s}"}
+        return session(pattern, tp, pp, [*before, sent, ["mend"], ["drain"]], **fields)
+
+    parts = {
+        "off": session(pattern, tp, pp, [sent], without=True),
+        "write": part(HANG_S),
+        "late": part(0.1, ["rest: waits", HANG_S], ["last: slow"]),  # the others' entries arrive, however long it takes
+        "missing": part(HANG_S, ["last: lose_states", "" if faults else str(folder)]),
+        "hit": part(HANG_S),
+    }
+    play = {"sizes": {"tp": tp, "pp": pp}, "model": model_of(pattern, pp), "mooncake": faults, "parts": parts}
+    ranks = run_play(tmp_path, play)
+    expected = {
+        "late": ([0, 0], {"tier_load_late": 2, "host_load_given_up": 2}),
+        "missing": ([0, 0], {"tier_load_missing": 2, "host_load_given_up": 2}),
+        "hit": ([3 * BLOCK] * 2, {}),
+    }
+    for found in ranks:
+        for name, (cached, fallbacks) in expected.items():
+            assert found[name]["decisions"] == ranks[0][name]["decisions"]
+            assert [answer["cached_tokens"] for answer in found[name]["answers"]] == cached, name
+            assert found[name]["stats"]["fallbacks"] == fallbacks, name
+            assert_same(found[name]["answers"], ranks[0]["off"]["answers"])
+    seen = [[set(found[name]["stats"]["tiers"]["shared"]["faults"]) for found in ranks] for name in ("late", "missing")]
+    assert seen[1] == [set(), {"gone"}] if faults else seen[0] == [set(), {"stuck"}]
 
 
-@pytest.mark.multi
+# -- restarts --------------------------------------------------------------------------------------------------------
+
+KILLS = 24
+
+
 @pytest.mark.slow
-def test_a_load_from_mooncake_that_is_late_on_one_rank_is_a_miss_on_all(tmp_path):
-    check_mooncake_ranks(run_ranks("mooncake_tier.py", tmp_path / "found.json", "fake"))
+def test_killed_processes(tmp_path):
+    """Of processes that are killed while they serve and write, the next one answers from the folder as if nothing had happened."""
+    out, folder = tmp_path / "found.json", tmp_path / "cache"
+    (ended,) = run_prepared(WORKERS / "shared_restart.py", out, folder, KILLS)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    found = json.loads(out.read_text())
+    right = {line["turn"]: line for line in found["off"]}
+    answers = [line for run in (*found["killed"], found["complete"], found["last"]) for line in run if "turn" in line]
+    assert len(found["killed"]) == KILLS and len(answers) > 2 * KILLS
+    for line in answers:
+        assert line["tokens"] == right[line["turn"]]["tokens"]
+        assert line["log_probs"] == pytest.approx(right[line["turn"]]["log_probs"], rel=0, abs=1e-5)
+        # An entry may be gone by the time that it is read, or find no room. None was half there, and none was wrong.
+        assert set(line["faults"]) <= {"gone", "no_room"}
+        assert set(line["fallbacks"]) <= {"tier_load_missing", "host_load_given_up"}
+    assert found["half_written"] > KILLS / 4, "too few were killed in the middle of a write"
+    first_turns = [run[0] for run in found["killed"] if run]
+    assert sum(line["cached"] > 0 for line in first_turns) > len(first_turns) / 2, "conversations hit at once"
+    for line in found["last"][:-1]:
+        length = found["lengths"][line["turn"]]
+        assert line["cached"] == (length - 1) // BLOCK * BLOCK
+    accounted = found["accounted"]
+    assert accounted["bytes"] == sum(accounted["found"].values())
+    assert accounted["named"] == {Path(path).name: size for path, size in accounted["found"].items()}
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

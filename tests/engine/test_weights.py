@@ -138,8 +138,7 @@ def test_it_looks_once_per_idle_time_and_never_while_suspended(own_models, monke
     assert len(looks) == 1
     served.add(PROMPT, 9)
     served.step(2)
-    served.add(tokens(1, 20, seed=3))  # the engine is busy
-    served.run()
+    served.send(tokens(1, 20, seed=3))
     assert len(looks) == 2
     served.engine.suspend()
     with monkeypatch.context() as unmapped:

@@ -6,21 +6,22 @@ Run by `test_agreement.py`, alone or under torchrun; also useful by hand:
     torchrun --nproc-per-node 2 tests/gpu/agreement.py --preset small --tp 2 --out /tmp/small2.pt
     python tests/gpu/agreement.py --hf DIR --out /tmp/hf.pt         # prompts are text, not random
 
-Figures are differences to each prompt alone with caching off.
+Figures are differences to each prompt alone with caching off. ``--layers`` is ``transformer_impl``. With ``--fp8`` products are in FP8, by this
+recipe, with ``--fp8-weights`` the weights, too. ``--graphs`` replays CUDA graphs, but alone. ``--float32`` saves the same weights' log-probs
+in float32, too.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
 
 import torch
 
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.graphs import count_steps
 from tests.gpu.hit_error import in_float32
+from tests.gpu.measure import started
 from tests.gpu.models import Source
 from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, state_bytes
 from tests.harness.named_models import runs_on_megatron
@@ -64,31 +65,18 @@ def next_log_probs(engine, batches, sampling, prefill_steps=1):
     return torch.cat(rows), [generated[i] for i in range(number)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="small")
-    parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of --preset")
-    parser.add_argument("--fp8", choices=("tensorwise", "blockwise", "delayed"), help="recipe of products in FP8")
-    parser.add_argument("--fp8-weights", action="store_true", help="with --fp8: keep the weights in FP8, too")
-    parser.add_argument(
-        "--graphs", action="store_true", help="replay CUDA graphs, but alone; each engine has a model then"
-    )
-    parser.add_argument("--float32", action="store_true", help="save the same weights' log-probs in float32, too")
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument(
-        "--layers", help="transformer_impl; with inference_optimized, tensor-parallel ranks have whole experts"
-    )
-    parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--out", required=True)
-    arguments = parser.parse_args()
-    sizes = {"tp": arguments.tp, "pp": arguments.pp, "ep": arguments.ep}
-    if arguments.layers == "inference_optimized":
-        sizes["etp"] = 1
-    platform = ensure_platform(device=arguments.device, **sizes)
+OPTIONS = {"preset": "small", "prompts": PROMPTS, "out": "", "tp": 1, "pp": 1, "ep": 1, "hf": None, "layers": None}
+FLAGS = {"fp8": (None, "tensorwise", "blockwise", "delayed"), "fp8_weights": False, "graphs": False, "float32": False}
 
+
+def sizes(args) -> dict[str, int]:
+    """With inference-optimized layers, tensor-parallel ranks have whole experts."""
+    etp = {"etp": 1} if args.layers == "inference_optimized" else {}
+    return {"tp": args.tp, "pp": args.pp, "ep": args.ep} | etp
+
+
+def main(arguments) -> None:
+    platform = arguments.platform
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
     from megatron_hybrid_prefix.mcore import build_upstream_engine
     from megatron_hybrid_prefix.mcore.runner import release_engine
@@ -149,8 +137,8 @@ def main() -> None:
         torch.save({"rows": rows, "report": report}, arguments.out)
         summary = {k: v for k, v in report.items() if not k.startswith("tokens_")}
         print(f"another prompt: {error(rows['alone'].roll(1, 0), rows['alone']):.6f}", json.dumps(summary), sep="\n")
-    shut_down()
 
 
 if __name__ == "__main__":
-    main()
+    with started(__doc__, sizes=sizes, **OPTIONS, **FLAGS) as given:
+        main(given)

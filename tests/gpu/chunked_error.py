@@ -13,7 +13,6 @@ tokens are text.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -27,8 +26,8 @@ from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers
 from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine
 from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.forced import Forced, log_probs_of
+from tests.gpu.measure import started
 from tests.gpu.models import Source
 from tests.harness.engine_helpers import greedy, kv_budget, run_to_end, state_bytes
 from tests.harness.quadratic_model import QuadraticHybridModel
@@ -77,13 +76,7 @@ def play(model, side, kind, prefill, prompts, forced, *, max_tokens, max_request
 
 
 class Truth:
-    """The true log-probs of the given tokens, and how far the best token is from the second.
-
-    Args:
-        model: A `NaiveHybridModel`.
-        prompts: Token ids of each.
-        forced: Of each, the tokens that follow it.
-    """
+    """The true log-probs of the given tokens, and how far the best token is from the second."""
 
     def __init__(self, model, prompts, forced):
         self.log_probs, best = [], []
@@ -136,16 +129,7 @@ def further_off(report):
 
 
 def measure(models, truth_model, prompts, forced, *, kinds=KINDS, **fields):
-    """All engines; returns the report.
-
-    Args:
-        models: By dtype, "bfloat16" and "float32", with the same weights.
-        truth_model: A `NaiveHybridModel` of them.
-        prompts: Token ids of each.
-        forced: Of each, the tokens that follow it.
-        kinds: Of `KINDS`; "bfloat16" has to be one.
-        **fields: See `play`.
-    """
+    """The report of all engines. ``models`` are by dtype, with the weights of ``truth_model``; one of ``kinds`` is "bfloat16"."""
     started_s, tokens = time.perf_counter(), torch.tensor(forced)
     truth = Truth(truth_model, prompts, forced)
     print(f"truth of {len(prompts)} prompts: {time.perf_counter() - started_s:.1f} s", flush=True)
@@ -198,29 +182,19 @@ def initialise_as_megatron(model, config, seed):
             weight.copy_(torch.randn(weight.shape, generator=generator) * std)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="upstream-test", help="upstream-test (default), tiny, small, ...")
-    parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of --preset")
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of parameters and states")
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    platform = ensure_platform(device=arguments.device)
-    print(platform.describe(), flush=True)
-    source = Source(arguments.preset, arguments.hf)
+def main(args):
+    source = Source(args.preset, args.hf)
     models, truth_model = build_models(source)
-    lengths = torch.randint(*PROMPT_TOKENS, (arguments.prompts,), generator=torch.Generator().manual_seed(0)).tolist()
+    lengths = torch.randint(*PROMPT_TOKENS, (args.prompts,), generator=torch.Generator().manual_seed(0)).tolist()
     pairs = [source.prompt_and_answer(count, FORCED_TOKENS, i, 10**6 + i) for i, count in enumerate(lengths)]
     prompts, forced = zip(*pairs, strict=True)
     with torch.inference_mode():
-        report = measure(models, truth_model, prompts, forced, kinds=arguments.kinds, **STEPS)
+        report = measure(models, truth_model, prompts, forced, **STEPS)
     print(json.dumps(report, indent=1), flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"platform": platform.describe()} | report, indent=1))
-    shut_down()
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps({"platform": args.platform.describe()} | report, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    with started(__doc__, preset="upstream-test", hf=None, prompts=200, json=None) as arguments:
+        main(arguments)

@@ -3,13 +3,12 @@
     python -m tests.gpu.cold_prompt [--preset hybrid-4b] [--tokens 8492] [--own 300] [--seconds 120]
 
 The engines take turns in one process, prompt by prompt, until the time is over. A hit is a third sighting: all but ``--own`` tokens are
-cached; it is compared with a cold prompt of ``--own`` tokens of the same engine. Then the kernels of one cold prompt, products left out.
+cached; it is compared with a cold prompt of ``--own`` tokens of the same engine. Then the ``--kernels`` longest kernels of one cold prompt, products left out.
 Gated DeltaNet is not in megatron-core's engine: "off" is then this package's. ``--preset tiny --tokens 556 --seconds 5`` tries it on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -20,29 +19,20 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.decode_profile import part_of
-from tests.gpu.measure import BLOCK_TOKENS, ON_GPU, FirstTokens, engine_fields, synchronize
+from tests.gpu.measure import BLOCK_TOKENS, ON_GPU, FirstTokens, engine_fields, started, synchronize
 from tests.harness.engine_helpers import cache_gb_for
 from tests.harness.named_models import named
 
 OFF, OURS = "megatron-core, off", "this package"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="hybrid-4b")
-    parser.add_argument("--tokens", type=int, default=8492)
-    parser.add_argument("--own", type=int, default=300)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--kernels", type=int, default=24, help="list so many of each engine")
-    args = parser.parse_args()
+def main(args) -> None:
     began_s = time.perf_counter()
 
     def say(what: str) -> None:
         print(f"{time.perf_counter() - began_s:7.1f} s: {what}", flush=True)
 
-    say(ensure_platform().describe())
     model, dice = build_hybrid_model(named(args.preset), seed=0), random.Random(0)
     fields = engine_fields(model, args.tokens, prompts=4)
     blocks = 12 * (args.tokens // BLOCK_TOKENS + 1)
@@ -51,7 +41,7 @@ def main() -> None:
     engines = {OFF: off(model, **fields)}
     engines[OURS] = build_engine(model, HybridPrefixConfig(cache_gb=cache_gb), **fields)
     say("engines are built")
-    tokens = FirstTokens(milestones=False)
+    tokens = FirstTokens()
 
     def new(count: int) -> list[int]:
         return [dice.randrange(model.hybrid_config.vocab_size) for _ in range(count)]
@@ -99,8 +89,8 @@ def main() -> None:
     cold = ratio(f"{OURS}: {args.tokens} tokens, cold", f"{OFF}: {args.tokens} tokens, cold")
     hit = ratio(f"{OURS}: {args.own} after {len(shared)} cached", f"{OURS}: {args.own} tokens, cold")
     print(f"cold prompt over megatron-core's {cold:.3f} (goal 0.86), hit over cold {hit:.3f} (goal 1.05)")
-    shut_down()
 
 
 if __name__ == "__main__":
-    main()
+    with started(__doc__, preset="hybrid-4b", tokens=8492, own=300, seconds=120.0, kernels=24) as arguments:
+        main(arguments)

@@ -6,12 +6,11 @@ A way is an engine and what its CUDA graphs capture, such as ``off-layer``, ``ou
 ``off-layer-fp32`` (states in float32; else as the parameters) or ``ours-block-bits`` (``exact="bits"``). "off" is megatron-core without caching, by its own classes.
 ``step``: milliseconds of a step, over ``--steps`` steps without a profiler. ``busy``: time in which a kernel ran, with one.
 ``floor``: (weights but the input embedding + states read and written + KV read) / bandwidth of a plain copy, measured here.
-``--preset tiny --device cpu --rows 2 --tokens 40`` tries the script.
+``--graphs 0``: none; ``--kernels 9`` lists so many kernels and gaps. ``--preset tiny --device cpu --rows 2 --tokens 40`` tries the script.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import time
@@ -24,8 +23,7 @@ from megatron_hybrid_prefix.bench.floor import copy_bandwidth, floor_bytes
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.gpu.measure import BLOCK_TOKENS, synchronize
+from tests.gpu.measure import BLOCK_TOKENS, started, synchronize
 from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget
 from tests.harness.named_models import named
 
@@ -130,22 +128,13 @@ class Engine:
         return step_ms, busy, parts, kernels, gaps
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="hybrid-4b")
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--rows", default="1,8,32,64,128,256")
-    parser.add_argument("--tokens", type=int, default=600, help="of each prompt")
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--graphs", type=int, default=16, help="number of CUDA graphs; 0: none")
-    parser.add_argument("--ways", default="off-layer,ours-layer,ours-block,ours-layer-async")
-    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels and gaps of each")
-    args = parser.parse_args()
-    platform = ensure_platform(device=args.device)
-    print(platform.describe(), flush=True)
-    if platform.device.type == "cpu":
+OPTIONS = {"preset": "hybrid-4b", "rows": "1,8,32,64,128,256", "tokens": 600, "steps": 32, "graphs": 16, "kernels": 0}
+
+
+def main(args) -> None:
+    if args.platform.device.type == "cpu":
         args.graphs = 0
-    bandwidth = copy_bandwidth(platform.device)
+    bandwidth = copy_bandwidth(args.platform.device)
     print(f"a copy reads and writes {bandwidth / 1e12:.2f} TB/s")
     rows = [int(word) for word in args.rows.split(",")]
     for way in args.ways.split(","):
@@ -167,8 +156,8 @@ def main() -> None:
                 print(f"        {ms:8.3f}  gap: {around}")
         release_engine(engine.engine)
         del engine
-    shut_down()
 
 
 if __name__ == "__main__":
-    main()
+    with started(__doc__, ways="off-layer,ours-layer,ours-block,ours-layer-async", **OPTIONS) as arguments:
+        main(arguments)

@@ -6,17 +6,9 @@ import torch
 
 
 class Forced:
-    """What an engine says from now on. It does not keep the engine alive.
+    """What an engine says from now on: ``log_probs`` of the given tokens, and its own ``choices``, both (prompts, tokens).
 
-    Args:
-        engine: The engine; its requests are numbered from 0.
-        forced: (prompts, tokens) int64, what each request is to answer.
-
-    Attributes:
-        log_probs: (prompts, tokens) float64, of the given tokens.
-        choices: (prompts, tokens) int64, what the engine sampled before it was made to take the given ones.
-        counts: (prompts,) int64, how many of each there were so far.
-        chunks: Tokens of each chunk of a prompt, by request.
+    ``forced`` is as large; requests are numbered from 0. ``chunks`` has the tokens of each chunk of a prompt.
     """
 
     def __init__(self, engine, forced):

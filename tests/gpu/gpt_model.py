@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-
-from megatron_hybrid_prefix.platform import ensure_platform
-from tests.gpu.graphs import finish, run
+from tests.gpu.graphs import run, write
 from tests.gpu.models import GPT
 
 
-def main(preset, out):
-    print(ensure_platform().describe(), flush=True)
-    found = {"eager": run(preset, graphs=False), "alone": run(preset, graphs=False, together=False)}
-    found["uncached_graphs"] = run(preset, graphs=True, cached=False)  # graphs pad products, so they round differently
-    found["uncached_gpt"] = run(GPT + preset, graphs=False, cached=False)
-    found["gpt"] = run(GPT + preset, graphs=False)
-    found["gpt_graphs"] = run(GPT + preset, graphs=True)
-    finish(found, out)
+def find(preset):
+    return {
+        "eager": run(preset, graphs=False),
+        "alone": run(preset, graphs=False, together=False),
+        "uncached_graphs": run(preset, graphs=True, cached=False),  # graphs pad products, so they round differently
+        "uncached_gpt": run(GPT + preset, graphs=False, cached=False),
+        "gpt": run(GPT + preset, graphs=False),
+        "gpt_graphs": run(GPT + preset, graphs=True),
+    }
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write(find, __doc__)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.measure import started
 from tests.gpu.models import GPT, built
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, random_tokens, run_to_end
@@ -44,17 +44,9 @@ def prompts(vocab_size):
 def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=None, ends=False, tight=False, **fields):
     """Tokens and log-probs of every request, and how many steps of each kind replayed graphs.
 
-    Args:
-        preset: The model, as of `built`.
-        graphs: Whether to capture and replay CUDA graphs.
-        mode: "legacy" or "async" scheduling.
-        together: False: one request after another.
-        cached: Whether the cache is on.
-        answers: The answers to make drafts from; None: no drafts, or those of the model.
-        ends: Each request has an end token, taken from its answer.
-        tight: For a model in float32, memory is: entries are evicted and requests wait, so that steps have other
-            requests; in bfloat16 that alone would change the answers.
-        **fields: As of `build_engine`.
+    Drafts are made from ``answers``, if there are some; ``ends``: each request has an end token, taken from its answer. ``tight``: of
+    a model in float32, memory is: entries are evicted and requests wait, so that steps have other requests; in bfloat16 that alone
+    would change the answers.
     """
     gc.collect()  # the model of the run before
     torch.cuda.empty_cache()
@@ -170,19 +162,13 @@ def with_drafts(preset):
     return found
 
 
-def finish(found, out):
-    """Writes what was found, prints the counts, and shuts the platform down."""
-    with open(out, "w") as file:
-        json.dump(found, file)
-    print({name: value["counts"] for name, value in found.items()})
-    shut_down()
-
-
-def main(preset, out):
-    print(ensure_platform().describe(), flush=True)
-    found = (with_drafts if named(preset.removeprefix(GPT)).mtp_num_layers else without_drafts)(preset)
-    finish(found, out)
+def write(find, doc):
+    """The main function of a script with PRESET and OUT.json: writes what ``find`` gives for the preset, and prints the counts."""
+    with started(doc, "preset", "out") as args:
+        found = find(args.preset)
+        Path(args.out).write_text(json.dumps(found))
+        print({name: value["counts"] for name, value in found.items()})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write(lambda name: (with_drafts if named(name.removeprefix(GPT)).mtp_num_layers else without_drafts)(name), __doc__)

@@ -1,7 +1,7 @@
 """Error of hits and misses in bfloat16 against a float32 run, teacher-forced.
 
     python tests/gpu/hit_error.py small 200
-    python tests/gpu/hit_error.py --hf DIR 200      # prompts and given tokens are text, not random
+    python tests/gpu/hit_error.py small 200 --hf DIR      # prompts and given tokens are text, not random
 
 Every prompt has 1024 shared tokens and 40 others. Then 32 given tokens are decoded. The log-prob of each is compared
 with a float32 model with the same weights, which computes everything at once. Prints JSON: mean |log-prob difference|
@@ -10,15 +10,12 @@ of hits, of misses (caching off), and of misses computed in two chunks.
 
 from __future__ import annotations
 
-import argparse
-import json
-
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from tests.gpu.forced import Forced, log_probs_of
+from tests.gpu.measure import report, started
 from tests.gpu.models import Source
 from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, run_to_end
 from tests.harness.naive_model import local_weights
@@ -65,14 +62,8 @@ def in_float32(source, model):
     return exact
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("preset", nargs="?", default="small")
-    parser.add_argument("prompts", type=int)
-    parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder instead of PRESET")
-    arguments = parser.parse_args()
-    count, platform = arguments.prompts, ensure_platform()
-    source = Source(arguments.preset, arguments.hf)
+def main(args):
+    source, count = Source(args.preset, args.hf), int(args.prompts)
     model = source.build("bfloat16")
     shared = source.tokens(PREFIX_TOKENS, seed=1)
     pairs = [source.prompt_and_answer(OWN_TOKENS, FORCED_TOKENS, 100 + i, 10_000 + i) for i in range(count)]
@@ -91,11 +82,11 @@ def main():
         name: float((rows - right)[hit_rows].abs().mean())
         for name, rows in (("hit", hits), ("miss", misses), ("chunked", chunked))
     }
-    report = {"platform": platform.describe(), "preset": source.name, "prompts": len(prompts)}
-    report |= {"forced_tokens": FORCED_TOKENS, "reused_tokens": reused_tokens, "errors": errors}
-    print(json.dumps(report | {"hit_over_miss": errors["hit"] / errors["miss"]}))
-    shut_down()
+    found = {"preset": source.name, "prompts": len(prompts), "forced_tokens": FORCED_TOKENS}
+    found |= {"reused_tokens": reused_tokens, "errors": errors, "hit_over_miss": errors["hit"] / errors["miss"]}
+    report(args, found)
 
 
 if __name__ == "__main__":
-    main()
+    with started(__doc__, "preset", "prompts", hf=None) as arguments:
+        main(arguments)

@@ -1,19 +1,17 @@
 """First token of prompts that evict KV and states: without a cache, without a host tier, and with one. On an idle GPU::
 
-    python -m tests.gpu.host_cost [--preset hybrid-4b] [--tokens 8492] [--warm-up 8] [--prompts 32] [--row 4] [--parts]
+    python -m tests.gpu.host_cost [--preset hybrid-4b] [--tokens 8492] [--warm-up 8] [--prompts 32] [--row 4]
 
 Every prompt is new. Once the device is full, each one evicts what an earlier one left. After 50 or 60 of them an engine
 has learned that guesses are of no use here, and evicts less: ``--warm-up 80`` times that. The engines take turns,
 prompt by prompt, in random order, and each prompt's time is divided by that of the prompt without a cache of the same
 round. A prompt begins when the GPU is idle. What still goes to the host after its token costs the next prompt: so
 prompts are also sent ``--row`` at a time, one right after the other, and that time is divided likewise (0: they are
-not). ``--parts`` says how far the engine was when; noting that takes some time, too. ``--preset tiny --device cpu
---tokens 300 --host-gb 0.1 --prompts 4`` tries the script.
+not). ``--preset tiny --device cpu --tokens 300 --host-gb 0.1 --prompts 4`` tries the script.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -23,8 +21,7 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.gpu.measure import BLOCK_TOKENS, FirstTokens, engine_fields, milestones_table, synchronize
+from tests.gpu.measure import BLOCK_TOKENS, FirstTokens, engine_fields, started, synchronize
 from tests.harness.engine_helpers import cache_gb_for, greedy, run_to_end
 
 REQUESTS = 4
@@ -51,18 +48,7 @@ def row_ms(engine, prompts):
     return (time.perf_counter() - start_s) * 1e3 / len(prompts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="hybrid-4b")
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--tokens", type=int, default=8492)
-    parser.add_argument("--warm-up", type=int, default=8, help="prompts that fill the device and compile kernels")
-    parser.add_argument("--prompts", type=int, default=32, help="of each engine")
-    parser.add_argument("--row", type=int, default=4, help="prompts one right after the other")
-    parser.add_argument("--host-gb", type=float, default=10.0)
-    parser.add_argument("--parts", action="store_true")
-    args = parser.parse_args()
-    print(ensure_platform(device=args.device).describe(), flush=True)
+def main(args) -> None:
     model, dice = build_hybrid_model(args.preset, seed=0), random.Random(0)
     fields = engine_fields(model, args.tokens, prompts=REQUESTS, requests=REQUESTS)
     blocks = 10 * (args.tokens // BLOCK_TOKENS + 1)
@@ -73,7 +59,7 @@ def main() -> None:
         "host tier": HybridPrefixConfig(cache_gb=cache_gb, host_gb=args.host_gb),
     }
     engines = {name: build_engine(model, prefix, **fields) for name, prefix in settings.items()}
-    tokens, found, parts, stored, rowed = FirstTokens(args.parts), *(defaultdict(list) for _ in range(4))
+    tokens, found, stored, rowed = FirstTokens(), *(defaultdict(list) for _ in range(3))
 
     def new_prompts(count):
         return [[dice.randrange(model.hybrid_config.vocab_size) for _ in range(args.tokens)] for _ in range(count)]
@@ -85,10 +71,9 @@ def main() -> None:
     for number in range(args.warm_up + args.prompts):
         for name in dice.sample(list(engines), len(engines)):
             before = stored_mib(engines[name])
-            ms, reached, _ = tokens.send(engines[name], *new_prompts(1))
+            ms, _ = tokens.send(engines[name], *new_prompts(1))
             if number >= args.warm_up:
                 found[name].append(ms)
-                parts[name].append(reached)
                 stored[name].append(stored_mib(engines[name]) - before)
     for _ in range(args.prompts // args.row if args.row else 0):
         for name in dice.sample(list(engines), len(engines)):
@@ -99,10 +84,8 @@ def main() -> None:
         )
         if args.row:
             print(f"{'':14} {args.row} in a row, each {paired(rowed[name], rowed['off'])}", flush=True)
-        if args.parts:
-            print(*milestones_table(parts[name]), "", sep="\n", flush=True)
-    shut_down()
 
 
 if __name__ == "__main__":
-    main()
+    with started(__doc__, preset="hybrid-4b", tokens=8492, warm_up=8, prompts=32, row=4, host_gb=10.0) as arguments:
+        main(arguments)

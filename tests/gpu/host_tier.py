@@ -1,50 +1,40 @@
 """Prompts that come back from the host while others run. Prints JSON.
 
-Usage: ``host_tier.py legacy|async [PRESET [HOST_GIB]]``.
+Usage: ``host_tier.py legacy|async [PRESET]``.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 
 import torch
 
-from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
+from tests.gpu.measure import report, started, synchronize
+from tests.harness.engine_helpers import cache_gb_for, random_tokens
+from tests.harness.lifecycle_helpers import EngineHarness
 from tests.harness.named_models import named
 
 PROMPTS, ROUNDS, BLOCK = 12, 4, 256
 HOST_GB = 2.0  # all prompts' entries: 12 of 8 blocks of 1 MiB and states of up to 8.25
 
 
-def main(mode, preset="small"):
-    platform = ensure_platform()
+def main(args):
+    mode, preset = args.mode, args.preset
     model = build_hybrid_model(named(preset), seed=0)
     vocabulary = named(preset).vocab_size
     cache_gb = cache_gb_for(model, 44, states=6, block_tokens=BLOCK, max_requests=4)
-    engine = build_engine(
-        model,
-        HybridPrefixConfig(cache_gb=cache_gb, host_gb=HOST_GB, retention_interval_tokens=0),
-        max_sequence_length=8192,
-        max_requests=4,
-        max_tokens=8192,
-        block_size_tokens=BLOCK,
-        async_sched_mode=mode,
-    )
-    cache, memory, dice = engine.context.prefix_cache, engine.context.shared_memory, random.Random(0)
+    fields = {"max_sequence_length": 8192, "max_tokens": 8192, "block_size_tokens": BLOCK, "async_sched_mode": mode}
+    served = EngineHarness(model, cache_gb=cache_gb, host_gb=HOST_GB, **fields)
+    cache, memory, dice = served.cache, served.context.shared_memory, random.Random(0)
     prompts = [random_tokens(8 * BLOCK + 30, seed=i, vocabulary=vocabulary) for i in range(PROMPTS)]
     key_of = [cache.chain(prompt).keys[-1] for prompt in prompts]
     first, equal, unequal, compared, difference = {}, 0, 0, 0, 0.0
-    states, number = {}, 0
+    states = {}
 
     def look():
         nonlocal equal, unequal
-        if platform.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
         for index, key in enumerate(key_of):
             node = cache.node(key)
             if node is not None and node.slot >= 0:
@@ -57,17 +47,14 @@ def main(mode, preset="small"):
         order = list(range(PROMPTS))
         dice.shuffle(order)
         for pair in zip(order[::2], order[1::2], strict=True):
-            finished, ids = {}, {}
+            ids = {}
             for index in pair:
-                number += 1
-                ids[number] = index
-                engine.add_request(number, prompts[index], greedy(16))
-                run_to_end(engine, finished, steps=1 + dice.randrange(3))
-            run_to_end(engine, finished)
-            engine.context.check_integrity()
+                ids[served.add(prompts[index], 16)] = index
+                served.step(1 + dice.randrange(3))
+            served.run()
             look()
             for request_id, index in ids.items():
-                request = finished[request_id]
+                request = served.finished[request_id]
                 if turn == 0:
                     first[index] = request
                     continue
@@ -81,10 +68,10 @@ def main(mode, preset="small"):
                     if token != was:
                         break
                     compared, difference = compared + 1, difference + abs(log_prob - its)
-    stats = engine.context.prefix_stats().as_dict()
-    report = {name: stats[name] for name in ("reused_tokens_host", "fallbacks")}
-    report |= {name: stats["tiers"]["host"][name] for name in ("loads", "stores", "seconds", "seconds_waited")}
-    report |= {
+    stats = served.context.prefix_stats().as_dict()
+    found = {name: stats[name] for name in ("reused_tokens_host", "fallbacks")}
+    found |= {name: stats["tiers"]["host"][name] for name in ("loads", "stores", "seconds", "seconds_waited")}
+    found |= {
         "moved_blocks": cache.memory_use().moved_blocks,
         "preset": preset,
         "mode": mode,
@@ -92,9 +79,9 @@ def main(mode, preset="small"):
         "unequal_states": unequal,
         "tokens_compared": compared,
     }
-    print(json.dumps(report | {"mean_log_prob_difference": difference / max(1, compared)}))
-    shut_down()
+    report(args, found | {"mean_log_prob_difference": difference / max(1, compared)})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with started(__doc__, "mode", "preset=small") as arguments:
+        main(arguments)

@@ -7,7 +7,6 @@ whole states, and the largest copy on the device. Prints JSON.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -16,8 +15,8 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
+from tests.gpu.measure import report, started
 from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
 
@@ -28,7 +27,7 @@ MOVING = ("copy_", "index", "gather", "scatter", "clone", "cat", "contiguous")
 def keep_four(cache):
     """Prompts keep four evenly spaced states, whatever the policy says."""
 
-    def boundaries(match, breakpoints):
+    def boundaries(match, *_):
         blocks = match.chain.tokens // cache.block_tokens
         positions = sorted({blocks * (i + 1) // CHECKPOINTS * cache.block_tokens for i in range(CHECKPOINTS)})
         return tuple(Boundary(position, CheckpointReason.JUNCTION) for position in positions)
@@ -59,9 +58,9 @@ def moved(engine, request_id, prompt):
     return dict(operators), max(sizes, default=0), sum(event.get("cat") == "kernel" for event in events)
 
 
-def main(preset, tokens):
-    platform, tokens, vocabulary = ensure_platform(), int(tokens), named(preset).vocab_size
-    model = build_hybrid_model(named(preset), seed=0)
+def main(args):
+    tokens, vocabulary = int(args.tokens), named(args.preset).vocab_size
+    model = build_hybrid_model(named(args.preset), seed=0)
     sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": 2}
     engine = build_engine(
         model,
@@ -83,12 +82,11 @@ def main(preset, tokens):
         operators, copied_bytes, kernels = moved(engine, len(prompts), hit)
         reused = engine.context.prefix_stats().reused_tokens - before.reused_tokens
         run_to_end(engine, {})
-    report = {"platform": platform.describe(), "preset": preset, "hit_reused_tokens": reused, "kernels": kernels}
-    report |= {"moving_operators": operators, "largest_copy_bytes": copied_bytes}
+    found = {"preset": args.preset, "hit_reused_tokens": reused, "kernels": kernels, "moving_operators": operators}
     layer_bytes = engine.context.state_layout.slot_bytes // engine.context.num_mamba_layers
-    print(json.dumps(report | {"state_bytes_of_a_layer": layer_bytes}))
-    shut_down()
+    report(args, found | {"largest_copy_bytes": copied_bytes, "state_bytes_of_a_layer": layer_bytes})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with started(__doc__, "preset", "tokens") as arguments:
+        main(arguments)

@@ -6,6 +6,7 @@ As a module it is that process: ``python -m tests.gpu.launch SCRIPT ARGUMENTS...
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import runpy
 import subprocess
@@ -36,6 +37,13 @@ def run_script(script: str, *arguments: Any, ranks: int = 1, timeout_s: float = 
     )
     assert result.returncode == 0, f"{script}:\n{result.stdout[-3000:]}\n{result.stderr[-4000:]}"
     return result.stdout
+
+
+def found_by(script: str, *arguments: Any, **env: str) -> dict[str, Any]:
+    """The last line that a script prints, JSON."""
+    line = run_script(script, *arguments, **env).strip().splitlines()[-1]
+    print(line)
+    return json.loads(line)
 
 
 def note_peak() -> None:

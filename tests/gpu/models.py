@@ -30,10 +30,7 @@ def built(preset, **fields):
 class Source:
     """A model to measure, and its tokens: random ones for random weights, text for a folder's weights.
 
-    Args:
-        preset: Name of a preset, or of a model of ``tests/harness/named_models.py``; used where there is no folder.
-        hf: A Hugging Face folder with a tokenizer; None: the preset.
-        **fields: As of `build_hybrid_model`.
+    ``preset`` counts where there is no Hugging Face folder (with a tokenizer); ``fields`` are as of `build_hybrid_model`.
     """
 
     def __init__(self, preset, hf=None, **fields):

@@ -6,15 +6,12 @@ new engine without graphs that has these weights. Also with what the layers had 
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform
-from tests.gpu.graphs import answers_of, count_steps, finish
+from tests.gpu.graphs import answers_of, count_steps, write
 from tests.gpu.models import layers_for
 from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
@@ -25,13 +22,7 @@ SIZES = {"block_tokens": 256, "max_requests": 16}
 
 
 class Run:
-    """A model of its own, and an engine.
-
-    Args:
-        preset: The model.
-        graphs: Whether to capture and replay CUDA graphs.
-        mode: "legacy" or "async" scheduling.
-    """
+    """A model of its own, and an engine."""
 
     def __init__(self, preset, *, graphs, mode):
         self.config = named(preset)
@@ -71,8 +62,7 @@ class Run:
                     weight.add_(1.0)
 
 
-def main(preset, out):
-    print(ensure_platform().describe(), flush=True)
+def find(preset):
     fresh = Run(preset, graphs=False, mode="legacy")
     fresh.change()
     found = {"fresh": fresh.answers()}
@@ -94,8 +84,8 @@ def main(preset, out):
         run.engine.resume()
         found[f"{mode}_resumed"] = run.answers()
         release_engine(run.engine)
-    finish(found, out)
+    return found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write(find, __doc__)

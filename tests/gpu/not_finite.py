@@ -8,13 +8,11 @@ The token's embedding is NaN, infinite or 1e38 in a prompt; then NaN where it is
 from __future__ import annotations
 
 import random
-import sys
 
 import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from tests.gpu.measure import BLOCK_TOKENS, FirstTokens, engine_fields, graph_fields
+from tests.gpu.measure import BLOCK_TOKENS, FirstTokens, engine_fields, graph_fields, started
 from tests.gpu.models import built
 from tests.harness.engine_helpers import cache_gb_for, greedy, run_to_end
 
@@ -26,7 +24,7 @@ VALUES = (float("nan"), float("inf"), 1e38)
 
 def earlier_bits(engine, weight, prompt):
     """Logits of all tokens before each place are equal bit by bit, with a good embedding there and with a bad one."""
-    controller, tokens, found = engine.controller, FirstTokens(milestones=False), []
+    controller, tokens, found = engine.controller, FirstTokens(), []
     launched = controller.forward_launched
     controller.forward_launched = lambda: (found.append(controller.step_logits[0, :TOKENS].clone()), launched())
     failed = []
@@ -37,7 +35,7 @@ def earlier_bits(engine, weight, prompt):
             if value is not None:
                 weight[BAD] = value
             engine.invalidate()  # the cache has what a good embedding gave
-            request = tokens.send(engine, asked, count=1)[2]
+            request = tokens.send(engine, asked, count=1)[1]
             failed.append(request.failed())
             rows, found[:] = found[0], []
             if value is None:
@@ -95,9 +93,8 @@ def among_others(engine, weight, prompt, mode):
     print(f"{mode}: one of six failed, each time; {engine.context.prefix_stats().fallbacks}", flush=True)
 
 
-def main():
-    print(ensure_platform().describe(), flush=True)
-    model = built(sys.argv[1])
+def main(args):
+    model = built(args.preset)
     weight, dice = model.embedding.word_embeddings.weight.data, random.Random(0)
     prompt = [
         dice.choice([token for token in range(model.hybrid_config.vocab_size) if token != BAD]) for _ in range(TOKENS)
@@ -108,11 +105,11 @@ def main():
     earlier_bits(build_engine(model, prefix, **fields, materialize_only_last_token_logits=False), weight, prompt)
     for mode in ("legacy", "async"):
         made, graphs = graph_fields(model.hybrid_config.dtype == "bfloat16")
-        model = built(sys.argv[1], **made)  # graphs are those of one engine
+        model = built(args.preset, **made)  # graphs are those of one engine
         engine = build_engine(model, prefix, **fields, **graphs, async_sched_mode=mode)
         among_others(engine, model.embedding.word_embeddings.weight.data, prompt, mode)
-    shut_down()
 
 
 if __name__ == "__main__":
-    main()
+    with started(__doc__, "preset") as arguments:
+        main(arguments)

@@ -32,11 +32,7 @@ class Case:
 
     @classmethod
     def of(cls, item: Any) -> Case:
-        """The test of a pytest item.
-
-        Raises:
-            ValueError: Its markers do not say how much memory it needs, or say something else.
-        """
+        """The test of a pytest item. ValueError: its markers do not say how much memory it needs, or say something else."""
         need: dict[str, Any] = {}
         for node in item.listchain():  # the module first, and of a function's markers those of its parameters last
             for marker in node.own_markers:
@@ -87,16 +83,8 @@ def quick(tests: Iterable[Case]) -> list[Case]:
 class Packer:
     """Starts jobs where there is room.
 
-    The shortest and the longest job left take turns: results come at once, and no long job is left alone at the end.
-
-    Args:
-        jobs: What to run.
-        free_gib: Free memory of each GPU.
-        processes: Most processes at a time; a job has one for each of its GPUs.
-
-    Attributes:
-        too_large: Jobs that do not fit these GPUs even alone.
-        running: The GPUs of each running job.
+    The shortest and the longest job left take turns: results come at once, and no long job is left alone at the end. A job has a
+    process for each of its GPUs. Those that do not fit even alone are ``too_large``.
     """
 
     def __init__(self, jobs: Iterable[Job], free_gib: Sequence[float], processes: int) -> None:

@@ -7,9 +7,7 @@ computed whole: of a hit, and of a prompt computed in two chunks, over the token
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import warnings
 from contextlib import nullcontext
 
@@ -18,7 +16,7 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.measure import report, started
 from tests.gpu.syncs import mode, waits
 from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
@@ -43,13 +41,7 @@ def forbid_waits():
 
 
 class Endings:
-    """One engine, and endings of a context.
-
-    Args:
-        model: The model.
-        side: Of `SIDES`.
-        step_tokens: Most tokens of a step.
-    """
+    """One engine of one of `SIDES`, and endings of a context."""
 
     def __init__(self, model, side, step_tokens=8192):
         self.vocabulary, self.number, self.watched = model.hybrid_config.vocab_size, 0, False
@@ -100,9 +92,8 @@ def off_by(found, right, first_tokens):
     )
 
 
-def main(preset="small"):
-    platform = ensure_platform()
-    model = build_hybrid_model(named(preset), seed=0)
+def main(args):
+    model = build_hybrid_model(named(args.preset), seed=0)
     sides = {side: Endings(model, side) for side in SIDES}
     with torch.inference_mode():
         for endings in sides.values():  # compiles kernels
@@ -119,7 +110,7 @@ def main(preset="small"):
         hits, whole = seen["kept"][0][1:], seen["whole"][0][1:]  # the first one is no hit
         first = [request.num_cached_tokens for request in hits]
         assert min(first) > half, first
-        found = {"platform": platform.describe(), "preset": preset, "cached_tokens": first}
+        found = {"preset": args.preset, "cached_tokens": first}
         found["waits_in_first_steps"] = {side: run[2] for side, run in seen.items()}
         found["hit_off_by"] = off_by(hits, whole, first)
         found["two_chunks_off_by"] = off_by(in_chunks, whole, first)
@@ -127,9 +118,9 @@ def main(preset="small"):
             name: {side: endings.run(endings.prompts(seed), at_once=at_once)[1] for side, endings in sides.items()}
             for name, seed, at_once in (("in turn", 10, False), ("at once", 110, True))
         }
-    print(json.dumps(found | {"block_tokens": SIZES["block_tokens"]}))
-    shut_down()
+    report(args, found | {"block_tokens": SIZES["block_tokens"]})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with started(__doc__, "preset=small") as arguments:
+        main(arguments)

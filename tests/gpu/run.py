@@ -51,11 +51,7 @@ class Collector:
 
 
 def collect(words: list[str]) -> list[Case]:
-    """The tests marked ``gpu`` with one of the words in their names.
-
-    Raises:
-        SystemExit: There are none, or pytest cannot import one.
-    """
+    """The tests marked ``gpu`` with one of the words in their names. SystemExit: there are none, or pytest cannot import one."""
     collector, said = Collector(), io.StringIO()
     with contextlib.chdir(ROOT), contextlib.redirect_stdout(said):
         options = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]

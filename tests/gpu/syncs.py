@@ -7,8 +7,6 @@ end memory moves between KV and states.
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.measure import report, started
 from tests.harness.engine_helpers import cache_gb_for, greedy, kv_budget, random_tokens
 from tests.harness.named_models import named, runs_on_megatron
 
@@ -116,8 +114,8 @@ def move_memory(engine, seed):
     return {kind: max(one[kind] for one in found) for kind in found[0]}
 
 
-def main(preset="small"):
-    ensure_platform()
+def main(args):
+    preset = args.preset
     model = build_hybrid_model(named(preset), seed=0)
     plain = build_upstream_engine if runs_on_megatron(named(preset)) else build_engine
     fields = {"max_sequence_length": 4096, "max_requests": SIZES["max_requests"], **kv_budget(model, BLOCKS, **SIZES)}
@@ -151,9 +149,9 @@ def main(preset="small"):
             prompt = random_tokens(SHORT_TOKENS, seed=3)
             for again in range(2):  # the first compiles kernels
                 found[f"async, {name}"] = counted(engine, prompt, 2 * number + again, **options)
-    print(json.dumps(found))
-    shut_down()
+    report(args, found)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with started(__doc__, "preset=small") as arguments:
+        main(arguments)

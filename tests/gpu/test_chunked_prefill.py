@@ -27,7 +27,7 @@ def test_no_further_from_the_truth_than_megatron(tmp_path, preset):
     engines = report["engines"]
     assert engines["bfloat16, ours, chunked"]["chunked_prompts"] >= 5
     for prefill in ("whole", "chunked"):
-        assert engines[f"float32, ours, {prefill}"]["max_error"] <= 5e-5  # as `tiny` in `test_tiny_fp32.py`
+        assert engines[f"float32, ours, {prefill}"]["max_error"] <= 5e-5  # as `tiny` in `test_programs.py`
     assert further_off(report) == []
     for kind in ("bfloat16", "float32 states"):
         chunked = report["chunked_over_whole"][f"{kind}, ours"]

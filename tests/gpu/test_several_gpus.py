@@ -5,31 +5,41 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.harness.engine_helpers import LOG_PROB_NOISE
-from tests.harness.workers import qwen3_next as worker
-from tests.harness.workers.launch import run_torchrun
+from tests.distributed.test_gpt_model import session
+from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_same
+from tests.harness.workers.launch import run_play, run_torchrun
 
 pytestmark = pytest.mark.gpu(gib=2, gpus=2, seconds=60)  # float32 engines of 10 MiB
 
+# Sizes of the layout, and changes of the preset: two ranks share one key/value head; each stage has attention.
+LAYOUTS = {
+    "tp2": ({"tp": 2}, {"num_query_groups": 1}),
+    "pp2": ({"pp": 2}, {"layer_pattern": "GE*EGE*E"}),
+    "ep2": ({"ep": 2}, {}),
+}
 
-@pytest.mark.parametrize("layout", worker.LAYOUTS)
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_gpus_say_what_one_says(layout, tmp_path, monkeypatch):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
-    (one,) = run_torchrun("qwen3_next.py", tmp_path / "one.json", layout, ranks=1, device="cuda")
-    several = run_torchrun("qwen3_next.py", tmp_path / "two.json", layout, ranks=2, device="cuda")
-    most = 0.0
+    sizes, changes = LAYOUTS[layout]
+    play = {"device": "cuda", "model": {"name": "tiny-qwen3-next", **changes}}
+    play["parts"] = {"on": session(), "damaged": session(["last: damage"])}
+    (one,), several = (
+        run_play(tmp_path, play | {"sizes": of}, ranks, by=run_torchrun, device="cuda")
+        for ranks, of in ((1, {}), (2, sizes))
+    )
+    right = one["on"]["answers"]
     for rank in several:
         assert "(cuda" in rank["platform"]
-        for answer, right in zip(rank["answers"], one["answers"], strict=True):
-            assert answer["tokens"] == right["tokens"] and answer["cached_tokens"] == right["cached_tokens"]
-            gaps = [abs(a - b) for a, b in zip(answer["log_probs"], right["log_probs"], strict=True)]
-            most = max(most, *gaps)
-            assert most <= LOG_PROB_NOISE
-    assert sum(answer["cached_tokens"] > 0 for answer in one["answers"]) >= 6
-    for answer, right in zip(several[-1]["damaged"], one["answers"], strict=True):
+        print(f"{layout}: log-probs within {assert_same(rank['on']['answers'], right):.1e} of one GPU's")
+        assert [answer["cached_tokens"] for answer in rank["on"]["answers"]] == [
+            each["cached_tokens"] for each in right
+        ]
+    assert sum(answer["cached_tokens"] > 0 for answer in right) >= 6
+    for answer, reference in zip(several[-1]["damaged"]["answers"], right, strict=True):
         if answer["cached_tokens"]:  # or else equal answers would say nothing about states
-            gaps = [abs(a - b) for a, b in zip(answer["log_probs"], right["log_probs"], strict=True)]
-            assert answer["tokens"] != right["tokens"] or max(gaps) > 5 * LOG_PROB_NOISE
-    print(f"{layout}: log-probs within {most:.1e} of one GPU's")
+            gaps = [abs(a - b) for a, b in zip(answer["log_probs"], reference["log_probs"], strict=True)]
+            assert answer["tokens"] != reference["tokens"] or max(gaps) > 5 * LOG_PROB_NOISE

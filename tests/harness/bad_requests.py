@@ -19,19 +19,12 @@ NAN, INFINITE = float("nan"), float("inf")
 
 
 class Asked(NamedTuple):
-    """A request, as it is sent.
-
-    Attributes:
-        prompt: As a caller gives it.
-        fields: Of the sampling parameters.
-        named: What the refusal must name.
-        in_messages: Whether it can be sent between processes.
-    """
+    """A request, as it is sent."""
 
     prompt: Any
-    fields: Mapping[str, Any] = {}
-    named: str = ""
-    in_messages: bool = True
+    fields: Mapping[str, Any] = {}  # of the sampling parameters
+    named: str = ""  # by the refusal
+    in_messages: bool = True  # whether it can be sent between processes
 
 
 def _prompts() -> dict[str, Asked]:
@@ -121,12 +114,8 @@ def good_requests(count: int = 10) -> list[Asked]:
 
 
 def fuzz(count: int, seed: int, *, messages: bool = False) -> Iterator[tuple[str | None, int, Asked]]:
-    """Bad requests among good ones: the name of a bad one, or None and the number of a good one; and the request.
-
-    Args:
-        count: Number of bad ones; there are about half as many good ones.
-        seed: Of the choice.
-        messages: Only what can be sent between processes.
+    """``count`` bad requests among half as many good ones: the name of a bad one, or None and the number of a good one; and the
+    request. ``messages``: only what can be sent between processes.
     """
     rng, good = random.Random(seed), good_requests()
     names = [name for name, asked in BAD.items() if asked.in_messages or not messages]

@@ -43,9 +43,7 @@ def bits(request: Any) -> tuple[list[int], list[float], list[float] | None]:
 class Alone:
     """Answers of requests, each alone in an engine that reuses nothing.
 
-    Args:
-        model: The model.
-        **fields: Of the engine. The scan's chunks end at multiples of ``block_size_tokens``, so it must be the same.
+    The scan's chunks end at multiples of ``block_size_tokens``, so it must be the same.
     """
 
     def __init__(self, model: Any, **fields: Any) -> None:
@@ -75,12 +73,7 @@ def differing(harness: EngineHarness, alone: Alone) -> list[int]:
 class BitsTraffic:
     """Random requests on an engine with random settings: shared prefixes, next turns, sampling, preemption, a host tier.
 
-    Args:
-        model: The model.
-        seed: Seed of everything random.
-        requests: How many to send.
-        counts: How many tokens the answers may have.
-        **fields: Of the engine, in place of random ones.
+    ``counts`` are how many tokens the answers may have; ``fields`` are in place of random ones.
     """
 
     def __init__(

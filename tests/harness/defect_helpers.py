@@ -44,12 +44,7 @@ def make_side(request: pytest.FixtureRequest, model: Any) -> Iterator[Side]:
 
 
 class Side:
-    """Builds engines of one kind for a model, and knows the right answers.
-
-    Args:
-        kind: "upstream" or "ours".
-        model: A model of ``build_hybrid_model``.
-    """
+    """Builds engines of one kind, "upstream" or "ours", for a model, and knows the right answers."""
 
     def __init__(self, kind: str, model: Any) -> None:
         self.kind = kind
@@ -81,15 +76,9 @@ class Side:
         eviction_policy: str = DEFAULT_EVICTION_POLICY,
         **fields: Any,
     ) -> Any:
-        """An engine with room for ``slots`` states. Megatron's gets its scratch in addition.
+        """An engine with room for ``slots`` states, or for ``gb`` of them. Megatron's gets its scratch in addition.
 
-        Args:
-            slots: Number of checkpoints; 0: none.
-            gb: Memory for checkpoints, instead of ``slots``.
-            blocks: KV blocks; by default as many as fit into ``buffer_size_gb``.
-            state_dtype: For this package's engine only; megatron's has no such setting.
-            eviction_policy: Likewise.
-            **fields: Fields of megatron's ``InferenceConfig``.
+        ``state_dtype`` and ``eviction_policy`` are for this package's engine only.
         """
         from megatron_hybrid_prefix.mcore import restore_mixers
         from megatron_hybrid_prefix.upstream.blocks import block_counts
@@ -119,17 +108,7 @@ class Side:
         return engine
 
     def add(self, engine: Any, prompt: list[int], count: int = 4, **attributes: Any) -> int:
-        """Queues a greedy request.
-
-        Args:
-            engine: An engine of this side.
-            prompt: Token ids.
-            count: Tokens to generate.
-            **attributes: Attributes to set on the sampling parameters.
-
-        Returns:
-            The request's id.
-        """
+        """Queues a greedy request; ``attributes`` are set on its sampling parameters. Returns its id."""
         self._next_id += 1
         params = greedy(count)
         params.add_attributes(attributes)
@@ -137,11 +116,7 @@ class Side:
         return self._next_id
 
     def serve(self, engine: Any, prompt: list[int], count: int = 4, **attributes: Any) -> tuple[Any, int]:
-        """Runs one request alone, to its end.
-
-        Returns:
-            The request, and how many tokens of its prompt were computed.
-        """
+        """Runs one request alone, to its end. Returns it, and how many tokens of its prompt were computed."""
         before = computed_tokens(engine)
         request_id = self.add(engine, prompt, count, **attributes)
         finished: dict[int, Any] = {}

@@ -19,14 +19,9 @@ RUN = tuple(run.split()[0] for run in version.RUN)
 
 @dataclass(frozen=True, slots=True)
 class Mending:
-    """A commit of Megatron-LM's main that mends defects.
+    """A commit of Megatron-LM's main that mends defects; ``first_run`` is the oldest of `RUN` that has it.
 
-    Attributes:
-        pull: Its pull request.
-        commit: Its short hash.
-        date: When it was merged.
-        first_run: The oldest of `RUN` that has it.
-        adds: A name that megatron has since then, as in `capabilities.CAPABILITIES`. It tells a commit that was never run.
+    ``adds`` is a name that megatron has since then, as in `capabilities.CAPABILITIES`. It tells a commit that was never run.
     """
 
     pull: int
@@ -120,9 +115,7 @@ DEFECTS: Mapping[int, Defect] = {
 def expected(number: int, raises: type[Exception] | tuple[type[Exception], ...]) -> tuple[pytest.MarkDecorator, ...]:
     """Marks of a test of a defect on megatron's own classes: where the defect stands, it must fail with ``raises``.
 
-    Args:
-        number: The key in `DEFECTS`.
-        raises: How it shows: an exception of the test; what megatron raises; AssertionError if the test counts something.
+    That is an exception of the test, what megatron raises, or AssertionError if the test counts something.
     """
     found = DEFECTS[number]
     if found.is_mended():

@@ -11,15 +11,10 @@ from tests.harness.lifecycle_helpers import EngineHarness, known_answer
 
 @contextmanager
 def forced_drafts(engine: Any, truth: dict[int, list[int]], accepted: Callable[[int, int], int]) -> Iterator[list[int]]:
-    """A context in which drafts come from ``truth`` instead of the model.
+    """A context in which drafts come from ``truth``: by request id, prompt and answer as without speculation.
 
-    Args:
-        engine: An engine with speculative tokens.
-        truth: By request id, prompt and answer as without speculation.
-        accepted: Function of a request's id and the position of the first draft: how many drafts to make right.
-
-    Yields:
-        A list that collects the number of right drafts before each forward of each request.
+    ``accepted`` says, of a request's id and the position of the first draft, how many drafts to make right. Yields a list that
+    collects their number before each forward of each request.
     """
     controller, context = engine.controller, engine.context
     original = controller._compute_serial_mtp_and_sample
@@ -51,15 +46,7 @@ def forced_drafts(engine: Any, truth: dict[int, list[int]], accepted: Callable[[
 class Drafting(EngineHarness):
     """An engine whose drafts are made from the right answers of the requests that `ask` adds.
 
-    Args:
-        model: A model with depths of multi-token prediction.
-        drafts: Draft tokens; 0: none.
-        accepted: As of `forced_drafts`; all by default. May be changed between steps.
-        **fields: Of `EngineHarness`.
-
-    Attributes:
-        truth: Prompt and answer as without drafts, by request id.
-        drafted: The number of right drafts before each forward of each request.
+    ``accepted``, ``truth`` and ``drafted`` are as of `forced_drafts`; the first may be changed between steps.
     """
 
     def __init__(

@@ -91,8 +91,12 @@ def described(finished: dict[int, Any]) -> list[dict[str, Any]]:
     return [
         {
             "tokens": list(map(int, request.generated_tokens)),
-            "log_probs": list(request.generated_log_probs),
+            "log_probs": list(request.generated_log_probs or ()),
             "cached_tokens": request.num_cached_tokens,
+            "failed": request.failed(),
+            "prompt_log_probs": request.prompt_log_probs,
+            "prompt_top_n_logprobs": request.prompt_top_n_logprobs,
+            "generated_top_n_logprobs": request.generated_top_n_logprobs,
         }
         for _, request in sorted(finished.items())
     ]
@@ -101,8 +105,7 @@ def described(finished: dict[int, Any]) -> list[dict[str, Any]]:
 def assert_same(answers: Sequence[dict[str, Any]], right: Sequence[dict[str, Any]]) -> float:
     """Checks that answers of `described` have the tokens of others, and their log-probs within `LOG_PROB_NOISE`.
 
-    Returns:
-        The largest difference of log-probs.
+    Returns the largest difference of log-probs.
     """
     assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in right]
     gaps = [0.0]
@@ -111,6 +114,13 @@ def assert_same(answers: Sequence[dict[str, Any]], right: Sequence[dict[str, Any
         gaps += [abs(a - b) for a, b in zip(answer["log_probs"], reference["log_probs"], strict=True)]
     assert all(gap <= LOG_PROB_NOISE for gap in gaps), f"log-probs are off by {max(gaps):.1e}"
     return max(gaps)
+
+
+def assert_damaged(answers: Sequence[dict[str, Any]], right: Sequence[dict[str, Any]]) -> None:
+    """Checks that answers from reused, wrong states are wrong, and others right. Else equal answers would say nothing of states."""
+    for answer, reference in zip(answers, right, strict=True):
+        off = max(abs(a - b) for a, b in zip(answer["log_probs"], reference["log_probs"], strict=True))
+        assert off > 1e-3 if answer["cached_tokens"] else off <= LOG_PROB_NOISE
 
 
 # Log-probs of two float32 runs of a preset: `NOISES` times the largest noise of any position (`NaiveHybridModel.noise`),

@@ -14,20 +14,7 @@ from tests.harness.limits import HANG_S
 
 
 class FakeCluster:
-    """A master, and memory that others lend.
-
-    Attributes:
-        objects: Bytes by key.
-        leased: Keys that somebody has read lately.
-        questions: Keys of each question.
-        removals: Keys that were removed, and whether by force.
-        room_bytes: Capacity.
-        is_away: No call reaches the master.
-        lost: Objects with this in their key are lost when they are read.
-        broken_transfers: So many of the next transfers fail.
-        gate: While it is closed, calls do not return; `gated`: only these do not.
-        waiting: Calls that wait at the gate.
-    """
+    """A master, and memory that others lend."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytearray] = {}

@@ -35,12 +35,7 @@ def as_gpt_model(hybrid: Any) -> Any:
     Where Transformer Engine's layers are in the other, it is built as in Megatron-Bridge: by megatron's function, with
     zero-centred norms.
 
-    Args:
-        hybrid: A model of `build_hybrid_model`, whose symbols come in pairs: G or *, then - or E. With pipeline stages, these
-            have the same number of layers.
-
-    Returns:
-        The model; its ``hybrid_config``, which helpers read, is that of ``hybrid``.
+    The symbols of ``hybrid`` come in pairs: G or *, then - or E. With pipeline stages, these have the same number of layers.
     """
     dimensions, is_local = hybrid.hybrid_config, any(isinstance(part, torch.nn.RMSNorm) for part in hybrid.modules())
     pattern = dimensions.layers

@@ -12,11 +12,20 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix import build_engine
+from megatron_hybrid_prefix.models import (
+    build_hybrid_model,
+    load_checkpoint,
+    open_folder,
+    save_checkpoint,
+    save_hf_folder,
+)
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
+from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.engine_helpers import greedy, run_to_end
 from tests.harness.hf_families import MODELS
 from tests.harness.hf_state_dict import hf_shapes
 from tests.harness.limits import HANG_S
+from tests.harness.workers.launch import run_play
 
 WORKERS = Path(__file__).parent / "workers"
 NEW_TOKENS = 8
@@ -156,6 +165,39 @@ class PromptLogits:
         finally:
             hook.remove()
         return seen[0].reshape(-1, seen[0].shape[-1])[: len(tokens)].cpu()
+
+
+def on_ranks(_, *names):
+    """Folders of `make_references` on this rank: models are built with the name alone.
+
+    A checkpoint in FOLDER/mcore must hold the same weights; this layout's is saved into FOLDER/mcore-again. A part of a model
+    cannot be saved as a folder.
+    """
+    found = {}
+    for folder in map(Path, names):
+        read = []
+        model = build_hybrid_model(hf=folder, on_read=lambda *values, read=read: read.append(values))
+        held = sum(value.numel() for _, value in parameters_by_global_name(model))
+        of_folder = {"values_read": read[-1][0], "values_held": held}
+        if (folder / "mcore").is_dir():
+            save_checkpoint(model, folder / "mcore-again")
+            other = build_hybrid_model(open_folder(folder).config, seed=5)
+            load_checkpoint(other, folder / "mcore")
+            pairs = zip(parameters_by_global_name(model), parameters_by_global_name(other), strict=True)
+            of_folder["unequal"] = [name for (name, value), (_, right) in pairs if not torch.equal(value, right)]
+        try:
+            save_hf_folder(model, folder / "part")
+        except ValueError as error:
+            of_folder["not_saved"] = str(error)
+        found[folder.name] = of_folder | gaps(model, load_reference(folder))
+    return found
+
+
+def run_folders(tmp_path, layout, *folders):
+    """What each of two ranks in this layout (tp, pp, ep, etp) finds of folders."""
+    part = ["tests.harness.hf_helpers:on_ranks", *map(str, folders)]
+    sizes = dict(zip(("tp", "pp", "ep", "etp"), layout, strict=True))
+    return [found["folders"] for found in run_play(tmp_path, {"sizes": sizes, "parts": {"folders": part}})]
 
 
 def gaps(model, reference):

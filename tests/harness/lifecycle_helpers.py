@@ -44,15 +44,9 @@ def known_answer(plain: EngineHarness, prompt: list[int], count: int) -> list[in
 class EngineHarness:
     """An engine, its finished requests, and their right answers.
 
-    Args:
-        model: A model of ``build_hybrid_model``.
-        slots: Most checkpoints, for which there is room beside ``blocks``; None: caching off.
-        blocks: KV blocks for which there is room beside running requests; by default many. Without ``slots`` checkpoints are in
-            these blocks.
-        paused_blocks: How many of them are for paused requests.
-        build: As `build_engine`.
-        **fields: Fields of megatron's ``InferenceConfig`` and of `HybridPrefixConfig` (no interval checkpoints by
-        default), and ``tokenizer``.
+    There is room for ``slots`` checkpoints (None: caching off) beside ``blocks`` KV blocks (by default many), of which
+    ``paused_blocks`` are for paused requests. Without ``slots`` checkpoints are in these blocks. ``fields`` are those of megatron's
+    ``InferenceConfig`` and of `HybridPrefixConfig` (no interval checkpoints by default), and ``tokenizer``.
     """
 
     def __init__(

@@ -19,16 +19,7 @@ COLLECTIVE_HANG_S = {"cpu": HANG_S / 3, "cuda": 60.0}
 
 
 def wait_until(holds: Callable[[], object], what: str, *, pause_s: float = 0.05) -> None:
-    """Polls until a condition holds.
-
-    Args:
-        holds: The condition.
-        what: Its name, for the message.
-        pause_s: Seconds between two polls.
-
-    Raises:
-        AssertionError: The condition did not hold in time.
-    """
+    """Polls until a condition holds; ``what`` names it in the AssertionError if it does not in time."""
     end_s = time.monotonic() + HANG_S
     while not holds():
         assert time.monotonic() < end_s, f"not within {HANG_S:.0f} s: {what}"

@@ -7,13 +7,7 @@ from pathlib import Path
 
 
 def package(folder: Path, version: str | None, metadata: str | None = None) -> Path:
-    """Makes the package. Returns the folder.
-
-    Args:
-        folder: For ``sys.path``. Made if it is not there.
-        version: That of the sources; None: they have none.
-        metadata: The version that pip shows; None: pip did not install it.
-    """
+    """Makes the package, with the version of its sources, and that which pip shows, if it installed it. Returns the folder."""
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)
     if version is not None:

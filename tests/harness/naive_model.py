@@ -57,12 +57,7 @@ def _of_hybrid(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class NaiveHybridModel:
-    """Reference for a model with tp=1 and pp=1.
-
-    Args:
-        model: The ``HybridModel``.
-        config: Its `HybridModelConfig`.
-    """
+    """Reference for a model with tp=1 and pp=1."""
 
     def __init__(self, model: Any, config: Any) -> None:
         self.config = config
@@ -96,10 +91,7 @@ class NaiveHybridModel:
     def logits(self, tokens: list[int], zero_ssm_at: int | None = None, zero_conv_at: int | None = None):
         """Logits after every token: (tokens, vocabulary), float64.
 
-        Args:
-            tokens: Token ids.
-            zero_ssm_at: Position before which every recurrent layer's matrix state is replaced by zeros.
-            zero_conv_at: The same for the convolution windows.
+        Before position ``zero_ssm_at`` every recurrent layer's matrix state is zeros, before ``zero_conv_at`` the windows are.
         """
         w, by = self.weights, self.config.residual_multiplier
         self.router_scores = []  # of each layer with experts, (tokens, experts)

@@ -21,17 +21,9 @@ _NO_RESERVE = 0x4000  # Linux: memory is used when it is written, and the rest i
 
 
 class OneMemory:
-    """One buffer, and the views of it.
+    """One buffer, (bytes,) uint8, and the views of it. There are as many slots as pages, of a multiple of 1024 bytes.
 
-    Args:
-        pages: Pages, which is the number of slots.
-        page_bytes: Bytes of a page, a multiple of 1024.
-        device: Its device.
-        sparse: The buffer is zero, and on the CPU memory that is not written takes no room. Else it is full of NaN.
-        page_blocks: KV blocks in a page.
-
-    Attributes:
-        buffer: (bytes,) uint8.
+    ``sparse``: the buffer is zero, and on the CPU memory that is not written takes no room. Else it is full of NaN.
     """
 
     def __init__(
@@ -108,11 +100,8 @@ def check_same(
 ) -> None:
     """``run(at, **views, **states)`` gives and writes the bits that it does with contiguous tensors, and nothing else of the memory.
 
-    Args:
-        memory: Of the views.
-        run: Returns a tensor, several, or None. Called twice. ``at(slots)`` is where slots are in the tensors that it gets.
-        views: May overlap; where they do, the bits of the last one count.
-        states: Likewise, by rows: the contiguous tensors have a row for each slot.
+    It is called twice, and returns a tensor, several, or None; ``at(slots)`` is where slots are in the tensors that it gets. Where
+    ``views`` overlap, the bits of the last one count; likewise ``states``, of which the contiguous tensors have a row for each slot.
     """
     whole = {**views, **{name: memory.of_slots(view) for name, view in states.items()}}
     plain = {name: bits(view).view(view.dtype) for name, view in whole.items()}

@@ -28,11 +28,7 @@ def rl_engine(
 ) -> Any:
     """An engine as NeMo-RL's worker makes it, with ``install``.
 
-    Args:
-        model: A hybrid model.
-        prefix: Settings of the cache; None: those of the `InferenceConfig`.
-        assigned: Dtypes of states that are assigned after ``from_model``.
-        **fields: Of megatron's `InferenceConfig`, in place of the worker's.
+    ``assigned`` are dtypes of states that are assigned after ``from_model``, ``fields`` are in place of the worker's.
     """
     with installed(prefix):
         states = MambaInferenceStateConfig.from_model(model)
@@ -93,13 +89,9 @@ class Rollouts:
             steps -= 1
 
     def round(self, *, spans: bool = False) -> tuple[list[Any], int]:
-        """One round; the last sample of each group is aborted.
+        """One round; the last sample of each group is aborted. ``spans``: leaves a request that has begun for the next round.
 
-        Args:
-            spans: Leave a request that has begun its answer for the next round.
-
-        Returns:
-            One answer of each group; how many prompt tokens were computed.
+        Returns one answer of each group, and how many prompt tokens were computed.
         """
         first = self.computed_tokens
         groups = [[self.send(prompt) for _ in range(SAMPLES)] for prompt in prompts_of_a_round()]

@@ -26,11 +26,7 @@ HIT = len(PROMPT) // BLOCK * BLOCK
 
 
 class Endpoint:
-    """A running server.
-
-    Attributes:
-        url: Its URL.
-    """
+    """A running server."""
 
     url: str
 
@@ -64,12 +60,7 @@ class Endpoint:
 
 
 class Server(Endpoint):
-    """A server, and all its processes.
-
-    Attributes:
-        process: Torchrun, or the ranks.
-        ranks: Ids of the ranks' processes.
-    """
+    """A server, and all its processes: torchrun, or the ranks."""
 
     def __init__(self, process: subprocess.Popen[str] | Prepared, url: str, errors: list[Path]) -> None:
         self.process, self.url, self._errors = process, url, errors

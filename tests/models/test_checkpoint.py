@@ -8,14 +8,17 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 from megatron_hybrid_prefix import build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.models.hf_save import save_hf_folder
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
-from tests.harness.workers.checkpoint_layouts import SAVED_SEED
-from tests.harness.workers.launch import run_ranks
+from tests.harness.workers.launch import run_play
+from tests.harness.workers.scenario import unequal
+
+SAVED_SEED = 1
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +97,42 @@ def test_the_folder_is_megatrons_format_and_names_the_dimensions(checkpoint):
     assert dimensions["mamba_num_groups"] == 4
 
 
+def disk_full(*args, **kwargs):
+    raise OSError("no space left\non this rank")
+
+
+def in_this_layout(_, checkpoint, save_to):
+    """On a rank: loads a checkpoint, saves it, and fails to save. The weights of a seed are the same in every layout."""
+
+    def message_of(call):
+        with pytest.raises((ValueError, OSError)) as error:
+            call()
+        return f"{type(error.value).__name__}: {error.value}"
+
+    model = build_hybrid_model("tiny", seed=7)
+    load_checkpoint(model, checkpoint)
+    found = {
+        "layers": len(model.decoder.layers),
+        "unequal": unequal(model, build_hybrid_model("tiny", seed=SAVED_SEED)),
+    }
+    save_checkpoint(model, save_to)
+    found["again"] = message_of(lambda: save_checkpoint(model, save_to))
+    found["missing"] = message_of(lambda: load_checkpoint(model, save_to + ".none"))
+    if dist.get_rank() == 1:
+        FileSystemWriter.write_data = disk_full
+    found["failed"] = message_of(lambda: save_checkpoint(model, save_to + ".failed"))
+    dist.barrier()  # rank 0 removes what was written
+    return found | {"left": sorted(os.listdir(os.path.dirname(save_to)))}
+
+
 @pytest.mark.multi
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 def test_one_rank_to_two_and_back(saved, checkpoint, tmp_path, tp, pp):
     again = tmp_path / "again" / "checkpoint"
-    ranks = run_ranks("checkpoint_layouts.py", tmp_path / "out.json", tp, pp, checkpoint, again)
-    for rank in ranks:
+    part = ["tests.models.test_checkpoint:in_this_layout", str(checkpoint), str(again)]
+    for rank in (
+        found["part"] for found in run_play(tmp_path, {"sizes": {"tp": tp, "pp": pp}, "parts": {"part": part}})
+    ):
         assert rank["layers"] == 6 // pp
         assert rank["unequal"] == []
         assert rank["again"].startswith("ValueError: ") and "is not empty" in rank["again"]

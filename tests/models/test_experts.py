@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from megatron_hybrid_prefix.models import build as models_build
 from megatron_hybrid_prefix.models import build_hybrid_model, experts, get_preset, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
+from tests.distributed.test_expert_parallel import SHARED
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
 from tests.harness.naive_model import NaiveHybridModel
-from tests.harness.workers.expert_parallel import SHARED
 from tests.kernels.rounding import EXP, SILU, allowed, check
 
 NUM_EXPERTS = 6

@@ -22,9 +22,15 @@ from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from tests.harness.engine_helpers import greedy, random_tokens, run_to_end
 from tests.harness.hf_drafts import draft_logits
 from tests.harness.hf_families import MODELS
-from tests.harness.hf_helpers import NEW_TOKENS, config_json, load_reference, logits_of_transformers, make_references
+from tests.harness.hf_helpers import (
+    NEW_TOKENS,
+    config_json,
+    load_reference,
+    logits_of_transformers,
+    make_references,
+    run_folders,
+)
 from tests.harness.hf_state_dict import copy_hf_weights, hf_shapes
-from tests.harness.workers.launch import run_ranks
 
 ONE = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
 TWO = ONE | {"num_nextn_predict_layers": 2, "mtp_use_repeated_layer": False}
@@ -247,7 +253,7 @@ def test_two_ranks(platform, reference, tmp_path, layout):
     once = not (reference / "mcore").is_dir()
     if once:
         assert convert.main(["--hf", str(reference), "--out", str(reference / "mcore"), "--device", "cpu"]) == 0
-    for rank in run_ranks("hf_folder.py", tmp_path / "found.json", *layout, reference):
+    for rank in run_folders(tmp_path, layout, reference):
         found = rank["nemotron_3"]
         assert found.get("logits_gap", 0.0) <= 1e-4 and found["log_probs_gap"] <= 1e-4
         assert found["values_read"] == found["values_held"] and found["unequal"] == []

@@ -30,9 +30,9 @@ from tests.harness.hf_helpers import (
     assert_same_answer,
     logits_of_transformers,
     make_references,
+    run_folders,
 )
 from tests.harness.hf_state_dict import copy_hf_weights
-from tests.harness.workers.launch import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -215,7 +215,7 @@ def test_two_ranks(platform, references, tmp_path, layout):
         shutil.rmtree(asked[name] / "mcore-again", ignore_errors=True)
         if not (asked[name] / "mcore").is_dir():
             assert convert.main(["--hf", str(asked[name]), "--out", str(asked[name] / "mcore"), "--device", "cpu"]) == 0
-    for rank in run_ranks("hf_folder.py", tmp_path / "found.json", *layout, *folders):
+    for rank in run_folders(tmp_path, layout, *folders):
         assert list(rank) == LAYOUTS[layout]
         for name, found in rank.items():
             assert found.get("logits_gap", 0.0) <= 1e-4 and found["log_probs_gap"] <= 1e-4, name

@@ -81,17 +81,8 @@ def _ask(**question: Any) -> Any:
 class Prepared:
     """``python SCRIPT ARGUMENTS...`` on the CPU, a process for each of ``environments``, without waiting for imports.
 
-    Args:
-        folder: Where their output goes, to be read while they run.
-        script: The script.
-        *arguments: Its arguments.
-        environments: What each process has in its environment, beside this process's.
-        cwd: Working directory; None: this process's when the first was started.
-
-    Attributes:
-        outputs: Files of what they wrote to stdout.
-        errors: The same of stderr.
-        pids: Their ids.
+    Their output goes into files of ``folder``, to be read while they run: ``outputs`` of stdout, ``errors`` of stderr. Each has an
+    environment beside this process's. ``cwd`` None is this process's working directory when the first was started.
     """
 
     def __init__(
@@ -124,11 +115,7 @@ class Prepared:
             os.kill(pid, number)
 
     def wait(self, timeout_s: float = HANG_S) -> list[subprocess.CompletedProcess[str]]:
-        """Waits until all have ended, and ends the others if one fails.
-
-        Raises:
-            AssertionError: A process did not end in time.
-        """
+        """Waits until all have ended, and ends the others if one fails. AssertionError: one did not end in time."""
         answer = _ask(pids=self.pids, timeout_s=timeout_s)
         outputs, errors = ([path.read_text(errors="replace") for path in of] for of in (self.outputs, self.errors))
         assert not answer["hung"], f"{' '.join(self._argv)} hung:\n" + "\n".join(text[-6000:] for text in errors)
@@ -173,6 +160,13 @@ def run_ranks(script: str | Path, out: Path, *arguments: Any, ranks: int = 2, ti
         said = (f"rank {at} ended with {one.returncode}:\n{one.stderr[-6000:]}" for at, one in enumerate(ended))
         raise AssertionError(f"{script} {' '.join(map(str, arguments))}:\n" + "\n".join(said))
     return json.loads(out.read_text())
+
+
+def run_play(folder: Path, play: dict[str, Any], ranks: int = 2, **options: Any) -> Any:
+    """What each rank finds in a play of `scenario`; ``options`` are those of `run_ranks`, or ``by=run_torchrun`` and its."""
+    path, run = folder / "play.json", options.pop("by", run_ranks)
+    path.write_text(json.dumps(play))
+    return run("scenario.py", folder / "found.json", path, ranks=ranks, **options)
 
 
 def run_torchrun(
