@@ -232,6 +232,10 @@ class Pages:
         """The page that the block is in."""
         return block_id // self._size
 
+    def is_whole(self, page: int) -> bool:
+        """Whether the page can hold a state."""
+        return page < self._whole
+
     def held_in(self, page: int) -> int:
         """Blocks of the page that requests hold."""
         return self._held[page]
