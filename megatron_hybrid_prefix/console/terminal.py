@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -187,27 +187,6 @@ def as_memory_errors(what: str, advice: str = MEMORY_ADVICE) -> Iterator[None]:
         if problem is None:
             raise
         raise problem from error
-
-
-def split_names(text: str, known: Iterable[str], what: str, option: str) -> list[str]:
-    """Splits a comma-separated list of names.
-
-    Args:
-        text: The value of ``option``.
-        known: All valid names.
-        what: What a name stands for, with an article, for messages: "an engine".
-        option: The option, for messages.
-
-    Raises:
-        InputError: A name is unknown or given twice.
-    """
-    names, known = text.split(","), list(known)
-    for name in names:
-        if name not in known:
-            raise InputError(f"{option}: no {what.split()[-1]} {name!r}; there are: {', '.join(known)}")
-    if len(set(names)) < len(names):
-        raise InputError(f"{option}: {text} names {what} twice")
-    return names
 
 
 def one_line(error: Exception) -> str:

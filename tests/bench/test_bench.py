@@ -19,7 +19,6 @@ import pytest
 from megatron_hybrid_prefix.bench import engines, runner
 from megatron_hybrid_prefix.bench.floor import floor_bytes
 from megatron_hybrid_prefix.bench.forced import forced_answers
-from megatron_hybrid_prefix.bench.report import write_report
 from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
 from megatron_hybrid_prefix.bench.stats import Metric, median, percentile, ratio, rotated, summarise
 from megatron_hybrid_prefix.cli import bench
@@ -64,6 +63,10 @@ def measure(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         return data
 
     return run
+
+
+def engines_of(names: str) -> list[str]:
+    return [word for name in names.split() for word in ("--engine", name)]
 
 
 def assert_consistent(metric: dict[str, Any]) -> None:
@@ -141,15 +144,13 @@ def test_a_summary_has_samples_medians_and_ratios_of_medians() -> None:
 BAD_OPTIONS = {
     "no scenario": ([], "required: SCENARIO"),
     "unknown scenario": (["everything"], "invalid choice: 'everything'"),
-    "unknown engine": (["no_reuse", "--engine", "off,best"], "no engine 'best'; there are: off, upstream, ours"),
-    "unknown setting": (["decode", "--engine", "off-fast"], "off-fast has no setting 'fast'; there are: layer, block"),
-    "two settings": (["decode", "--engine", "off-fp32-bf16"], "off-fp32-bf16 has two settings of one option"),
-    "a kind with a setting": (["decode", "--engine", "best-fp32"], "no engine 'best'; there are: off, upstream, ours"),
-    "an engine twice": (["decode", "--engine", "off-fp32,off-fp32"], "names an engine twice"),
-    "a scope without graphs": (
-        ["decode", "--engine", "off-block"],
-        "--engine off-block: a graph scope needs --cuda-graphs",
-    ),
+    "unknown engine": (["no_reuse", "--engine", "best"], "argument --engine: invalid choice: 'best' (choose from "),
+    "an engine twice": (["decode", *engines_of("off off")], "--engine: off and off name an engine twice"),
+    "a scope without graphs": (["decode", "--graph-scope", "block"], "--graph-scope block: needs --cuda-graphs"),
+    "unknown option of an engine": (["decode", "--versus", "fast=1"], "unrecognized arguments: --fast=1"),
+    "an option of all engines": (["decode", "--versus", "seed=1"], "--versus seed=1: give what differs between"),
+    "the same again": (["decode", "--versus", "tp=1"], "--versus tp=1: give what differs between engines, of: async"),
+    "a plot of no kind": (["decode", "--plot", "x.gif"], "--plot: x.gif must end with .png or .svg"),
     "too short to measure": (
         ["decode", "--generate", "5"],
         "--generate 5: no 6 steps in which all 4 rows decode: raise it",
@@ -238,7 +239,7 @@ def test_shared_prefix(measure: Any, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_cold_prompts_are_as_long_as_what_a_hit_computed(measure: Any) -> None:
     """A hit reuses one block of the 500 shared tokens. It computes the other 244 and its own 300."""
-    data = measure("shared_prefix", "--repeats", 1, "--shared-tokens", 500, "--engine", "off,ours")
+    data = measure("shared_prefix", "--repeats", 1, "--shared-tokens", 500, *engines_of("off ours"))
     assert samples(data, "computed_tokens_4", "ours") == samples(data, "cold_tokens", "ours") == [544]
     assert samples(data, "cold_tokens", "off") == [300]
     assert list(data["engines"]) == ["off", "ours"]
@@ -330,8 +331,9 @@ def test_samples(measure: Any) -> None:
     assert data["metrics"]["computed_tokens"]["goal"] == "<= 776"
 
 
-def test_no_reuse(measure: Any) -> None:
-    data = measure("no_reuse", "--repeats", 3)
+def test_no_reuse(measure: Any, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    data = measure("no_reuse", "--repeats", 3, "--plot", plot)
     for engine in ("off", "upstream", "ours"):
         assert samples(data, "generated_tokens", engine) == [3 * 5] * 3
         assert samples(data, "computed_tokens", engine) == [3 * 300] * 3
@@ -339,13 +341,22 @@ def test_no_reuse(measure: Any) -> None:
         rates, walls = (samples(data, name, engine) for name in ("tokens_per_second", "wall_s"))
         assert rates == pytest.approx([15 / wall_s for wall_s in walls])
     assert set(data["metrics"]["tokens_per_second"]["ratio"]) == {"upstream/off", "ours/off", "ours/upstream"}
+    for text in ("generated tokens/s", "caching off", "megatron-core's cache", "this cache", "tiny on "):
+        assert f"<!-- {text}" in plot.read_text(), text  # matplotlib writes each text beside its outlines
+
+
+def test_every_scenario_has_a_plot_of_its_own_figures() -> None:
+    for kind in SCENARIOS.values():
+        scenario = kind(**{field.name: field.metadata["cpu"] for field in kind.sizes()})
+        assert {*kind.drawn} <= {metric.name for metric in scenario.metrics()}, kind.name
 
 
 def test_decode(measure: Any) -> None:
     """Settings reach their engine alone; a prompt token is no decode step."""
-    data = measure("decode", "--repeats", 2, "--engine", "off,off-bf16-async,ours-async")
+    options = ("--versus", "state-dtype=bfloat16", "--versus", "async-scheduling")
+    data = measure("decode", "--repeats", 2, *engines_of("ours off"), *options)
     settings = {name: (one["fields"].get("async_sched_mode")) for name, one in data["engines"].items()}
-    assert settings == {"off": None, "off-bf16-async": "async", "ours-async": "async"}
+    assert settings == {"ours": None, "off": None, "versus": "async"} and data["engines"]["versus"]["kind"] == "off"
     rates = {name: samples(data, "tokens_per_second", name) for name in settings}
     floors = {name: samples(data, "floor_ms", name) for name in settings}
     for name in settings:
@@ -357,11 +368,11 @@ def test_decode(measure: Any) -> None:
         assert samples(data, "step_over_floor", name) == pytest.approx(
             [ms / floor for ms, floor in zip(steps_ms, floors[name], strict=True)]
         )
-    best = [max(pair) for pair in zip(rates["off"], rates["off-bf16-async"], strict=True)]
-    assert samples(data, "over_best_off", "ours-async") == pytest.approx(
-        [rate / off for rate, off in zip(rates["ours-async"], best, strict=True)]
+    best = [max(pair) for pair in zip(rates["off"], rates["versus"], strict=True)]
+    assert samples(data, "over_best_off", "ours") == pytest.approx(
+        [rate / off for rate, off in zip(rates["ours"], best, strict=True)]
     )
-    assert floors["off"] == floors["ours-async"] and floors["off-bf16-async"][0] < floors["off"][0]
+    assert floors["off"] == floors["ours"] and floors["versus"][0] < floors["off"][0]
 
 
 def test_what_a_decode_step_must_move(tiny: Any) -> None:
@@ -418,7 +429,7 @@ def test_a_lack_of_memory_is_one_line(
 @pytest.mark.slow
 def test_pressure(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     # A state of 24 KiB takes a page of one block of 32 KiB.
-    data = measure("pressure", "--repeats", 2, "--engine", "off,ours", "--block-size-tokens", 32)
+    data = measure("pressure", "--repeats", 2, *engines_of("off ours"), "--block-size-tokens", 32)
     # Half of 8 prefixes of 16 blocks, half of 8 states; the same bytes for both.
     blocks = {name: engine["kv_blocks"] for name, engine in data["engines"].items()}
     assert 64 < blocks["ours"] <= 64 + 4 + 2 and blocks["off"] == 64
@@ -454,7 +465,7 @@ def test_host_tier(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return engine
 
     monkeypatch.setattr(mcore, "build_engine", captured)
-    data = measure("host_tier", "--repeats", 2, "--engine", "off,upstream,ours")
+    data = measure("host_tier", "--repeats", 2, *engines_of("off upstream ours"))
     assert {engine["error"] for engine in data["engines"].values()} == {None}
     blocks = {name: engine["kv_blocks"] for name, engine in data["engines"].items()}
     assert 6 < blocks.pop("ours") < 12 and set(blocks.values()) == {6}  # of the 24 that the prompts take
@@ -472,7 +483,7 @@ def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
     from megatron_hybrid_prefix.mcore import build_engine
     from megatron_hybrid_prefix.mcore.runner import run_batch
 
-    contestant = engines.Contestant("off", {}, lambda: False)
+    contestant = engines.Contestant("off", "off", None)
     with contestant.attempt():
         assert torch.is_inference_mode_enabled()
     engine, modes = build_engine(tiny), []
@@ -485,7 +496,7 @@ def test_engines_run_in_inference_mode(platform: Any, tiny: Any) -> None:
 
 def test_a_budget_too_small_for_upstream_is_a_result(measure: Any) -> None:
     """Upstream's scratch alone takes 3 slots."""
-    data = measure("pressure", "--repeats", 1, "--budget-fraction", 0.3, "--engine", "upstream,ours")
+    data = measure("pressure", "--repeats", 1, "--budget-fraction", 0.3, *engines_of("upstream ours"))
     assert data["engines"]["upstream"]["error"].startswith("ValueError: Mamba prefix cache budget")
     assert "kv_blocks" not in data["engines"]["upstream"]
     assert samples(data, "failed_requests", "ours") == [0]
@@ -526,7 +537,7 @@ def test_options_reach_every_engine(measure: Any) -> None:
     ]
     argv += ["--cache-gb", "0.175", "--mamba-gb", "0.05", "--state-dtype", "bfloat16"]
     fields = {"enable_chunked_prefill": True, "async_sched_mode": "async", "block_size_tokens": 128}
-    data = measure("no_reuse", "--repeats", 1, "--engine", "off,upstream,ours", *argv)
+    data = measure("no_reuse", "--repeats", 1, *engines_of("off upstream ours"), *argv)
     for engine, found in data["engines"].items():
         assert found["fields"].items() >= fields.items()
         assert engine == "ours" or found["fields"]["buffer_size_gb"] == pytest.approx(0.125)
@@ -632,7 +643,12 @@ def test_engines_take_turns_with_the_same_new_prompts(measure: Any, monkeypatch:
 
 @pytest.mark.parametrize(("engine", "code"), [("upstream", 0), ("ours", 1)])
 def test_an_engine_that_raises_does_not_end_the_others(
-    engine: str, code: int, measure: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: str,
+    code: int,
+    measure: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     send = engines.Contestant.send
     count = 0
@@ -645,9 +661,11 @@ def test_an_engine_that_raises_does_not_end_the_others(
         return send(self, prompts, generate)
 
     monkeypatch.setattr(engines.Contestant, "send", raising)
-    data = measure("no_reuse", "--repeats", 3, code=code)
+    plot = tmp_path / "plot.svg"
+    data = measure("no_reuse", "--repeats", 3, "--plot", plot, code=code)
     assert data["engines"][engine]["error"] == "RuntimeError: no room left"
     assert "crashed: RuntimeError: no room left\n" in capsys.readouterr().out
+    assert "<!-- crashed -->" in plot.read_text()
     walls = data["metrics"]["wall_s"]
     assert {name: len(values) for name, values in walls["samples"].items()} == {
         name: 1 if name == engine else 3 for name in ("off", "upstream", "ours")
@@ -662,7 +680,7 @@ def test_each_engine_captures_graphs_as_if_alone(platform: Any) -> None:
 
     before = _CudagraphGlobalRecord.cudagraph_inference_record, CudaGraphManager.global_mempool
     try:
-        records = engines._GraphRecords()
+        records = engines.GraphRecords()
         for name in ("one", "two"):
             records.begin()
             assert _CudagraphGlobalRecord.cudagraph_inference_record == []
@@ -691,7 +709,7 @@ def test_ctrl_c_writes_nothing(
 def test_a_signal_leaves_what_was_measured(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the last of three rounds: the two before it are written, and make a report."""
+    """In the last of three rounds: the two before it are written."""
     repeat, path = SCENARIOS["no_reuse"].repeat, tmp_path / "result.json"
     before, rounds = signal.getsignal(number), iter(range(9))
 
@@ -709,9 +727,6 @@ def test_a_signal_leaves_what_was_measured(
     ends = {(engine["status"], engine["error"]) for engine in data["engines"].values()}
     assert ends == {("interrupted", "after 2 of 3 rounds")}
     assert {len(values) for values in data["metrics"]["wall_s"]["samples"].values()} == {2}
-    found = {"no_reuse": {"status": "interrupted", "error": None, "result": data}}
-    whole = {"quick": True, "command": "", "scenarios": found}
-    assert "Engine ours interrupted: after 2 of 3 rounds" in write_report(whole, tmp_path / "out").read_text()
 
 
 # --- Processes -------------------------------------------------------------------------------------------------------
@@ -726,7 +741,9 @@ def test_help_shows_sizes_and_needs_no_torch(tmp_path: Path) -> None:
     text = " ".join(shown.stdout.split())
     assert "--shared-tokens N tokens of the shared prefix (default: 1,024 on CPU, 8,192 on GPU)" in text
     wrong = subprocess.run([*command, "no_reuse", "--engine", "x"], capture_output=True, text=True, env=environment)
-    assert (wrong.returncode, wrong.stderr) == (2, "error: --engine: no engine 'x'; there are: off, upstream, ours\n")
+    assert (wrong.returncode, wrong.stderr) == (
+        *(2, "error: argument --engine: invalid choice: 'x' (choose from 'off', 'upstream', 'ours')\n"),
+    )
 
 
 @pytest.mark.slow
@@ -747,7 +764,7 @@ def test_a_model_that_megatron_cannot_run(
     measure: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Caching off is then this package's engine without its cache."""
-    data = measure("shared_prefix", "--preset", "tiny-gdn", "--engine", "off,ours", "--repeats", 1)
+    data = measure("shared_prefix", "--preset", "tiny-gdn", *engines_of("off ours"), "--repeats", 1)
     reused = {engine: samples(data, "reused_tokens_3", engine) for engine in ("off", "ours")}
     assert reused == {"off": [0], "ours": [512]}
     argv = ["shared_prefix", *map(str, SMALL["shared_prefix"]), "--preset", "tiny-gdn", "--engine", "upstream"]

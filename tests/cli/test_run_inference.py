@@ -75,8 +75,8 @@ BAD_OPTIONS = {
     "unaligned step": (["x", "--max-tokens", "65"], "--max-tokens 65 is not a multiple of 64"),
     "batched conversation": (["--conversation", "ok.json", "--concurrency", "batch"], "--concurrency batch"),
     "unknown preset": (["x", "--preset", "huge"], "no preset 'huge'; there are: tiny"),
-    "unknown engine": (["x", "--compare", "off,best"], "no engine 'best'; there are: off, upstream, ours"),
-    "engine twice": (["x", "--compare", "off,off"], "names an engine twice"),
+    "unknown engine": (["x", "--compare", "best"], "argument --compare: invalid choice: 'best' (choose from 'off'"),
+    "engine twice": (["x", "--compare", "off", "--compare", "off"], "--compare: off and off name an engine twice"),
     "unknown option": (["x", "--fast"], "unrecognized arguments: --fast"),
     "bad number": (["x", "--tp", "0"], "argument --tp: '0' is not a whole number above 0"),
     "unknown exactness": (["x", "--exact", "tokens"], "argument --exact: invalid choice: 'tokens'"),
@@ -88,7 +88,7 @@ BAD_OPTIONS = {
     "far too long a name": (["x", "--json", "a" * 300], "File name too long"),
     "no prompts": (["--jsonl", "empty.jsonl"], "empty.jsonl: no prompts in it"),
     "more memory than there is": (
-        ["x", "--compare", "off,ours", "--cache-gb", "1e9"],
+        ["x", "--compare", "off", "--compare", "ours", "--cache-gb", "1e9"],
         "--cache-gb 1e+09: 1e+09 GiB of host memory are needed, ",
     ),
     "too little host memory": (["x", "--compare", "ours", "--host-gb", "1e9"], "--cache-gb 0.3 and --host-gb 1e+09: "),
@@ -112,7 +112,7 @@ BAD_OPTIONS = {
     "no such checkpoint": (["x", "--load", "absent"], "--load: there is no folder absent"),
     "no such tokenizer": (["x", "--tokenizer", "absent"], "no tokenizer at absent"),
     "top-p with top-k of megatron": (
-        ["x", "--top-p", "0.5", "--top-k", "3", "--compare", "off,upstream"],
+        ["x", "--top-p", "0.5", "--top-k", "3", "--compare", "off", "--compare", "upstream"],
         "engine upstream: megatron samples by top_k or by top_p",
     ),
 }
@@ -395,7 +395,7 @@ def test_exact_to_the_bit(folder: Path) -> None:
 def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session = {"system": "Answer.", "context": CONTEXT, "turns": ["What is kept?", "Where is it?"]}
     write(folder / "session.json", session)
-    options = ("--compare", "off,upstream", "--num-tokens-to-generate", 8, "--ignore-eos")
+    options = ("--compare", "off", "--compare", "upstream", "--num-tokens-to-generate", 8, "--ignore-eos")
     data = run_json(folder, "--conversation", "session.json", *options)
     off, upstream = requests_of(data), requests_of(data, "upstream")
     assert [r["label"] for r in off] == ["turn 1", "turn 2"]
@@ -418,7 +418,9 @@ def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureF
 def test_a_difference_is_shown_and_is_no_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Upstream restores a wrong convolution state if 2 tokens follow a cached boundary."""
     lines = write(folder / "same.jsonl", *[{"tokens": [7 * i % 251 for i in range(514)]}] * 2)
-    data = run_json(folder, "--jsonl", lines, "--concurrency", "sequential", "--compare", "off,upstream")
+    data = run_json(
+        folder, "--jsonl", lines, "--concurrency", "sequential", "--compare", "off", "--compare", "upstream"
+    )
     assert [r["computed_tokens"] for r in requests_of(data, "upstream")] == [514, 2]
     first, second = data["comparisons"][0]["requests"]
     assert first["tokens_equal"] and first["max_log_prob_difference"] < LOG_PROB_NOISE
@@ -434,7 +436,7 @@ def test_a_difference_is_shown_and_is_no_error(folder: Path, capsys: pytest.Capt
 def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
     session = {"system": "Answer.", "context": CONTEXT, "turns": ["One?", "Zwölf?"]}
     write(folder / "session.json", session)
-    options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off,ours")
+    options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off", "--compare", "ours")
     data = run_json(folder, "--conversation", "session.json", *options)
     system = 1 + len("Answer.\n\n")
     context = system + len(CONTEXT) + 2
@@ -503,7 +505,7 @@ def test_sessions_in_the_order_of_time(folder: Path, capsys: pytest.CaptureFixtu
     )
     two = write(folder / "two.jsonl", {"timestamp": 20, "input": "Other"}, {"timestamp": 15, "input": beginning[:300]})
     argv = ["--sessions", one, "--sessions", two, "--num-tokens-to-generate", 2]
-    data = run_json(folder, *argv, "--compare", "off,upstream,ours")
+    data = run_json(folder, *argv, "--compare", "off", "--compare", "upstream", "--compare", "ours")
     assert data["engine_fields"]["budgets"] == {
         "off": {"buffer_gb": pytest.approx(0.25)},
         "upstream": {"buffer_gb": pytest.approx(0.25), "mamba_gb": pytest.approx(0.05)},
@@ -621,7 +623,7 @@ def test_ctrl_c(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Non
 @pytest.mark.slow
 @pytest.mark.multi
 def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    prompts = ("hi", CONTEXT, "--num-tokens-to-generate", "8", "--compare", "off,upstream")
+    prompts = ("hi", CONTEXT, "--num-tokens-to-generate", "8", "--compare", "off", "--compare", "upstream")
     alone = run_json(tmp_path, *prompts)
     path = tmp_path / "two.json"
     ranks = run_prepared(COMMAND, "generate", *prompts, "--tp", 2, "--json", path, environments=environments_of(2))
