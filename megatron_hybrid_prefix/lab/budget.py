@@ -1,20 +1,13 @@
-"""What a budget for KV and states holds, and what it reuses of recorded requests."""
+"""What a budget for KV and states holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.lab.capacity import Sizes
-from megatron_hybrid_prefix.lab.memory import GIB, Memory
-from megatron_hybrid_prefix.lab.replay import Policy, ceiling_tokens, replay
-from megatron_hybrid_prefix.lab.traces import Trace
+from megatron_hybrid_prefix.lab.memory import GIB
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
-
-RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
-WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,61 +93,4 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
         # Padding stays on the device.
         host_states=usage.host_bytes // sizes.state_bytes,
         host_conversations=usage.host_bytes // (conversation_blocks * block_bytes + sizes.state_bytes),
-    )
-
-
-def least_cache_gb(plan: Plan, usage: Usage, conversations: int) -> float:
-    """The smallest ``--cache-gb``, with two digits, that keeps so many conversations."""
-    layout, running = plan.layout, 1 if usage.drafts else min(conversations, usage.max_requests)
-    blocks = conversations * ceil_div(usage.conversation_tokens, usage.block_tokens)
-    blocks += ceil_div((conversations + running) * layout.page_blocks, layout.page_states)
-    return ceil_div(100 * (plan.own_bytes + (blocks + 1) * layout.block_bytes), GIB) / 100
-
-
-def expected_reuse(
-    trace: Trace, memory: Memory, *, host_bytes: int, eviction: str, on_request: Callable[[int], None]
-) -> dict[str, Any]:
-    """Replays the trace in this memory, then with more of each budget in turn.
-
-    Args:
-        trace: Recorded requests.
-        memory: KV and states on the device.
-        host_bytes: Bytes of the host tier.
-        eviction: Name of the eviction policy.
-        on_request: See `replay`.
-
-    Returns:
-        Shares of the prompt tokens: ``reused_token_fraction``, ``ceiling_fraction`` with unlimited memory, and ``gains`` by
-        option if its budget is raised by ``raised_by_bytes``.
-    """
-
-    def reuse(memory: Memory, host_bytes: int) -> float:
-        policy = Policy(name=eviction, eviction=eviction, options=memory.host_options(host_bytes))
-        return replay(trace, policy, memory=memory, on_request=on_request).reused_token_fraction
-
-    more_bytes = max(int((memory.cache_bytes + host_bytes) * RAISED_BY), memory.state_bytes)
-    found = reuse(memory, host_bytes)
-    raised = {
-        "--cache-gb": (replace(memory, cache_bytes=memory.cache_bytes + more_bytes), host_bytes),
-        "--host-gb": (memory, host_bytes + more_bytes),
-    }
-    if memory.mamba_bytes is not None:
-        raised["--mamba-gb"] = (replace(memory, mamba_bytes=memory.mamba_bytes + more_bytes), host_bytes)
-    return {
-        "reused_token_fraction": found,
-        "ceiling_fraction": sum(ceiling_tokens(trace)) / trace.prompt_tokens,
-        "raised_by_bytes": more_bytes,
-        "gains": {option: reuse(*budget) - found for option, budget in raised.items()},
-    }
-
-
-def advice(reuse: dict[str, Any]) -> str:
-    """Which budget to raise first, in words."""
-    option, gain = max(reuse["gains"].items(), key=lambda item: item[1])
-    more = f"{reuse['raised_by_bytes'] / GIB:.1f} GiB more"
-    if gain >= WORTH_IT:
-        return f"raise {option} first: {more} reuse {gain:.1%} more of the prompt tokens"
-    return (
-        f"{reuse['reused_token_fraction']:.1%} of the prompt tokens are reused, {reuse['ceiling_fraction']:.1%} is the "
-        f"limit: {more} gain nothing"
     )

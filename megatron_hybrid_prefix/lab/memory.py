@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.engine_options import check_cap
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.pool.pages import PageLayout
@@ -56,17 +55,6 @@ class Memory:
     def cache_sizes(self) -> dict[str, int]:
         """Fields of `CacheSettings`."""
         return {**self.layout.cache_sizes(), "state_slots": self.most_states}
-
-    def host_options(self, host_bytes: int) -> dict[str, int]:
-        """Fields of `CacheSettings` for a host tier; none for 0 bytes. A page is 1/8 of the smaller kind of entry."""
-        if not host_bytes:
-            return {}
-        page_bytes = max(1, min(self.block_bytes, self.state_bytes) // 8)
-        return {
-            "host_pages": host_bytes // page_bytes,
-            "host_kv_pages": ceil_div(self.block_bytes, page_bytes),
-            "host_state_pages": ceil_div(self.state_bytes, page_bytes),
-        }
 
 
 def memory_of(gib: float, mamba_gb: float | None, *, block_bytes: int, state_bytes: int) -> Memory:
