@@ -38,7 +38,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave t
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import running, terminal
 from megatron_hybrid_prefix.console.answers import compare_results
-from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page
+from megatron_hybrid_prefix.console.plots import draw_bars
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 
 PACKAGE = Path(options.__file__).parents[1]
@@ -135,21 +135,21 @@ def show(parts: Sequence[dict[str, Any]]) -> None:
 def draw(path: Path, parts: Sequence[dict[str, Any]], subtitle: str) -> None:
     """First tokens side by side. Of the first part, which fills the cache, there is nothing to see."""
     engines = {name: [part["engines"][name] for part in parts[1:]] for name in ENGINES}
-    title, height = "Time to first token: shorter is better", bar_inches(len(parts) - 1, len(engines))
-    with page(path, title=title, subtitle=subtitle, height=height, engines=list(engines)) as axis:
-        draw_bars(
-            axis,
-            [part["part"] for part in parts[1:]],
-            {name: [one["first_token_ms"] for one in row] for name, row in engines.items()},
-            figure_of=lambda value: f"{value:,.0f} ms",
-            ranges={name: [one["first_tokens_ms"] for one in row] for name, row in engines.items()},
-            notes={
-                (name, at): "WRONG ANSWER"
-                for name, row in engines.items()
-                for at, one in enumerate(row)
-                if not one["exact"]
-            },
-        )
+    draw_bars(
+        path,
+        [part["part"] for part in parts[1:]],
+        {name: [one["first_token_ms"] for one in row] for name, row in engines.items()},
+        title="Time to first token: shorter is better",
+        subtitle=subtitle,
+        figure_of=lambda value: f"{value:,.0f} ms",
+        ranges={name: [one["first_tokens_ms"] for one in row] for name, row in engines.items()},
+        notes={
+            (name, at): "WRONG ANSWER"
+            for name, row in engines.items()
+            for at, one in enumerate(row)
+            if not one["exact"]
+        },
+    )
 
 
 def run(argv: Sequence[str] | None, interrupt: terminal.Interrupt) -> int:

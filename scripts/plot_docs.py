@@ -23,7 +23,6 @@ from megatron_hybrid_prefix.console.plots import (  # noqa: E402
     ENGINE_STYLES,
     GRID,
     OTHER_COLOURS,
-    bar_inches,
     draw_bars,
     page,
 )
@@ -66,16 +65,14 @@ def draw(folder: Path) -> list[Path]:
 
 def draw_first_token(path: Path, measured: dict[str, Any]) -> None:
     """The plot of the README: the first three requests with the same beginning."""
-    groups = ["1st prompt", "2nd prompt", "3rd prompt"]
-    values = measured["first_token_ms"]
-    with page(
+    draw_bars(
         path,
+        ["1st prompt", "2nd prompt", "3rd prompt"],
+        measured["first_token_ms"],
         title="Time to first token: shorter is better",
         subtitle=measured["workload"],
-        height=bar_inches(len(groups), len(values)),
-        engines=list(values),
-    ) as axis:
-        draw_bars(axis, groups, values, figure_of=lambda value: f"{value:.1f} ms")
+        figure_of=lambda value: f"{value:.1f} ms",
+    )
 
 
 # Lines of the plot of policies, bottom to top: name in the data -> label; colour, dashes, marker; state slots where the label points to the line;

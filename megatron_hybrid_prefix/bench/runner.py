@@ -27,7 +27,7 @@ from megatron_hybrid_prefix.console.engine_options import (
     state_dtype_field,
 )
 from megatron_hybrid_prefix.console.hf import build_model
-from megatron_hybrid_prefix.console.plots import bar_inches, draw_bars, page
+from megatron_hybrid_prefix.console.plots import draw_bars
 from megatron_hybrid_prefix.console.running import free_for_engines, hardware, stop_requested, versions
 from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopped
 
@@ -211,7 +211,8 @@ def print_report(console: Console, bench: Bench, report: dict[str, Any]) -> None
     for name, engine in bench.engines.items():
         room = f": {_room(engine)}" if "kv_blocks" in engine else ""
         crash = f" {engine['status']}: {engine['error']}" if engine["error"] else ""
-        line = f"engine {name}{room}{';' if room and crash else ''}{crash}"
+        settings = f" ({engine['kind']} with {' '.join(args.versus)})" if name == "versus" else ""
+        line = f"engine {name}{settings}{room}{';' if room and crash else ''}{crash}"
         console.print(terminal.printable(line), markup=False, soft_wrap=True)
 
 
@@ -233,18 +234,14 @@ def draw(path: Path, bench: Bench, report: dict[str, Any]) -> None:
     args, engines, metrics = bench.args, list(bench.samples), [report["metrics"][name] for name in bench.scenario.drawn]
     machine = report["hardware"].get("gpu") or report["hardware"]["processor"]
     graphs = f"{args.cuda_graphs} CUDA graphs" if args.cuda_graphs else "no CUDA graphs"
-    with page(
+    versus = f" versus: {bench.engines['versus']['kind']} with {' '.join(args.versus)}." if args.versus else ""
+    draw_bars(
         path,
+        [metric["label"] for metric in metrics],
+        {engine: [metric["median"][engine] for metric in metrics] for engine in engines},
         title=bench.scenario.name,
-        subtitle=f"{args.preset} on {machine}, {graphs}: {bench.scenario.describe()}. Medians of {args.repeats}.",
-        height=bar_inches(len(metrics), len(engines)),
-        engines=engines,
-    ) as axis:
-        draw_bars(
-            axis,
-            [metric["label"] for metric in metrics],
-            {engine: [metric["median"][engine] for metric in metrics] for engine in engines},
-            figure_of=lambda value: number_text(value, 3),
-            ranges={engine: [metric["samples"][engine] for metric in metrics] for engine in engines},
-            notes={(name, 0): "crashed" for name in crashed_engines(bench)},
-        )
+        subtitle=f"{args.preset} on {machine}, {graphs}: {bench.scenario.describe()}. Medians of {args.repeats}.{versus}",
+        figure_of=lambda value: number_text(value, 3),
+        ranges={engine: [metric["samples"][engine] for metric in metrics] for engine in engines},
+        notes={(name, 0): "crashed" for name in crashed_engines(bench)},
+    )

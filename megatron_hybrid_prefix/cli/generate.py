@@ -41,7 +41,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import prompts, running, terminal
-from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare, print_report, totals
+from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare_results, print_report, totals
 from megatron_hybrid_prefix.console.hf import build_model, default_sampling, tokenizer_of
 from megatron_hybrid_prefix.console.prompts import Work, for_megatron
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, Stopped, as_main
@@ -215,9 +215,11 @@ def run_on(
     if runner.should_stop():
         raise Stopped
     runs, fields = run_engines(runner, names, work, args)
-    comparisons = [
-        {"engine": other.name, "against": runs[0].name, "requests": compare(runs[0], other)} for other in runs[1:]
-    ]
+    comparisons = []
+    for other in runs[1:]:
+        entries = zip(runs[0].requests, compare_results(runs[0].results, other.results), strict=True)
+        labelled = [{"label": request.label} | entry for request, entry in entries]
+        comparisons.append({"engine": other.name, "against": runs[0].name, "requests": labelled})
     if not terminal.is_main_rank():
         return
     print_report(console, runs, comparisons)

@@ -33,9 +33,8 @@ from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
-from megatron_hybrid_prefix.lab.budget import Plan, Usage, plan_budget
+from megatron_hybrid_prefix.lab.budget import Plan, Usage, left_bytes, parameter_count, plan_budget, weight_bytes
 from megatron_hybrid_prefix.lab.capacity import Sizes, sizes_from
-from megatron_hybrid_prefix.lab.fit import left_bytes, parameter_count, weight_bytes
 from megatron_hybrid_prefix.lab.memory import GIB, bytes_of, floor_gib, page_words
 from megatron_hybrid_prefix.models.config import PRESETS
 

@@ -89,49 +89,45 @@ def page(path: Path, *, title: str, subtitle: str, height: float, engines: Seque
         figure.savefig(path, metadata={_METADATA[path.suffix]: None})
 
 
-def bar_inches(groups: int, bars: int) -> float:
-    """Axis height for ``groups`` groups of ``bars`` bars."""
-    return 0.12 + groups * (0.14 + 0.185 * bars)
-
-
 def draw_bars(
-    axis: Any,
+    path: Path,
     groups: Sequence[str],
     values: Mapping[str, Sequence[float | None]],
     *,
+    title: str,
+    subtitle: str,
     figure_of: Callable[[float], str],
-    ranges: Mapping[str, Sequence[Sequence[float] | None]] | None = None,
+    ranges: Mapping[str, Sequence[Sequence[float | None]]] | None = None,
     notes: Mapping[tuple[str, int], str] | None = None,
 ) -> None:
-    """Horizontal bars in groups, each bar with its figure at its end.
+    """Save a plot of horizontal bars in groups, each bar with its figure at its end.
 
     Args:
-        axis: Of `page`.
+        path: PNG or SVG, by its ending.
         groups: What each group of bars is about.
         values: Engine -> its value in each group; None: no bar, its note only.
+        title: What the plot says, in a few words.
+        subtitle: Model, machine and workload.
         figure_of: A value as it is written on its bar.
         ranges: Engine -> the samples of each group; a whisker is drawn from the least to the largest.
         notes: (engine, number of the group) -> text after the figure, or in place of it.
     """
-    height = 0.8 / max(1, len(values))
-    known = [value for row in values.values() for value in row if value is not None]
-    highest = max(known, default=0.0) or 1.0
-    for number, (engine, row) in enumerate(values.items()):
-        for group, value in enumerate(row):
-            place = group + (number - (len(values) - 1) / 2) * height
-            note = (notes or {}).get((engine, group), "")
-            end = value or 0.0
-            if value is not None:
-                axis.barh(place, value, height * 0.9, color=style_of(engine).colour)
-                span = ranges[engine][group] if ranges else None
-                if span and max(span) - min(span) > 0.01 * highest:
-                    most = min(max(span), 1.1 * highest)  # one that is far off would leave no room for the bars
-                    axis.plot((min(span), most), [place, place], color=INK, linewidth=0.9, solid_capstyle="butt")
-                    end = max(end, most)
-            text = "  ".join(part for part in ("" if value is None else figure_of(value), note) if part)
-            if text:
+    thickness, inches = 0.8 / max(1, len(values)), 0.12 + len(groups) * (0.14 + 0.185 * len(values))
+    highest = max((value for row in values.values() for value in row if value is not None), default=0.0) or 1.0
+    with page(path, title=title, subtitle=subtitle, height=inches, engines=list(values)) as axis:
+        for number, (engine, row) in enumerate(values.items()):
+            for group, value in enumerate(row):
+                place = group + (number - (len(values) - 1) / 2) * thickness
+                note, end = (notes or {}).get((engine, group), ""), value or 0.0
+                if value is not None:
+                    axis.barh(place, value, thickness * 0.9, color=style_of(engine).colour)
+                    span = [sample for sample in (ranges[engine][group] if ranges else ()) if sample is not None]
+                    if span and max(span) - min(span) > 0.01 * highest:
+                        most = min(max(span), 1.1 * highest)  # one that is far off would leave no room for the bars
+                        axis.plot((min(span), most), [place, place], color=INK, linewidth=0.9, solid_capstyle="butt")
+                        end = max(end, most)
                 axis.annotate(
-                    text,
+                    "  ".join(part for part in ("" if value is None else figure_of(value), note) if part),
                     (end, place),
                     xytext=(4, 0),
                     textcoords="offset points",
@@ -139,9 +135,9 @@ def draw_bars(
                     fontsize=9,
                     fontweight="bold" if note else "normal",
                 )
-    axis.set_yticks(range(len(groups)), [textwrap.fill(group, _LABEL_CHARACTERS) for group in groups])
-    axis.tick_params(axis="y", length=0)
-    axis.set_ylim(len(groups) - 0.5, -0.5)
-    axis.set_xlim(0, highest * (1.42 if notes else 1.16))
-    axis.set_xticks([])
-    axis.spines["bottom"].set_visible(False)
+        axis.set_yticks(range(len(groups)), [textwrap.fill(group, _LABEL_CHARACTERS) for group in groups])
+        axis.tick_params(axis="y", length=0)
+        axis.set_ylim(len(groups) - 0.5, -0.5)
+        axis.set_xlim(0, highest * (1.42 if notes else 1.16))
+        axis.set_xticks([])
+        axis.spines["bottom"].set_visible(False)

@@ -209,15 +209,15 @@ def check_writable(path: Path) -> None:
     _check_parent(path)
 
 
-def check_folder(path: Path, option: str, *, empty: bool = False) -> None:
-    """Checks at the start that a folder can be filled: one that is there, or a new one in a folder that is there.
+def check_folder(path: Path, option: str) -> None:
+    """Checks at the start that a folder can be filled: an empty one, or a new one in a folder that is there.
 
     Raises:
-        InputError: It cannot; names ``option``. ``empty``: also if there is something in it.
+        InputError: It cannot; names ``option``.
     """
     if path.exists() and not path.is_dir():
         raise InputError(f"{option}: cannot write {path}: it is no folder")
-    if empty and path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(path.iterdir()):
         raise InputError(f"{option}: {path} is not empty")
     _check_parent(path / "x" if path.is_dir() else path)
 

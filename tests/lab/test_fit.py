@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_hybrid_prefix.cli import plan
-from megatron_hybrid_prefix.lab.fit import KEPT_FREE, left_bytes, parameter_count, weight_bytes
+from megatron_hybrid_prefix.lab.budget import KEPT_FREE, left_bytes, parameter_count, weight_bytes
 from megatron_hybrid_prefix.models import get_preset
 from tests.harness.hf_families import MODELS
 from tests.harness.hf_helpers import CONFIGS, make_folder
