@@ -121,7 +121,7 @@ elif question == "requirements":
     from packaging.requirements import Requirement
     for text in importlib.metadata.requires("megatron-hybrid-prefix"):
         need = Requirement(text)
-        wanted = need.marker is None or any(need.marker.evaluate({"extra": e}) for e in ("bench", "demo", "dev", "hf", "serve"))
+        wanted = need.marker is None or any(need.marker.evaluate({"extra": e}) for e in ("bench", "dev", "hf", "serve"))
         if wanted:
             need.marker = None
             print(need)

@@ -3,4 +3,4 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MHP_ROOT"
-exec "$MHP_PYTHON" -m megatron_hybrid_prefix demo "$@"
+exec "$MHP_PYTHON" -m examples.demo "$@"

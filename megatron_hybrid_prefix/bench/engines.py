@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import time
 import traceback
@@ -11,7 +12,6 @@ from typing import Any
 
 from megatron_hybrid_prefix.bench.forced import forced_answers
 from megatron_hybrid_prefix.console import terminal
-from megatron_hybrid_prefix.console.engine_options import ENGINES, Budgets, check_memory, kind_of
 from megatron_hybrid_prefix.console.running import cache_figures, greedy, send
 from megatron_hybrid_prefix.console.terminal import InputError, Stopped
 
@@ -28,18 +28,31 @@ class Contestant:
     """One engine under test, and how it ended.
 
     Attributes:
-        name: A name in `ENGINES`, perhaps with settings (`options_of`).
+        name: Its name in the report.
+        kind: Its name in `ENGINES`.
+        args: Its options.
         fields: The arguments it was built with.
         engine: The engine; None if it could not be built.
         crash: The exception it raised, in one line; None while it runs.
         trace: The traceback of that exception.
     """
 
-    def __init__(self, name: str, fields: dict[str, Any], should_stop: Callable[[], bool]) -> None:
-        self.name, self.fields, self.should_stop = name, fields, should_stop
+    def __init__(self, name: str, kind: str, args: argparse.Namespace) -> None:
+        self.name, self.kind, self.args = name, kind, args
+        self.fields: dict[str, Any] = {}
         self.engine: Any = None
         self.crash: str | None = None
         self.trace: str | None = None
+        self.should_stop: Callable[[], bool] = lambda: False
+
+    def build(self, model: Any) -> None:
+        """Builds the engine: megatron's own for "off" and "upstream", as far as megatron can run the model."""
+        from megatron_hybrid_prefix.mcore import build_engine, build_upstream_engine
+        from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, needs_this_package
+
+        needed = self.kind == "off" and needs_this_package(mamba_state_config(model))
+        build = build_engine if self.kind == "ours" or needed else build_upstream_engine
+        self.engine = build(model, **self.fields)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -124,72 +137,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-@contextmanager
-def contestants(
-    names: Sequence[str],
-    make_model: Callable[[str], Any],
-    make_fields: Callable[[str, Any], dict[str, Any]],
-    budgets_of: Callable[[Any], Budgets],
-    *,
-    cuda_graphs: bool,
-    crash_when_built: bool,
-    should_stop: Callable[[], bool],
-) -> Iterator[list[Contestant]]:
-    """Builds all engines. Their CUDA graphs are deleted at the end.
-
-    Args:
-        names: Names in `ENGINES`, perhaps with settings.
-        make_model: Builds an engine's model, with the same weights each time. CUDA graphs are tied to the model's modules, so with graphs
-            each engine gets its own model. Without graphs all engines share one.
-        make_fields: Arguments of an engine, for a given model, but for its kind's.
-        budgets_of: The engines' memory, for the first model, which is there already.
-        cuda_graphs: Whether engines capture CUDA graphs.
-        crash_when_built: True: an engine that cannot be built is excluded. False: that is an `InputError`.
-        should_stop: Whether Ctrl-C was pressed.
-    """
-    from megatron_hybrid_prefix.mcore import build_engine, build_upstream_engine
-    from megatron_hybrid_prefix.mcore.runner import release_engine
-    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, needs_this_package
-
-    found: list[Contestant] = []
-    graphs = _GraphRecords() if cuda_graphs else None
-    model = budgets = None
-    try:
-        for name in names:
-            if should_stop():
-                raise Stopped
-            if graphs is not None:
-                graphs.begin()
-            if model is None or graphs is not None:
-                model = make_model(name)
-            budgets = budgets or budgets_of(model)
-            contestant = Contestant(name, make_fields(name, model) | ENGINES[kind_of(name)](budgets), should_stop)
-            check_memory(budgets, next(model.parameters()).device, f"engine {name}: ")
-            found.append(contestant)
-            refusals = () if crash_when_built else (ValueError,)
-            with contestant.attempt(), terminal.as_input_errors(*refusals, prefix=f"engine {name}: "):
-                # "off" and "upstream" use megatron's own classes. Where megatron cannot run the model, "off" is this package's
-                # engine without its cache.
-                off = not contestant.fields.get("enable_prefix_caching")
-                own = "prefix" in contestant.fields or (off and needs_this_package(mamba_state_config(model)))
-                build = build_engine if own else build_upstream_engine
-                contestant.engine = build(model, **contestant.fields)
-            if graphs is not None:
-                graphs.end()
-        # All objects up to here stay, so the collector need not scan them before each round.
-        gc.collect()
-        gc.freeze()
-        yield found
-    finally:
-        gc.unfreeze()
-        if graphs is not None:
-            graphs.put_back()
-        for contestant in found:
-            if contestant.engine is not None:
-                release_engine(contestant.engine)
-
-
-class _GraphRecords:
+class GraphRecords:
     """Lets several engines in one process capture CUDA graphs, as if each were alone.
 
     Megatron looks up the buffer of the previous layer in one record per process, and would find the first engine's.

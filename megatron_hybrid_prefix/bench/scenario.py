@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 from megatron_hybrid_prefix.bench.engines import Contestant, timed_round
 from megatron_hybrid_prefix.bench.stats import Metric, Sample
-from megatron_hybrid_prefix.console.engine_options import DEFAULT_ENGINES
+from megatron_hybrid_prefix.console.engine_options import ENGINES
 
 MS = 1e3
 
 
-def size(cpu: float, cuda: float, text: str, *, quick: float | None = None) -> Any:
-    """A size of a scenario: an option with a default for CPU and one for CUDA; ``quick``: with ``bench all --quick``."""
-    return dataclasses.field(metadata={"cpu": cpu, "cuda": cuda, "help": text, "quick": quick})
+def size(cpu: float, cuda: float, text: str) -> Any:
+    """A size of a scenario: an option with a default for CPU and one for CUDA."""
+    return dataclasses.field(metadata={"cpu": cpu, "cuda": cuda, "help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class Scenario:
 
     Attributes:
         name: Name of the command.
+        drawn: Names of the metrics of its plot, all of one unit.
         engines: Engines that run by default.
         crash_is_a_result: True: an engine that cannot be built is reported as crashed. False: the command fails.
         repeats: Timed rounds, by kind of device.
@@ -34,7 +35,8 @@ class Scenario:
     """
 
     name: ClassVar[str]
-    engines: ClassVar[Sequence[str]] = DEFAULT_ENGINES
+    drawn: ClassVar[Sequence[str]]
+    engines: ClassVar[Sequence[str]] = tuple(ENGINES)
     crash_is_a_result: ClassVar[bool] = False
     repeats: ClassVar[Mapping[str, int]] = {"cpu": 3, "cuda": 5}
     at_once: ClassVar[str] = ""

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from rich.table import Table
@@ -14,8 +15,6 @@ from megatron_hybrid_prefix.console.terminal import table_of
 
 # One repeat of one engine: metric -> value. None or missing: the engine does not have this metric.
 Sample = dict[str, float | None]
-# Pairs of engines whose ratio is shown.
-RATIO_PAIRS = (("upstream", "off"), ("ours", "off"), ("ours", "upstream"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def summarise(
     for metric in metrics:
         values = {engine: [sample.get(metric.name) for sample in rounds] for engine, rounds in samples.items()}
         medians = {engine: None if engine in crashed else median(row) for engine, row in values.items()}
-        pairs = [(a, b) for a, b in RATIO_PAIRS if metric.ratios and a in medians and b in medians]
+        pairs = [(a, b) for b, a in combinations(medians, 2) if metric.ratios]
         report[metric.name] = {
             "label": metric.label,
             "goal": metric.goal or None,
@@ -82,28 +81,16 @@ def summarise(
     return report
 
 
-def cells(report: Mapping[str, Any]) -> list[list[str]]:
-    """The table of a `summarise`, or of the same from a JSON: a row per metric that any engine has, after the heads.
-
-    Its columns are the metric, each engine, each ratio and the goal.
-    """
+def side_by_side(title: str, report: Mapping[str, Any]) -> Table:
+    """A `summarise` for the terminal: a row per metric that any engine has; columns for engines, ratios and the goal."""
     rows = [row for row in report.values() if any(value is not None for value in row["median"].values())]
     engines = list(dict.fromkeys(engine for row in rows for engine in row["median"]))
     pairs = list(dict.fromkeys(pair for row in rows for pair in row["ratio"]))
-    table = [["median", *engines, *pairs, "goal"]]
+    table = table_of(title, "median", *engines, *pairs, "goal")
     for row in rows:
         medians = [number_text(row["median"].get(engine)) for engine in engines]
         ratios = [number_text(row["ratio"].get(pair)) for pair in pairs]
-        table.append([row["label"], *medians, *ratios, row["goal"] or ""])
-    return table
-
-
-def side_by_side(title: str, report: Mapping[str, Any]) -> Table:
-    """These `cells` for the terminal."""
-    heads, *rows = cells(report)
-    table = table_of(title, *heads)
-    for row in rows:
-        table.add_row(*row)
+        table.add_row(row["label"], *medians, *ratios, row["goal"] or "")
     return table
 
 

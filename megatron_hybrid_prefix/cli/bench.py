@@ -7,12 +7,10 @@ examples:
     hybrid-prefix bench herd                                 # cold requests with a shared prefix, all at once
     hybrid-prefix bench samples                              # several answers to one prompt, all at once
     hybrid-prefix bench no_reuse --json no_reuse.json        # throughput when nothing can be reused
-    hybrid-prefix bench decode --engine off,off-layer-fp32-async,ours  # decode steps, in megatron's settings
+    hybrid-prefix bench decode --engine ours --engine off --versus state-dtype=float32   # decode steps; off in two settings
     hybrid-prefix bench host_tier                            # prompts come back after they were evicted
-    hybrid-prefix bench pressure --engine off,ours           # the cache is smaller than the working set
+    hybrid-prefix bench pressure --engine off --engine ours  # the cache is smaller than the working set
     hybrid-prefix bench index                                # the control plane; needs no GPU
-    hybrid-prefix bench all --json b.json --report out       # all scenarios, with tables and plots (--quick: small)
-    hybrid-prefix bench report b.json out                    # tables and plots of an earlier run
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix bench no_reuse --preset small --tp 2
 
 All engines run in one process and take turns. In each repeat every engine gets the same new random prompts, so no cache
@@ -23,7 +21,7 @@ each timed round and not during it.
 The memory of the engines follows from what is free: all of them have theirs at the same time. An engine that raises is
 reported as crashed, and the others continue; but a lack of memory ends the benchmark.
 
-An engine may have settings of its own: layer or block (what a CUDA graph captures), bf16 or fp32 (states), async.
+--versus runs the last engine once more, as "versus", with other options: --versus async-scheduling --versus state-dtype=float32.
 
 exit code: 0; 1 if an engine other than "upstream" crashed; 2 for bad input; 130 after Ctrl-C or SIGTERM: --json then has the
 rounds that were complete.
@@ -33,14 +31,15 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
-from megatron_hybrid_prefix.bench.runner import Bench, as_json, crashed_engines, print_report
+from megatron_hybrid_prefix.bench.engines import Contestant
+from megatron_hybrid_prefix.bench.runner import Bench, as_json, draw, print_report
 from megatron_hybrid_prefix.bench.scenario import Scenario
 from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
-from megatron_hybrid_prefix.bench.suite import add_commands, run_all, run_report
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import running, terminal
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, Stopped, as_main
@@ -48,6 +47,9 @@ from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, 
 EXIT_CRASHED = 1
 DEFAULT_PRESET = {"cpu": "tiny", "cuda": "hybrid-4b"}
 DEFAULT_CUDA_GRAPHS = {"cpu": 0, "cuda": 8}
+# What may differ between engines of a run.
+VERSUS = {"cache_gb", "mamba_gb", "host_gb", "shared", "state_dtype", "exact", "max_tokens", "chunked_prefill"}
+VERSUS |= {"async_scheduling", "graph_scope"}
 
 
 # --- Options ---------------------------------------------------------------------------------------------------------
@@ -69,51 +71,62 @@ def make_parser() -> ArgumentParser:
             text = f"{field.metadata['help']} (default: {shown})"
             add(f"--{field.name.replace('_', '-')}", type=convert, metavar=metavar, help=text)
         cpu, cuda = kind.repeats["cpu"], kind.repeats["cuda"]
-        shown_repeats = str(cpu) if cpu == cuda else f"{cpu} on CPU, {cuda} on GPU"
-        _add_common(command, shown_repeats, ",".join(kind.engines))
-        command.set_defaults(engine=",".join(kind.engines))
+        shown = str(cpu) if cpu == cuda else f"{cpu} on CPU, {cuda} on GPU"
+        add = command.add_argument_group("measuring").add_argument
+        add("--repeats", type=options.positive_int, metavar="N", help=f"timed rounds per engine (default: {shown})")
+        model = {"help": "model (default: tiny on CPU, hybrid-4b on GPU)"}
+        options.add_options(command, *options.MODEL_OPTIONS, title="model", preset=model)
+        most = "most running requests (default: as many as the scenario needs, at least 16)"
+        group = options.add_several_engines(
+            command,
+            "--engine",
+            kind.engines,
+            max_requests={"default": None, "help": most},
+            cuda_graphs={"help": "number of CUDA graphs to capture, GPU only (default: 8; 0: none)"},
+        )
+        text = "what a CUDA graph captures (default: megatron's choice)"
+        group.add_argument("--graph-scope", choices=("layer", "block"), help=text)
+        text = (
+            "the last engine runs once more, as engine versus, with this option changed; repeatable: they go together"
+        )
+        group.add_argument("--versus", action="append", default=[], metavar="OPTION[=VALUE]", help=text)
         samples = {"help": "write all results as JSON, with the samples of each repeat"}
-        options.add_options(command, "--json", title="output", json=samples)
-    add_commands(commands, _add_common)
+        plot = {"help": "draw the medians that make the scenario's point, as PNG or SVG"}
+        options.add_options(command, "--json", "--plot", title="output", json=samples, plot=plot)
     return parser
 
 
-def _add_common(
-    parser: ArgumentParser, shown_repeats: str = "each scenario's", shown_engines: str = "each scenario's"
-) -> None:
-    add = parser.add_argument_group("measuring").add_argument
-    add("--repeats", type=options.positive_int, metavar="N", help=f"timed rounds per engine (default: {shown_repeats})")
-    options.add_options(
-        parser, *options.MODEL_OPTIONS, title="model", preset={"help": "model (default: tiny on CPU, hybrid-4b on GPU)"}
-    )
-    most = "most running requests (default: as many as the scenario needs, at least 16)"
-    options.add_several_engines(
-        parser,
-        "--engine",
-        shown_engines,
-        max_requests={"default": None, "help": most},
-        cuda_graphs={"help": "number of CUDA graphs to capture, GPU only (default: 8; 0: none)"},
-    )
+def contestants_of(args: argparse.Namespace, argv: Sequence[str]) -> list[Contestant]:
+    """The engines. Raises InputError if one is named twice, or cannot have its option."""
+    names = options.engine_names(args.engine, SCENARIOS[args.scenario].engines, "--engine")
+    contestants = [Contestant(name, name, args) for name in names]
+    if args.versus:
+        other = make_parser().parse_args([*argv, *(f"--{option}" for option in args.versus)])
+        complete(other)
+        changed = {name for name, value in vars(other).items() if value != getattr(args, name)}
+        if not changed or changed - VERSUS:
+            known = ", ".join(sorted(name.replace("_", "-") for name in VERSUS))
+            raise InputError(f"--versus {' '.join(args.versus)}: give what differs between engines, of: {known}")
+        contestants.append(Contestant("versus", names[-1], other))
+    return contestants
 
 
-def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
+def complete(args: argparse.Namespace) -> tuple[Scenario, Any]:
     """Fills in the defaults that depend on the device, and checks everything before anything runs.
 
     Returns:
-        Engine names, the scenario with its sizes, the model's configuration.
+        The scenario with its sizes, the model's configuration.
 
     Raises:
         InputError: An option is wrong, or the sizes cannot run.
     """
     kind = SCENARIOS[args.scenario]
-    names = options.split_engines(args.engine, "--engine")
     device_type = args.device or running.default_device()
     if args.hf is None:
         args.preset = args.preset or DEFAULT_PRESET[device_type]
     args.cuda_graphs = DEFAULT_CUDA_GRAPHS[device_type] if args.cuda_graphs is None else args.cuda_graphs
-    scoped = [name for name in names if hasattr(options.options_of(name, args), "graph_scope")]
-    if scoped and not args.cuda_graphs:
-        raise InputError(f"--engine {scoped[0]}: a graph scope needs --cuda-graphs, which needs a GPU")
+    if args.graph_scope is not None and not args.cuda_graphs:
+        raise InputError(f"--graph-scope {args.graph_scope}: needs --cuda-graphs, which needs a GPU")
     args.repeats = args.repeats or kind.repeats[device_type]
     for field in kind.sizes():
         if getattr(args, field.name) is None:
@@ -136,7 +149,7 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
             f"prompts of {scenario.longest_tokens} tokens are more than --max-tokens {args.max_tokens}: raise it "
             "or add --chunked-prefill"
         )
-    return names, scenario, config
+    return scenario, config
 
 
 # --- Command -------------------------------------------------------------------------------------------------------
@@ -144,28 +157,28 @@ def complete(args: argparse.Namespace) -> tuple[list[str], Scenario, Any]:
 
 def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     """Runs the command."""
+    argv = sys.argv[1:] if argv is None else argv
     args = make_parser().parse_args(argv)
-    command = terminal.command_line(argv)
-    if args.scenario == "all":
-        return run_all(args, command, interrupt)
-    if args.scenario == "report":
-        return run_report(args)
-    names, scenario, config = complete(args)
+    scenario, config = complete(args)
+    contestants = contestants_of(args, argv)
     interrupt.listen(signal.SIGTERM)
     with running.started_platform(args) as platform:
         console = terminal.output_console()
         console.print(platform.describe(), markup=False, soft_wrap=True)
-        bench = Bench(args, names, scenario, config, platform, interrupt)
+        bench = Bench(args, contestants, scenario, config, platform, interrupt)
         bench.run()
         stopped = bench.should_stop()
         measured = any(bench.samples.values()) or bench.plain_samples
         if terminal.is_main_rank() and (measured or not stopped):
-            report = as_json(bench, command)
+            report = as_json(bench, terminal.command_line(argv))
             print_report(console, bench, report)
             terminal.save_json(console, args.json, report)
+            if args.plot is not None:
+                terminal.write_whole(args.plot, lambda path: draw(path, bench, report))
+                console.print(f"wrote {args.plot}", markup=False, soft_wrap=True)
         if stopped:
             raise Stopped(f"what was measured is in {args.json}" if measured and args.json else "")
-    return EXIT_CRASHED if {options.kind_of(name) for name in crashed_engines(bench)} - {options.UPSTREAM} else 0
+    return EXIT_CRASHED if any(one.crash and one.kind != options.UPSTREAM for one in contestants) else 0
 
 
 main = as_main(run)

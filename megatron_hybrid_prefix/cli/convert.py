@@ -41,7 +41,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     if args.hf is None:
         raise InputError("convert needs --hf DIR")
     config = choose_model(args, "")
-    terminal.check_folder(args.out, "--out", empty=True)
+    terminal.check_folder(args.out, "--out")
     with terminal.as_input_errors(ValueError):
         config.check_parallel(tp=args.tp, pp=args.pp)
     with running.started_platform(args) as platform:

@@ -17,7 +17,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     for name, found in answer["replicas"].items():
         if len(answer["replicas"]) > 1:
             print(f"replica {name}:")
-        for sentence in found.get("sentences") or [found["error"]]:
+        for sentence in [found["error"]] if "error" in found else sentences(found):
             print(terminal.printable(sentence))
 
 
@@ -92,6 +92,80 @@ def ask(url: str, token: str, body: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{url} does not answer: {error}") from None
     return answer
+
+
+_REFUSED = {
+    "cache_read": "The request reuses nothing: cache_read is false.",
+    "prompt_log_probs_gb": "The request asks for the log-probs of its prompt, and prompt_log_probs_gb=0 keeps none.",
+    "verify_hits": "Every hit is computed again, to compare: verify_hits is 1.",
+}
+_TIERS = {"device": "the device", "host": "the host", "shared": "the shared tier"}
+
+
+def sentences(found: dict[str, Any]) -> list[str]:
+    """An `Explanation` in words: what is reused, what there is, why not more, and what later prompts find.
+
+    Args:
+        found: Its fields.
+    """
+    resume, step, kv = found["resume_tokens"], found["block_tokens"], max(found["kv_tokens"].values())
+    most = found["limit_tokens"] // step * step
+    reused = f"from the state on {_TIERS[found['tier']]}" if resume else "nothing"
+    said = [f"{resume:,} of the {found['prompt_tokens']:,} prompt tokens would be reused: {reused}."]
+    if found["refused_by"]:
+        said.append(_REFUSED[found["refused_by"]])
+    elif not found["most_states"]:
+        said.append("There is no room for a cached state: raise mamba_gb, or the memory.")
+    elif found["prompt_tokens"] < step:
+        said.append(f"The prompt is shorter than a block of {step} tokens, and only whole blocks are cached.")
+    elif resume < most:
+        said += [
+            f"KV goes to token {depth:,} on {_TIERS[tier]}." for tier, depth in found["kv_tokens"].items() if depth
+        ]
+        if kv > most:
+            said.append(f"Tokens after {found['limit_tokens']:,} are always computed.")
+        elif found["seen_tokens"] > kv:
+            said.append(f"KV from token {kv:,} to token {found['seen_tokens']:,} was evicted.")
+        elif kv < most:
+            said.append(f"Block {kv // step + 1} is on no tier: no earlier prompt had it, or it was evicted.")
+        if kv < most and found["epoch"]:
+            said.append(f"The weights epoch is {found['epoch']}: what was cached before it is gone.")
+        if (plain := found["plain_kv_tokens"]) is not None:
+            said.append(
+                f"Without salt and adapter KV would go to token {plain:,}: only requests with the same ones share."
+            )
+        said += _about_states(found, min(kv, most))
+    if not found["writes"]:
+        said.append("This request would keep nothing: cache_write is false.")
+    elif kept := found["kept_tokens"]:
+        said.append(f"This request would keep {_states(kept)}: prompts that begin alike resume there.")
+    return said
+
+
+def _about_states(found: dict[str, Any], usable: int) -> Iterator[str]:
+    """Why the request does not resume deeper, where KV is: up to ``usable``."""
+    resume, least, scored = found["resume_tokens"], found["least_load_tokens"], found["scored_tokens"]
+    deeper = {tier: [at for at in places if resume < at <= usable] for tier, places in found["state_tokens"].items()}
+    for tier, places in deeper.items():
+        if not places:
+            continue
+        reason = "the device has no room to load it now"
+        if scored is not None and places[-1] not in scored:
+            reason = "the log-probs of the prompt before it are not kept, and the request asks for them"
+        elif tier == "shared" and places[-1] - resume < least:
+            reason = f"a load that saves fewer than {least:,} tokens does not begin"
+        yield f"The state at {places[-1]:,} is on {_TIERS[tier]}, but {reason}."
+    if evicted := [at for at in found["evicted_tokens"] if at > resume]:
+        yield f"Evicted: {_states(evicted)}."
+    if writing := [at for at in found["writing_tokens"] if at > resume]:
+        yield f"A running forward writes {_states(writing)}."
+    if resume < usable and not any(deeper.values()) and not evicted and not writing:
+        yield f"Between {resume:,} and {usable:,} no state was kept, or it was evicted."
+
+
+def _states(places: Sequence[int]) -> str:
+    """States, at most the last four."""
+    return f"the state{'s' * (len(places) > 1)} at {', '.join(f'{place:,}' for place in places[-4:])}"
 
 
 def _message(error: urllib.error.HTTPError) -> str:

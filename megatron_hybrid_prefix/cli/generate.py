@@ -7,8 +7,8 @@ engines (--compare) their answers are compared.
 examples:
     hybrid-prefix generate "Hello" --preset tiny
     hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B
-    hybrid-prefix generate --conversation session.json --compare off,upstream,ours --json result.json
-    hybrid-prefix generate --sessions agents.jsonl --compare off,upstream,ours
+    hybrid-prefix generate --conversation session.json --compare off --compare upstream --compare ours --json result.json
+    hybrid-prefix generate --sessions agents.jsonl --compare off --compare upstream --compare ours
     torchrun --nproc-per-node 2 -m megatron_hybrid_prefix generate --jsonl prompts.jsonl --preset small --tp 2
 
 --jsonl: one JSON object per line, with "prompt" (text) or "tokens" (ids). A line may have its own "num_tokens_to_generate",
@@ -41,11 +41,13 @@ from typing import Any
 
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import prompts, running, terminal
-from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare, print_report, totals
+from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare_results, print_report, totals
 from megatron_hybrid_prefix.console.hf import build_model, default_sampling, tokenizer_of
 from megatron_hybrid_prefix.console.prompts import Work, for_megatron
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, Stopped, as_main
 from megatron_hybrid_prefix.tokenizer import Tokenizer
+
+DEFAULT_ENGINES = ("ours",)
 
 # --- Options ---------------------------------------------------------------------------------------------------------
 
@@ -56,11 +58,10 @@ def make_parser() -> ArgumentParser:
     prompts.add_prompt_options(parser)
     group = parser.add_argument_group("model")
     options.add_options(group, *options.MODEL_OPTIONS, "--load", *options.TEXT_OPTIONS)
-    group = options.add_several_engines(parser, "--compare", "ours")
+    group = options.add_several_engines(parser, "--compare", DEFAULT_ENGINES)
     text = "send prompts one by one or all at once (default: batch; conversations and sessions: sequential)"
     group.add_argument("--concurrency", choices=("sequential", "batch"), help=text)
     options.add_options(group, "--max-sequence-length", "--num-speculative-tokens")
-    parser.set_defaults(compare="ours")
     prompts.add_sampling_options(parser)
     options.add_options(parser, "--json", title="output")
     return parser
@@ -182,7 +183,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> None:
     """Runs the command."""
     args = prompts.parse_prompts(make_parser(), sys.argv[1:] if argv is None else argv)
     config = options.check_engine_options(args)
-    names = terminal.split_names(args.compare, options.ENGINES, "an engine", "--compare")
+    names = options.engine_names(args.compare, DEFAULT_ENGINES, "--compare")
     tokenizer = tokenizer_of(args, config.vocab_size)
     limit = args.max_sequence_length or config.max_sequence_length
     work = prompts.read_work(args, tokenizer, config.vocab_size, limit, default_sampling(args))
@@ -214,9 +215,11 @@ def run_on(
     if runner.should_stop():
         raise Stopped
     runs, fields = run_engines(runner, names, work, args)
-    comparisons = [
-        {"engine": other.name, "against": runs[0].name, "requests": compare(runs[0], other)} for other in runs[1:]
-    ]
+    comparisons = []
+    for other in runs[1:]:
+        entries = zip(runs[0].requests, compare_results(runs[0].results, other.results), strict=True)
+        labelled = [{"label": request.label} | entry for request, entry in entries]
+        comparisons.append({"engine": other.name, "against": runs[0].name, "requests": labelled})
     if not terminal.is_main_rank():
         return
     print_report(console, runs, comparisons)

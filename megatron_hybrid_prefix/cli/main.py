@@ -42,7 +42,6 @@ VERBS = {
     "plan": Verb("plan memory: what a budget holds, and which budget to raise first", "plan"),
     "env": Verb("switch the cache on in scripts that stay as they are: variables for a shell", "env", extra=""),
     "convert": Verb("convert a Hugging Face folder to a Megatron distributed checkpoint", "convert", extra="hf"),
-    "demo": Verb("where megatron-core's own cache is wrong or reuses less, in a minute on a CPU", "demo", extra="demo"),
 }
 
 
@@ -61,7 +60,6 @@ def usage() -> str:
         "  --version   show the version of this package",
         "",
         "examples:",
-        "  hybrid-prefix demo",
         "  hybrid-prefix serve --preset tiny --port 8000",
         '  hybrid-prefix generate "Hello" --preset tiny',
         '  hybrid-prefix generate "Once upon a time" --hf ./Nemotron-H-8B',

@@ -42,12 +42,6 @@ class EngineRun:
 # --- Figures ---------------------------------------------------------------------------------------------------------
 
 
-def compare(first: EngineRun, other: EngineRun) -> list[dict[str, Any]]:
-    """`compare_results` of two runs, with the labels of the requests."""
-    entries = compare_results(first.results, other.results)
-    return [{"label": request.label} | entry for request, entry in zip(first.requests, entries, strict=True)]
-
-
 def compare_results(first: Sequence[Any], other: Sequence[Any]) -> list[dict[str, Any]]:
     """Compares answers to the same requests, one entry each. Log-probs are compared up to the first different token."""
     entries = []

@@ -6,7 +6,7 @@ This module imports neither torch nor megatron before a platform is started, so 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from megatron_hybrid_prefix.console.terminal import (
     as_input_errors,
     check_can_plot,
     check_writable,
-    split_names,
 )
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.sampling import drafts_problem
@@ -102,43 +101,6 @@ ENGINES: dict[str, Callable[[Budgets], dict[str, Any]]] = {
     },
     "ours": lambda budgets: {"prefix": budgets.prefix},
 }
-DEFAULT_ENGINES = ("off", "upstream", "ours")
-# What `bench` takes after an engine's name, as in "off-layer-fp32": options of that engine alone.
-SETTINGS: dict[str, tuple[str, Any]] = {
-    "layer": ("graph_scope", "layer"),
-    "block": ("graph_scope", "block"),
-    "bf16": ("state_dtype", "bfloat16"),
-    "fp32": ("state_dtype", "float32"),
-    "async": ("async_scheduling", True),
-}
-
-
-def kind_of(name: str) -> str:
-    """The name in `ENGINES` of an engine that may have settings."""
-    return name.partition("-")[0]
-
-
-def options_of(name: str, args: argparse.Namespace) -> argparse.Namespace:
-    """The options of an engine: those of the command, changed by the engine's settings."""
-    return argparse.Namespace(**vars(args) | dict(SETTINGS[word] for word in name.split("-")[1:]))
-
-
-def split_engines(text: str, option: str) -> list[str]:
-    """Splits a comma-separated list of engines that may have settings.
-
-    Raises:
-        InputError: A name or a setting is unknown, given twice, or of an option that has another one.
-    """
-    names = text.split(",")
-    for name in names:
-        kind, *words = name.split("-")
-        split_names(kind, ENGINES, "an engine", option)
-        unknown = [word for word in words if word not in SETTINGS]
-        if unknown:
-            raise InputError(f"{option}: {name} has no setting {unknown[0]!r}; there are: {', '.join(SETTINGS)}")
-        if len({SETTINGS[word][0] for word in words}) < len(words):
-            raise InputError(f"{option}: {name} has two settings of one option")
-    return split_names(text, names, "an engine", option)
 
 
 def budget_of(fields: dict[str, Any]) -> dict[str, float]:
@@ -319,7 +281,7 @@ def add_options(parser: Any, *names: str, title: str | None = None, **changed: A
         group.add_argument(name, **OPTIONS[name] | changed.get(name[2:].replace("-", "_"), {}))
 
 
-def add_several_engines(parser: Any, option: str, default: str, **changed: Any) -> Any:
+def add_several_engines(parser: Any, option: str, default: Sequence[str], **changed: Any) -> Any:
     """Adds the options of engines, for a verb that runs several of `ENGINES`. Returns their group.
 
     Args:
@@ -331,11 +293,19 @@ def add_several_engines(parser: Any, option: str, default: str, **changed: Any) 
     text = "off: megatron-core without prefix caching; upstream: with its own; ours: with this package's cache.\n"
     text += "Those with a cache have the same memory, --cache-gb; off goes without --mamba-gb of it."
     group = parser.add_argument_group("engines", description=text)
-    names = f"engines to run, comma-separated: {', '.join(ENGINES)} (default: {default})"
-    group.add_argument(option, metavar="NAMES", help=names)
+    text = f"an engine to run; repeatable (default: {', '.join(default)})"
+    group.add_argument(option, action="append", choices=tuple(ENGINES), metavar="ENGINE", help=text)
     own = "what engine upstream sets aside of --cache-gb for checkpoints (default: 1/6 on CPU, 2/7 on GPU)"
     add_options(group, *ENGINE_OPTIONS, mamba_gb={"help": own}, **changed)
     return group
+
+
+def engine_names(given: Sequence[str] | None, default: Sequence[str], option: str) -> list[str]:
+    """The engines that ``option`` names, else the default ones. Raises InputError if one is named twice."""
+    names = list(given or default)
+    if len(set(names)) < len(names):
+        raise InputError(f"{option}: {' and '.join(names)} name an engine twice")
+    return names
 
 
 def check_output(args: argparse.Namespace) -> None:

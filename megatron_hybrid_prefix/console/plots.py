@@ -44,27 +44,23 @@ OTHER_COLOURS = ("#CC79A7", "#009E73")  # of the same palette, for what is none 
 
 
 def style_of(engine: str) -> Style:
-    """How an engine that may have settings ("off-fp32") is drawn: in the colour of its kind."""
-    kind, _, settings = engine.partition("-")
-    style = ENGINE_STYLES[kind]
-    return style._replace(label=f"{style.label}, {settings}") if settings else style
+    """How an engine is drawn. One that is none of the three keeps its name, in the last colour."""
+    return ENGINE_STYLES.get(engine, Style(engine, OTHER_COLOURS[-1]))
 
 
 @contextmanager
-def page(
-    path: Path, *, title: str, subtitle: str, heights: Sequence[float], engines: Sequence[str] = ()
-) -> Iterator[list[Any]]:
-    """Open a figure with one axis per height, and save it at the end.
+def page(path: Path, *, title: str, subtitle: str, height: float, engines: Sequence[str] = ()) -> Iterator[Any]:
+    """Open a figure with one axis, and save it at the end.
 
     Args:
         path: PNG or SVG, by its ending.
         title: What the plot says, in a few words.
         subtitle: Model, machine and workload.
-        heights: Of each axis, in inches.
-        engines: That a legend above the axes explains.
+        height: Of the axis, in inches.
+        engines: That a legend above the axis explains.
 
     Yields:
-        The axes, top to bottom.
+        The axis.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -73,8 +69,8 @@ def page(
     rc: Any = {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
     rc |= {"axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "svg.hashsalt": "plots"}
     with matplotlib.rc_context(rc):
-        figure = Figure(figsize=(WIDTH_INCHES, sum(heights) + _HEADER_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
-        axes = figure.subplots(len(heights), 1, height_ratios=list(heights), squeeze=False)[:, 0]
+        figure = Figure(figsize=(WIDTH_INCHES, height + _HEADER_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+        axis = figure.subplots()
         under = textwrap.fill(subtitle, _SUBTITLE_CHARACTERS)
         figure.supxlabel(under, x=0.013, ha="left", fontsize=8.5, color=FAINT)
         figure.legend(
@@ -88,56 +84,50 @@ def page(
             columnspacing=1.4,
             handlelength=1.2,
         )
-        yield list(axes)
+        yield axis
         # Without a version and a date in it, the same figures give the same file.
         figure.savefig(path, metadata={_METADATA[path.suffix]: None})
 
 
-def bar_inches(groups: int, bars: int) -> float:
-    """Height of an axis with so many groups of so many bars each."""
-    return 0.12 + groups * (0.14 + 0.185 * bars)
-
-
 def draw_bars(
-    axis: Any,
+    path: Path,
     groups: Sequence[str],
     values: Mapping[str, Sequence[float | None]],
     *,
+    title: str,
+    subtitle: str,
     figure_of: Callable[[float], str],
-    ranges: Mapping[str, Sequence[Sequence[float] | None]] | None = None,
+    ranges: Mapping[str, Sequence[Sequence[float | None]]] | None = None,
     notes: Mapping[tuple[str, int], str] | None = None,
-    heading: str = "",
 ) -> None:
-    """Horizontal bars in groups, each bar with its figure at its end.
+    """Save a plot of horizontal bars in groups, each bar with its figure at its end.
 
     Args:
-        axis: Of `page`.
-        groups: What each group of bars is about; an empty text where the titles say it.
+        path: PNG or SVG, by its ending.
+        groups: What each group of bars is about.
         values: Engine -> its value in each group; None: no bar, its note only.
+        title: What the plot says, in a few words.
+        subtitle: Model, machine and workload.
         figure_of: A value as it is written on its bar.
         ranges: Engine -> the samples of each group; a whisker is drawn from the least to the largest.
         notes: (engine, number of the group) -> text after the figure, or in place of it.
-        heading: Above the axis.
     """
-    height = 0.8 / max(1, len(values))
-    known = [value for row in values.values() for value in row if value is not None]
-    highest = max(known, default=0.0) or 1.0
-    for number, (engine, row) in enumerate(values.items()):
-        for group, value in enumerate(row):
-            place = group + (number - (len(values) - 1) / 2) * height
-            note = (notes or {}).get((engine, group), "")
-            end = value or 0.0
-            if value is not None:
-                axis.barh(place, value, height * 0.9, color=style_of(engine).colour)
-                span = ranges[engine][group] if ranges else None
-                if span and max(span) - min(span) > 0.01 * highest:
-                    most = min(max(span), 1.1 * highest)  # one that is far off would leave no room for the bars
-                    axis.plot((min(span), most), [place, place], color=INK, linewidth=0.9, solid_capstyle="butt")
-                    end = max(end, most)
-            text = "  ".join(part for part in ("" if value is None else figure_of(value), note) if part)
-            if text:
+    thickness, inches = 0.8 / max(1, len(values)), 0.12 + len(groups) * (0.14 + 0.185 * len(values))
+    highest = max((value for row in values.values() for value in row if value is not None), default=0.0) or 1.0
+    with page(path, title=title, subtitle=subtitle, height=inches, engines=list(values)) as axis:
+        for number, (engine, row) in enumerate(values.items()):
+            for group, value in enumerate(row):
+                place = group + (number - (len(values) - 1) / 2) * thickness
+                note, end = (notes or {}).get((engine, group), ""), value or 0.0
+                if value is not None:
+                    axis.barh(place, value, thickness * 0.9, color=style_of(engine).colour)
+                    span = [sample for sample in (ranges[engine][group] if ranges else ()) if sample is not None]
+                    if span and max(span) - min(span) > 0.01 * highest:
+                        most = min(max(span), 1.1 * highest)  # one that is far off would leave no room for the bars
+                        axis.plot((min(span), most), [place, place], color=INK, linewidth=0.9, solid_capstyle="butt")
+                        end = max(end, most)
                 axis.annotate(
-                    text,
+                    "  ".join(part for part in ("" if value is None else figure_of(value), note) if part),
                     (end, place),
                     xytext=(4, 0),
                     textcoords="offset points",
@@ -145,12 +135,9 @@ def draw_bars(
                     fontsize=9,
                     fontweight="bold" if note else "normal",
                 )
-    labels = [textwrap.fill(group, _LABEL_CHARACTERS) for group in groups]
-    axis.set_yticks([number for number, label in enumerate(labels) if label], [label for label in labels if label])
-    axis.tick_params(axis="y", length=0)
-    axis.set_ylim(len(groups) - 0.5, -0.5)
-    axis.set_xlim(0, highest * (1.42 if notes else 1.16))
-    axis.set_xticks([])
-    axis.spines["bottom"].set_visible(False)
-    if heading:
-        axis.set_title(heading, loc="left", fontsize=9.5, fontweight="bold")
+        axis.set_yticks(range(len(groups)), [textwrap.fill(group, _LABEL_CHARACTERS) for group in groups])
+        axis.tick_params(axis="y", length=0)
+        axis.set_ylim(len(groups) - 0.5, -0.5)
+        axis.set_xlim(0, highest * (1.42 if notes else 1.16))
+        axis.set_xticks([])
+        axis.spines["bottom"].set_visible(False)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -189,27 +189,6 @@ def as_memory_errors(what: str, advice: str = MEMORY_ADVICE) -> Iterator[None]:
         raise problem from error
 
 
-def split_names(text: str, known: Iterable[str], what: str, option: str) -> list[str]:
-    """Splits a comma-separated list of names.
-
-    Args:
-        text: The value of ``option``.
-        known: All valid names.
-        what: What a name stands for, with an article, for messages: "an engine".
-        option: The option, for messages.
-
-    Raises:
-        InputError: A name is unknown or given twice.
-    """
-    names, known = text.split(","), list(known)
-    for name in names:
-        if name not in known:
-            raise InputError(f"{option}: no {what.split()[-1]} {name!r}; there are: {', '.join(known)}")
-    if len(set(names)) < len(names):
-        raise InputError(f"{option}: {text} names {what} twice")
-    return names
-
-
 def one_line(error: Exception) -> str:
     """The message in one line."""
     return " ".join(str(error).split()) or type(error).__name__
@@ -230,15 +209,15 @@ def check_writable(path: Path) -> None:
     _check_parent(path)
 
 
-def check_folder(path: Path, option: str, *, empty: bool = False) -> None:
-    """Checks at the start that a folder can be filled: one that is there, or a new one in a folder that is there.
+def check_folder(path: Path, option: str) -> None:
+    """Checks at the start that a folder can be filled: an empty one, or a new one in a folder that is there.
 
     Raises:
-        InputError: It cannot; names ``option``. ``empty``: also if there is something in it.
+        InputError: It cannot; names ``option``.
     """
     if path.exists() and not path.is_dir():
         raise InputError(f"{option}: cannot write {path}: it is no folder")
-    if empty and path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(path.iterdir()):
         raise InputError(f"{option}: {path} is not empty")
     _check_parent(path / "x" if path.is_dir() else path)
 

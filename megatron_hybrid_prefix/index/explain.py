@@ -1,4 +1,4 @@
-"""`Explanation`: what a prompt would reuse now, and why not more, in sentences. Whoever explains only reads.
+"""`Explanation`: what a prompt would reuse now, and what decides that, in numbers. Whoever explains only reads.
 
 It asks the matcher what a request would get, and then each tier what is there. It asks nothing that ranks would have to agree
 on, or that waits for another process: of a tier below the host it has what this rank knows.
@@ -6,7 +6,7 @@ on, or that waits for another process: of a tier below the host it has what this
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,8 +19,6 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import DepthTier, TierBehind
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, EntryKind
-
-_NAMES = {DEVICE: "the device", HOST: "the host", SHARED: "the shared tier"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,13 @@ class Explanation:
         evicted_tokens: Where the eviction policy remembers a state that no tier has now, ascending.
         seen_tokens: Up to where an earlier prompt began alike: KV that is there, or that is remembered as evicted.
         kept_tokens: Where the request would keep a state, guesses left out; ascending.
-        sentences: The same in words, and why it is not more.
+        writing_tokens: Where a running forward writes a state, ascending.
+        scored_tokens: Where a request that wants the log-probs of its prompt may resume, ascending; None: it wants none.
+        plain_kv_tokens: Up to where KV is on the device for the same tokens without salt and adapter; None: it has neither.
+        least_load_tokens: A load from the shared tier that saves fewer tokens does not begin.
+        most_states: States that the device has room for.
+        refused_by: The field or setting for which the request reuses nothing, whatever is cached; None: it reuses.
+        writes: Whether what it computes would be cached.
     """
 
     prompt_tokens: int
@@ -53,7 +57,13 @@ class Explanation:
     evicted_tokens: tuple[int, ...]
     seen_tokens: int
     kept_tokens: tuple[int, ...]
-    sentences: tuple[str, ...]
+    writing_tokens: tuple[int, ...]
+    scored_tokens: tuple[int, ...] | None
+    plain_kv_tokens: int | None
+    least_load_tokens: int
+    most_states: int
+    refused_by: str | None
+    writes: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -66,7 +76,7 @@ class Question:
 
     Attributes:
         chain: Keys of the prompt.
-        refuses: Why the request reuses nothing, whatever is cached, as a sentence; None: it reuses.
+        refused_by: See `Explanation`.
         write: Whether what it computes would be cached.
         resume_at: See `Match`.
         breakpoints: Positions up to which other prompts share this one.
@@ -74,7 +84,7 @@ class Question:
     """
 
     chain: KeyChain
-    refuses: str | None = None
+    refused_by: str | None = None
     write: bool = True
     resume_at: Collection[int] | None = None
     breakpoints: Sequence[int] = ()
@@ -127,12 +137,6 @@ class Explainer:
         for number, tier in enumerate(below, 1):
             self._kv[tier] = kv_depth(tiers[:number], self._keys, on_device)
         self._states: dict[str, list[int]] = {tier: [] for tier in self._kv}  # depths by tier
-        eviction = store.blocks.eviction
-        self._remembers = isinstance(eviction, RemembersEvicted)
-        evicted = list(eviction.evicted_keys()) if isinstance(eviction, RemembersEvicted) else []
-        since = {key: len(evicted) - number for number, key in enumerate(evicted, 1)}
-        # Depths of states that are remembered as evicted, and how many were evicted since.
-        self._evicted = {depth: since[key] for depth, key in enumerate(self._keys, 1) if key in since}
         for depth, key in enumerate(self._keys[: self._match.kv_depth_blocks], 1):
             node = store.tree.get(key)
             has = {
@@ -146,25 +150,37 @@ class Explainer:
 
     def explain(self) -> Explanation:
         """The explanation."""
-        match, step = self._match, self._step
-        tier, depth = (None, 0) if self._asked.refuses else self._source()
-        kept = self._kept(depth)
+        asked, match, step = self._asked, self._match, self._step
+        tier, depth = (None, 0) if asked.refused_by else self._source()
+        eviction = self._store.blocks.eviction
+        evicted = {*eviction.evicted_keys()} if isinstance(eviction, RemembersEvicted) else set()
+
+        def tokens(depths: Iterable[int]) -> tuple[int, ...]:
+            return tuple(depth * step for depth in depths)
+
+        def places(keys: Container[bytes]) -> tuple[int, ...]:
+            return tokens(depth for depth, key in enumerate(self._keys, 1) if key in keys)
+
         return Explanation(
-            prompt_tokens=self._asked.chain.tokens,
+            prompt_tokens=asked.chain.tokens,
             block_tokens=step,
             limit_tokens=self._limit_tokens,
-            epoch=self._asked.chain.epoch,
+            epoch=asked.chain.epoch,
             resume_tokens=depth * step,
             tier=tier,
             kv_tokens={tier: depth * step for tier, depth in self._kv.items()},
-            state_tokens={tier: tuple(depth * step for depth in depths) for tier, depths in self._states.items()},
-            evicted_tokens=tuple(depth * step for depth in self._evicted),
+            state_tokens={tier: tokens(depths) for tier, depths in self._states.items()},
+            evicted_tokens=places(evicted),
             seen_tokens=max(match.kv_depth_blocks, match.seen_blocks) * step,
-            kept_tokens=tuple(depth * step for depth in kept),
-            sentences=(self._verdict(tier, depth), *self._reasons(depth), *self._next(depth, kept)),
+            kept_tokens=tokens(self._kept(depth)),
+            writing_tokens=places(self._planner.writing),
+            scored_tokens=None if asked.resume_at is None else tuple(sorted(asked.resume_at)),
+            plain_kv_tokens=None if asked.plain is None else len(self._store.tree.path(asked.plain.keys)) * step,
+            least_load_tokens=self._least_blocks * step,
+            most_states=self._store.slots.most_cached,
+            refused_by=asked.refused_by,
+            writes=asked.write,
         )
-
-    # -- facts ---------------------------------------------------------------------------------------------------------
 
     def _source(self) -> tuple[str | None, int]:
         """Tier and depth of the state that the request resumes from."""
@@ -183,9 +199,9 @@ class Explainer:
         if not self._asked.write:
             return []
         match = self._match
-        if self._asked.refuses:
+        if self._asked.refused_by:
             match = replace(match, resume_tokens=0, kv_depth_blocks=0, seen_blocks=0)
-        asked_source = None if self._asked.refuses else self._store.checkpoints.asked_source(match)
+        asked_source = None if self._asked.refused_by else self._store.checkpoints.asked_source(match)
         boundaries = self._planner.boundaries(match, self._asked.breakpoints, asked_source)
         wanted = (
             boundary.position_tokens // self._step
@@ -193,100 +209,3 @@ class Explainer:
             if boundary.reason != CheckpointReason.INTERVAL
         )
         return [each for each in wanted if each > depth and each not in self._states[DEVICE]]
-
-    # -- sentences -----------------------------------------------------------------------------------------------------
-
-    def _verdict(self, tier: str | None, depth: int) -> str:
-        prompt = f"{self._asked.chain.tokens:,} prompt tokens"
-        if tier is None:
-            return f"None of the {prompt} would be reused."
-        how = "" if tier == DEVICE else ", and the request would load it"
-        return f"{self._at(depth)} of the {prompt} would be reused: {_NAMES[tier]} has the state there{how}."
-
-    def _reasons(self, depth: int) -> Iterator[str]:
-        """Why it is not more."""
-        asked, match, most = self._asked, self._match, self._limit_tokens // self._step
-        if asked.refuses:
-            yield asked.refuses
-            _, without = self._source()
-            if without:
-                yield f"Without that it would resume at token {self._at(without)}."
-        elif not self._store.slots.most_cached:
-            yield "There is no room for a cached state: raise mamba_gb, or the memory."
-        elif not self._keys:
-            yield f"The prompt is shorter than a block of {self._step} tokens, and only whole blocks are cached."
-        else:
-            if match.kv_depth_blocks > most:
-                always = asked.chain.tokens - self._limit_tokens
-                last = "the last token" if always == 1 else f"the last {always} tokens"
-                yield f"The request computes at least {last}, so it resumes at token {self._at(most)} or before."
-            if depth < most:
-                yield from self._about_kv(most)
-                yield from self._about_states(depth, min(match.kv_depth_blocks, most))
-                if SHARED in self._kv:
-                    yield "What the shared tier has is what this rank knows without asking; a load needs it on all ranks."
-
-    def _about_kv(self, most: int) -> Iterator[str]:
-        match, asked = self._match, self._asked
-        if match.kv_depth_blocks:
-            places, before = [], 0
-            for tier, depth in self._kv.items():
-                if depth > before:
-                    places.append(f"token {self._at(depth)} on {_NAMES[tier]}")
-                before = depth
-            yield f"KV goes to {', and to '.join(places)}."
-        if match.seen_blocks > match.kv_depth_blocks:
-            after = "from there to token" if match.kv_depth_blocks else "up to token"
-            yield f"KV {after} {self._at(match.seen_blocks)} was evicted."
-        elif match.kv_depth_blocks < most:
-            yield f"Block {match.kv_depth_blocks + 1} is on no tier: no earlier prompt had it{self._or_evicted('')}."
-        if match.kv_depth_blocks < most and asked.chain.epoch:
-            yield f"The weights epoch is {asked.chain.epoch}: what was cached before it is gone."
-        if asked.plain is not None:
-            others = len(self._store.tree.path(asked.plain.keys))
-            without = f"; without them KV goes to token {self._at(others)}" if others else ""
-            yield f"Only requests with the same salt and adapter share with it{without}."
-
-    def _about_states(self, depth: int, usable: int) -> Iterator[str]:
-        """Why the request does not resume deeper, where KV is: up to ``usable``."""
-        resume_at, seen = self._asked.resume_at, depth
-        for tier, depths in self._states.items():
-            deepest = max((each for each in depths if seen < each <= usable), default=0)
-            if not deepest:
-                continue
-            seen, has = deepest, f"{_NAMES[tier].capitalize()} has the state at {self._at(deepest)}, but"
-            if resume_at is not None and deepest * self._step not in resume_at:
-                yield f"{has} the log-probs of the prompt before it are not kept, and the request asks for them."
-            elif tier == SHARED and deepest - depth < self._least_blocks:
-                yield f"{has} a load that saves fewer than {self._at(self._least_blocks)} tokens does not begin."
-            else:
-                yield f"{has} the device has no room to load it now."
-        written = [each for each in range(depth + 1, usable + 1) if self._keys[each - 1] in self._planner.writing]
-        evicted = [each for each in self._evicted if each > depth]
-        if evicted:
-            since = self._evicted[evicted[-1]]
-            others = f", and {since:,} other{'s' * (since > 1)} since" if since else ""
-            yield f"Evicted: {self._list(evicted)}{others}."
-        if written:
-            yield f"A running forward writes {self._list(written)}."
-        if seen == depth < usable and not written and not (evicted and evicted[0] <= usable):
-            yield f"Between {self._at(depth)} and {self._at(usable)} no state was kept{self._or_evicted('as a guess or ')}."
-
-    def _next(self, depth: int, kept: Sequence[int]) -> Iterator[str]:
-        """What later prompts find."""
-        if not self._asked.write:
-            yield "This request would keep nothing: cache_write is false."
-        elif kept:
-            yield f"This request would keep {self._list(kept)}: prompts that begin alike resume there."
-
-    def _or_evicted(self, also: str) -> str:
-        """What else is possible for something that is neither here nor remembered. ``also``: what is not remembered, either."""
-        return f", or it was evicted{f', {also}too long ago to be remembered' if self._remembers else ''}"
-
-    def _at(self, depth: int) -> str:
-        return f"{depth * self._step:,}"
-
-    def _list(self, depths: Iterable[int]) -> str:
-        """States, at most the last four."""
-        places = [self._at(depth) for depth in sorted(depths)[-4:]]
-        return f"the state at {places[0]}" if len(places) == 1 else f"the states at {', '.join(places)}"

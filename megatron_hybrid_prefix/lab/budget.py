@@ -1,20 +1,17 @@
-"""What a budget for KV and states holds, and what it reuses of recorded requests."""
+"""What a budget for KV and states holds, and what weights leave of a GPU. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.lab.capacity import Sizes
-from megatron_hybrid_prefix.lab.memory import GIB, Memory
-from megatron_hybrid_prefix.lab.replay import ceiling_tokens, replay
-from megatron_hybrid_prefix.lab.traces import Trace
+from megatron_hybrid_prefix.lab.memory import GIB
+from megatron_hybrid_prefix.models.config import HybridModelConfig
+from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 
-RAISED_BY = 0.25  # each budget in turn is raised by this share of all budgets together
-WORTH_IT = 0.001  # least gain to recommend, as a share of the prompt tokens
+KEPT_FREE = 0.1  # of a GPU's memory: activations, CUDA graphs, the allocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,58 +100,48 @@ def plan_budget(sizes: Sizes, usage: Usage, *, cache_bytes: int, mamba_bytes: in
     )
 
 
-def least_cache_gb(plan: Plan, usage: Usage, conversations: int) -> float:
-    """The smallest ``--cache-gb``, with two digits, that keeps so many conversations."""
-    layout, running = plan.layout, 1 if usage.drafts else min(conversations, usage.max_requests)
-    blocks = conversations * ceil_div(usage.conversation_tokens, usage.block_tokens)
-    blocks += ceil_div((conversations + running) * layout.page_blocks, layout.page_states)
-    return ceil_div(100 * (plan.own_bytes + (blocks + 1) * layout.block_bytes), GIB) / 100
+# --- A GPU ---
 
 
-def expected_reuse(
-    trace: Trace, memory: Memory, *, host_bytes: int, eviction: str, on_request: Callable[[int], None]
-) -> dict[str, Any]:
-    """Replays the trace in this memory, then with more of each budget in turn.
+def weight_bytes(config: HybridModelConfig, tp: int) -> int:
+    """Bytes of the weights on each of ``tp`` GPUs."""
+    return parameter_count(config) * DTYPE_BYTES[config.dtype] // tp
 
-    Args:
-        trace: Recorded requests.
-        memory: KV and states on the device.
-        host_bytes: Bytes of the host tier.
-        eviction: Name of the eviction policy.
-        on_request: See `replay`.
 
-    Returns:
-        Shares of the prompt tokens: ``reused_token_fraction``, ``ceiling_fraction`` with unlimited memory, and ``gains`` by
-        option if its budget is raised by ``raised_by_bytes``.
-    """
+def left_bytes(config: HybridModelConfig, tp: int, gpu_bytes: int) -> int:
+    """Bytes for the cache on each of ``tp`` GPUs of ``gpu_bytes``, in hundredths of a GiB; 0: the weights do not fit."""
+    left = int(gpu_bytes * (1 - KEPT_FREE)) - weight_bytes(config, tp)
+    return int(max(0, left) * 100 // GIB / 100 * GIB)
 
-    def reuse(memory: Memory, host_bytes: int) -> float:
-        sizes = memory.cache_sizes() | memory.host_options(host_bytes)
-        return replay(trace, eviction_policy=eviction, on_request=on_request, **sizes).reused_token_fraction
 
-    more_bytes = max(int((memory.cache_bytes + host_bytes) * RAISED_BY), memory.state_bytes)
-    found = reuse(memory, host_bytes)
-    raised = {
-        "--cache-gb": (replace(memory, cache_bytes=memory.cache_bytes + more_bytes), host_bytes),
-        "--host-gb": (memory, host_bytes + more_bytes),
+def parameter_count(config: HybridModelConfig) -> int:
+    """Parameters of a model."""
+    hidden, gated = config.hidden_size, 3 if config.activation == "swiglu" else 2
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    conv = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
+    keys = config.gdn_num_key_heads * config.gdn_key_head_dim
+    values = config.gdn_num_value_heads * config.gdn_value_head_dim
+    heads, kv = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
+    experts, shared = config.num_moe_experts, config.moe_shared_expert_intermediate_size
+    latent = config.moe_latent_size
+    biases = experts if config.moe_router_score == "sigmoid" else 0
+    layers = {
+        "M": hidden * (inner + conv + config.mamba_num_heads + inner)
+        + conv * (config.d_conv + 1)
+        + 3 * config.mamba_num_heads
+        + inner,
+        "G": hidden * (2 * keys + 2 * values + 2 * config.gdn_num_value_heads + values)
+        + (2 * keys + values) * config.d_conv
+        + 2 * config.gdn_num_value_heads
+        + config.gdn_value_head_dim,
+        "*": hidden * ((2 + config.attention_output_gate) * heads + 2 * kv) + 2 * config.kv_channels * config.qk_norm,
+        "-": gated * hidden * config.ffn_hidden_size,
+        "E": gated * experts * config.expert_ffn_hidden_size * (latent or hidden)
+        + hidden * (experts + 2 * latent + gated * shared + config.moe_shared_expert_gate)
+        + biases,
     }
-    if memory.mamba_bytes is not None:
-        raised["--mamba-gb"] = (replace(memory, mamba_bytes=memory.mamba_bytes + more_bytes), host_bytes)
-    return {
-        "reused_token_fraction": found,
-        "ceiling_fraction": sum(ceiling_tokens(trace)) / trace.prompt_tokens,
-        "raised_by_bytes": more_bytes,
-        "gains": {option: reuse(*budget) - found for option, budget in raised.items()},
-    }
-
-
-def advice(reuse: dict[str, Any]) -> str:
-    """Which budget to raise first, in words."""
-    option, gain = max(reuse["gains"].items(), key=lambda item: item[1])
-    more = f"{reuse['raised_by_bytes'] / GIB:.1f} GiB more"
-    if gain >= WORTH_IT:
-        return f"raise {option} first: {more} reuse {gain:.1%} more of the prompt tokens"
-    return (
-        f"{reuse['reused_token_fraction']:.1%} of the prompt tokens are reused, {reuse['ceiling_fraction']:.1%} is the "
-        f"limit: {more} gain nothing"
-    )
+    embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * hidden
+    # A depth of multi-token prediction has three norms, a projection of two inputs, and its layers.
+    drafting = config.mtp_heads * hidden * (3 + 2 * hidden)
+    pattern = config.layers + config.mtp_heads * config.mtp_layer_pattern
+    return embeddings + hidden + drafting + sum(hidden + layers[symbol] for symbol in pattern)

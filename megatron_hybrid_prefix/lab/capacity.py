@@ -170,21 +170,17 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if path.suffix == ".json":
             raise InputError(f"{path}: not JSON: {error}") from None
-        data = _read_yaml(path, text)
+        try:
+            import yaml
+
+            data = yaml.safe_load(text)
+        except ImportError:
+            raise InputError(f"{path}: reading YAML needs pyyaml: pip install pyyaml") from None
+        except yaml.YAMLError as problem:
+            raise InputError(f"{path}: neither JSON nor YAML: {problem}") from None
     if not isinstance(data, Mapping):
         raise InputError(f"{path}: expected a mapping of names to values")
     return dict(data)
-
-
-def _read_yaml(path: Path, text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise InputError(f"{path}: reading YAML needs pyyaml: pip install pyyaml") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: neither JSON nor YAML: {error}") from None
 
 
 def _of_megatron(given: Given) -> HybridModelConfig:

@@ -39,7 +39,7 @@ def test_help_has_a_line_for_each_verb(capsys):
     lines = capsys.readouterr().out.splitlines()
     for name, verb in VERBS.items():
         assert [line for line in lines if line.split() == [name, *verb.summary.split()]], name
-    assert list(VERBS) == ["serve", "generate", "explain", "bench", "replay", "plan", "env", "convert", "demo"]
+    assert list(VERBS) == ["serve", "generate", "explain", "bench", "replay", "plan", "env", "convert"]
     assert max(map(len, lines)) <= 100
 
 
@@ -79,7 +79,7 @@ def test_a_missing_module_of_this_package_is_not_a_missing_extra():
     assert result.returncode == 1 and "ModuleNotFoundError" in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["generate", "bench", "replay", "plan", "env", "convert", "demo"])
+@pytest.mark.parametrize("verb", ["generate", "bench", "replay", "plan", "env", "convert"])
 def test_a_verb_shows_its_options_without_torch(verb):
     result = run(verb, "--help", lacking=("torch", "megatron"))
     assert (result.returncode, result.stderr) == (0, "")
@@ -89,13 +89,13 @@ def test_a_verb_shows_its_options_without_torch(verb):
 def test_plan_and_replay_need_no_torch(tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 1, "input": "%s"}\n' % ("x" * 600))
-    for argv in (["plan", "tiny", "--cache-gb", 1, "--trace", trace], ["replay", trace]):
+    for argv in (["plan", "tiny", "--cache-gb", 1], ["replay", trace]):
         result = run(*argv, lacking=("torch", "megatron", "numpy"))
         assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(tmp_path):
-    result = run("demo", "--plot", tmp_path / "x.png", lacking=("matplotlib",))
+    result = run("bench", "herd", "--plot", tmp_path / "x.png", lacking=("matplotlib",))
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: --plot needs matplotlib: pip install 'megatron-hybrid-prefix[bench]'\n"
 

@@ -9,7 +9,6 @@ import random
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,20 +25,20 @@ from tests.harness.workers.launch import COMMAND, Prepared, environments_of, run
 CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at some of the block boundaries. " * 12
 
 
-def run_json(tmp_path: Path, *argv: object) -> dict[str, Any]:
+def run_json(tmp_path, *argv):
     """Runs the command in this process, which must succeed, and returns the JSON it saved."""
     path = tmp_path / "result.json"
     assert generate.main([*map(str, argv), "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
-def write(path: Path, *lines: object) -> Path:
+def write(path, *lines):
     """Writes a file of lines. Lines that are not text are written as JSON."""
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
 
-def requests_of(data: dict[str, Any], engine: str | None = None) -> list[dict[str, Any]]:
+def requests_of(data, engine=None):
     """Of the engine; by default of the first."""
     requests = data["engines"][engine or next(iter(data["engines"]))]["requests"]
     for request in requests:
@@ -49,7 +48,7 @@ def requests_of(data: dict[str, Any], engine: str | None = None) -> list[dict[st
 
 
 @pytest.fixture(scope="module", autouse=True)
-def engine_imported(platform: Any) -> None:
+def engine_imported(platform):
     """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
     import megatron.core.inference.engines  # noqa: F401
 
@@ -75,8 +74,8 @@ BAD_OPTIONS = {
     "unaligned step": (["x", "--max-tokens", "65"], "--max-tokens 65 is not a multiple of 64"),
     "batched conversation": (["--conversation", "ok.json", "--concurrency", "batch"], "--concurrency batch"),
     "unknown preset": (["x", "--preset", "huge"], "no preset 'huge'; there are: tiny"),
-    "unknown engine": (["x", "--compare", "off,best"], "no engine 'best'; there are: off, upstream, ours"),
-    "engine twice": (["x", "--compare", "off,off"], "names an engine twice"),
+    "unknown engine": (["x", "--compare", "best"], "argument --compare: invalid choice: 'best' (choose from 'off'"),
+    "engine twice": (["x", "--compare", "off", "--compare", "off"], "--compare: off and off name an engine twice"),
     "unknown option": (["x", "--fast"], "unrecognized arguments: --fast"),
     "bad number": (["x", "--tp", "0"], "argument --tp: '0' is not a whole number above 0"),
     "unknown exactness": (["x", "--exact", "tokens"], "argument --exact: invalid choice: 'tokens'"),
@@ -88,7 +87,7 @@ BAD_OPTIONS = {
     "far too long a name": (["x", "--json", "a" * 300], "File name too long"),
     "no prompts": (["--jsonl", "empty.jsonl"], "empty.jsonl: no prompts in it"),
     "more memory than there is": (
-        ["x", "--compare", "off,ours", "--cache-gb", "1e9"],
+        ["x", "--compare", "off", "--compare", "ours", "--cache-gb", "1e9"],
         "--cache-gb 1e+09: 1e+09 GiB of host memory are needed, ",
     ),
     "too little host memory": (["x", "--compare", "ours", "--host-gb", "1e9"], "--cache-gb 0.3 and --host-gb 1e+09: "),
@@ -111,8 +110,27 @@ BAD_OPTIONS = {
     ),
     "no such checkpoint": (["x", "--load", "absent"], "--load: there is no folder absent"),
     "no such tokenizer": (["x", "--tokenizer", "absent"], "no tokenizer at absent"),
+    "too little for running requests": (
+        ["x", "--compare", "off", "--cache-gb", "0.0001"],
+        "is too small: the recurrent states of max_requests=16 need",
+    ),
+    "too little for upstream": (
+        ["x", "--compare", "upstream", "--mamba-gb", "0.0001"],
+        "engine upstream: Mamba prefix",
+    ),
+    "too little for ours": (["x", "--compare", "ours", "--cache-gb", "0.0001"], "cache_gb=0.0001 is too small"),
+    "too long for off": (
+        ["x" * 2000, "--compare", "off", "--cache-gb", "0.002", "--max-requests", "4"],
+        "need 8 KV blocks of 256 tokens, there are 5: raise buffer_size_gb or lower max_requests",
+    ),
+    "too long for ours": (
+        ["x" * 2000, "--compare", "ours", "--cache-gb", "0.0017"],
+        "need 8 KV blocks of 256 tokens, there are 4: raise cache_gb",
+    ),
+    "no checkpoint": (["x", "--load", "."], "is not a complete checkpoint"),
+    "graphs on a CPU": (["x", "--cuda-graphs", "2"], "needs a CUDA device"),
     "top-p with top-k of megatron": (
-        ["x", "--top-p", "0.5", "--top-k", "3", "--compare", "off,upstream"],
+        ["x", "--top-p", "0.5", "--top-k", "3", "--compare", "off", "--compare", "upstream"],
         "engine upstream: megatron samples by top_k or by top_p",
     ),
 }
@@ -147,10 +165,16 @@ BAD_CONVERSATIONS = {
     '{"turns": ["x", 3]}': "turn 2 must be text",
     '{"turns": ["x"], "context": 3}': "must be text",
 }
+# Bad input in a file: its option, its name, what stands before it, and the messages.
+BAD_FILES = {
+    "--jsonl": ("bad.jsonl", '{"prompt": "good"}\n\n', BAD_LINES),
+    "--sessions": ("bad.jsonl", '{"timestamp": 5, "input": "good", "more": [1]}\n\n', BAD_SESSIONS),
+    "--conversation": ("bad.json", "", BAD_CONVERSATIONS),
+}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The working directory, with a valid conversation and a binary file."""
     write(tmp_path / "ok.json", {"turns": ["What is it?", "Why?"]})
     (tmp_path / "binary.txt").write_bytes(b"a\xff")
@@ -161,7 +185,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def expect_error(capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], message: str) -> None:
+def expect_error(capsys, folder, argv, message):
     before = sorted(folder.iterdir())
     output = [] if "--json" in argv else ["--json", "result.json"]
     assert generate.main([*argv, *output]) == 2
@@ -172,22 +196,19 @@ def expect_error(capsys: pytest.CaptureFixture[str], folder: Path, argv: list[st
 
 
 @pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_bad_options(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options(case, folder, capsys):
     argv, message = BAD_OPTIONS[case]
     expect_error(capsys, folder, argv, message)
     assert "platform" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_bad_json_lines(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(folder / "bad.jsonl", '{"prompt": "good"}', "", line)
-    expect_error(capsys, folder, ["--jsonl", "bad.jsonl"], BAD_LINES[line])
-
-
-@pytest.mark.parametrize("line", BAD_SESSIONS)
-def test_bad_sessions(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(folder / "bad.jsonl", '{"timestamp": 5, "input": "good", "more": [1]}', "", line)
-    expect_error(capsys, folder, ["--sessions", "ok.jsonl", "--sessions", "bad.jsonl"], BAD_SESSIONS[line])
+@pytest.mark.parametrize(
+    ("option", "text"), [(option, text) for option, (_, _, table) in BAD_FILES.items() for text in table]
+)
+def test_bad_files(option, text, folder, capsys):
+    name, before, table = BAD_FILES[option]
+    write(folder / name, before + text)
+    expect_error(capsys, folder, [option, name], table[text])
 
 
 @pytest.mark.parametrize(
@@ -200,9 +221,7 @@ def test_bad_sessions(line: str, folder: Path, capsys: pytest.CaptureFixture[str
         (["--host-gb", "1"], {"cache_gb": 0.3, "host_gb": 1}, {"buffer_gb": 0.25, "mamba_gb": 0.05}),
     ],
 )
-def test_engines_with_a_cache_have_the_same_memory(
-    argv: list[str], ours: dict[str, float], upstream: dict[str, float]
-) -> None:
+def test_engines_with_a_cache_have_the_same_memory(argv, ours, upstream):
     args = generate.make_parser().parse_intermixed_args(["x", *argv])
     budgets = Budgets.of(args, "cpu", free_bytes=2**40)
     found = {name: budget_of(arguments(budgets)) for name, arguments in ENGINES.items()}
@@ -224,13 +243,13 @@ def test_engines_with_a_cache_have_the_same_memory(
         (0.6, "cpu", 3, 0.169),
     ],
 )
-def test_the_default_budget_fits_what_is_free(free_gib: float, device: str, engines: int, cache_gb: float) -> None:
+def test_the_default_budget_fits_what_is_free(free_gib, device, engines, cache_gb):
     found = default_cache_gb(int(free_gib * 2**30), device, engines)
     assert found == cache_gb
     assert engines * found <= max(0, free_gib * (1 - KEPT_FREE))
 
 
-def test_given_budgets_stay_as_given_where_little_is_free() -> None:
+def test_given_budgets_stay_as_given_where_little_is_free():
     args = generate.make_parser().parse_intermixed_args(["x", "--cache-gb", "40", "--mamba-gb", "3"])
     budgets = Budgets.of(args, "cuda", free_bytes=28 * 2**30, engines=2)
     assert (budgets.cache_gb, budgets.mamba_gb) == (40, 3)
@@ -242,43 +261,10 @@ def test_given_budgets_stay_as_given_where_little_is_free() -> None:
         Budgets.of(args, "cuda", free_bytes=28 * 2**30, cache_gb=10.5, mamba_gb=9)
 
 
-@pytest.mark.parametrize("text", BAD_CONVERSATIONS)
-def test_bad_conversations(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(folder / "bad.json", text)
-    expect_error(capsys, folder, ["--conversation", "bad.json"], BAD_CONVERSATIONS[text])
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ["x", "--compare", "off", "--cache-gb", "0.0001"],
-            "is too small: the recurrent states of max_requests=16 need",
-        ),
-        (["x", "--compare", "upstream", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
-        (["x", "--compare", "ours", "--cache-gb", "0.0001"], "engine ours: cache_gb=0.0001 is too small"),
-        (
-            ["x" * 2000, "--compare", "off", "--cache-gb", "0.002", "--max-requests", "4"],
-            "need 8 KV blocks of 256 tokens, there are 5: raise buffer_size_gb or lower max_requests",
-        ),
-        (
-            ["x" * 2000, "--compare", "ours", "--cache-gb", "0.0017"],
-            "need 8 KV blocks of 256 tokens, there are 4: raise cache_gb",
-        ),
-        (["x", "--load", "."], "is not a complete checkpoint"),
-        (["x", "--cuda-graphs", "2"], "needs a CUDA device"),
-    ],
-)
-def test_what_only_the_engine_knows(
-    argv: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expect_error(capsys, folder, argv, message)
-
-
 # --- Results ---------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_of_every_kind_in_one_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_every_kind_in_one_batch(folder, capsys):
     lines = write(
         folder / "lines.jsonl",
         {"prompt": "héllo", "num_tokens_to_generate": 3},
@@ -307,10 +293,10 @@ def test_prompts_of_every_kind_in_one_batch(folder: Path, capsys: pytest.Capture
     assert requests_of(alone)[0]["log_probs"] == pytest.approx(requests[0]["log_probs"], abs=LOG_PROB_NOISE)
 
 
-def test_prompts_of_standard_input_and_after_two_dashes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_standard_input_and_after_two_dashes(folder, monkeypatch):
     common = ("--num-tokens-to-generate", 1)
 
-    def lengths(text: str, *argv: object) -> list[int]:
+    def lengths(text, *argv):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         return [request["prompt_tokens"] for request in requests_of(run_json(folder, *common, *argv))]
 
@@ -322,16 +308,14 @@ def test_prompts_of_standard_input_and_after_two_dashes(folder: Path, monkeypatc
     assert lengths('{"turns": ["x"]}', "--conversation", "-") == [len("User: x\nAssistant:")]
 
 
-def test_standard_input_is_read_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_standard_input_is_read_once(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x")))
     expect_error(capsys, folder, ["-", "-"], "standard input (-) is empty, or was read before")
     monkeypatch.setenv("WORLD_SIZE", "2")
     expect_error(capsys, folder, ["-"], "several ranks need it: give a file")
 
 
-def test_sampling_options(folder: Path) -> None:
+def test_sampling_options(folder):
     common = ("hi", "--num-tokens-to-generate", 6)
     greedy = requests_of(run_json(folder, *common))[0]
     bos = requests_of(run_json(folder, *common, "--add-bos", "--no-log-probs"))[0]
@@ -349,7 +333,7 @@ def test_sampling_options(folder: Path) -> None:
     assert ord("\\") not in stopped["generated"]
 
 
-def test_saved_weights_are_loaded(folder: Path, platform: Any) -> None:
+def test_saved_weights_are_loaded(folder, platform):
     from megatron_hybrid_prefix import models
 
     models.save_checkpoint(models.build_hybrid_model("tiny", seed=3, platform=platform), folder / "weights")
@@ -361,7 +345,7 @@ def test_saved_weights_are_loaded(folder: Path, platform: Any) -> None:
     assert same == loaded != other
 
 
-def test_options_of_the_engine(folder: Path) -> None:
+def test_options_of_the_engine(folder):
     plain = requests_of(run_json(folder, CONTEXT, "--num-tokens-to-generate", 4))[0]
     for options in (("--chunked-prefill", "--max-tokens", 256), ("--async-scheduling",), ("--block-size-tokens", 128)):
         other = requests_of(run_json(folder, CONTEXT, "--num-tokens-to-generate", 4, *options))[0]
@@ -369,7 +353,7 @@ def test_options_of_the_engine(folder: Path) -> None:
         assert other["log_probs"] == pytest.approx(plain["log_probs"], abs=LOG_PROB_NOISE)
 
 
-def test_drafts(folder: Path) -> None:
+def test_drafts(folder):
     fields = ("--preset", "tiny-mtp", "--ignore-eos", "--num-tokens-to-generate", 12, "--compare", "ours")
     plain, drafted = (run_json(folder, CONTEXT, *fields, "--num-speculative-tokens", drafts) for drafts in (0, 2))
     assert drafted["engine_fields"]["num_speculative_tokens"] == 2
@@ -378,7 +362,7 @@ def test_drafts(folder: Path) -> None:
     assert one["log_probs"] == pytest.approx(other["log_probs"], abs=LOG_PROB_NOISE)
 
 
-def test_exact_to_the_bit(folder: Path) -> None:
+def test_exact_to_the_bit(folder):
     """The option reaches the engine with this package's cache, and no other."""
     parser = generate.make_parser()
     for argv, exact in (([], None), (["--exact", "bits"], "bits")):
@@ -392,10 +376,10 @@ def test_exact_to_the_bit(folder: Path) -> None:
     assert requests[0]["log_probs"] == requests[1]["log_probs"] and requests[0]["generated"] == requests[1]["generated"]
 
 
-def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversation_off_against_upstream(folder, capsys):
     session = {"system": "Answer.", "context": CONTEXT, "turns": ["What is kept?", "Where is it?"]}
     write(folder / "session.json", session)
-    options = ("--compare", "off,upstream", "--num-tokens-to-generate", 8, "--ignore-eos")
+    options = ("--compare", "off", "--compare", "upstream", "--num-tokens-to-generate", 8, "--ignore-eos")
     data = run_json(folder, "--conversation", "session.json", *options)
     off, upstream = requests_of(data), requests_of(data, "upstream")
     assert [r["label"] for r in off] == ["turn 1", "turn 2"]
@@ -415,10 +399,12 @@ def test_conversation_off_against_upstream(folder: Path, capsys: pytest.CaptureF
     assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == []
 
 
-def test_a_difference_is_shown_and_is_no_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_is_shown_and_is_no_error(folder, capsys):
     """Upstream restores a wrong convolution state if 2 tokens follow a cached boundary."""
     lines = write(folder / "same.jsonl", *[{"tokens": [7 * i % 251 for i in range(514)]}] * 2)
-    data = run_json(folder, "--jsonl", lines, "--concurrency", "sequential", "--compare", "off,upstream")
+    data = run_json(
+        folder, "--jsonl", lines, "--concurrency", "sequential", "--compare", "off", "--compare", "upstream"
+    )
     assert [r["computed_tokens"] for r in requests_of(data, "upstream")] == [514, 2]
     first, second = data["comparisons"][0]["requests"]
     assert first["tokens_equal"] and first["max_log_prob_difference"] < LOG_PROB_NOISE
@@ -431,10 +417,10 @@ def test_a_difference_is_shown_and_is_no_error(folder: Path, capsys: pytest.Capt
 # --- Where prompts are shared ----------------------------------------------------------------------------------------
 
 
-def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
+def test_a_conversation_names_the_ends_of_its_messages(folder):
     session = {"system": "Answer.", "context": CONTEXT, "turns": ["One?", "Zwölf?"]}
     write(folder / "session.json", session)
-    options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off,ours")
+    options = ("--num-tokens-to-generate", 4, "--ignore-eos", "--add-bos", "--compare", "off", "--compare", "ours")
     data = run_json(folder, "--conversation", "session.json", *options)
     system = 1 + len("Answer.\n\n")
     context = system + len(CONTEXT) + 2
@@ -448,13 +434,13 @@ def test_a_conversation_names_the_ends_of_its_messages(folder: Path) -> None:
         assert [request["prompt_tokens"] for request in requests] == [one + 10, twelve + 10]
 
 
-def test_an_end_inside_a_token_is_named_before_it() -> None:
+def test_an_end_inside_a_token_is_named_before_it():
     """With two characters per token, a part of odd length ends in the middle of a token."""
 
     class Pairs:
         bos, eod, vocab_size = 1, None, 1 << 16
 
-        def tokenize(self, text: str) -> list[int]:
+        def tokenize(self, text):
             return [ord(text[i]) * 256 + ord(text[i + 1 : i + 2] or "\0") for i in range(0, len(text), 2)]
 
     reader = Reader(tokenizer=Pairs(), vocab_size=1 << 16, add_bos=True, sampling={})
@@ -467,7 +453,7 @@ def test_an_end_inside_a_token_is_named_before_it() -> None:
     assert second.sampling["cache_breakpoints"] == [3, 6, 11, history, history + 6]
 
 
-def test_a_json_line_ends_where_json_says(folder: Path) -> None:
+def test_a_json_line_ends_where_json_says(folder):
     """JSON text may contain characters that str.splitlines() takes for line ends."""
     text = '{"prompt": "a\u2028b\x85c"}'
     requests = requests_of(run_json(folder, "--jsonl", write(folder / "lines.jsonl", text, text)))
@@ -477,7 +463,7 @@ def test_a_json_line_ends_where_json_says(folder: Path) -> None:
 # --- Recorded sessions -----------------------------------------------------------------------------------------------
 
 
-def test_least_tokens_against_comparing_all_pairs() -> None:
+def test_least_tokens_against_comparing_all_pairs():
     rng = random.Random(1)
     prompts: list[list[int]] = []
     for _ in range(300):
@@ -491,7 +477,7 @@ def test_least_tokens_against_comparing_all_pairs() -> None:
     assert least_tokens([]) == []
 
 
-def test_sessions_in_the_order_of_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sessions_in_the_order_of_time(folder, capsys):
     beginning = CONTEXT[:600]
     # Two agents with the same beginning; lines are not in order, and some have the same time.
     one = write(
@@ -503,7 +489,7 @@ def test_sessions_in_the_order_of_time(folder: Path, capsys: pytest.CaptureFixtu
     )
     two = write(folder / "two.jsonl", {"timestamp": 20, "input": "Other"}, {"timestamp": 15, "input": beginning[:300]})
     argv = ["--sessions", one, "--sessions", two, "--num-tokens-to-generate", 2]
-    data = run_json(folder, *argv, "--compare", "off,upstream,ours")
+    data = run_json(folder, *argv, "--compare", "off", "--compare", "upstream", "--compare", "ours")
     assert data["engine_fields"]["budgets"] == {
         "off": {"buffer_gb": pytest.approx(0.25)},
         "upstream": {"buffer_gb": pytest.approx(0.25), "mamba_gb": pytest.approx(0.05)},
@@ -542,7 +528,7 @@ def test_sessions_in_the_order_of_time(folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.fixture
-def batch(tiny: Any) -> Any:
+def batch(tiny):
     """A function that runs prompts on a new engine of ``tiny``, 20 greedy tokens each."""
     from megatron.core.inference.sampling_params import SamplingParams
 
@@ -553,7 +539,7 @@ def batch(tiny: Any) -> Any:
         num_tokens_to_generate=20, top_k=1, termination_id=-1, return_log_probs=True, skip_prompt_log_probs=True
     )
 
-    def run(prompts: list[list[int]], should_stop: Any = None, **fields: Any) -> tuple[Any, list[Any]]:
+    def run(prompts, should_stop=None, **fields):
         engine = build_engine(tiny, max_sequence_length=1024, **fields)
         results = run_batch(engine, prompts, sampling, should_stop=should_stop)
         assert "add_request" not in vars(engine.context)
@@ -563,14 +549,14 @@ def batch(tiny: Any) -> Any:
     return run
 
 
-def test_concurrent_requests_are_told_apart(batch: Any) -> None:
+def test_concurrent_requests_are_told_apart(batch):
     shared = [i % 256 for i in range(512)]
     prompts = [shared + [i] * (20 + i) for i in range(3)] + [[5]]
     _, results = batch(prompts, enable_prefix_caching=True, prefix_caching_mamba_gb=0.05)
     assert [(r.computed_tokens, r.reused_tokens) for r in results] == [(532, 0), (21, 512), (22, 512), (1, 0)]
 
 
-def test_what_cannot_fit_fails_and_the_others_go_on(batch: Any) -> None:
+def test_what_cannot_fit_fails_and_the_others_go_on(batch):
     engine, results = batch([[1] * 1024, [1] * 40, [1] * 2000])
     assert [r.status for r in results] == ["failed", "completed", "failed"]
     assert "1024 prompt tokens leave no room" in results[0].error
@@ -578,14 +564,14 @@ def test_what_cannot_fit_fails_and_the_others_go_on(batch: Any) -> None:
     assert not engine.has_unfinished_requests()
 
 
-def test_stopping_gives_what_there_is_and_leaves_a_usable_engine(batch: Any) -> None:
+def test_stopping_gives_what_there_is_and_leaves_a_usable_engine(batch):
     answers = iter([False, False, False, True])
     engine, results = batch([[1] * 40, [2] * 50], should_stop=lambda: next(answers))
     assert [(r.status, len(r.generated)) for r in results] == [("stopped", 3)] * 2
     assert not engine.has_unfinished_requests()
 
 
-def test_recomputing_after_an_eviction_is_counted_apart(batch: Any) -> None:
+def test_recomputing_after_an_eviction_is_counted_apart(batch):
     prompts = [[i] * (249 + i) for i in range(4)]
     engine, results = batch(prompts, buffer_size_gb=0.0017, max_requests=4)
     assert engine.evicted_request_count > 0
@@ -598,7 +584,7 @@ def test_recomputing_after_an_eviction_is_counted_apart(batch: Any) -> None:
 # --- Processes -------------------------------------------------------------------------------------------------------
 
 
-def test_as_a_process() -> None:
+def test_as_a_process():
     (wrong,) = run_prepared(COMMAND, "generate", "x", "--tp", 2)
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1 and "needs a multiple of 2 processes, and 1 were started" in wrong.stderr
@@ -607,7 +593,7 @@ def test_as_a_process() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_ctrl_c(tmp_path, tmp_path_factory):
     argv = ("generate", "hi", "--num-tokens-to-generate", 16000, "--ignore-eos", "--json", tmp_path / "result.json")
     process = Prepared(tmp_path_factory.mktemp("said"), COMMAND, *argv)
     wait_until(lambda: process.outputs[0].read_text().startswith("platform: "), "it has begun")
@@ -620,8 +606,8 @@ def test_ctrl_c(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Non
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    prompts = ("hi", CONTEXT, "--num-tokens-to-generate", "8", "--compare", "off,upstream")
+def test_two_ranks_say_what_one_says(tmp_path, capfd):
+    prompts = ("hi", CONTEXT, "--num-tokens-to-generate", "8", "--compare", "off", "--compare", "upstream")
     alone = run_json(tmp_path, *prompts)
     path = tmp_path / "two.json"
     ranks = run_prepared(COMMAND, "generate", *prompts, "--tp", 2, "--json", path, environments=environments_of(2))
@@ -637,7 +623,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.multi
-def test_two_ranks_say_what_is_wrong_once(tmp_path: Path) -> None:
+def test_two_ranks_say_what_is_wrong_once(tmp_path):
     argv = ("generate", "--jsonl", tmp_path / "absent", "--tp", 2)
     ranks = run_prepared(COMMAND, *argv, environments=environments_of(2))
     assert all(rank.returncode for rank in ranks)

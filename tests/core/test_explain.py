@@ -1,4 +1,4 @@
-"""`HybridPrefixCache.explain`: a table of situations and sentences; that a request then gets just that; that it only reads."""
+"""`HybridPrefixCache.explain`: a table of situations and numbers; that a request then gets just that; that it only reads."""
 
 from __future__ import annotations
 
@@ -97,175 +97,132 @@ def crowded(model: ModelEngine) -> ModelEngine:
     return model
 
 
-def keeps(*places: int) -> str:
-    states = f"states at {', '.join(map(str, places))}" if len(places) > 1 else f"state at {places[0]}"
-    return f"This request would keep the {states}: prompts that begin alike resume there."
+NOTHING: dict[str, Any] = {
+    "prompt_tokens": 13,
+    "block_tokens": 4,
+    "limit_tokens": 12,
+    "epoch": 0,
+    "resume_tokens": 0,
+    "tier": None,
+    "kv_tokens": {"device": 0},
+    "state_tokens": {"device": ()},
+    "evicted_tokens": (),
+    "seen_tokens": 0,
+    "kept_tokens": (12,),
+    "writing_tokens": (),
+    "scored_tokens": None,
+    "plain_kv_tokens": None,
+    "least_load_tokens": 0,
+    "most_states": 8,
+    "refused_by": None,
+    "writes": True,
+}
+KV = {"kv_tokens": {"device": 12}, "seen_tokens": 12}
+STATE = KV | {"state_tokens": {"device": (12,)}, "kept_tokens": ()}
+HIT = STATE | {"resume_tokens": 12, "tier": "device"}
+ON_HOST = {
+    "kv_tokens": {"device": 0, "host": 12},
+    "state_tokens": {"device": (), "host": (12,)},
+    "seen_tokens": 12,
+}
+ON_SHARED = {
+    "kv_tokens": {"device": 0, "host": 0, "shared": 12},
+    "state_tokens": {"device": (), "host": (), "shared": (12,)},
+    "seen_tokens": 12,
+}
 
-
-NO_READ = "The request reuses nothing: cache_read is false."
-ON_DEVICE = "KV goes to token 12 on the device."
-NO_BLOCK = "Block 1 is on no tier: no earlier prompt had it, or it was evicted."
-OF_SHARED = "What the shared tier has is what this rank knows without asking; a load needs it on all ranks."
-
-# What is asked, the tokens that are reused, the tier of their state, and why it is not more.
-SITUATIONS: dict[str, tuple[Callable[[], Explanation], int, str | None, list[str]]] = {
-    "a hit": (lambda: explain(filled(PROMPT), PROMPT), 12, "device", []),
+# What is asked, and which numbers are not those of an empty cache.
+SITUATIONS: dict[str, tuple[Callable[[], Explanation], dict[str, Any]]] = {
+    "a hit": (lambda: explain(filled(PROMPT), PROMPT), HIT),
     "shorter than a block": (
         lambda: explain(filled(PROMPT), tokens(rest=3)),
-        *(0, None),
-        ["The prompt is shorter than a block of 4 tokens, and only whole blocks are cached."],
+        {"prompt_tokens": 3, "limit_tokens": 2, "kept_tokens": ()},
     ),
-    "nobody had it": (lambda: explain(filled(), PROMPT), 0, None, [NO_BLOCK, keeps(12)]),
+    "nobody had it": (lambda: explain(filled(), PROMPT), {}),
     "the last token is computed": (
         lambda: explain(filled(PROMPT), PROMPT[:12]),
-        *(0, None),
-        [
-            "The request computes at least the last token, so it resumes at token 8 or before.",
-            ON_DEVICE,
-            "Between 0 and 8 no state was kept, or it was evicted.",
-            keeps(8),
-        ],
+        STATE | {"prompt_tokens": 12, "limit_tokens": 11, "kept_tokens": (8,)},
     ),
     "longer than what is cached": (
         lambda: explain(filled(PROMPT), tokens(1, 2, 3, 4, rest=1)),
-        *(12, "device"),
-        [ON_DEVICE, "Block 4 is on no tier: no earlier prompt had it, or it was evicted.", keeps(16)],
+        HIT | {"prompt_tokens": 17, "limit_tokens": 16, "kept_tokens": (16,)},
     ),
     "KV without a state": (
         lambda: explain(remembers(PROMPT), tokens(1, 2, 4, rest=1)),
-        *(0, None),
-        [
-            "KV goes to token 8 on the device.",
-            "Block 3 is on no tier: no earlier prompt had it, or it was evicted, too long ago to be remembered.",
-            "Between 0 and 8 no state was kept, or it was evicted, as a guess or too long ago to be remembered.",
-            keeps(8, 12),
-        ],
+        {"kv_tokens": {"device": 8}, "seen_tokens": 8, "kept_tokens": (8, 12)},
     ),
     "the state was evicted": (
         lambda: explain(without_states(remembers(PROMPT, tokens(7, 8, rest=1))), tokens(7, 8, rest=1)),
-        *(0, None),
-        ["KV goes to token 8 on the device.", "Evicted: the state at 8, and 1 other since.", keeps(8)],
+        {
+            **{"prompt_tokens": 9, "limit_tokens": 8, "kv_tokens": {"device": 8}},
+            **{"seen_tokens": 8, "evicted_tokens": (8,), "kept_tokens": (8,)},
+        },
     ),
     "all was evicted": (
         lambda: explain(empty_device(remembers(PROMPT)), PROMPT),
-        *(0, None),
-        ["KV up to token 12 was evicted.", "Evicted: the state at 12.", keeps(12)],
+        {"seen_tokens": 12, "evicted_tokens": (12,)},
     ),
     "KV was evicted in part": (
         lambda: explain(without_last_block(remembers(PROMPT)), PROMPT),
-        *(0, None),
-        [
-            "KV goes to token 8 on the device.",
-            "KV from there to token 12 was evicted.",
-            "Evicted: the state at 12.",
-            "Between 0 and 8 no state was kept, or it was evicted, as a guess or too long ago to be remembered.",
-            keeps(12),
-        ],
+        {"kv_tokens": {"device": 8}, "seen_tokens": 12, "evicted_tokens": (12,)},
     ),
     "no slots": (
         lambda: explain(filled(PROMPT, state_slots=0), PROMPT),
-        *(0, None),
-        ["There is no room for a cached state: raise mamba_gb, or the memory."],
+        KV | {"most_states": 0, "kept_tokens": ()},
     ),
     "without a salt there is some": (
         lambda: explain(filled(PROMPT), PROMPT, salt="tenant"),
-        *(0, None),
-        [
-            NO_BLOCK,
-            "Only requests with the same salt and adapter share with it; without them KV goes to token 12.",
-            keeps(12),
-        ],
+        {"plain_kv_tokens": 12},
     ),
-    "without a salt there is none": (
-        lambda: explain(filled(), PROMPT, salt="tenant"),
-        *(0, None),
-        [NO_BLOCK, "Only requests with the same salt and adapter share with it.", keeps(12)],
-    ),
-    "new weights": (
-        lambda: explain(invalidated(filled(PROMPT)), PROMPT),
-        *(0, None),
-        [NO_BLOCK, "The weights epoch is 1: what was cached before it is gone.", keeps(12)],
-    ),
+    "without a salt there is none": (lambda: explain(filled(), PROMPT, salt="tenant"), {"plain_kv_tokens": 0}),
+    "new weights": (lambda: explain(invalidated(filled(PROMPT)), PROMPT), {"epoch": 1}),
     "refuses to read": (
-        lambda: explain(filled(PROMPT), PROMPT, refuses=NO_READ),
-        *(0, None),
-        [NO_READ, "Without that it would resume at token 12."],
+        lambda: explain(filled(PROMPT), PROMPT, refused_by="cache_read"),
+        STATE | {"refused_by": "cache_read"},
     ),
     "refuses to read, and there is nothing": (
-        lambda: explain(filled(), PROMPT, refuses=NO_READ),
-        *(0, None),
-        [NO_READ, keeps(12)],
+        lambda: explain(filled(), PROMPT, refused_by="cache_read"),
+        {"refused_by": "cache_read"},
     ),
-    "refuses to write": (
-        lambda: explain(filled(), PROMPT, write=False),
-        *(0, None),
-        [NO_BLOCK, "This request would keep nothing: cache_write is false."],
-    ),
+    "refuses to write": (lambda: explain(filled(), PROMPT, write=False), {"writes": False, "kept_tokens": ()}),
     "log-probs are not kept": (
         lambda: explain(filled(PROMPT), PROMPT, resume_at=()),
-        *(0, None),
-        [
-            ON_DEVICE,
-            "The device has the state at 12, but the log-probs of the prompt before it are not kept, and the request asks for them.",
-        ],
+        STATE | {"scored_tokens": ()},
     ),
-    "log-probs are kept": (lambda: explain(filled(PROMPT), PROMPT, resume_at=(12,)), 12, "device", []),
+    "log-probs are kept": (
+        lambda: explain(filled(PROMPT), PROMPT, resume_at=(12,)),
+        HIT | {"scored_tokens": (12,)},
+    ),
     "a forward writes it": (
         lambda: explain(in_flight(), tokens(1, 2, rest=1)),
-        *(0, None),
-        ["KV goes to token 8 on the device.", "A running forward writes the state at 8.", keeps(8)],
+        {
+            **{"prompt_tokens": 9, "limit_tokens": 8, "kv_tokens": {"device": 8}},
+            **{"seen_tokens": 8, "writing_tokens": (8,), "kept_tokens": (8,)},
+        },
     ),
-    "on the host": (lambda: explain(empty_device(filled(PROMPT, host_pages=40)), PROMPT), 12, "host", []),
+    "on the host": (
+        lambda: explain(empty_device(filled(PROMPT, host_pages=40)), PROMPT),
+        ON_HOST | {"resume_tokens": 12, "tier": "host", "kept_tokens": ()},
+    ),
     "on the host, no room": (
         lambda: explain(crowded(filled(PROMPT, kv_blocks=8, host_pages=40)), PROMPT),
-        *(0, None),
-        [
-            "KV goes to token 12 on the host.",
-            "The host has the state at 12, but the device has no room to load it now.",
-            keeps(12),
-        ],
+        ON_HOST,
     ),
-    "on the shared tier": (lambda: explain(with_shared(0), PROMPT), 12, "shared", []),
+    "on the shared tier": (
+        lambda: explain(with_shared(0), PROMPT),
+        ON_SHARED | {"resume_tokens": 12, "tier": "shared", "kept_tokens": ()},
+    ),
     "on the shared tier, too few": (
         lambda: explain(with_shared(9), PROMPT),
-        *(0, None),
-        [
-            "KV goes to token 12 on the shared tier.",
-            "The shared tier has the state at 12, but a load that saves fewer than 36 tokens does not begin.",
-            OF_SHARED,
-            keeps(12),
-        ],
+        ON_SHARED | {"least_load_tokens": 36},
     ),
 }
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_situations(name):
-    ask, resume_tokens, tier, sentences = SITUATIONS[name]
-    found = ask()
-    assert (found.resume_tokens, found.tier, [*found.sentences[1:]]) == (resume_tokens, tier, sentences)
-    first = found.sentences[0]
-    assert first.startswith(f"{resume_tokens or 'None'} of the {found.prompt_tokens} prompt tokens would be reused")
-    assert ("would load it" in first) == (tier in ("host", "shared"))
-
-
-def test_the_numbers_say_the_same():
-    found = explain(with_shared(0), tokens(1, 2, 3, 4, rest=1))
-    assert found.as_dict() == {
-        "prompt_tokens": 17,
-        "block_tokens": 4,
-        "limit_tokens": 16,
-        "epoch": 0,
-        "resume_tokens": 12,
-        "tier": "shared",
-        "kv_tokens": {"device": 0, "host": 0, "shared": 12},
-        "state_tokens": {"device": (), "host": (), "shared": (12,)},
-        "evicted_tokens": (),
-        "seen_tokens": 12,
-        "kept_tokens": (16,),
-        "sentences": found.sentences,
-    }
-    assert "KV goes to token 12 on the shared tier." in found.sentences
+    ask, numbers = SITUATIONS[name]
+    assert ask().as_dict() == NOTHING | numbers
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -289,7 +246,7 @@ def test_a_request_gets_what_was_explained(name, policy):
         runs = [*dice.choice(prefixes)[: dice.randint(1, 5)], *(dice.randrange(9) for _ in range(dice.randint(0, 2)))]
         prompt, read = tokens(*runs, rest=dice.choice((0, 1))), dice.random() < 0.9
         model.carry_out()
-        found = explain(model, prompt, refuses=None if read else NO_READ)
+        found = explain(model, prompt, refused_by=None if read else "cache_read")
         given_up = model.seen["load given up"]
         loads = found.tier in ("host", "shared")
         request = model.admit_from_host(prompt) if loads else model.admit(prompt, read=read)

@@ -10,9 +10,6 @@ from tests.harness.engine_helpers import greedy
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 from tests.harness.whole_state import whole_state
 
-NO_READ = "The request reuses nothing: cache_read is false."
-OTHERS = f"Only requests with the same salt and adapter share with it; without them KV goes to token {2 * BLOCK}."
-
 
 def explain(
     served: EngineHarness, prompt: Any, count: int = 4, params: dict[str, Any] | None = None, **cache: Any
@@ -47,22 +44,18 @@ def test_what_a_request_asks_for(tiny):
     served.send(prompt)
     reused = explain(served, prompt)
     assert (reused.resume_tokens, reused.tier, reused.epoch) == (2 * BLOCK, "device", 0)
-    assert explain(served, prompt, cache_read=False).sentences[1] == NO_READ
-    assert (
-        explain(served, prompt, cache_write=False).sentences[-1]
-        == "This request would keep nothing: cache_write is false."
-    )
+    assert reused.refused_by is None and explain(served, prompt, cache_read=False).refused_by == "cache_read"
+    assert reused.writes and not explain(served, prompt, cache_write=False).writes
     for name in ("cache_salt", "cache_adapter"):
-        assert OTHERS in explain(served, prompt, **{name: "a"}).sentences
+        assert explain(served, prompt, **{name: "a"}).plain_kv_tokens == 2 * BLOCK
     wants_prompt = {"skip_prompt_log_probs": False, "top_n_logprobs": 2}
     without = explain(served, prompt, params=wants_prompt)
-    assert not without.resume_tokens and any("log-probs of the prompt before it" in each for each in without.sentences)
+    assert not without.resume_tokens and without.scored_tokens == () and without.state_tokens["device"]
     served.send(prompt, params=wants_prompt)
     assert explain(served, prompt, params=wants_prompt).resume_tokens == 2 * BLOCK
     served.engine.invalidate()
     gone = explain(served, prompt)
     assert not gone.resume_tokens and gone.epoch == 1
-    assert "The weights epoch is 1: what was cached before it is gone." in gone.sentences
 
 
 def test_breakpoints_and_a_running_request(tiny):
@@ -81,12 +74,9 @@ def test_settings_that_reuse_nothing(tiny):
     prompt = tokens(2, 20, seed=1)
     no_scores = EngineHarness(tiny, materialize_only_last_token_logits=False, prompt_log_probs_gb=0)
     asked = explain(no_scores, prompt, params={"skip_prompt_log_probs": False})
-    assert (
-        asked.sentences[1] == "The request asks for the log-probs of its prompt, and prompt_log_probs_gb=0 keeps none."
-    )
-    verified = explain(EngineHarness(tiny, verify_hits=1.0), prompt)
-    assert verified.sentences[1] == "Every hit is computed again, to compare: verify_hits is 1."
-    assert explain(EngineHarness(tiny, slots=0), prompt).sentences[1].startswith("There is no room for a cached state")
+    assert asked.refused_by == "prompt_log_probs_gb"
+    assert explain(EngineHarness(tiny, verify_hits=1.0), prompt).refused_by == "verify_hits"
+    assert explain(EngineHarness(tiny, slots=0), prompt).most_states == 0
     with pytest.raises(ValueError, match=r"no prefix cache to explain: build it with"):
         EngineHarness(tiny, slots=None).engine.explain(prompt)
 

@@ -1,4 +1,4 @@
-"""`hybrid-prefix plan`: bytes of a model, what a budget holds, which budget to raise first."""
+"""`hybrid-prefix plan`: bytes of a model, and what a budget holds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import pytest
 
 from megatron_hybrid_prefix.cli import plan as command
 from megatron_hybrid_prefix.console.terminal import InputError
-from megatron_hybrid_prefix.lab import fit
 from megatron_hybrid_prefix.lab.budget import Usage, plan_budget
 from megatron_hybrid_prefix.lab.capacity import sizes_of, sizes_of_config
 from megatron_hybrid_prefix.models import PRESETS
-from tests.harness.trace_helpers import made_up, write_trace
 
 # Nemotron-H-8B under the names of two makers.
 HUGGING_FACE = Path(__file__).parents[1] / "models" / "hf_configs" / "nemotron_h_old.json"
@@ -36,11 +34,6 @@ def run(*arguments: Any) -> int:
 def saved(path: Path, data: Any) -> Path:
     path.write_text(data if isinstance(data, str) else json.dumps(data))
     return path
-
-
-@pytest.fixture
-def trace_file(tmp_path):
-    return write_trace(tmp_path / "t.jsonl", made_up("chat", 400))
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -201,9 +194,8 @@ def test_what_a_budget_holds(tmp_path, capsys):
     assert (data["checkpoint_bytes"], data["block_bytes"]) == (STATE_BYTES, block)
     assert data["next_logits_bytes"] == 2 * 131_072
     assert data["conversations"] == (kv_blocks - 8 * 13) // (32 + 13)
-    assert data["expected_reuse"] is None and data["host_states"] == data["host_conversations"] == 0
-    said = capsys.readouterr().out
-    assert "add --trace to learn which budget to raise first" in said and "log-probs of prompts" in said
+    assert data["kv_token_bytes"] == TOKEN_BYTES and data["host_states"] == data["host_conversations"] == 0
+    assert "log-probs of prompts" in capsys.readouterr().out
 
     drafting = plan(tmp_path, "--cache-gb", 40, "--max-requests", 8, "--num-speculative-tokens", 3)
     assert drafting["live_request_bytes"] == 5 * STATE_BYTES
@@ -211,15 +203,12 @@ def test_what_a_budget_holds(tmp_path, capsys):
     assert "set aside for 8 requests with 3 drafts" in capsys.readouterr().out
 
 
-def test_a_limit_of_the_checkpoints(tmp_path, trace_file):
+def test_a_limit_of_the_checkpoints(tmp_path):
     """It bounds the states and what needs them, and leaves the KV as it is."""
     free, limited = (plan(tmp_path, "--cache-gb", 40, *more) for more in ((), ("--mamba-gb", 2)))
     assert limited["cached_states"] == limited["conversations"] == 2 * 2**30 // STATE_BYTES < free["conversations"]
     assert limited["total_blocks"] == free["total_blocks"]
     assert plan(tmp_path, "--cache-gb", 40, "--mamba-gb", 40)["conversations"] == free["conversations"]
-    few = plan(tmp_path, "--cache-gb", 40, "--mamba-gb", 0.1, "--trace", trace_file)
-    assert few["advice"].startswith("raise --mamba-gb first: 10.0 GiB more reuse")
-    assert list(few["expected_reuse"]["gains"]) == ["--cache-gb", "--host-gb", "--mamba-gb"]
 
 
 def test_what_runs_has_a_state_more(tmp_path):
@@ -227,20 +216,6 @@ def test_what_runs_has_a_state_more(tmp_path):
     every, few = (plan(tmp_path, "--cache-gb", 2, "--max-requests", requests) for requests in (64, 1))
     assert every["conversations"] == every["total_blocks"] // (32 + 2 * 13)
     assert few["conversations"] == (few["total_blocks"] - 13) // (32 + 13) > every["conversations"]
-
-
-@pytest.mark.parametrize("more", [(), ("--max-requests", 1), ("--mamba-gb", 8), ("--num-speculative-tokens", 2)])
-def test_the_smallest_budget_that_keeps_so_many(tmp_path, trace_file, more):
-    wanted = ["--conversations", 100, "--conversation-tokens", 4000, *more]
-    said = plan(tmp_path, "--cache-gb", 20, *wanted)["advice"]
-    least = float(said.split()[1])
-    assert said == f"--cache-gb {least:g} is the smallest that keeps 100 conversations of 4,000 tokens"
-    kept = [plan(tmp_path, "--cache-gb", least + off, *wanted)["conversations"] for off in (-0.01, 0)]
-    assert kept[0] < 100 <= kept[1]
-    found = plan(tmp_path, "--cache-gb", 20, *wanted, "--trace", trace_file, "--limit", 20)
-    assert found["advice"].startswith(f"{said}; ")
-    capped = plan(tmp_path, "--cache-gb", 20, *wanted, "--mamba-gb", 1)["advice"]
-    assert capped == "with --mamba-gb 1 no --cache-gb keeps 100 conversations of 4,000 tokens"
 
 
 def test_what_a_budget_holds_of_qwen3_next(tmp_path, capsys):
@@ -266,41 +241,28 @@ def test_the_budget_is_that_of_the_engine(tiny, tiny_mtp, drafts):
     assert planned == engine.context.layout
 
 
-def test_the_advice_names_the_budget_that_gains_most(tmp_path, trace_file):
-    little, enough = (plan(tmp_path, "--cache-gb", gib, "--trace", trace_file) for gib in (3, 900))
-    assert little["advice"].startswith(("raise --cache-gb first", "raise --host-gb first"))
-    assert "gain nothing" in enough["advice"]
-    reuse = [found["expected_reuse"]["reused_token_fraction"] for found in (little, enough)]
-    assert 0 < reuse[0] < reuse[1] <= enough["expected_reuse"]["ceiling_fraction"]
-
-
-def test_a_host_tier(tmp_path, capsys, trace_file):
-    """States and blocks on the host have no padding; more of the host reuses more."""
+def test_a_host_tier(tmp_path, capsys):
+    """States and blocks on the host have no padding."""
     data = plan(tmp_path, "--cache-gb", 3, "--host-gb", 5)
     assert data["host_states"] == 5 * 2**30 // STATE_BYTES
     assert data["host_conversations"] == 5 * 2**30 // (STATE_BYTES + 32 * 256 * TOKEN_BYTES)
     assert "on the host" in capsys.readouterr().out
-    replayed = ["--cache-gb", 1, "--trace", trace_file, "--limit", 60]
-    alone, beside = (plan(tmp_path, *replayed, *host)["expected_reuse"] for host in ([], ["--host-gb", 1]))
-    assert beside["reused_token_fraction"] > alone["reused_token_fraction"] and beside["raised_by_bytes"] == 2**29
-    assert alone["gains"]["--host-gb"] > 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mamba-gb", "1"], "give --cache-gb, or --gpu-gb alone"),
+        (["--mamba-gb", "1"], "give --cache-gb or --gpu-gb, and only one of them"),
         (["--cache-gb", "x"], "argument --cache-gb: 'x' is not a number above 0"),
-        (["--cache-gb", "9", "--trace", "/nowhere/t"], "cannot read /nowhere/t"),
+        (["--cache-gb", "9", "--trace", "t"], "unrecognized arguments: --trace t"),
         (["--cache-gb", "9", "--json", "/nowhere/t"], "cannot write /nowhere/t"),
         (["--cache-gb", "3", "--mamba-gb", "4"], "--mamba-gb 4: the most for checkpoints in --cache-gb 3, so"),
         (["--cache-gb", "3", "--buffer-gb", "2"], "unrecognized arguments: --buffer-gb 2"),
-        (["--cache-gb", "3", "--gpu-gb", "2"], "--cache-gb: does not go with --gpu-gb"),
+        (["--cache-gb", "3", "--gpu-gb", "2"], "give --cache-gb or --gpu-gb, and only one of them"),
         (["--cache-gb", "0.01"], "--cache-gb 0.01: a state and a KV block need 0.10"),
         (["--cache-gb", "9", "--num-speculative-tokens", "9"], "--cache-gb 9: "),
         (["--cache-gb", "1e300"], "--cache-gb 1e+300: more than any machine has"),
         (["--cache-gb", "9", "--host-gb", "0.01"], "--host-gb 0.01: a state and a KV block take 0.0526 GiB"),
-        (["--gpu-gb", "80", "--host-gb", "1"], "give --cache-gb, or --gpu-gb alone"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, message):
@@ -310,34 +272,3 @@ def test_bad_input_is_one_line(capsys, arguments, message):
     assert ("(9 drafts take 34.29 GiB of them: lower --max-requests)" in said) == (
         "--num-speculative-tokens" in arguments
     )
-
-
-# -- a shared folder ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gb_per_s", [1, 3, 25])
-def test_a_load_pays_from_the_tokens_where_it_takes_as_long_as_computing(gb_per_s):
-    sizes, rate = sizes_of("nemotron-h-8b", tp=1), 40_000.0
-    tokens = fit.break_even_tokens(TOKEN_BYTES, STATE_BYTES, gb_per_s, rate)
-    if gb_per_s == 1:  # a token's KV takes 16 us to load, and 25 us to compute
-        assert tokens == pytest.approx(STATE_BYTES / (1e9 / rate - TOKEN_BYTES), abs=1)
-    assert tokens is not None
-
-    def load_s(count: int) -> float:
-        return (sizes.state_bytes + count * sizes.kv_token_bytes) / (gb_per_s * 1e9)
-
-    assert load_s(tokens) < tokens / rate and load_s(tokens - 1) >= (tokens - 1) / rate
-    assert fit.break_even_tokens(TOKEN_BYTES, STATE_BYTES, TOKEN_BYTES * rate / 1e9, rate) is None
-
-
-def test_break_even_by_rate_is_in_the_report(tmp_path, capsys):
-    flags = ("--cache-gb", 40, "--json", tmp_path / "plan.json")
-    assert run("nemotron-h-8b", *flags, "--prefill-tokens-per-s", 40_000) == 0
-    found = json.loads((tmp_path / "plan.json").read_text())["break_even_tokens"]
-    assert list(found) == [str(rate) for rate in fit.LOAD_RATES]
-    assert sorted(found.values(), reverse=True) == list(found.values())
-    assert f"{found['4']:,} tokens" in capsys.readouterr().out
-    assert run("nemotron-h-8b", *flags, "--prefill-tokens-per-s", 10**9) == 0
-    assert "never" in capsys.readouterr().out
-    assert run("nemotron-h-8b", *flags) == 0
-    assert json.loads((tmp_path / "plan.json").read_text())["break_even_tokens"] is None

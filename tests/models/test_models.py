@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
 from megatron.core.transformer.mlp import MLP
 
-from megatron_hybrid_prefix.lab.fit import parameter_count
+from megatron_hybrid_prefix.lab.budget import parameter_count
 from megatron_hybrid_prefix.models import PRESETS, build_hybrid_model, get_preset
 from megatron_hybrid_prefix.models.build import _layer_specs
 from megatron_hybrid_prefix.models.config import split_into_stages

@@ -14,7 +14,7 @@ from tests.harness.workers.launch import environments_of, run_prepared
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEN_LINES = EXAMPLES / "ten_lines.py"
 # They have test files of their own.
-WITH_TESTS = {"walkthrough.py", "megatron_checkpoint.py"}
+WITH_TESTS = {"demo.py", "walkthrough.py", "megatron_checkpoint.py"}
 
 
 def run(name: str, *arguments: str, ranks: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""Plots: one palette, lines that coincide can be told apart, and the plots of the documents show the figures of the tables."""
+"""Plots: one palette, lines that coincide can be told apart, and the script draws every plot of the documents."""
 
 from __future__ import annotations
 
@@ -61,42 +61,18 @@ def test_figures_have_three_digits(value, text):
 
 def test_every_plot_of_the_documents_is_drawn_by_the_script(tmp_path):
     (tmp_path / "data").mkdir()
-    for folder in ("images", "bench-h200"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "images").mkdir()
     for path in (DOCS / "data").glob("*.json"):
         (tmp_path / "data" / path.name).write_text(path.read_text())
     drawn = {path.relative_to(tmp_path) for path in script().draw(tmp_path)}
-    kept = {path.relative_to(DOCS) for folder in ("", "bench-h200", "images") for path in (DOCS / folder).glob("*.png")}
+    kept = {path.relative_to(DOCS) for folder in ("", "images") for path in (DOCS / folder).glob("*.png")}
     assert drawn == kept and Path("images/first_token.png") in drawn
     assert all((tmp_path / path).stat().st_size > 1000 for path in drawn)
 
 
-def test_the_figures_are_those_of_the_report():
-    """Each label of the data is a row of the report's tables, with the same medians to four digits."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    section = ""
-    for line in (DOCS / "bench-h200" / "report.md").read_text().splitlines():
-        section = line[3:] if line.startswith("## ") else section
-        label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        rows[section, label] = cells[:3]
-    data = json.loads((DOCS / "data" / "bench_h200.json").read_text())["scenarios"]
-    assert len(data) == 9
-    for name, result in data.items():
-        for metric in result["metrics"].values():
-            shown = [metric["median"].get(engine) for engine in ("off", "upstream", "ours")]
-            told = [float(cell.replace(",", "")) if cell else None for cell in rows[name, metric["label"]]]
-            for cell, value in zip(told, shown, strict=True):
-                assert cell == (None if value is None else pytest.approx(value, rel=1e-3)), (name, metric["label"])
-
-
 def test_a_new_measurement_is_taken_over(tmp_path):
-    data = json.loads((DOCS / "data" / "bench_h200.json").read_text())
-    whole = {"command": "bench all", "scenarios": {}}
-    for name, result in data["scenarios"].items():
-        noise = {"never_shown_ms": {"label": "x", "median": {"off": 1.0}, "samples": {"off": [1.0] * 1000}}}
-        whole["scenarios"][name] = {"result": result | {"metrics": noise | result["metrics"]}}
+    data = json.loads((DOCS / "data" / "demo_cpu.json").read_text())
     (tmp_path / "data").mkdir()
-    (tmp_path / "bench.json").write_text(json.dumps(whole))
-    script().take(tmp_path / "bench.json", tmp_path)
-    taken = json.loads((tmp_path / "data" / "bench_h200.json").read_text())
-    assert taken["scenarios"] == data["scenarios"]
+    (tmp_path / "demo.json").write_text(json.dumps(data | {"hardware": {"cores": 2}, "source": "this run"}))
+    script().take(tmp_path / "demo.json", tmp_path)
+    assert json.loads((tmp_path / "data" / "demo_cpu.json").read_text()) == data

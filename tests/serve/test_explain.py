@@ -13,6 +13,7 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
+from megatron_hybrid_prefix.cli.explain import sentences
 from megatron_hybrid_prefix.cli.main import main
 from megatron_hybrid_prefix.cli.serve import ADMIN_TOKEN
 from tests.serve.test_serve import ADMIN, BLOCK, HIT, PROMPT, Server, complete, running
@@ -50,10 +51,7 @@ def test_the_answer_comes_true(server):
     assert complete(server.client(), extra=extra).usage.prompt_tokens_details.cached_tokens == HIT
     counted = server.metrics()[("prompt_tokens_total", ())] - before[("prompt_tokens_total", ())]
     assert counted == 2 * len(PROMPT), "an explanation counts no prompt"
-    assert (
-        explain(server, asked | {"cache_read": False})["sentences"][1]
-        == "The request reuses nothing: cache_read is false."
-    )
+    assert explain(server, asked | {"cache_read": False})["refused_by"] == "cache_read"
 
 
 def test_a_chat_with_its_breakpoints(server):
@@ -113,14 +111,60 @@ def test_the_command_says_it_in_sentences(server, say, tmp_path, monkeypatch):
     complete(server.client(), extra={"cache_salt": "command"})
     code, out, _ = say(PROMPT, "--salt", "command")
     found = explain(server, {"prompt": PROMPT, "cache_salt": "command"})
-    assert code == 0 and out.splitlines() == found["sentences"]
-    assert out.startswith(f"{HIT} of the {len(PROMPT)} prompt tokens would be reused: the device has the state there.")
+    assert code == 0 and out.splitlines() == sentences(found)
+    assert out.startswith(f"{HIT} of the {len(PROMPT)} prompt tokens would be reused: from the state on the device.")
     file = tmp_path / "request.json"
     file.write_text(json.dumps(CHAT))
     code, out, _ = say("--request", str(file), "--json")
     assert code == 0 and json.loads(out) == {"replicas": {"0": explain(server, CHAT)}}
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
-    assert say("--request", "-")[1].splitlines() == explain(server, CHAT)["sentences"]
+    assert say("--request", "-")[1].splitlines() == sentences(explain(server, CHAT))
+
+
+NOTHING: dict[str, Any] = {
+    **{"prompt_tokens": 17, "block_tokens": 4, "limit_tokens": 16, "epoch": 0, "resume_tokens": 0, "tier": None},
+    **{"kv_tokens": {"device": 0}, "state_tokens": {"device": []}, "evicted_tokens": [], "seen_tokens": 0},
+    **{"kept_tokens": [], "writing_tokens": [], "scored_tokens": None, "plain_kv_tokens": None},
+    **{"least_load_tokens": 0, "most_states": 8, "refused_by": None, "writes": True},
+}
+KV = {"kv_tokens": {"device": 16}, "seen_tokens": 16}
+STATE = KV | {"state_tokens": {"device": [8]}}
+SHARED = {"kv_tokens": {"device": 4, "host": 8, "shared": 16}, "state_tokens": {"host": [8], "shared": [16]}}
+SHARED |= {"seen_tokens": 16, "least_load_tokens": 36}
+KV_GOES = "KV goes to token 16 on the device."
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"kept_tokens": [16]}, ["Block 1 is on no tier: no earlier", "This request would keep the state at 16: "]),
+        ({"refused_by": "verify_hits"}, ["Every hit is computed again, to compare: verify_hits is 1."]),
+        ({"refused_by": "prompt_log_probs_gb"}, ["The request asks for the log-probs of its prompt, and"]),
+        ({"most_states": 0}, ["There is no room for a cached state: raise mamba_gb"]),
+        ({"prompt_tokens": 3, "limit_tokens": 2}, ["The prompt is shorter than a block of 4 tokens"]),
+        (KV, [KV_GOES, "Between 0 and 16 no state was kept, or it was evicted."]),
+        (KV | {"limit_tokens": 15}, [KV_GOES, "Tokens after 15 are always computed.", "Between 0 and 12 no state"]),
+        ({"epoch": 2}, ["Block 1 is on no tier", "The weights epoch is 2: what was cached before it is gone."]),
+        ({"plain_kv_tokens": 8}, ["Block 1 is on no tier", "Without salt and adapter KV would go to token 8"]),
+        ({"seen_tokens": 12, "evicted_tokens": [8]}, ["KV from token 0 to token 12 was", "Evicted: the state at 8."]),
+        (KV | {"writing_tokens": [4, 8]}, [KV_GOES, "A running forward writes the states at 4, 8."]),
+        (STATE, [KV_GOES, "The state at 8 is on the device, but the device has no room to load it now."]),
+        (STATE | {"scored_tokens": [4]}, [KV_GOES, "The state at 8 is on the device, but the log-probs of the prompt"]),
+        (
+            SHARED,
+            [
+                *(f"KV goes to token {at}" for at in ("4 on the device", "8 on the host", "16 on the shared tier")),
+                "The state at 8 is on the host, but the device has no room",
+                "The state at 16 is on the shared tier, but a load that saves fewer than 36 tokens does not begin.",
+            ],
+        ),
+        ({"writes": False}, ["Block 1 is on no tier", "This request would keep nothing: cache_write is false."]),
+    ],
+)
+def test_the_words_of_the_numbers(numbers, said):
+    first, *found = sentences(NOTHING | numbers)
+    assert first == f"0 of the {(NOTHING | numbers)['prompt_tokens']} prompt tokens would be reused: nothing."
+    assert len(found) == len(said) and all(map(str.startswith, found, said)), found
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,11 @@ class Herd(Scenario):
     """Cold requests with a shared prefix, all at once. Counts how often the prefix is computed."""
 
     name: ClassVar[str] = "herd"
+    drawn: ClassVar[Sequence[str]] = ("latest_first_token_ms",)
     at_once: ClassVar[str] = "requests"
-    requests: int = size(4, 8, "requests at once", quick=3)
-    prefix_blocks: int = size(4, 10, "KV blocks of the shared prefix", quick=2)
-    own_tokens: int = size(300, 300, "tokens of each prompt after the prefix", quick=100)
+    requests: int = size(4, 8, "requests at once")
+    prefix_blocks: int = size(4, 10, "KV blocks of the shared prefix")
+    own_tokens: int = size(300, 300, "tokens of each prompt after the prefix")
     generate: int = size(4, 32, "tokens to generate per request")
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
@@ -94,9 +95,10 @@ class Samples(Scenario):
     """
 
     name: ClassVar[str] = "samples"
+    drawn: ClassVar[Sequence[str]] = ("latest_first_token_ms",)
     at_once: ClassVar[str] = "samples"
-    samples: int = size(4, 8, "requests with the same prompt", quick=3)
-    prompt_tokens: int = size(1000, 8000, "tokens of the prompt", quick=600)
+    samples: int = size(4, 8, "requests with the same prompt")
+    prompt_tokens: int = size(1000, 8000, "tokens of the prompt")
     generate: int = size(16, 128, "tokens to generate per request")
 
     @property

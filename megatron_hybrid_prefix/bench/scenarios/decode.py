@@ -14,7 +14,6 @@ from megatron_hybrid_prefix.bench.engines import Contestant
 from megatron_hybrid_prefix.bench.floor import copy_bandwidth, floor_bytes
 from megatron_hybrid_prefix.bench.scenario import MS, Scenario, size, sums, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
-from megatron_hybrid_prefix.console.engine_options import kind_of
 from megatron_hybrid_prefix.console.terminal import InputError
 
 WARM_STEPS = 4  # of those in which all rows decode: the device still has prefills to do
@@ -28,15 +27,16 @@ class Decode(Scenario):
     """Rows that decode at once. Measures only the steps in which all of them do.
 
     The floor of a step is what it must read and write (weights, states twice, KV) over the bandwidth of a plain copy,
-    measured in the warm-up round. An engine's name may have settings: off-layer-fp32-async.
+    measured in the warm-up round.
     """
 
     name: ClassVar[str] = "decode"
+    drawn: ClassVar[Sequence[str]] = ("tokens_per_second",)
     engines: ClassVar[Sequence[str]] = ("off", "ours")
     at_once: ClassVar[str] = "requests"
-    requests: int = size(4, 64, "rows that decode at once", quick=2)
-    prompt_tokens: int = size(40, 600, "tokens of each prompt", quick=40)
-    generate: int = size(24, 128, "tokens to generate per row", quick=16)
+    requests: int = size(4, 64, "rows that decode at once")
+    prompt_tokens: int = size(40, 600, "tokens of each prompt")
+    generate: int = size(24, 128, "tokens to generate per row")
 
     def problem(self, block_tokens: int, max_requests: int) -> str | None:
         return self.too_many_at_once(max_requests)
@@ -71,7 +71,7 @@ class Decode(Scenario):
         """See Scenario. Adds each engine's rate over that of the fastest "off" of the round, in any settings."""
         # `super()` without arguments fails in a class with slots.
         samples = Scenario.repeat(self, order, workload)
-        off = [sample["tokens_per_second"] or 0.0 for name, sample in samples.items() if kind_of(name) == "off"]
+        off = [samples[c.name]["tokens_per_second"] or 0.0 for c in order if c.kind == "off" and c.name in samples]
         for sample in samples.values():
             sample["over_best_off"] = ratio(sample["tokens_per_second"], max(off, default=None))
         return samples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -25,10 +26,11 @@ class FromHost(Scenario):
     """
 
     name: ClassVar[str] = "host_tier"
+    drawn: ClassVar[Sequence[str]] = ("cold_ms", "back_ms", "again_ms")
     crash_is_a_result: ClassVar[bool] = True
-    prompts: int = size(8, 8, "prompts", quick=4)
-    shared_tokens: int = size(512, 8192, "tokens of each prompt", quick=512)
-    own_tokens: int = size(60, 300, "new tokens each time a prompt comes back", quick=60)
+    prompts: int = size(8, 8, "prompts")
+    shared_tokens: int = size(512, 8192, "tokens of each prompt")
+    own_tokens: int = size(60, 300, "new tokens each time a prompt comes back")
     generate: int = size(4, 4, "tokens to generate when a prompt comes back")
     on_device: int = size(2, 2, "prompts that fit on the device")
     states: int = size(16, 32, "states that fit on the device, per such prompt")

@@ -25,12 +25,13 @@ class Index(Scenario):
     """
 
     name: ClassVar[str] = "index"
+    drawn: ClassVar[Sequence[str]] = ("decode_cpu_ms",)
     at_once: ClassVar[str] = "requests"
-    index_blocks: int = size(1_000_000, 1_000_000, "blocks in the index", quick=20_000)
-    long_prompt_tokens: int = size(100_000, 100_000, "tokens of the prompt to match and plan", quick=30_000)
-    requests: int = size(8, 8, "running requests in the decode steps", quick=3)
+    index_blocks: int = size(1_000_000, 1_000_000, "blocks in the index")
+    long_prompt_tokens: int = size(100_000, 100_000, "tokens of the prompt to match and plan")
+    requests: int = size(8, 8, "running requests in the decode steps")
     prompt_tokens: int = size(300, 300, "tokens of their prompts")
-    steps: int = size(100, 200, "decode steps to measure, per repeat", quick=12)
+    steps: int = size(100, 200, "decode steps to measure, per repeat")
 
     WARM_STEPS: ClassVar[int] = 10
 

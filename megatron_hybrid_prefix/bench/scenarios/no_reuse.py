@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,10 +17,11 @@ class NoReuse(Scenario):
     """Requests that share nothing, all at once. Measures the overhead of caching."""
 
     name: ClassVar[str] = "no_reuse"
+    drawn: ClassVar[Sequence[str]] = ("tokens_per_second",)
     at_once: ClassVar[str] = "requests"
-    requests: int = size(8, 32, "requests, all with different prompts", quick=4)
-    prompt_tokens: int = size(512, 512, "tokens of each prompt", quick=300)
-    generate: int = size(16, 128, "tokens to generate per request", quick=8)
+    requests: int = size(8, 32, "requests, all with different prompts")
+    prompt_tokens: int = size(512, 512, "tokens of each prompt")
+    generate: int = size(16, 128, "tokens to generate per request")
 
     def describe(self) -> str:
         return f"{self.requests} different requests of {self.prompt_tokens} + {self.generate} tokens at once"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -24,13 +25,14 @@ class Pressure(Scenario):
     """
 
     name: ClassVar[str] = "pressure"
+    drawn: ClassVar[Sequence[str]] = ("tokens_per_second",)
     crash_is_a_result: ClassVar[bool] = True
-    prefixes: int = size(12, 32, "shared prefixes", quick=8)
-    shared_tokens: int = size(512, 2048, "tokens of each prefix", quick=512)
+    prefixes: int = size(12, 32, "shared prefixes")
+    shared_tokens: int = size(512, 2048, "tokens of each prefix")
     own_tokens: int = size(100, 100, "tokens of each prompt after the prefix")
-    requests: int = size(32, 128, "requests, all sent at once", quick=20)
+    requests: int = size(32, 128, "requests, all sent at once")
     generate: int = size(4, 32, "tokens to generate per request")
-    running: int = size(4, 8, "requests that run at a time (--max-requests overrides it)", quick=2)
+    running: int = size(4, 8, "requests that run at a time (--max-requests overrides it)")
     skew: float = size(1.0, 1.0, "how unequal the prefixes are: the n-th is used in proportion to 1 / n ** SKEW")
     budget_fraction: float = size(0.5, 0.5, "memory as a share of the working set, below 1")
 

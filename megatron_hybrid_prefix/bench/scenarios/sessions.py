@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -25,12 +25,13 @@ class MultiTurn(Scenario):
     """
 
     name: ClassVar[str] = "multi_turn"
+    drawn: ClassVar[Sequence[str]] = ("first_token_median_ms", "first_token_p99_ms")
     at_once: ClassVar[str] = "sessions"
     repeats: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 3}
     sessions: int = size(2, 4, "conversations side by side")
-    turns: int = size(4, 8, "turns per conversation", quick=3)
-    new_tokens: int = size(200, 50, "new prompt tokens per turn", quick=150)
-    generate: int = size(60, 600, "tokens of each answer", quick=20)
+    turns: int = size(4, 8, "turns per conversation")
+    new_tokens: int = size(200, 50, "new prompt tokens per turn")
+    generate: int = size(60, 600, "tokens of each answer")
 
     @property
     def longest_tokens(self) -> int:
@@ -109,8 +110,9 @@ class FirstSighting(Scenario):
     """
 
     name: ClassVar[str] = "first_sighting"
-    shared_tokens: int = size(1024, 8192, "tokens of the system message", quick=512)
-    own_tokens: int = size(300, 300, "tokens of each prompt after the system message", quick=100)
+    drawn: ClassVar[Sequence[str]] = ("first_token_2_plain_ms", "first_token_2_named_ms")
+    shared_tokens: int = size(1024, 8192, "tokens of the system message")
+    own_tokens: int = size(300, 300, "tokens of each prompt after the system message")
     generate: int = size(4, 4, "tokens to generate per request")
 
     REQUESTS: ClassVar[int] = 3

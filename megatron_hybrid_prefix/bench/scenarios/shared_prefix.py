@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,11 +22,12 @@ class SharedPrefix(Scenario):
     """
 
     name: ClassVar[str] = "shared_prefix"
+    drawn: ClassVar[Sequence[str]] = ("first_token_1_ms", "first_token_2_ms", "first_token_3_ms")
     requests: int = size(4, 4, "requests with the shared prefix")
-    shared_tokens: int = size(1024, 8192, "tokens of the shared prefix", quick=512)
-    own_tokens: int = size(300, 300, "tokens of each prompt after the prefix", quick=100)
+    shared_tokens: int = size(1024, 8192, "tokens of the shared prefix")
+    own_tokens: int = size(300, 300, "tokens of each prompt after the prefix")
     generate: int = size(4, 4, "tokens to generate per request")
-    cold_prompts: int = size(3, 3, "short cold prompts, sent afterwards", quick=2)
+    cold_prompts: int = size(3, 3, "short cold prompts, sent afterwards")
 
     def describe(self) -> str:
         return (

@@ -156,17 +156,17 @@ class KnownRequests:
         """
         known = _read_request(0, tokens, params, cache, self._scores, remember=False)
         plain = [getattr(params, name, None) for name in ("cache_salt", "cache_adapter")] == [None, None]
-        refuses = None
+        refused_by = None
         if not getattr(params, "cache_read", True):
-            refuses = "The request reuses nothing: cache_read is false."
+            refused_by = "cache_read"
         elif not known.read:
-            refuses = "The request asks for the log-probs of its prompt, and prompt_log_probs_gb=0 keeps none."
+            refused_by = "prompt_log_probs_gb"
         elif self._verify_hits == 1:
-            refuses = "Every hit is computed again, to compare: verify_hits is 1."
+            refused_by = "verify_hits"
         return cache.explain(
             Question(
                 chain=known.chain,
-                refuses=refuses,
+                refused_by=refused_by,
                 write=known.write,
                 resume_at=None if known.top_n is None else self._scores.positions(known.chain, known.top_n),
                 breakpoints=known.breakpoints,
