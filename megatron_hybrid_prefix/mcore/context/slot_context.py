@@ -228,7 +228,7 @@ class SlotContext(ContextSeam):
         wrong, decoded = self.wrong_tokens[: self.active_token_count], self.active_token_count
         if self.num_prefill_requests:
             last = self.last_prefilled_tokens.long()
-            decoded = self.decoded_tokens
+            decoded = self._decoded_tokens
             if self.prefill_step is not None:
                 wrong[decoded:] |= self.prefill_step.wrong[: len(wrong) - decoded]
             so_far = torch.cat([wrong.new_zeros(1), wrong[decoded:].cumsum(0)[last - decoded]])
