@@ -209,7 +209,7 @@ class HybridPrefixCache:
         if live is not None and match.load is not live.load:
             self.release(request_id)  # it does without its load
             live = None
-        expected, asked_source = match, None
+        expected = match
         if live is None:
             self.loads.drop_swapped_out(request_id)
             match = self._matcher.fresh(match)
@@ -237,8 +237,8 @@ class HybridPrefixCache:
             )
             if match.source_slot is not None:
                 store.slots.pin(match.source_slot)
-            asked_source = store.checkpoints.asked_source(match)
-            store.checkpoints.resume(match.path[-1] if match.path else None, asked_source)
+            if match.path:
+                store.checkpoints.use(match.path[-1])
         live.block_ids += store.blocks.share(beyond)
         share_beyond(live, beyond, self.block_tokens)
         shared_blocks = len(live.block_ids)
@@ -246,7 +246,7 @@ class HybridPrefixCache:
         live.block_ids += store.take_blocks(max(0, self._blocks_for(match, length_tokens) - shared_blocks))
         live.write, live.counted_tokens = live.write and write, counted_tokens
         if live.write:
-            boundaries = self._planner.boundaries(match, breakpoints, asked_source)
+            boundaries = self._planner.boundaries(match, breakpoints)
             if boundaries and verify_at_tokens:
                 boundaries = with_verification(boundaries, verify_at_tokens)
             if live.boundaries:  # requested by others since its load began

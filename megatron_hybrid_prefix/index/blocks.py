@@ -9,19 +9,22 @@ Two requests may compute the same block at the same time. The second one finds t
 *duplicate*, private to that request. When the keyed block's ref count drops to 0 while a duplicate is in use, the node
 moves to the duplicate, and the old block is free at once. So no live request has a node on its path whose block nobody
 holds. This keeps the tree evictable from its leaves inward, without locks on whole paths.
+
+A *guess* (a speculative checkpoint: an interval state, which no prompt has shared yet) only takes room that is free, and goes before
+all else, the oldest first. It is not ranked and makes no KV useful. A request that resumes from it makes it an ordinary state.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
-from megatron_hybrid_prefix.policy.base import EvictionPolicy, LendsStates
-from megatron_hybrid_prefix.policy.needs import TierIndex
+from megatron_hybrid_prefix.policy.base import EvictionPolicy
+from megatron_hybrid_prefix.policy.needs import TierIndex, is_guess
 from megatron_hybrid_prefix.pool.pages import Pages
-from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
+from megatron_hybrid_prefix.pool.slots import SlotPool
 
 
 class KVBlocks(TierIndex[Node]):
@@ -33,16 +36,14 @@ class KVBlocks(TierIndex[Node]):
         eviction: Ranks the states.
 
     Attributes:
-        lender: The policy, if it lends states; else None.
-        lent: The states that are lent. They are in ``states``, too: their KV stays.
+        guesses: The nodes of guesses, the oldest first. They are not in ``states``.
         cached_blocks: Keyed blocks with ref count 0. All of them can be evicted.
         keyed_blocks: Blocks that belong to a node of the tree, held or not.
     """
 
     def __init__(self, pages: Pages, slots: SlotPool, eviction: EvictionPolicy[Node]) -> None:
         super().__init__(eviction)
-        self.lender = eviction if isinstance(eviction, LendsStates) and eviction.lends else None
-        self.lent: Collection[Node] = () if self.lender is None else self.lender.lent
+        self.guesses: dict[Node, None] = {}
         self._pages, self._slots = pages, slots
         self.total_blocks = pages.total_blocks
         self.reset()
@@ -151,29 +152,32 @@ class KVBlocks(TierIndex[Node]):
     def has_kv(self, node: Node) -> bool:
         return node.block_id != NO_BLOCK and not self._ref_counts[node.block_id]
 
-    @property
-    def spare_guesses(self) -> int:
-        """Guesses, less lent states. Below 0 if a guess has gone with its KV: that room is for those states."""
-        return self.guesses - len(self.lent)
+    def clear(self) -> None:
+        super().clear()
+        self.guesses.clear()
 
     def add_state(self, node: Node) -> None:
-        if node not in self.states:
-            super().add_state(node)
-        elif node in self.lent:
-            self.eviction.added(node)
-
-    def evict_state(self, node: Node, *, for_guess: bool = False) -> None:
-        """The node's state leaves the device to make room. It is lent if there would be room without guesses."""
-        if self.lender is not None and self.states[node] and (for_guess or self.spare_guesses > 0):
-            self.lender.lend(node)
+        if is_guess(node):
+            self.guesses[node] = None
         else:
-            self.drop_state(node)
+            super().add_state(node)
+
+    def drop_state(self, node: Node) -> None:
+        if node in self.guesses:
+            del self.guesses[node]
+        else:
+            super().drop_state(node)
+
+    def next_guess(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
+        """The guess that goes next, of those that are not pinned; None if there is none.
+
+        Args:
+            may_go: Whether a guess may go that is not pinned.
+        """
+        return next((node for node in self.guesses if not self.is_pinned(node, kv=False) and may_go(node)), None)
 
     def is_pinned(self, node: Node, *, kv: bool) -> bool:
-        if kv:
-            return False
-        # Without a slot it is lent, or a request computes it again.
-        return node not in self.lent if node.slot == NO_SLOT else self._slots.pins(node.slot) > 0
+        return not kv and self._slots.pins(node.slot) > 0
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Moves cached blocks, as `Pages.empty` decided.

@@ -201,8 +201,7 @@ class Explainer:
         match = self._match
         if self._asked.refused_by:
             match = replace(match, resume_tokens=0, kv_depth_blocks=0, seen_blocks=0)
-        asked_source = None if self._asked.refused_by else self._store.checkpoints.asked_source(match)
-        boundaries = self._planner.boundaries(match, self._asked.breakpoints, asked_source)
+        boundaries = self._planner.boundaries(match, self._asked.breakpoints)
         wanted = (
             boundary.position_tokens // self._step
             for boundary in boundaries

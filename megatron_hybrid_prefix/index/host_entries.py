@@ -91,10 +91,8 @@ class HostEntries(TierIndex[Node]):
         super().drop_state(node)
         self._copies.pop(node, None)
 
-    def next_state(
-        self, may_go: Callable[[Node], bool] = lambda node: True, *, guesses_only: bool = False
-    ) -> Node | None:
-        """States that the device has, too, go first, whatever their value. There are no guesses."""
+    def next_state(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
+        """States that the device has, too, go first, whatever their value."""
         found, gone = None, []
         for node in self._copies:
             if node.slot == NO_SLOT:
@@ -104,7 +102,7 @@ class HostEntries(TierIndex[Node]):
                 break
         for node in gone:
             del self._copies[node]
-        return found or super().next_state(may_go, guesses_only=guesses_only)
+        return found or super().next_state(may_go)
 
     @property
     def kv_entries(self) -> int:

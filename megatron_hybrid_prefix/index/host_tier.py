@@ -314,7 +314,7 @@ class HostTier:
         states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
         self.entries.check([*kv, *states])
         self.entries.check_needs(self._tree)
-        if self.entries.guesses or self.entries.states.keys() != set(states.values()):
+        if self.entries.states != set(states.values()):
             raise CacheCorruptionError("the states on the host and those that are counted differ")
         for nodes, kind in ((kv, EntryKind.KV), (states, EntryKind.STATE)):
             for entry, node in nodes.items():

@@ -36,13 +36,7 @@ def check_integrity(
     _check_tree(tree, blocks)
     _check_requests(tree, blocks, requests, block_tokens, tree.epoch)
     _check_ref_counts(blocks, requests, unattached)
-    ranked = list(blocks.eviction)
-    without_slot = [node for node in ranked if node.slot == NO_SLOT]
-    _expect(
-        all(node in blocks.lent or node.key in writing for node in without_slot),
-        "a state of the eviction policy is not in a slot",
-    )
-    _check_slots(tree, slots, [node for node in ranked if node.slot != NO_SLOT], requests, store.checkpoints.protected)
+    _check_slots(tree, slots, [*blocks.eviction, *blocks.guesses], requests, store.checkpoints.protected)
     planned = [
         live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
         for live in requests
@@ -158,7 +152,7 @@ def _check_slots(
     )
     _expect(
         Counter(ranked_states) == Counter(node for node in tree if node.slot != NO_SLOT),
-        "the states of the eviction policy differ from those of the tree",
+        "the guesses and the states of the eviction policy differ from those of the tree",
     )
     plans = [plan for live in requests for plan in live.plans.values()]
     reserved = [checkpoint.slot for plan in plans for checkpoint in plan.checkpoints]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import LiveRequest, PlannedCheckpoint, StepPlan
 from megatron_hybrid_prefix.index.store import PrefixStore
-from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, boundaries_in_span
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
@@ -32,34 +31,25 @@ class StepPlanner:
         self.writing: set[bytes] = set()
         self._next_plan_id = 0
 
-    def boundaries(self, match: Match, breakpoints: Sequence[int], asked_source: Node | None) -> tuple[Boundary, ...]:
+    def boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
         """Boundaries of the prompt that get a checkpoint, ascending. Empty if there are no slots.
-
-        They are chosen as if there were no guesses. So the request computes a lent state again. The first boundary may be where it
-        resumes, if that state is a guess.
 
         Args:
             match: The prompt's match.
             breakpoints: See `HybridPrefixCache.admit`.
-            asked_source: See `CheckpointTable.asked_source`.
         """
         if not self._store.slots.most_cached:
             return ()
-        settings, resume_tokens = self._store.settings, match.resume_tokens
-        if match.load is None:
-            resume_tokens = 0 if asked_source is None else asked_source.depth_blocks * self._block_tokens
-        found = settings.boundary_rule(
+        settings = self._store.settings
+        return settings.boundary_rule(
             prompt_tokens=match.chain.tokens,
             block_tokens=self._block_tokens,
-            resume_tokens=resume_tokens,
+            resume_tokens=match.resume_tokens,
             kv_depth_blocks=max(match.kv_depth_blocks, match.seen_blocks),
             min_computed_tokens=settings.min_computed_tokens,
             breakpoints=breakpoints,
             interval_tokens=settings.retention_interval_tokens,
         )
-        if resume_tokens > match.resume_tokens:
-            found = (Boundary(resume_tokens, CheckpointReason.JUNCTION), *found)
-        return tuple(boundaries_in_span(found, match.resume_tokens - 1, match.chain.tokens))
 
     def plan(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> StepPlan:
         """See `HybridPrefixCache.plan`."""
@@ -94,7 +84,6 @@ class StepPlanner:
                 live.written.append(node)
             else:
                 self._store.slots.abandon(checkpoint.slot)
-                self._store.checkpoints.give_up(live.chain.keys[depth_blocks - 1])
         del live.plans[plan.plan_id]
         if not live.plans:
             live.planned_tokens = live.computed_tokens
@@ -131,11 +120,11 @@ class StepPlanner:
         node = live.path[depth_blocks - 1]
         if node.slot != NO_SLOT:
             if node.reason == CheckpointReason.INTERVAL:
-                checkpoints.confirm(node.key, CheckpointReason.DECODE)
+                checkpoints.confirm(node, CheckpointReason.DECODE)
             return None
         if len(live.decoded) >= _DECODED_STATES:
             checkpoints.drop_decoded(*live.decoded.pop(0))
-        slot = checkpoints.take_slot_for(node.key, live.path)
+        slot = checkpoints.take_slot()
         if slot is None:
             self._stats.checkpoints_skipped += 1
             return None
@@ -146,44 +135,33 @@ class StepPlanner:
 
     def _reserve(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> tuple[PlannedCheckpoint, ...]:
         """Reserves slots for the boundaries in the span, the most important reason first."""
-        checkpoints, writing, keys = self._store.checkpoints, self.writing, live.chain.keys
-        # The span may start at a guess that is asked for now.
-        reached = [
-            (boundary, keys[boundary.position_tokens // self._block_tokens - 1])
-            for boundary in boundaries_in_span(live.boundaries, start_tokens - 1, end_tokens)
-        ]
-        asked = [each for each in reached if each[0].reason != CheckpointReason.INTERVAL and each[1] not in writing]
-        kept = [(key, boundary.reason) for boundary, key in asked if checkpoints.has(key)]
+        checkpoints, tree, reached = self._store.checkpoints, self._store.tree, []
+        for boundary in boundaries_in_span(live.boundaries, start_tokens, end_tokens):
+            key = live.chain.keys[boundary.position_tokens // self._block_tokens - 1]
+            node = tree.get(key)
+            if key in self.writing:
+                continue
+            if node is None or node.slot == NO_SLOT or boundary.reason == CheckpointReason.VERIFY:
+                reached.append(boundary)
+            elif boundary.reason != CheckpointReason.INTERVAL:
+                checkpoints.confirm(node, boundary.reason)
         taken: list[tuple[Boundary, int]] = []
-        pinned = checkpoints.pin_guesses(key for key, _ in kept)  # they are asked for
-        for boundary, key in sorted(asked, key=lambda each: each[0].reason):
-            if boundary.position_tokens > start_tokens and (
-                boundary.reason == CheckpointReason.VERIFY or not checkpoints.has(key)
-            ):
-                slot = checkpoints.take_slot_for(key, live.path)
-                if slot is None:
-                    self._stats.checkpoints_skipped += 1
-                else:
-                    taken.append((boundary, slot))
-        for key, reason in kept:
-            checkpoints.confirm(key, reason)
-        for slot in pinned:
-            self._store.slots.unpin(slot)
-        for boundary, key in reached:
-            if boundary.reason == CheckpointReason.INTERVAL and boundary.position_tokens > start_tokens:
-                if key in writing or checkpoints.keeps(key):
-                    continue
-                slot = checkpoints.take_guess_slot(live.path)
-                if slot is None:
-                    break
+        for boundary in sorted(reached, key=lambda each: (each.reason == CheckpointReason.INTERVAL, each.reason)):
+            guess = boundary.reason == CheckpointReason.INTERVAL
+            slot = checkpoints.take_guess_slot(live.path) if guess else checkpoints.take_slot()
+            if slot is not None:
                 taken.append((boundary, slot))
+            elif guess:
+                break
+            else:
+                self._stats.checkpoints_skipped += 1
         planned = tuple(
             [
                 PlannedCheckpoint(position_tokens=position_tokens, slot=slot, reason=reason)
                 for (position_tokens, reason), slot in sorted(taken)
             ]
         )
-        writing.update(self._keys(live, planned))
+        self.writing.update(self._keys(live, planned))
         return planned
 
     def _keys(self, live: LiveRequest, checkpoints: Sequence[PlannedCheckpoint]) -> list[bytes]:

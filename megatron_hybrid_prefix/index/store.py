@@ -4,19 +4,18 @@ What goes first is in ``policy/needs.py``: unneeded KV, then the state that the 
 value per byte *freed*, if they can (`SharesMemory`). A page of several states is free when the last of them has gone. The keys of
 evicted KV are remembered if the policy ranks by value (`Ghosts`).
 
-A guess only gets free bytes, or those of another guess or of a state that the policy lends (`LendsStates`).
+A guess only gets free bytes, or those of another guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.host_tier import HostTier
-from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import LiveRequest
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree
@@ -52,7 +51,7 @@ class CheckpointTable:
     def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
         """Gives the node the state in the reserved ``slot``. The node must have no state on the device."""
         if reason == CheckpointReason.INTERVAL and node.reason is not None:
-            reason = node.reason  # the host's copy was asked for
+            reason = node.reason  # the host's copy is no guess
         self.slots.publish(slot)
         self._tree.set_state(node, slot, reason)
         self._index.add_state(node)
@@ -64,75 +63,25 @@ class CheckpointTable:
         self._index.drop_state(node)
         self.slots.retire(self._tree.drop_state(node))
 
-    def has(self, key: bytes) -> bool:
-        """Whether the device has the state at the end of the block with this key."""
-        node = self._tree.get(key)
-        return node is not None and node.slot != NO_SLOT
-
-    def keeps(self, key: bytes) -> bool:
-        """As `has`, or the state is lent."""
-        node = self._tree.get(key)
-        return node is not None and node in self._index.states
-
     def take_slot(self) -> int | None:
         """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
-        index, slots = self._index, self.slots
-        while slots.is_full or self._is_full_without_guesses():
-            node = index.next_state()
-            if node is None and not slots.is_full:
-                break
-            if node is None or node.slot != NO_SLOT:
-                return self._slot_of(node)
-            index.drop_state(node)
+        if self.slots.is_full:
+            return self._slot_of(self._index.next_guess() or self._index.next_state())
         return self._store.reserve_slot()
 
-    def _is_full_without_guesses(self) -> bool:
-        """Whether lent states would take the last slots."""
-        lacking = -self._index.spare_guesses
-        return lacking > 0 and self.slots.cached_slots + lacking >= self.slots.most_cached
-
     def take_guess_slot(self, path: Sequence[Node]) -> int | None:
-        """Reserves a slot for a guess: a free slot, or that of another guess or of a state that the policy lends.
+        """Reserves a slot for a guess: a free slot, or that of another guess. None: there is none.
 
         Args:
-            path: Nodes of the request. States on this path are not evicted; otherwise a prompt computed in
-                chunks would evict its own guesses.
-
-        Returns:
-            The slot; None if there is none.
+            path: Nodes of the request. Guesses on this path are not evicted; otherwise a prompt computed in chunks would evict its
+                own.
         """
         slot = None if self.slots.is_full else self._store.reserve_free_slot()
         if slot is not None:
             return slot
-
-        def is_elsewhere(node: Node) -> bool:
-            return node.depth_blocks > len(path) or path[node.depth_blocks - 1] is not node
-
-        return self._slot_of(self._index.next_state(is_elsewhere, guesses_only=True), for_guess=True)
-
-    def take_slot_for(self, key: bytes, path: Sequence[Node]) -> int | None:
-        """Reserves a slot for the state at the end of the block with this key. None: there is none.
-
-        If that state is lent, guesses have less room. The loan ends when the state is published, or now if the request holds its KV, which
-        nobody can evict then. See also `give_up`.
-
-        Args:
-            key: Key of the block.
-            path: Nodes of the request.
-        """
-        node = self._tree.get(key)
-        if node is None or node not in self._index.lent:
-            return self.take_slot()
-        slot = self.take_guess_slot(path)
-        if slot is not None and node in path[node.depth_blocks - 1 : node.depth_blocks]:
-            self._index.add_state(node)
-        return slot
-
-    def give_up(self, key: bytes) -> None:
-        """The state at the end of the block with this key is not written. If it was lent, it is lost."""
-        node = self._tree.get(key)
-        if node is not None and node.slot == NO_SLOT and node in self._index.states and node not in self._index.lent:
-            self._index.drop_state(node)
+        return self._slot_of(
+            self._index.next_guess(lambda node: node not in path[node.depth_blocks - 1 : node.depth_blocks])
+        )
 
     def protect(self, slot: int) -> None:
         """The state in the published ``slot`` is copied there later, after the queued copies. Until then it stays there."""
@@ -168,76 +117,26 @@ class CheckpointTable:
         self.bind(node, slot, node.reason)
         self.use(node)
 
-    def pin_guesses(self, keys: Iterable[bytes]) -> list[int]:
-        """Pins the guesses among the states at the end of the blocks with these keys. Returns their slots."""
-        nodes = map(self._tree.get, keys)
-        slots = [node.slot for node in nodes if node is not None and node.slot != NO_SLOT and is_guess(node)]
-        for slot in slots:
-            self.slots.pin(slot)
-        return slots
-
-    def confirm(self, key: bytes, reason: CheckpointReason) -> None:
-        """Changes the reason of a guess or of an unused decode state to ``reason``. Does nothing if there is no such state.
-
-        Args:
-            key: Key of the block whose end the state is at.
-            reason: The new reason.
-        """
-        node = self._tree.get(key)
-        if node is None or node.slot == NO_SLOT:
-            return
-        guess = is_guess(node)
-        if guess:
-            self._make_room_for(node.slot)
-        if guess or (node.reason == CheckpointReason.DECODE and not node.used):
+    def confirm(self, node: Node, reason: CheckpointReason) -> None:
+        """A guess, or a decode state that nobody has used, is an ordinary state now, kept for this reason. Else nothing changes."""
+        if is_guess(node):
+            self._index.drop_state(node)
+            node.reason = reason
+            self._index.add_state(node)
+            if self._host is not None and self._host.stores_published(reason):
+                self._host.store_state(node)
+                self._host.state_also_on_device(node)
+        elif node.reason == CheckpointReason.DECODE and not node.used:
             node.reason = reason
             self._index.use_state(node)
-        if guess and self._host is not None and self._host.stores_published(reason):
-            self._host.store_state(node)
-            self._host.state_also_on_device(node)
-
-    def _make_room_for(self, guess_slot: int) -> None:
-        """Evicts what would go if the state in ``guess_slot`` were computed now, and took another slot, as it would without guesses."""
-        slots, store = self.slots, self._store
-        slots.pin(guess_slot)
-        while self._index.spare_guesses <= 0:
-            full = slots.is_full or self._is_full_without_guesses()
-            slot = None if full else store.reserve_free_slot()
-            if slot is not None:
-                slots.abandon(slot)
-                break
-            if not store.evict_next(for_slot=True, states_only=full):
-                break
-        slots.unpin(guess_slot)
-
-    def asked_source(self, match: Match) -> Node | None:
-        """The node from which the request would resume without guesses, if it does from the device; None: from its start."""
-        index, block_tokens = self._index, self._store.settings.block_tokens
-        if index.lent:
-            for key in reversed(match.chain.keys[len(match.path) : match.kv_depth_blocks]):
-                node = self._tree.get(key)
-                if node is not None and node in index.lent and match.may_resume_at(node.depth_blocks * block_tokens):
-                    return node
-        for node in reversed(match.path):
-            kept = not is_guess(node) if node.slot != NO_SLOT else node in index.lent
-            if kept and match.may_resume_at(node.depth_blocks * block_tokens):
-                return node
-        return None
-
-    def resume(self, source: Node | None, asked_source: Node | None) -> None:
-        """A request resumes from ``source``; without guesses it would from ``asked_source``. None: from its start."""
-        if source is not None and (source is asked_source or is_guess(source)):
-            self.use(source)
-        if asked_source is not None and asked_source is not source:
-            self.use(asked_source)
-        if self._index.lender is not None:
-            depths = (0 if node is None else node.depth_blocks for node in (source, asked_source))
-            self._index.lender.resumed(*depths)
 
     def use(self, node: Node) -> None:
-        """A request resumes from this node's state, or would without guesses."""
+        """A request resumes from this node's state. A guess becomes an ordinary state: two prompts share it."""
         node.used = True
-        self._index.use_state(node)
+        if is_guess(node):
+            self.confirm(node, CheckpointReason.JUNCTION)
+        else:
+            self._index.use_state(node)
         if self._host is not None:
             self._host.use_state(node)
 
@@ -266,15 +165,15 @@ class CheckpointTable:
         self.protected.clear()
         self.slots.reset()
 
-    def _slot_of(self, victim: Node | None, *, for_guess: bool = False) -> int | None:
-        return None if victim is None else self.slots.reserve_again(self._evicted(victim, for_guess=for_guess))
+    def _slot_of(self, victim: Node | None) -> int | None:
+        return None if victim is None else self.slots.reserve_again(self._evicted(victim))
 
-    def _evicted(self, node: Node, *, for_guess: bool = False) -> int:
+    def _evicted(self, node: Node) -> int:
         """Evicts the node's state. Returns its slot, which no node has now."""
         if self._host is not None:
             self._host.store_state(node)
         self._stats.evictions += 1
-        self._index.evict_state(node, for_guess=for_guess)
+        self._index.drop_state(node)
         return self._tree.drop_state(node)
 
 
@@ -389,11 +288,8 @@ class PrefixStore:
 
     def take_blocks(self, count: int) -> list[int]:
         """Takes ``count`` of the available blocks. Evicts what is worth least per byte, KV or states."""
-        blocks, pages = self.blocks, self.pages
-        while pages.free_blocks < count + (self._lent_blocks() if blocks.lent else 0):
+        while self.pages.free_blocks < count:
             if not self.evict_next():
-                if pages.free_blocks >= count:
-                    break
                 raise CacheCorruptionError("more blocks taken than available")
         block_ids = self.blocks.take(count)
         # Bytes of states are cleared before KV is written to their pages.
@@ -448,8 +344,6 @@ class PrefixStore:
         for node in sorted({*states, *wrong}, key=_depth, reverse=True):
             if node.slot != NO_SLOT:
                 self.checkpoints.unbind(node)
-            elif node in self.blocks.states:
-                self.blocks.drop_state(node)  # it is lent
             if node in wrong and node.block_id != NO_BLOCK:
                 self.blocks.unbind(node)
             if host is not None and node.host_slot != NO_SLOT:
@@ -506,25 +400,18 @@ class PrefixStore:
 
     # -- who gets the next bytes ---------------------------------------------------------------------------------------
 
-    def _lent_blocks(self) -> int:
-        """Free blocks that the lent states would take without guesses."""
-        pages = self.pages
-        return -(min(0, self.blocks.spare_guesses) // max(1, pages.page_states)) * pages.page_blocks
-
     def reserve_slot(self) -> int | None:
         """Reserves a slot, if need be after moves and evictions. None: none can be made free."""
         pages = self.pages
         while True:
-            lent_blocks = self._lent_blocks()
-            if not lent_blocks or pages.free_blocks >= lent_blocks + pages.page_blocks:
-                slot = self.reserve_free_slot()
-                if slot is not None:
-                    return slot
+            slot = self.reserve_free_slot()
+            if slot is not None:
+                return slot
             # No KV page can be emptied: only a state's own page helps.
             blocked = pages.unheld_pages == 0
             self._blocked_slots += blocked and pages.free_blocks >= pages.page_blocks
             if not self.evict_next(for_slot=True, states_only=blocked):
-                return self.reserve_free_slot()
+                return None
 
     def reserve_free_slot(self) -> int | None:
         """Reserves a slot for a guess: if need be after moves, but without eviction. None: there is none."""
@@ -552,17 +439,14 @@ class PrefixStore:
         """
         index = self.blocks
         may_go = (lambda node: True) if for_slot else self._frees_bytes
-        state = index.next_state(may_go, guesses_only=True) if index.spare_guesses > 0 else None
+        state = index.next_guess(may_go)
         node = None if states_only or state is not None else index.next_kv()
         if node is not None:
             self._drop_kv(node)
             return True
-        state = index.next_state(may_go) if state is None else state
+        state = state or index.next_state(may_go)
         if state is not None:
-            if state.slot == NO_SLOT:
-                index.drop_state(state)  # it is no longer lent
-            else:
-                self.checkpoints.evict(state)
+            self.checkpoints.evict(state)
             return True
         # All that is left is KV that states need which wait for their copy. Without those states it is unneeded.
         return not states_only and self.checkpoints.drop_protected()
@@ -572,7 +456,7 @@ class PrefixStore:
         if self.slots.is_loose(node.slot):
             return True
         index = self.blocks
-        return index.users.get(node) == 1 and index.states[node] and index.has_kv(node)
+        return node in index.states and index.users[node] == 1 and index.has_kv(node)
 
     def _drop_kv(self, node: Node) -> None:
         if node.slot != NO_SLOT:
@@ -604,7 +488,7 @@ class PrefixStore:
         """Checks which KV is needed. Raises CacheCorruptionError if a count is wrong."""
         index = self.blocks
         index.check_needs(self.tree)
-        if any(needs_kv == is_guess(node) for node, needs_kv in index.states.items()):
-            raise CacheCorruptionError("a guess counts as a state that needs KV, or the other way round")
+        if any(map(is_guess, index.states)) or not all(map(is_guess, index.guesses)):
+            raise CacheCorruptionError("a guess counts as an ordinary state, or the other way round")
         if any(node.block_id == NO_BLOCK for node in index.users):
             raise CacheCorruptionError("a state on the device needs KV that is not there")

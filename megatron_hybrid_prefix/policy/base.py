@@ -3,13 +3,12 @@
 A policy only ranks states. The cache drops a state as soon as its KV is evicted, so every state that a policy ranks can
 be reached. The ranking depends only on the order of calls, never on wall time or addresses. So all ranks decide alike.
 
-A state is a *guess* if it is an interval checkpoint (`CheckpointReason.INTERVAL`). It stays one when a request resumes from it. It
-is *asked for*, and no guess any more, when a prompt that is computed has another reason to keep it.
+A policy ranks no *guesses*: speculative checkpoints, which the cache drops before all else (``index/blocks.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, Self, runtime_checkable
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -51,20 +50,19 @@ class EvictionPolicy[T: KeptState](Protocol):
         """``state`` was published."""
 
     def used(self, state: T) -> None:
-        """A request resumes from ``state``, or would without guesses.
+        """A request resumes from ``state``.
 
         The states above it get no call, because the request does not use them.
         """
 
     def removed(self, state: T) -> None:
-        """``state`` was evicted, or dropped with its KV. Or it was a guess, and is asked for: `added` follows."""
+        """``state`` was evicted, or dropped with its KV."""
 
-    def victim(self, evictable: Callable[[T], bool], *, guesses_only: bool = False) -> T | None:
-        """The state to evict next; None if there is none. Changes no order. Without ``guesses_only`` guesses may go in any order.
+    def victim(self, evictable: Callable[[T], bool]) -> T | None:
+        """The state to evict next; None if there is none. Changes no order.
 
         Args:
             evictable: Whether a state may be evicted (it is not pinned).
-            guesses_only: Consider guesses only. The cache asks so first, as long as there are guesses that take free room.
         """
 
     def clear(self) -> None:
@@ -96,30 +94,6 @@ class KnowsTiers(Protocol):
 
     def tier_below(self) -> EvictionPolicy[Any]:
         """The policy of the tier below. Called once, before any other method."""
-
-
-@runtime_checkable
-class LendsStates(Protocol):
-    """A policy that may evict a state for the sake of a guess, and keeps an account of what that gains and costs.
-
-    Asked for a guess to evict, `victim` may name another state, also if there is no guess. That state is *lent*. Without guesses it
-    would be kept, so it stays ranked, and the KV that it needs stays. The loan ends when the state is computed again (`added`), or when
-    it would be evicted without guesses (`removed`).
-    """
-
-    @property
-    def lends(self) -> bool:
-        """Whether it does, now that its tiers are known."""
-
-    @property
-    def lent(self) -> Collection[Any]:
-        """The states that are lent."""
-
-    def lend(self, state: Any) -> None:
-        """``state``, which is no guess, is evicted, but would not be without guesses."""
-
-    def resumed(self, blocks: int, asked_blocks: int) -> None:
-        """A request resumes after so many blocks; without guesses it would after ``asked_blocks``."""
 
 
 @runtime_checkable

@@ -1,41 +1,36 @@
-"""`lru`: evicts the least recently used checkpoint, and guesses before all others."""
+"""`lru`: evicts the least recently used checkpoint."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import chain
 
 from megatron_hybrid_prefix.policy.base import KeptState
-from megatron_hybrid_prefix.policy.needs import is_guess
 
 
 class LruEviction[T: KeptState]:
     """Least recently used (or published) first. ``victim`` skips pinned states, of which there are few."""
 
     def __init__(self) -> None:
-        self._guesses: OrderedDict[T, None] = OrderedDict()
-        self._others: OrderedDict[T, None] = OrderedDict()
+        self._states: OrderedDict[T, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._guesses) + len(self._others)
+        return len(self._states)
 
     def __iter__(self) -> Iterator[T]:
-        return chain(self._guesses, self._others)
+        return iter(self._states)
 
     def added(self, state: T) -> None:
-        (self._guesses if is_guess(state) else self._others)[state] = None
+        self._states[state] = None
 
     def used(self, state: T) -> None:
-        (self._guesses if state in self._guesses else self._others).move_to_end(state)
+        self._states.move_to_end(state)
 
     def removed(self, state: T) -> None:
-        del (self._guesses if state in self._guesses else self._others)[state]
+        del self._states[state]
 
-    def victim(self, evictable: Callable[[T], bool], *, guesses_only: bool = False) -> T | None:
-        states = self._guesses if guesses_only else self
-        return next((state for state in states if evictable(state)), None)
+    def victim(self, evictable: Callable[[T], bool]) -> T | None:
+        return next((state for state in self._states if evictable(state)), None)
 
     def clear(self) -> None:
-        self._guesses.clear()
-        self._others.clear()
+        self._states.clear()

@@ -3,8 +3,7 @@
 A prompt resumes from a state, and reads the KV before it. So a state *needs* the KV at its node and above, and KV is worth
 what the states that need it are worth. When a tier needs room, these go first:
 
-1. On the device: a guess, because it has room that would be free without guesses (or a state that is lent in its place). A guess
-   needs no KV, and goes with the KV at its node. No other tier has guesses.
+1. On the device: a guess (``index/blocks.py``).
 2. *Unneeded* KV: no state of the tier needs it, so no request can resume there. Unneeded longest first; the deepest
    block first. On the host, KV that the device has, too, counts as unneeded: nothing is lost with it.
 3. On the host: a state that the device has, too.
@@ -27,7 +26,7 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 
 def is_guess(state: KeptState) -> bool:
-    """Whether nobody asked for the state: it is an interval checkpoint."""
+    """Whether the state is a speculative checkpoint: no prompt has shared it yet."""
     return state.reason == CheckpointReason.INTERVAL
 
 
@@ -41,24 +40,21 @@ class TierIndex[N: KeptState](ABC):
 
     Attributes:
         eviction: See Args.
-        states: The tier's states, and whether each needs KV: a guess does not.
-        guesses: Number of guesses.
-        users: By node: 1 if its state is in ``states`` and no guess, and 1 for each child with users. A node without users is
-            not in it: no state needs its KV.
+        states: The tier's states.
+        users: By node: 1 if its state is in ``states``, and 1 for each child with users. A node without users is not in it: no
+            state needs its KV.
         unneeded: Nodes of all unneeded KV that no running request holds, in the order of eviction.
     """
 
     def __init__(self, eviction: EvictionPolicy[N]) -> None:
         self.eviction = eviction
-        self.guesses = 0
-        self.states: dict[N, bool] = {}
+        self.states: set[N] = set()
         self.users: dict[N, int] = {}
         self.unneeded: OrderedDict[N, None] = OrderedDict()
 
     def clear(self) -> None:
         """All entries are gone."""
         self.eviction.clear()
-        self.guesses = 0
         self.states.clear()
         self.users.clear()
         self.unneeded.clear()
@@ -76,11 +72,6 @@ class TierIndex[N: KeptState](ABC):
     def is_pinned(self, node: N, *, kv: bool) -> bool:
         """Whether the node's KV, or its state, must stay for now. It keeps its place in the order."""
         return False
-
-    @property
-    def spare_guesses(self) -> int:
-        """Guesses that take room which no other state would take without them."""
-        return self.guesses
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -105,30 +96,18 @@ class TierIndex[N: KeptState](ABC):
     def add_state(self, node: N) -> None:
         """The tier has the node's state now."""
         self.eviction.added(node)
-        guess = is_guess(node)
-        self.states[node] = not guess
-        if guess:
-            self.guesses += 1
-        else:
-            self._need(node)
+        self.states.add(node)
+        self._need(node)
 
     def use_state(self, node: N) -> None:
-        """A request resumes from the node's state, or would without guesses; or it was a guess, and is asked for now."""
-        if self.states[node] or is_guess(node):
-            self.eviction.used(node)
-        else:  # without guesses it would be new
-            self.guesses -= 1
-            self.eviction.removed(node)
-            del self.states[node]
-            self.add_state(node)
+        """A request resumes from the node's state."""
+        self.eviction.used(node)
 
     def drop_state(self, node: N) -> None:
         """The node's state has left the tier."""
         self.eviction.removed(node)
-        if self.states.pop(node):
-            self._unneed(node)
-        else:
-            self.guesses -= 1
+        self.states.remove(node)
+        self._unneed(node)
 
     # -- what goes next ------------------------------------------------------------------------------------------------
 
@@ -139,22 +118,13 @@ class TierIndex[N: KeptState](ABC):
                 return node
         return None
 
-    def next_state(self, may_go: Callable[[N], bool] = lambda node: True, *, guesses_only: bool = False) -> N | None:
+    def next_state(self, may_go: Callable[[N], bool] = lambda node: True) -> N | None:
         """The node whose state goes next, once no KV is unneeded; None if there is none.
 
         Args:
             may_go: Whether a state may go that is not pinned.
-            guesses_only: Only a guess, or a state that is lent in place of one.
         """
-
-        def evictable(node: N) -> bool:
-            return not self.is_pinned(node, kv=False) and may_go(node)
-
-        if guesses_only or self.spare_guesses > 0:
-            found = self.eviction.victim(evictable, guesses_only=True)
-            if found is not None or guesses_only:
-                return found
-        return self.eviction.victim(evictable)
+        return self.eviction.victim(lambda node: not self.is_pinned(node, kv=False) and may_go(node))
 
     def check_needs(self, nodes: Iterable[N]) -> None:
         """Checks the counts and the order.
@@ -165,7 +135,7 @@ class TierIndex[N: KeptState](ABC):
         Raises:
             CacheCorruptionError: Something is wrong.
         """
-        users = {node: int(self.states.get(node, False)) for node in nodes}
+        users = {node: int(node in self.states) for node in nodes}
         for node in sorted(users, key=lambda node: -node.depth_blocks):
             if self.users.get(node, 0) != users[node]:
                 raise CacheCorruptionError(f"{node} counts {self.users.get(node, 0)} users, has {users[node]}")
@@ -178,9 +148,7 @@ class TierIndex[N: KeptState](ABC):
                 raise CacheCorruptionError(f"{node}: a state needs its KV, but it goes next")
         if not self.users.keys() | self.unneeded.keys() <= users.keys():
             raise CacheCorruptionError("an entry is counted that is not there")
-        if self.guesses != list(self.states.values()).count(False):
-            raise CacheCorruptionError("the number of guesses is wrong")
-        if len(self.eviction) != len(self.states) or set(self.eviction) != self.states.keys():
+        if len(self.eviction) != len(self.states) or set(self.eviction) != self.states:
             raise CacheCorruptionError("the states and those of the eviction policy differ")
 
     # -- internal ------------------------------------------------------------------------------------------------------

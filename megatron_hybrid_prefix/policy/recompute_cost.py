@@ -21,11 +21,6 @@ Evicted states are remembered for a while. If one is computed again, it would ha
 its history continues. If the evicted state was likelier to be used than the nearest state above, the state above
 inherits its kind and age: a request that would have resumed from the evicted state resumes from the one above.
 
-States that were asked for are ranked as if there were no guesses, which change no clock, rate or cost of theirs. A guess has room
-that they leave. If it is worth more than one of them, that one may be lent (`LendsStates`), if an account covers its whole cost and
-that of all loans: what requests resumed deeper thanks to guesses, less what they computed for want of lent states. So in total hardly
-less is reused than without guesses.
-
 Methods cost O(log n) amortised; adding a state between others also O(states next below it). Only the calls set the order.
 """
 
@@ -40,7 +35,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from megatron_hybrid_prefix.policy.base import KeptState
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.likelihood import Cell, Likelihood, oldest_in
-from megatron_hybrid_prefix.policy.needs import Ancestry, is_guess
+from megatron_hybrid_prefix.policy.needs import Ancestry
 
 type Kind = tuple[int, int, int]
 """Why a state was first kept; binary digits of its number of uses; binary digits of the blocks that it first saved."""
@@ -65,15 +60,12 @@ class _Record[T]:
         cell: The cell it is a member of.
         entry: Number of its valid entry on each tier.
         due: Number of its valid entry in the calendar.
-        is_guess, above: Whether nobody asked for it; if so, a node above it. No state is kept between the two.
     """
 
     serial: int
     origin: CheckpointReason
     uses: int
-    is_guess: bool
-    above: T | None
-    first_blocks: int = 0
+    first_blocks: int
     state: T | None = None
     touched: int = 0
     age: int = 0
@@ -93,30 +85,6 @@ type _Entry[T] = tuple[float, int, int, int, _Record[T]]
 record has at most its current value; more of them only come later."""
 
 
-def _least[T](*entries: _Entry[T] | None) -> T | None:
-    """The state of the least entry."""
-    first = min((entry for entry in entries if entry is not None), default=None)
-    return None if first is None else first[-1].state
-
-
-@dataclass(slots=True)
-class _Ranking[T]:
-    """Records of one tier, the least value first. They are ranked when somebody asks: most change several times in between.
-
-    Attributes:
-        heap: Entries, some of them not valid.
-        changed: Records to rank before the heap is read, and the numbers of their entries.
-    """
-
-    heap: list[_Entry[T]] = field(default_factory=list)
-    changed: dict[_Record[T], int] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        """Removes all entries."""
-        self.heap.clear()
-        self.changed.clear()
-
-
 def count_blocks(start_blocks: int, end_blocks: int) -> float:
     """Cost of computing from one depth to another if each block costs the same."""
     return end_blocks - start_blocks
@@ -130,10 +98,9 @@ class _Known[T: KeptState]:
 
     Attributes:
         tiers: The policies of the tiers, the device first.
-        ancestry: The states that would be kept without guesses: those that a tier keeps, and those that are lent.
-        records: The record of each of them, and of each guess.
+        ancestry: The states that a tier keeps.
+        records: The record of each of them.
         lost: The same of evicted states that are remembered, by key; evicted longest ago first.
-        lent: The states that are lent, and what each loan may cost.
     """
 
     def __init__(self, cost: Callable[[int, int], float]) -> None:
@@ -143,21 +110,16 @@ class _Known[T: KeptState]:
         self.records: dict[T, _Record[T]] = {}
         self._likelihood: Likelihood[Kind] = Likelihood()
         self.lost: OrderedDict[bytes, _Record[T]] = OrderedDict()
-        self.lent: dict[T, float] = {}
-        self._guesses = self._most_kept = 0
+        self._most_kept = 0
         self._calendar: list[tuple[int, int, _Record[T]]] = []  # (time when the age number grows, number, record)
         self._now = self._numbers = self._serials = self._refreshes = 0
         self._next_refresh = _REFRESH_AT_LEAST
 
     def added(self, state: T) -> None:
         """The first tier keeps ``state``."""
-        guess, record = is_guess(state), None
-        if guess:
-            self._guesses += 1
-        else:
-            self._tick()
-            self.ancestry.add(state)
-            record = self.lost.pop(state.key, None)
+        self._tick()
+        self.ancestry.add(state)
+        record = self.lost.pop(state.key, None)
         if record is not None:
             # A request computed it again, so it would have been used.
             record.cell.leave(self._now, used=True)
@@ -166,22 +128,20 @@ class _Known[T: KeptState]:
             origin = state.reason
             assert origin is not None
             # A junction or a breakpoint is shared by two prompts, which counts as one use.
-            record = _Record(self._serials, origin, int(origin <= CheckpointReason.BREAKPOINT), guess, state.parent)
+            saved_blocks = state.depth_blocks - self._depth_above_blocks(state)
+            record = _Record(self._serials, origin, int(origin <= CheckpointReason.BREAKPOINT), saved_blocks)
             self._serials += 1
-            record.first_blocks = state.depth_blocks - self._depth_above_blocks(state, record)
         record.state = state
         self.records[state] = record
-        self._most_kept = max(self._most_kept, len(self.records) - self._guesses)
+        self._most_kept = max(self._most_kept, len(self.records))
         self._touch(record)
-        if not guess:
-            for below in self.ancestry.next_below(state):  # they cost less to recompute now
-                self.rank(self.records[below])
+        for below in self.ancestry.next_below(state):  # they cost less to recompute now
+            self.rank(self.records[below])
 
     def used(self, state: T) -> None:
-        """A request resumes from ``state``, or would without guesses."""
+        """A request resumes from ``state``."""
+        self._tick()
         record = self.records[state]
-        if not record.is_guess:
-            self._tick()
         record.cell.leave(self._now, used=True)
         record.uses += 1
         self._touch(record)
@@ -190,10 +150,6 @@ class _Known[T: KeptState]:
         """No tier keeps ``state`` any more."""
         record = self.records.pop(state)
         record.state, record.entry = None, -1
-        if record.is_guess:  # it leaves nothing behind
-            self._guesses -= 1
-            self.forget(record)
-            return
         above = self.ancestry.nearest_above(state)
         longer = self.ancestry.remove(state)
         if longer is not None:
@@ -211,13 +167,11 @@ class _Known[T: KeptState]:
         self.records.clear()
         self.lost.clear()
         self.ancestry.clear()
-        self.lent.clear()
-        self._guesses = 0
         self._calendar.clear()
 
     def cost_to(self, state: T) -> float:
         """Cost of computing from the nearest state above to ``state``."""
-        return self.cost(self._depth_above_blocks(state, self.records[state]), state.depth_blocks)
+        return self.cost(self._depth_above_blocks(state), state.depth_blocks)
 
     def rank(self, record: _Record[T]) -> None:
         """The value of a kept record fell, or others go before it now. The tiers that keep it rank it again."""
@@ -230,12 +184,9 @@ class _Known[T: KeptState]:
         record.cell.leave(self._now, used=False)
         record.due = -1
 
-    def _depth_above_blocks(self, state: T, record: _Record[T]) -> int:
-        """Depth of the nearest state above. Only guesses know of guesses, but not of states that came between later."""
-        if record.is_guess:
-            while record.above is not None and (record.above not in self.records or record.above in self.lent):
-                record.above = record.above.parent
-        above = record.above if record.is_guess else self.ancestry.nearest_above(state)
+    def _depth_above_blocks(self, state: T) -> int:
+        """Depth of the nearest state above."""
+        above = self.ancestry.nearest_above(state)
         return 0 if above is None else above.depth_blocks
 
     def _touch(self, record: _Record[T]) -> None:
@@ -284,7 +235,7 @@ class _Known[T: KeptState]:
         if self._refreshes % _FADE_REFRESHES == 0:
             self._likelihood.fade(self._now)
         self._likelihood.refresh(self._now)
-        self._next_refresh = self._now + max(_REFRESH_AT_LEAST, len(self.records) - self._guesses)
+        self._next_refresh = self._now + max(_REFRESH_AT_LEAST, len(self.records))
         # All values changed. This also removes invalid entries.
         for tier in self.tiers:
             tier.rank_all()
@@ -310,13 +261,11 @@ class RecomputeCostEviction[T: KeptState]:
         # Decides which KV is needed here. Below the device: by the states of all tiers, as what the device has is no loss.
         self._ancestry = known.ancestry
         self.state_blocks = 1.0  # bytes of a state in KV blocks
-        self._guesses: _Ranking[T] = _Ranking()
-        self._others: _Ranking[T] = _Ranking()
-        self._lent: _Ranking[T] = _Ranking()
-        self._rankings = self._guesses, self._others, self._lent
-        self.lent = known.lent
-        self._last_used: T | None = None  # until another state comes: without guesses its request would pin it
-        self._account = 0.0  # see the top of this file; less what all loans may cost
+        # Records are ranked when somebody asks: most change several times in between.
+        self._heap: list[_Entry[T]] = []  # the least value first; some are not valid
+        self._changed: dict[
+            _Record[T], int
+        ] = {}  # to be ranked before the heap is read, and the numbers of their entries
 
     def tier_below(self) -> RecomputeCostEviction[T]:
         self._ancestry = Ancestry()
@@ -328,7 +277,7 @@ class RecomputeCostEviction[T: KeptState]:
         self.state_blocks = state_blocks
 
     def evicted_keys(self) -> Iterable[bytes]:
-        """See RemembersEvicted. Guesses are not remembered."""
+        """See RemembersEvicted."""
         return self._known.lost.keys()
 
     def __len__(self) -> int:
@@ -339,20 +288,16 @@ class RecomputeCostEviction[T: KeptState]:
 
     def added(self, state: T) -> None:
         known = self._known
-        self._states[state], self._last_used = None, None
-        if self._ancestry is not known.ancestry and not is_guess(state):
+        self._states[state] = None
+        if self._ancestry is not known.ancestry:
             self._ancestry.add(state)
         record = known.records.get(state)
         if record is None:
             known.added(state)
-        elif state in self.lent:
-            self._account += self.lent.pop(state)
-            known.rank(record)
         else:
             self.rank(record)
 
     def used(self, state: T) -> None:
-        self._last_used = state if self.lends else None
         # A state that both tiers keep is used on the device.
         if self is self._known.tiers[0] or state not in self._known.tiers[0]._states:
             self._known.used(state)
@@ -360,8 +305,7 @@ class RecomputeCostEviction[T: KeptState]:
     def removed(self, state: T) -> None:
         known = self._known
         del self._states[state]
-        self._account += self.lent.pop(state, 0.0)
-        if self._ancestry is not known.ancestry and state in self._ancestry:
+        if self._ancestry is not known.ancestry:
             longer = self._ancestry.remove(state)
             if longer is not None:
                 self.frees_more(longer)
@@ -370,66 +314,24 @@ class RecomputeCostEviction[T: KeptState]:
                 return
         known.removed(state)
 
-    def victim(self, evictable: Callable[[T], bool], *, guesses_only: bool = False) -> T | None:
-        """See `EvictionPolicy` and `LendsStates`. Without ``guesses_only`` a guess is named only if there is nothing else."""
-        if not guesses_only:
-            state = self._next_asked(evictable, self._last_used) or self._next_asked(evictable, None)
-            return state or _least(self._first(self._guesses, evictable))
-        guess = _least(self._first(self._guesses, evictable))
-        if self.lends and self._account > 0:
-            state = _least(self._first(self._others, evictable))
-            if state is not None and self._account > self._known.cost_to(state):
-                guess = state if guess is None or self._worth(state) < self._worth(guess) else guess
-        return guess
-
-    def _next_asked(self, evictable: Callable[[T], bool], spared: T | None) -> T | None:
-        """The state to go next of those that would be kept without guesses."""
-        kept = self._first(self._others, lambda state: state is not spared and evictable(state))
-        return _least(kept, self._first(self._lent, lambda state: state is not spared))
-
-    @property
-    def lends(self) -> bool:
-        """See `LendsStates`."""
-        return len(self._known.tiers) == 1
-
-    def lend(self, state: T) -> None:
-        """See `LendsStates`."""
-        self.lent[state] = self._known.cost_to(state)
-        self._account -= self.lent[state]
-        self._known.rank(self._known.records[state])
-
-    def resumed(self, blocks: int, asked_blocks: int) -> None:
-        """See `LendsStates`."""
-        cost = self._known.cost(*sorted((blocks, asked_blocks)))
-        self._account += cost if blocks > asked_blocks else -cost
-
-    def _worth(self, state: T) -> float:
-        """Expected cost saved per call, whatever evicting it frees: of a lent state only its own bytes are."""
-        return self._known.cost_to(state) * self._known.records[state].cell.rate
-
     def value(self, state: T) -> float:
         """The value of keeping ``state``: expected cost saved per call."""
         known = self._known
         cost, record = known.cost_to(state), known.records[state]
-        if not record.is_guess:
-            cost /= self.state_blocks + self._ancestry.exclusive_blocks(state)
-        return cost * record.cell.rate
+        return cost / (self.state_blocks + self._ancestry.exclusive_blocks(state)) * record.cell.rate
 
     def clear(self) -> None:
         """Keeps the rates that were learned. All tiers are cleared together."""
-        self._account += sum(self.lent.values())
         self._states.clear()
         self._ancestry.clear()
-        for ranking in self._rankings:
-            ranking.clear()
+        self._heap.clear()
+        self._changed.clear()
         self._known.clear()
 
     def rank(self, record: _Record[T]) -> None:
         """Ranks a record again, if the state is kept here."""
         if record.state in self._states:
-            lent = record.state in self.lent
-            ranking = self._guesses if record.is_guess else self._lent if lent else self._others
-            ranking.changed[record] = record.entry
+            self._changed[record] = record.entry
 
     def frees_more(self, state: T) -> None:
         """More KV here depends on the state, so it is worth less per byte."""
@@ -437,17 +339,16 @@ class RecomputeCostEviction[T: KeptState]:
 
     def rank_all(self) -> None:
         """Ranks all records again."""
-        for ranking in self._rankings:
-            ranking.clear()
+        self._heap.clear()
+        self._changed.clear()
         for state in self._states:
             record = self._known.records.get(state)
             if record is not None:  # else it is being added
                 self.rank(record)
 
-    def _first(self, ranking: _Ranking[T], evictable: Callable[[T], bool]) -> _Entry[T] | None:
-        """The entry with the least value of a state that is ``evictable``."""
-        self._rank_changed(ranking)
-        heap, kept, passed_over = ranking.heap, self._states, []
+    def victim(self, evictable: Callable[[T], bool]) -> T | None:
+        self._rank_changed()
+        heap, kept, passed_over = self._heap, self._states, []
         found = None
         while heap:
             entry = heap[0]
@@ -458,7 +359,7 @@ class RecomputeCostEviction[T: KeptState]:
             elif self.value(state) > value:  # a state above it was evicted, or it grew older and likelier
                 heapreplace(heap, self._entry(state, record))
             elif evictable(state):
-                found = entry
+                found = state
                 break
             else:
                 passed_over.append(heappop(heap))
@@ -466,14 +367,14 @@ class RecomputeCostEviction[T: KeptState]:
             heappush(heap, entry)
         return found
 
-    def _rank_changed(self, ranking: _Ranking[T]) -> None:
-        heap, kept = ranking.heap, self._states
+    def _rank_changed(self) -> None:
+        heap, kept = self._heap, self._states
         entries = [
             self._entry(state, record)
-            for record, number in ranking.changed.items()
+            for record, number in self._changed.items()
             if record.entry == number and (state := record.state) is not None and state in kept
         ]
-        ranking.changed.clear()
+        self._changed.clear()
         if len(entries) > len(heap):
             heap += entries
             heapify(heap)
@@ -483,8 +384,6 @@ class RecomputeCostEviction[T: KeptState]:
 
     def _entry(self, state: T, record: _Record[T]) -> _Entry[T]:
         # Ties: evict the older state. If the older one will be used sooner, evict the younger one, or no state would
-        # live long enough to be used. Of guesses always evict the older one, so that each prompt gets a
-        # chance.
-        newest_first = record.cell.is_rising and not record.is_guess
-        order = -record.touched if newest_first else record.touched
+        # live long enough to be used.
+        order = -record.touched if record.cell.is_rising else record.touched
         return self.value(state), order, record.serial, record.entry, record

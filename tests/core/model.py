@@ -262,17 +262,6 @@ class ModelEngine:
             self.seen["ghosts"] += match.seen_blocks > match.kv_depth_blocks
         return match.seen_blocks
 
-    def asked_depth(self, salt: Salt, tokens: list[int], limit_tokens: int) -> int:
-        """Depth in blocks at which the request would resume without guesses."""
-        cached, _ = self.kept()
-        states = set()
-        for node in self.cache.nodes():
-            if node in self.cache._store.blocks.lent:
-                states.add(self.blocks[node.block_id])  # KV and state have the same content here
-            elif node.slot != NO_SLOT and not is_guess(node):
-                states.add(self.slots[node.slot])
-        return self.deepest(salt, tokens, limit_tokens, cached, states)[1]
-
     def device_depth(self, salt: Salt, tokens: list[int]) -> int:
         """Number of leading blocks whose KV is on the device."""
         return self.deepest(salt, tokens, len(tokens), *self.kept())[0]
@@ -365,8 +354,8 @@ class ModelEngine:
         assert self.cache.can_admit(old_match, length_tokens=first_chunk and length) == room
         request_id, self.next_id = self.next_id, self.next_id + 1
         before = (self.cache.blocks.available_count, self.cache.stats())
-        asked_depth = self.asked_depth(salt, tokens, limit) if read else 0
         self.memory.used.clear()
+        was_guess = match.source_slot is not None and is_guess(self.on_slots()[match.source_slot])
         admission = self.cache.admit(
             request_id, old_match, length_tokens=first_chunk and length, write=write, breakpoints=breakpoints
         )
@@ -380,26 +369,21 @@ class ModelEngine:
         assert admission.stored_tokens == len(shared) * self.block_tokens
         self.seen["shared beyond"] += len(shared) > depth
         assert (admission.resume_tokens, admission.source_slot) == (depth * self.block_tokens, match.source_slot)
-        used = {node.depth_blocks for node in self.memory.used}
-        assert used == {asked_depth, depth} - {0} or 0 < depth < asked_depth in used, "who is used is not counted"
-        self.seen["guess used"] += asked_depth < depth
+        used = [node.depth_blocks for node in self.memory.used]
+        assert used == [depth] * (depth > 0 and not was_guess), "who is used is not counted"
+        self.seen["guess used"] += was_guess
         if write and before[1].slots_total:
             seen = max(kv_depth, self.seen_before(salt, tokens, match))
             expected = expected_boundaries(
                 len(tokens),
                 block_tokens=self.block_tokens,
-                resume_tokens=asked_depth * self.block_tokens,
+                resume_tokens=admission.resume_tokens,
                 kv_depth_blocks=seen,
                 min_computed_tokens=self.cache.settings.min_computed_tokens,
                 interval_tokens=self.cache.settings.retention_interval_tokens,
                 breakpoints=breakpoints,
             )
-            if asked_depth > depth:
-                expected.insert(0, (asked_depth * self.block_tokens, CheckpointReason.JUNCTION))
-                self.seen["lent state computed again"] += 1
-            assert list(admission.boundaries) == [
-                (position, reason) for position, reason in expected if position >= admission.resume_tokens
-            ]
+            assert list(admission.boundaries) == expected
         own_ids = admission.block_ids[admission.shared_blocks :]
         assert len(own_ids) == own and not set(own_ids) & (held | set(shared)), "own blocks belong to others"
         return self.started(Request(request_id, salt, list(tokens), len(tokens), admission, write, read))
@@ -497,8 +481,8 @@ class ModelEngine:
         asked = {position: reason for position, reason in reached.items() if position > start}
         keys = {position: self.live(request).chain.keys[position // self.block_tokens - 1] for position in reached}
         before, stats = self.on_slots(), self.cache.stats()
-        room = self.free_places() + min(0, blocks.spare_guesses)  # a part may be for lent states
-        there = self.cache._planner.writing | {node.key for node in blocks.states}
+        room = self.free_places()
+        there = self.cache._planner.writing | {node.key for node in (*blocks.states, *blocks.guesses)}
         plan = self.cache.plan(request.request_id, start, end)
         planned = [(checkpoint.position_tokens, checkpoint.reason) for checkpoint in plan.checkpoints]
         skipped = self.cache.stats().checkpoints_skipped - stats.checkpoints_skipped
@@ -509,8 +493,9 @@ class ModelEngine:
         lost, own = {node for slot, node in before.items() if node.slot != slot}, set(self.live(request).path)
         assert for_others or not lost & guesses & own, "a guess displaces one of the same request"
         lost -= guesses
-        self.seen["lent"] += any(node in blocks.lent for node in lost)
-        assert for_others or all(node in blocks.lent for node in lost), "a guess displaces what was asked for"
+        assert for_others or not lost, "a guess displaces what was asked for"
+        pins = self.cache._store.slots.pins
+        assert not lost or all(pins(node.slot) for node in blocks.guesses), "guesses go first"
         after = self.on_slots()
         needed = {keys[position] for position, reason in reached.items() if reason != CheckpointReason.INTERVAL}
         assert guesses.isdisjoint(node for slot, node in before.items() if node.slot != slot and node.key in needed)
@@ -523,7 +508,7 @@ class ModelEngine:
             assert not self.free_places(), "a guess is left out, though there is room"
             assert all(map(self.cache._store.slots.pins, others)), "a guess is left out, though another could go"
         assert len(asked) > room or before.keys() <= after.keys(), "evicted, though there was room"
-        if skipped and not blocks.lent:  # a state that is lent only takes the place of a guess
+        if skipped:
             assert all(map(self.cache._store.slots.pins, after)), "skipped, though a state could go"
             assert not self.free_places() and (self.cache._store.slots.is_full or not self.has_room(0, with_slot=True))
         assert all(checkpoint.slot >= self.first_slot for checkpoint in plan.checkpoints)

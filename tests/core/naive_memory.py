@@ -10,7 +10,6 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.needs import is_guess
-from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
 from megatron_hybrid_prefix.pool.slots import SlotState
 from tests.core.naive_recompute_cost import NaiveTiers, exclusive
 
@@ -31,8 +30,8 @@ class NaiveLru:
     def removed(self, tier: int, node: Node) -> None:
         self.kept[tier].remove(node)
 
-    def victim(self, tier: int, evictable: Callable[[Node], bool], *, guesses_only: bool = False) -> Node | None:
-        return next((node for node in self.kept[tier] if evictable(node) and is_guess(node) >= guesses_only), None)
+    def victim(self, tier: int, evictable: Callable[[Node], bool]) -> Node | None:
+        return next(filter(evictable, self.kept[tier]), None)
 
     def clear(self, tier: int) -> None:
         self.kept[tier].clear()
@@ -49,26 +48,17 @@ def follow(policy: EvictionPolicy[Node], naive: Any, tier: int, used: list[Node]
             getattr(naive, name)(tier, *args)
             if name == "used" and tier == 0:
                 used.append(args[0])
-            if isinstance(
-                policy, RecomputeCostEviction
-            ):  # what is above a guess is what was there when somebody last asked
-                guesses = [node for node in policy if is_guess(node)]
-                assert [policy.value(node) for node in guesses] == [naive.value(tier, node) for node in guesses]
 
         return call
 
     victim = policy.victim
 
-    def compared(evictable: Callable[[Node], bool], *, guesses_only: bool = False) -> Node | None:
-        found = victim(evictable, guesses_only=guesses_only)
-        assert found is naive.victim(tier, evictable, guesses_only=guesses_only), "the policy names another state"
+    def compared(evictable: Callable[[Node], bool]) -> Node | None:
+        found = victim(evictable)
+        assert found is naive.victim(tier, evictable), "the policy names another state"
         return found
 
-    changed = {
-        name: followed(name)
-        for name in ("added", "used", "removed", "clear", "lend", "resumed")
-        if hasattr(policy, name)
-    }
+    changed = {name: followed(name) for name in ("added", "used", "removed", "clear")}
     for name, method in (changed | {"victim": compared}).items():
         setattr(policy, name, method)
 
@@ -111,8 +101,8 @@ class NaiveMemory:
     def unneeded(self) -> set[Node]:
         """Cached KV that no state needs. A guess needs none."""
         needed = set()
-        for state, needs_kv in self.store.blocks.states.items():
-            above: Node | None = state if needs_kv else None
+        for state in self.store.blocks.states:
+            above: Node | None = state
             while above is not None:
                 needed.add(above)
                 above = above.parent
@@ -128,18 +118,14 @@ class NaiveMemory:
         """Whether KV can have bytes when the state goes: of its page, or KV that only it needs."""
         if self.page_of(node.slot) not in self.stuck_pages():
             return True
-        others = [state for state, needs_kv in self.store.blocks.states.items() if needs_kv]
-        return not is_guess(node) and not self.held(node) and exclusive(node, others) > 0
+        return not is_guess(node) and not self.held(node) and exclusive(node, self.store.blocks.states) > 0
 
     def checked(self, *, for_slot: bool = False, states_only: bool = False) -> bool:
         store, before, unneeded = self.store, self.states(), self.unneeded()
         may_go = {node for node in before if not store.slots.pins(node.slot) and (for_slot or self.frees_bytes(node))}
         all_guesses = set(filter(is_guess, before))
-        guesses = all_guesses & may_go if store.blocks.spare_guesses > 0 else set()
-        lent, protected = list(store.blocks.lent), list(store.checkpoints.protected)
+        guesses, protected = all_guesses & may_go, list(store.checkpoints.protected)
         evicted = self.evict_next(for_slot=for_slot, states_only=states_only)
-        if lent != list(store.blocks.lent):
-            return evicted  # a loan began or ended, which the policy decides
         lost = {node for node, slot in before.items() if node.slot != slot}
         if guesses:
             assert len(lost) == 1 and lost <= may_go, "a guess goes first"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron_hybrid_prefix.index.tree import Node
@@ -23,11 +23,6 @@ class Known:
     touched: int = 0
     kind: tuple[int, ...] = ()
     age: int = 0
-    above: Node | None = None  # of a guess: the nearest kept state above that it has ever been without
-
-    @property
-    def is_guess(self) -> bool:
-        return self.origin == CheckpointReason.INTERVAL
 
 
 class NaiveRecomputeCost:
@@ -41,17 +36,12 @@ class NaiveRecomputeCost:
         self.rising: set[tuple[tuple[int, ...], int]] = set()
         self.now = self.serials = self.refreshes = self.most_kept = 0
         self.next_refresh = recompute_cost._REFRESH_AT_LEAST
-        self.lent: dict[Node, float] = {}
-        self.earned = 0.0
-        self.last_used: Node | None = None
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
 
     def added(self, node: Node) -> None:
-        lost = None
-        if node.reason != CheckpointReason.INTERVAL:
-            self.tick()
-            lost = next((known for known in self.known if known.node is None and known.key == node.key), None)
+        self.tick()
+        lost = next((known for known in self.known if known.node is None and known.key == node.key), None)
         if lost is not None:
             self.known.remove(lost)
             self.count_use(lost)
@@ -59,27 +49,21 @@ class NaiveRecomputeCost:
             lost.node = node
         else:
             lost = Known(node, node.key, self.serials, node.reason, int(node.reason <= CheckpointReason.BREAKPOINT), 0)
-            lost.above = node.parent
-            lost.first_blocks = node.depth_blocks - self.depth_above(node, lost)
+            lost.first_blocks = node.depth_blocks - self.depth_above(node)
             self.serials += 1
         self.known.append(lost)
-        self.most_kept = max(self.most_kept, len(self.asked()))
+        self.most_kept = max(self.most_kept, len(self.kept()))
         self.start(lost)
 
     def used(self, node: Node) -> None:
+        self.tick()
         known = self.of(node)
-        self.last_used = node
-        if not known.is_guess:
-            self.tick()
         self.count_use(known)
         known.uses += 1
         self.start(known)
 
     def removed(self, node: Node) -> None:
         known = self.of(node)
-        if known.is_guess:
-            self.known.remove(known)
-            return
         above = self.above(node)
         if above is not None:
             heir = self.of(above)
@@ -95,27 +79,24 @@ class NaiveRecomputeCost:
             self.known.remove(other)
 
     def order(self, known: Known) -> int:
-        rising = (known.kind, known.age) in self.rising and not known.is_guess
-        return -known.touched if rising else known.touched
+        return -known.touched if (known.kind, known.age) in self.rising else known.touched
 
     # -- behind them ---------------------------------------------------------------------------------------------------
 
     def kept(self) -> list[Known]:
         return [known for known in self.known if known.node is not None]
 
-    def asked(self) -> list[Known]:
-        return [known for known in self.kept() if not known.is_guess]
-
     def of(self, node: Node) -> Known:
         return next(known for known in self.known if known.node is node)
 
     def above(self, node: Node) -> Node | None:
-        return first_of({known.node for known in self.asked()}, node.parent)
+        kept, above = {known.node for known in self.kept()}, node.parent
+        while above is not None and above not in kept:
+            above = above.parent
+        return above
 
-    def depth_above(self, node: Node, known: Known) -> int:
+    def depth_above(self, node: Node) -> int:
         above = self.above(node)
-        if known.is_guess:
-            above = known.above = first_of({other.node for other in self.kept()} - self.lent.keys(), known.above)
         return 0 if above is None else above.depth_blocks
 
     def start(self, known: Known) -> None:
@@ -166,7 +147,7 @@ class NaiveRecomputeCost:
         self.rising = {
             (kind, age) for kind, age in self.rates if self.rates.get((kind, age + 1), 0) > self.rates[kind, age]
         }
-        self.next_refresh = self.now + max(recompute_cost._REFRESH_AT_LEAST, len(self.asked()))
+        self.next_refresh = self.now + max(recompute_cost._REFRESH_AT_LEAST, len(self.kept()))
 
 
 class NaiveTiers:
@@ -183,9 +164,6 @@ class NaiveTiers:
 
     def added(self, tier: int, node: Node) -> None:
         known = next((known for known in self.rule.kept() if known.node is node), None)
-        self.rule.last_used = None
-        if self.rule.lent.pop(node, None) is not None:
-            return
         self.kept[tier].append(node)
         if known is None:
             self.rule.added(node)
@@ -196,72 +174,26 @@ class NaiveTiers:
 
     def removed(self, tier: int, node: Node) -> None:
         self.kept[tier].remove(node)
-        self.rule.lent.pop(node, None)
         if not any(node in kept for kept in self.kept):
             self.rule.removed(node)
 
-    def cost(self, node: Node) -> int:
-        return node.depth_blocks - self.rule.depth_above(node, self.rule.of(node))
-
     def value(self, tier: int, node: Node) -> float:
-        cost = self.cost(node)
-        if not self.rule.of(node).is_guess:
-            others = [other for kept in self.kept[: tier + 1] for other in kept if not self.rule.of(other).is_guess]
-            cost /= self.state_blocks[tier] + exclusive(node, others)
+        cost: float = node.depth_blocks - self.rule.depth_above(node)
+        others = [other for kept in self.kept[: tier + 1] for other in kept]
+        cost /= self.state_blocks[tier] + exclusive(node, others)
         return cost * self.rule.rate(self.rule.of(node))
 
-    def victim(self, tier: int, evictable: Callable[[Node], bool], *, guesses_only: bool = False) -> Node | None:
-        lent = self.rule.lent
-        guesses = [node for node in self.kept[tier] if self.rule.of(node).is_guess and evictable(node)]
-        others = [node for node in self.kept[tier] if not self.rule.of(node).is_guess]
-        kept = [node for node in others if node not in lent and evictable(node)]
-        spared = self.rule.last_used if len(self.kept) == 1 else None
-        if guesses_only and (loan := self.loan(evictable)):
-            return loan
-        choices = (
-            [guesses]
-            if guesses_only
-            else [[node for node in [*kept, *lent] if node is not spared], [*kept, *lent], guesses]
-        )
-        nodes = next(filter(None, choices), [])
-        return min(nodes, key=lambda node: self.place(tier, node), default=None)
+    def victim(self, tier: int, evictable: Callable[[Node], bool]) -> Node | None:
+        def place(node: Node) -> tuple[float, int, int]:
+            known = self.rule.of(node)
+            return self.value(tier, node), self.rule.order(known), known.serial
 
-    def place(self, tier: int, node: Node) -> tuple[float, int, int]:
-        known = self.rule.of(node)
-        return self.value(tier, node), self.rule.order(known), known.serial
-
-    def loan(self, evictable: Callable[[Node], bool]) -> Node | None:
-        """The state to lend: the one that is worth least, if the account covers all loans with it and a guess is worth more."""
-        rule = self.rule
-        if len(self.kept) > 1:
-            return None
-        kept = [node for node in self.kept[0] if node not in rule.lent and evictable(node)]
-        guesses = [node for node in kept if rule.of(node).is_guess]
-        state = min(set(kept) - set(guesses), key=lambda node: self.place(0, node), default=None)
-        if state is None or sum(rule.lent.values()) + self.cost(state) >= rule.earned:
-            return None
-        guess = min(guesses, key=lambda node: self.place(0, node), default=None)
-        worths = [self.cost(node) * rule.rate(rule.of(node)) for node in (state, guess) if node is not None]
-        return state if guess is None or worths[0] < worths[1] else None
-
-    def lend(self, tier: int, node: Node) -> None:
-        self.rule.lent[node] = self.cost(node)
-
-    def resumed(self, tier: int, blocks: int, asked_blocks: int) -> None:
-        self.rule.earned += blocks - asked_blocks
+        return min(filter(evictable, self.kept[tier]), key=place, default=None)
 
     def clear(self, tier: int) -> None:
         """All states are forgotten, and what was learned is kept."""
         self.kept[tier].clear()
         self.rule.known.clear()
-        self.rule.lent.clear()
-
-
-def first_of(nodes: Collection[Node | None], above: Node | None) -> Node | None:
-    """The first of ``nodes`` on the way up from ``above``."""
-    while above is not None and above not in nodes:
-        above = above.parent
-    return above
 
 
 def exclusive(node: Node | None, others: Iterable[Node]) -> int:

@@ -25,7 +25,7 @@ from megatron_hybrid_prefix.policy.boundaries import (
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from tests.core.model import expected_boundaries
 
-TAIL, INTERVAL = CheckpointReason.TAIL, CheckpointReason.INTERVAL
+TAIL = CheckpointReason.TAIL
 
 
 @given(
@@ -88,34 +88,25 @@ def test_each_boundary_is_in_one_span_whatever_the_cuts(positions, cuts):
         assert all(start < boundary.position_tokens <= end for boundary in span)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["guess", "tail", "use", "remove", "victim", "guesses"]), st.integers(0, 99)))
-)
-def test_the_order_of_eviction_is_that_of_two_lists(calls):
+@given(st.lists(st.tuples(st.sampled_from(["add", "use", "remove", "victim"]), st.integers(0, 99))))
+def test_the_order_of_eviction_is_that_of_a_list(calls):
     policy = make_eviction_policy("lru")
-    guesses: list[Node] = []
-    others: list[Node] = []
+    states: list[Node] = []
     for number, (what, choice) in enumerate(calls):
-        every = guesses + others
-        if what in ("guess", "tail"):
-            node = Node(number.to_bytes(2), None, number)
-            node.reason = INTERVAL if what == "guess" else TAIL
-            policy.added(node)
-            (guesses if what == "guess" else others).append(node)
-        elif what in ("victim", "guesses"):
-            allowed = {node for node in every if (node.block_id + choice) % 3}
-            expected = next((node for node in (guesses if what == "guesses" else every) if node in allowed), None)
-            assert policy.victim(allowed.__contains__, guesses_only=what == "guesses") is expected
-        elif every:
-            node = every[choice % len(every)]
-            group = guesses if node in guesses else others
-            group.remove(node)
+        if what == "add":
+            states.append(Node(number.to_bytes(2), None, number))
+            policy.added(states[-1])
+        elif what == "victim":
+            allowed = {node for node in states if (node.block_id + choice) % 3}
+            assert policy.victim(allowed.__contains__) is next((node for node in states if node in allowed), None)
+        elif states:
+            node = states.pop(choice % len(states))
             if what == "use":
                 policy.used(node)
-                group.append(node)
+                states.append(node)
             else:
                 policy.removed(node)
-        assert list(policy) == guesses + others and len(policy) == len(guesses + others)
+        assert list(policy) == states and len(policy) == len(states)
 
 
 @pytest.mark.parametrize("name", ["random", "replay_cost"])

@@ -294,7 +294,7 @@ def a_page_that_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pages, "take_blocks", forgotten)
 
 
-_next_state = TierIndex.next_state
+_next_guess = KVBlocks.next_guess
 
 MUTANTS = {
     each.__name__: each
@@ -324,7 +324,7 @@ MUTANTS = {
         ),
         (
             "a guess at the cap takes any slot",
-            (TierIndex, "next_state", lambda self, *args, guesses_only=False: _next_state(self, *args)),
+            (KVBlocks, "next_guess", lambda self, *args: _next_guess(self, *args) or self.next_state()),
         ),
         ("a page goes though a slot is in use", (SlotPool, "is_loose", lambda self, slot: not self.pins(slot))),
         ("only whole pages go", (PrefixStore, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))),
@@ -399,14 +399,13 @@ def test_the_tier_behind_is_offered_each_state_that_is_no_guess(monkeypatch):
     assert guesses and not [key for kind, key in offered if kind == EntryKind.STATE and key in guesses]
 
 
-def test_the_host_gets_a_guess_once_it_is_asked_for():
+def test_the_host_gets_a_guess_once_it_is_confirmed():
     cache = with_host(kv_blocks=20, state_slots=8, host_pages=40, eviction_policy="lru")
     run(cache, "prompt", 6)
     host = cache._store.host
     node = next(node for node in cache.nodes() if node.slot >= 0 and is_guess(node))
     assert not host.store_state(node) and node.host_slot == NO_SLOT
-    cache._store.checkpoints.confirm(node.key, CheckpointReason.JUNCTION)
+    cache._store.checkpoints.confirm(node, CheckpointReason.JUNCTION)
     cache._store.checkpoints.evict(node)
     assert node.host_slot != NO_SLOT
-    assert host.entries.next_state(lambda other: other is node, guesses_only=True) is None
     assert host.entries.next_state(lambda other: other is node) is node

@@ -35,10 +35,10 @@ class Naive:
         return node.block_id != NO_BLOCK and not self.cache._store.blocks.ref_count(node.block_id)
 
     def needed(self) -> set[Node]:
-        """Nodes at and above the states, but for guesses."""
+        """Nodes at and above the states, without guesses."""
         found = set()
-        for state, is_no_guess in self.index.states.items():
-            above: Node | None = state if is_no_guess else None
+        for state in self.index.states:
+            above: Node | None = state
             while above is not None:
                 found.add(above)
                 above = above.parent
