@@ -437,8 +437,8 @@ def test_what_clients_send_back_with_an_answer():
     for more, text in (({}, "hi"), ({"reasoning_content": "why "}, "why hi"), ({"reasoning": "so "}, "so hi")):
         asked = read_request(CHAT | {"messages": [noted | more]}, "chat", model, None)
         assert bytes(asked.prompts[0].tokens).decode() == text
-    for more in ({"prefix": True}, {"reasoning": 1}, {"audio": {"id": "x"}}, {"role": "user", "reasoning": "x"}):
-        with pytest.raises(Exception, match="messages"):
+    for more in ({"prefix": True}, {"reasoning": 1}, {"audio": {"id": "x"}}):
+        with pytest.raises(Exception, match=next(iter(more))):
             read_request(CHAT | {"messages": [noted | more]}, "chat", model, None)
 
 
@@ -741,14 +741,3 @@ def test_metrics_have_help_and_types(server):
     assert found[("generated_tokens_total", (("status", "finished"),))] >= 4
     assert math.isfinite(found[("end_to_end_seconds_sum", ())])
     assert not [name for name in families if name.startswith("hybrid_prefix_host_")], "the tiers have these figures"
-
-
-def test_the_table_of_fields_is_up_to_date():
-    from pathlib import Path
-
-    from scripts.server_fields import document
-
-    found = document()
-    file = Path(__file__).resolve().parents[2] / "docs" / "server-fields.md"
-    assert file.read_text() == found, "write it again: its first lines say how"
-    assert all(line.count("|") == 6 and not line.endswith("|  |") for line in found.splitlines() if "| `" in line[:3])

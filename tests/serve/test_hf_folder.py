@@ -186,8 +186,3 @@ def test_a_folder_without_a_template_has_no_chats(tokenizer, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
     chat = load_chat_form(None, tmp_path, plain=False)
     assert read_request(body, "chat", served(tokenizer, chat=chat), None).prompts[0].text == "hi!"
-
-
-def test_an_unknown_field_is_refused_when_it_is_null(tokenizer):
-    with pytest.raises(ApiError, match="foo"):
-        request(tokenizer, foo=None)
