@@ -21,20 +21,18 @@ from anyio import from_thread, to_thread
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_hybrid_prefix._version import __version__
-from megatron_hybrid_prefix.serve.access_log import ServerApp
 from megatron_hybrid_prefix.serve.backend import Backend
 from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, ExplainBody, TokenizeBody, read_fields, read_json
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
 from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short, stopping
-from megatron_hybrid_prefix.serve.event_stream import EventStream, FiniteJson, unless_gone
-from megatron_hybrid_prefix.serve.gate import Gate
+from megatron_hybrid_prefix.serve.event_stream import EventStream, to_json, unless_gone
+from megatron_hybrid_prefix.serve.front import ServerApp
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read_request, text_tokens
@@ -170,21 +168,15 @@ class Api:
         ]
         handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _server_error}
         paths = frozenset(route.path for route in routes)
-        gate = Middleware(Gate, is_private=self._limits.is_private and not self._limits.keys)
-        app = ServerApp(
-            paths, self._metrics, routes=routes, middleware=[gate], lifespan=lifespan, exception_handlers=handlers
-        )
+        is_private = self._limits.is_private and not self._limits.keys
+        options: Any = {"routes": routes, "lifespan": lifespan, "exception_handlers": handlers}
+        app = ServerApp(paths, self._metrics, is_private=is_private, **options)
         app.state.backend, app.state.api = self._engine, self
         return app
 
-    def count_malformed(self) -> None:
-        """Counts a reply to bytes that are not HTTP."""
-        self._metrics.http.labels("other", 400).inc()
-
-    def refuse_more(self, drain_s: float = 0.0) -> None:
-        """The server is told to stop: further requests get 503, open ones may go on for ``drain_s`` seconds."""
+    def refuse_more(self) -> None:
+        """The server is told to stop: further requests get 503, open ones may go on."""
         self._stopping = True
-        self._engine.will_end(drain_s)
 
     def end_all(self) -> None:
         """Ends all requests with an error: the server stops now."""
@@ -270,7 +262,9 @@ class Api:
             if ends_here:
                 generation.close()
                 on_end(generation, gone)
-        return EventStream(generation, chunks, answer, on_end) if streamed else FiniteJson(answer)
+        if streamed:
+            return EventStream(generation, chunks, answer, on_end)
+        return Response(to_json(answer), media_type="application/json")
 
     def _count(self, request: Request, generation: Generation, gone: bool) -> None:
         usage = generation.usage()

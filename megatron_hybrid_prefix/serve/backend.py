@@ -112,10 +112,6 @@ class Backend(ABC):
     async def stop(self) -> None:
         """Stops the backend. Unfinished tasks get no more updates."""
 
-    def will_end(self, drain_s: float) -> None:
-        """The server is told to stop; `stop` is called at the latest when ``drain_s`` seconds and a few have passed."""
-        del drain_s
-
     @abstractmethod
     def submit(self, task: GenerationTask) -> None:
         """Queues a task."""

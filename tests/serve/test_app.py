@@ -99,7 +99,7 @@ def test_a_request_that_was_not_sent_to_a_replica_is_not_open():
         def submit(self, *_: Any) -> int:
             raise ConnectionError("nobody listens")
 
-    loop = ReplicaLoop(*[None] * 5)
+    loop = ReplicaLoop(None, None, 2, None, None)
     loop._client = Client()
     with pytest.raises(ConnectionError):
         loop.submit(GenerationTask(prompt=[1], sampling={}, deliver=print, arrived_s=0.0, stop=[]))

@@ -261,7 +261,7 @@ def problem_of(status: int, body: bytes, field: str | None = None) -> str | None
     """What is wrong with a reply to a bad request with this wrong field; None: nothing."""
     if not 400 <= status < 500:
         return f"status {status}: {body[:200]!r}"
-    if body == b"Invalid HTTP request received.":  # by uvicorn
+    if status == 400 and not body:  # by uvicorn: text, up to the end of the connection
         return None
     try:
         error = json.loads(body)["error"]
@@ -373,7 +373,8 @@ async def _exchange(port: int, data: bytes) -> list[tuple[int, bytes]]:
             if status == 100:
                 continue
             headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
-            found.append((status, await reader.readexactly(int(headers.get(b"content-length", b"0")))))
+            length = headers.get(b"content-length")
+            found.append((status, b"" if length is None else await reader.readexactly(int(length))))
             if headers.get(b"connection") == b"close" or len(found) == max(1, data.count(b" HTTP/1.1\r\n")):
                 break
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -397,7 +398,7 @@ def test_bytes_on_the_socket(server):
                 problems[name] = f"replies {found}"
             elif problem := problem_of(*found[0]):
                 problems[name] = problem
-            sent.update(str(status) for status, _ in found)
+            sent.update(str(status) for status, body in found if body.startswith(b"{"))  # else by uvicorn
             assert (await _exchange(server.port, _GOOD))[0][0] == 200, name
 
     asyncio.run(asyncio.wait_for(send_all(), HANG_S))

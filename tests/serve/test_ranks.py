@@ -1,23 +1,10 @@
-"""The store for reports of ranks, alone: who can reach it."""
+"""What a rank sends of unfinished answers."""
 
 from __future__ import annotations
 
-import errno
-import socket
 from types import SimpleNamespace
 
-import torch
-
-from megatron_hybrid_prefix.serve.ranks import RankEngine, listening_store
-
-
-def test_the_store_listens_on_its_own_address_only():
-    store = listening_store("127.0.0.1")
-    other = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False)
-    other.set("report 1", "x")
-    assert store.get("report 1") == b"x"
-    with socket.socket() as stranger:  # 127.0.0.2 is another address of this host
-        assert stranger.connect_ex(("127.0.0.2", store.port)) == errno.ECONNREFUSED
+from megatron_hybrid_prefix.serve.ranks import RankEngine
 
 
 def test_tokens_of_a_request_that_replays_its_answer_are_sent_once():

@@ -63,7 +63,6 @@ class Server(Endpoint):
         cache_gb: float | None = None,
         engine_fields: dict[str, Any] | None = None,
         engine: Any = None,
-        header_s: float = 60.0,
         tokenizer: Any = TOKENIZER,
         **options: Any,
     ) -> None:
@@ -85,7 +84,7 @@ class Server(Endpoint):
         self.listener = serve.listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = HttpServer(self.app, drain_s=5.0, read_s=header_s, log_level="error")
+        self._server = HttpServer(self.app, drain_s=5.0, log_level="error")
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]})
 
     @property
