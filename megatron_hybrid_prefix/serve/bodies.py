@@ -252,8 +252,8 @@ class CompletionBody(Body):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts: texts, or token ids."""
-        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-        return self.prompt if several else [self.prompt]  # type: ignore[return-value]  # which mypy cannot know
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
 
     @property
     def echoes(self) -> bool:

@@ -75,21 +75,6 @@ class GenerationRequest:
             | ({"cache_breakpoints": breakpoints} if breakpoints else {})
         )
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether it is a chat."""
-        return isinstance(self.body, ChatBody)
-
-    @property
-    def is_completion(self) -> bool:
-        """Whether it is a completion."""
-        return isinstance(self.body, CompletionBody)
-
-    @property
-    def is_ids(self) -> bool:
-        """Whether it is neither, and its answer has ids in place of a text."""
-        return isinstance(self.body, GenerateBody)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
@@ -114,9 +99,9 @@ class ServedModel:
     tokenizer: Tokenizer
     vocab_size: int
     chat: ChatForm
-    add_bos: bool
     check_fits: Callable[[int, int], None]
     limit_tokens: int
+    add_bos: bool = False
     gives_prompt_log_probs: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     caches: bool = True

@@ -15,10 +15,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-pytest.importorskip("prometheus_client")
-
 from megatron_hybrid_prefix.serve import bodies
 from megatron_hybrid_prefix.serve.bodies import (
     UNSUPPORTED,
@@ -32,9 +28,8 @@ from megatron_hybrid_prefix.serve.bodies import (
     read_fields,
 )
 from tests.harness.limits import HANG_S
-from tests.serve.test_serve import ADMIN, Server, running
+from tests.serve.test_serve import ADMIN, BODY_BYTES, Server
 
-BODY_BYTES = 64 << 10
 HALF = "\ud800"  # of a surrogate pair
 DEEP: Any = None
 for _ in range(300):
@@ -105,7 +100,10 @@ TABLE: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "/tokenize": [({"model": "gpt"}, "model"), ({"messages": [1]}, "messages[0]")],
     "/detokenize": [({"model": "gpt"}, "model"), ({"tokens": [512]}, "tokens")],
-    "/admin/explain": [({"request": {"prompt": "x", "colour": 1, "n": 0}}, "n"), ({"tenant": "a"}, "tenant")],
+    "/admin/explain": [
+        ({"request": {"prompt": "x", "n": 0}}, "n"), ({"tenant": "a"}, "tenant"), ({"request": {"prompt": ["a", "b"]}}, "request"),
+        ({"request": {"prompt": "x", "model": "other"}}, "model"), ({"request": {"prompt": "x" * 2000}}, "prompt"),
+    ],
 }  # fmt: skip
 # What is no JSON, or none that this server accepts. "{}" is the rest of a good body.
 NOT_JSON = {
@@ -238,12 +236,6 @@ def test_there_are_as_many_cases_as_it_takes():
     cases = list(json_cases())
     assert len({case[:2] for case in cases}) == len(cases) >= 700
     assert len(RAW) >= 30
-
-
-@pytest.fixture(scope="module")
-def server(tiny: Any) -> Iterator[Server]:
-    with running(tiny, body_bytes=BODY_BYTES, read_s=HANG_S) as server:
-        yield server
 
 
 def replies(server: Server) -> Counter[tuple[str, str]]:

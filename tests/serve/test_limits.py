@@ -16,10 +16,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("prometheus_client")
-pytest.importorskip("tokenizers")
-
 from megatron_hybrid_prefix.serve.app import Api, Limits
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.front import is_loopback

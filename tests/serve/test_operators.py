@@ -14,11 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-pytest.importorskip("prometheus_client")
-
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -32,12 +27,6 @@ from tests.harness.limits import HANG_S, wait_until
 from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
-
-
-@pytest.fixture(scope="module")
-def server(tiny: Any) -> Iterator[Server]:
-    with running(tiny) as server:
-        yield server
 
 
 # --- Metrics and the dashboard ---------------------------------------------------------------------------------------

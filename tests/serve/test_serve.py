@@ -18,36 +18,31 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-pytest.importorskip("prometheus_client")
-pytest.importorskip("starlette")
+from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
+from megatron_hybrid_prefix.cli import serve
+from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.serve.app import make_app
+from megatron_hybrid_prefix.serve.chat_template import ChatForm
+from megatron_hybrid_prefix.serve.detokenizer import TextStream
+from megatron_hybrid_prefix.serve.event_stream import to_json
+from megatron_hybrid_prefix.serve.http_server import HttpServer
+from megatron_hybrid_prefix.serve.metrics import families_of, prefix_samples
+from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts
+from tests.engine.test_not_finite import embedding
+from tests.harness.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes
+from tests.harness.limits import HANG_S, wait_until
+from tests.harness.server_process import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Endpoint, post
 
 ROOT = Path(__file__).resolve().parents[2]
-
-from hypothesis import example, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from megatron_hybrid_prefix import HybridPrefixConfig, build_engine  # noqa: E402
-from megatron_hybrid_prefix.cli import serve  # noqa: E402
-from megatron_hybrid_prefix.console.terminal import InputError  # noqa: E402
-from megatron_hybrid_prefix.metrics import PrefixStats  # noqa: E402
-from megatron_hybrid_prefix.serve.app import make_app  # noqa: E402
-from megatron_hybrid_prefix.serve.chat_template import ChatForm  # noqa: E402
-from megatron_hybrid_prefix.serve.detokenizer import TextStream  # noqa: E402
-from megatron_hybrid_prefix.serve.event_stream import to_json  # noqa: E402
-from megatron_hybrid_prefix.serve.http_server import HttpServer  # noqa: E402
-from megatron_hybrid_prefix.serve.metrics import families_of, prefix_samples  # noqa: E402
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer  # noqa: E402
-from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts  # noqa: E402
-from tests.engine.test_not_finite import embedding  # noqa: E402
-from tests.harness.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes  # noqa: E402
-from tests.harness.limits import HANG_S, wait_until  # noqa: E402
-from tests.harness.server_process import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Endpoint  # noqa: E402
-
 TOKENIZER = ByteTokenizer(512)
+BODY_BYTES = 64 << 10
 
 
 class Server(Endpoint):
@@ -155,12 +150,6 @@ def held(server: Server, monkeypatch: pytest.MonkeyPatch, steps: int = 20) -> It
             yield go_on
         finally:
             go_on.set()
-
-
-@pytest.fixture(scope="module")
-def server(tiny: Any) -> Iterator[Server]:
-    with running(tiny) as server:
-        yield server
 
 
 def cached(answer: Any) -> int:
@@ -271,6 +260,7 @@ def test_streamed_text_is_the_unstreamed(server, salt, chat):
 
 def test_salts_share_nothing(server):
     client = server.client()
+    assert server.send("/admin/reset_cache", b"", ADMIN)[0] == 200
     order = ["x", "y", "x", "y", None, None, "z"]
     found = [cached(complete(client, extra={} if salt is None else {"cache_salt": f"salts {salt}"})) for salt in order]
     assert found == [0, 0, HIT, HIT, 0, HIT, 0]
@@ -580,7 +570,7 @@ def test_a_client_that_goes_away_frees_its_place(server, salt, streamed, monkeyp
     async def leave() -> None:
         body = json.dumps(COMPLETION | salt | {"max_tokens": 1000, "ignore_eos": True, "stream": streamed}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(_post("/v1/completions", body))
+        writer.write(post("/v1/completions", body))
         if streamed:
             await reader.readuntil(b"data: ")
         else:
@@ -599,17 +589,11 @@ def test_a_client_that_goes_away_frees_its_place(server, salt, streamed, monkeyp
     assert after[key] == before[key] + 1
 
 
-def _post(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    head += f"content-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
 async def _raw(server: Endpoint, path: str, body: bytes, *, send_bytes: int | None = None) -> tuple[int, bytes]:
     """Status and body of a response; or sends only part of the request and disconnects."""
     reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
     try:
-        writer.write(_post(path, body)[:send_bytes])
+        writer.write(post(path, body, "connection: close")[:send_bytes])
         if send_bytes is not None:
             await writer.drain()
             return 0, b""
