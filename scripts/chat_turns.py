@@ -88,7 +88,7 @@ def main(folder: Path) -> None:
     served = ServedModel(model="m", tokenizer=tokenizer, chat=chat, **fields)  # type: ignore[arg-type]  # several types
     api = Api(AtOnce(), served, Limits(sequences=9), ServerMetrics(1))
     listener = bound_socket("127.0.0.1", 0)
-    server = HttpServer(api.app(), drain_s=0.0, read_s=60.0, log_level="warning")
+    server = HttpServer(api.app(), drain_s=0.0, log_level="warning")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started:

@@ -17,7 +17,7 @@ routes:
 A response says in usage.prompt_tokens_details.cached_tokens how many prompt tokens were skipped.
 
 Requests have OpenAI's fields, vLLM's for sampling ("top_k", "min_p", ...), and for the cache "cache_salt", "cache_read",
-"cache_write" and "cache_breakpoints"; docs/server-fields.md lists them. Other fields are an error, as with OpenAI.
+"cache_write" and "cache_breakpoints"; docs/server.md lists them. Unknown fields are ignored, and named once in the log.
 
 --api-keys: each line of the file is "NAME KEY". Requests with keys of different names share nothing.
 
@@ -75,7 +75,7 @@ def make_parser() -> ArgumentParser:
     add("--max-waiting", type=options.whole_number, default=256, metavar="N", help=text)
     text = "most answers that run or wait for one name of --api-keys; further requests get 429 (default: no limit)"
     add("--max-per-tenant", type=options.positive_int, metavar="N", help=text)
-    text = "seconds that the headers of a request, and its body, may take (default: %(default)s)"
+    text = "seconds that the body of a request may take (default: %(default)s)"
     add("--read-timeout", type=options.positive_float, default=60.0, metavar="S", help=text)
     text = "seconds that a step of the engine may take before /health says 503 (default: %(default)s)"
     add("--step-timeout", type=options.positive_float, default=300.0, metavar="S", help=text)
@@ -211,7 +211,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
     keys = read_keys(args.api_keys)
     tokenizer = tokenizer_of(args, config.vocab_size)
     sampling = default_sampling(args)
-    from megatron_hybrid_prefix.serve.access_log import start_logging
+    from megatron_hybrid_prefix.serve.front import start_logging
 
     start_logging(access_log=not args.no_access_log)
     chat = load_chat_form(args.chat_template, tokenizer_folder(args), plain=args.hf is None)
@@ -237,7 +237,7 @@ def run(argv: Sequence[str] | None, interrupt: Interrupt) -> int:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         from megatron_hybrid_prefix.serve.app import make_app
-        from megatron_hybrid_prefix.serve.gate import is_loopback
+        from megatron_hybrid_prefix.serve.front import is_loopback
 
         app_of = partial(
             make_app,
@@ -271,7 +271,7 @@ def serve_http(app: Any, listener: socket.socket, args: argparse.Namespace) -> N
 
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after it has stopped
     options: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
-    HttpServer(app, drain_s=args.drain_time, read_s=args.read_timeout, **options).run(sockets=[listener])
+    HttpServer(app, drain_s=args.drain_time, **options).run(sockets=[listener])
     if app.state.backend.is_running:
         # The interpreter cannot end with a thread in the middle of a step.
         logging.warning("a step of the engine still runs; the process ends without it")
@@ -282,35 +282,29 @@ def serve_http(app: Any, listener: socket.socket, args: argparse.Namespace) -> N
 def serve_replicas(
     app_of: Callable[..., Any], engine: Any, platform: Any, listener: socket.socket, args: argparse.Namespace
 ) -> NoReturn:
-    """Serves on rank 0 of several ranks, and stops all of them at the end. The process ends with this call."""
+    """Serves on rank 0 of several ranks, and stops the others at the end. The process ends with this call."""
     from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
-    from megatron_hybrid_prefix.serve.ranks import Board, RankEngine, leave, own_address
+    from megatron_hybrid_prefix.serve.ranks import RankEngine, leave, own_address
     from megatron_hybrid_prefix.serve.replicas import ReplicaLoop
 
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ended_well = False
     coordinator = CoordinatorProcess(engine, own_address())
-    backend = board = None
     try:
-        board = Board(engine)
-        rank = RankEngine(engine, board, coordinator.port)
+        rank = RankEngine(engine, coordinator.port)
         rank.wait_until_connected()
         coordinator.wait_until_ready(_CONNECT_S)
-
-        def make_backend(on_first_token: Callable[[float, bool], None]) -> Any:
-            nonlocal backend
-            backend = ReplicaLoop(
-                rank, coordinator, board, on_first_token, on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM)
-            )
-            return backend
-
-        serve_http(app_of(make_backend=make_backend, replicas=platform.dp), listener, args)
+        make_backend = partial(ReplicaLoop, rank, coordinator, platform.dp, on_failure=stop)
+        app = app_of(make_backend=make_backend, replicas=platform.dp)
+        serve_http(app, listener, args)
+        ended_well = app.state.backend.ended_well
     except Exception:
         logging.exception("the server ends")
-        raise
     finally:
         coordinator.stop()
-        if board is not None and (backend is None or not backend.ended_well):
-            board.processes.end_all()  # other ranks may hang, and this process would wait for them
-    leave(0)
+    leave(0 if ended_well else 1)  # other ranks may hang, and the interpreter would wait for them
 
 
 main = as_main(run)

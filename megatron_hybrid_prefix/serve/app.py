@@ -11,9 +11,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -21,20 +21,17 @@ from anyio import from_thread, to_thread
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_hybrid_prefix._version import __version__
-from megatron_hybrid_prefix.serve.access_log import ServerApp
 from megatron_hybrid_prefix.serve.backend import Backend
 from megatron_hybrid_prefix.serve.bodies import DetokenizeBody, ExplainBody, TokenizeBody, read_fields, read_json
-from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
 from megatron_hybrid_prefix.serve.errors import ApiError, bad, model_not_found, short, stopping
-from megatron_hybrid_prefix.serve.event_stream import EventStream, FiniteJson, unless_gone
-from megatron_hybrid_prefix.serve.gate import Gate
+from megatron_hybrid_prefix.serve.event_stream import EventStream, to_json, unless_gone
+from megatron_hybrid_prefix.serve.front import ServerApp
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read_request, text_tokens
@@ -78,17 +75,11 @@ def make_app(
     engine: Any,
     tokenizer: Tokenizer,
     *,
-    model: str,
-    vocab_size: int,
-    chat: ChatForm,
     max_waiting: int = 256,
     on_start: Callable[[], None] = lambda: None,
     make_backend: Callable[[Callable[[float, bool], None]], Backend] | None = None,
     replicas: int = 1,
-    add_bos: bool = False,
-    default_sampling: Mapping[str, Any] | None = None,
-    caches: bool = True,
-    **limits: Any,
+    **options: Any,
 ) -> Starlette:
     """Builds the ASGI application around an engine of ``build_engine``.
 
@@ -101,31 +92,27 @@ def make_app(
         on_start: Called when the server listens.
         make_backend: Makes a `Backend`. Its argument is the function to call at each first token.
         replicas: Number of engines behind the backend.
-        model, vocab_size, chat, add_bos, default_sampling, caches: As of `ServedModel`.
-        **limits: The other fields of `Limits`.
+        **options: The other fields of `Limits`, and those of `ServedModel` that the engine does not decide.
     """
     from megatron_hybrid_prefix.mcore.runner import check_fits
     from megatron_hybrid_prefix.upstream.blocks import block_counts  # imports megatron
 
     context = engine.context
     kv_tokens = block_counts(context.kv_block_allocator).active * context.block_size_tokens
+    names = {field.name for field in fields(Limits)} & options.keys()
+    sequences = replicas * context.max_requests + max_waiting
+    limits = Limits(sequences=sequences, **{name: options.pop(name) for name in names})
     served = ServedModel(
-        model=model,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        chat=chat,
-        add_bos=add_bos,
         check_fits=partial(check_fits, engine),
         limit_tokens=min(context.max_sequence_length, kv_tokens),
         gives_prompt_log_probs=not context.config.materialize_only_last_token_logits,
-        default_sampling=default_sampling or {},
-        caches=caches,
         has_drafts=engine.num_speculative_tokens > 0,
+        **options,
     )
     metrics = ServerMetrics(replicas)
     backend = (make_backend or partial(EngineLoop, engine))(metrics.first_token)
-    sequences = replicas * context.max_requests + max_waiting
-    return Api(backend, served, Limits(sequences=sequences, **limits), metrics).app(on_start)
+    return Api(backend, served, limits, metrics).app(on_start)
 
 
 class Api:
@@ -170,21 +157,15 @@ class Api:
         ]
         handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _server_error}
         paths = frozenset(route.path for route in routes)
-        gate = Middleware(Gate, is_private=self._limits.is_private and not self._limits.keys)
-        app = ServerApp(
-            paths, self._metrics, routes=routes, middleware=[gate], lifespan=lifespan, exception_handlers=handlers
-        )
+        is_private = self._limits.is_private and not self._limits.keys
+        options: Any = {"routes": routes, "lifespan": lifespan, "exception_handlers": handlers}
+        app = ServerApp(paths, self._metrics, is_private=is_private, **options)
         app.state.backend, app.state.api = self._engine, self
         return app
 
-    def count_malformed(self) -> None:
-        """Counts a reply to bytes that are not HTTP."""
-        self._metrics.http.labels("other", 400).inc()
-
-    def refuse_more(self, drain_s: float = 0.0) -> None:
-        """The server is told to stop: further requests get 503, open ones may go on for ``drain_s`` seconds."""
+    def refuse_more(self) -> None:
+        """The server is told to stop: further requests get 503, open ones may go on."""
         self._stopping = True
-        self._engine.will_end(drain_s)
 
     def end_all(self) -> None:
         """Ends all requests with an error: the server stops now."""
@@ -270,7 +251,9 @@ class Api:
             if ends_here:
                 generation.close()
                 on_end(generation, gone)
-        return EventStream(generation, chunks, answer, on_end) if streamed else FiniteJson(answer)
+        if streamed:
+            return EventStream(generation, chunks, answer, on_end)
+        return Response(to_json(answer), media_type="application/json")
 
     def _count(self, request: Request, generation: Generation, gone: bool) -> None:
         usage = generation.usage()
@@ -347,8 +330,7 @@ class Api:
         given = _bearer(request)
         found = [name for key, name in self._limits.keys.items() if hmac.compare_digest(key.encode(), given)]
         if not found:
-            message = "Incorrect API key provided." if given else "You didn't provide an API key."
-            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            raise _unauthorized("Incorrect API key provided." if given else "You didn't provide an API key.")
         return found[0]
 
     # -- other routes --------------------------------------------------------------------------------------------------
@@ -408,9 +390,7 @@ class Api:
         return JSONResponse({"version": __version__})
 
     async def _health(self, request: Request) -> Response:
-        self._check_engine()
-        self._check_step()
-        replicas = self._replicas()
+        replicas = self._check_step()
         health: dict[str, Any] = {
             "status": "ok" if set(replicas.values()) == {"ok"} else "degraded",
             "open_sequences": self._engine.open_sequences,
@@ -418,36 +398,30 @@ class Api:
         }
         return JSONResponse(health if len(replicas) == 1 else health | {"replicas": replicas})
 
-    def _replicas(self) -> dict[str, str]:
-        """The state of each replica: ok, stuck in a step, or lost."""
+    def _check_step(self) -> dict[str, str]:
+        """The state of each replica: ok, stuck in a step, or lost. Raises ApiError if none is ok."""
+        self._check_engine()
         steps_s = self._engine.replica_steps_s.items()
         states = {name: "stuck" if step_s > self._limits.step_s else "ok" for name, step_s in steps_s}
         states |= dict.fromkeys(self._engine.lost_replicas, "lost")
-        return dict(sorted(states.items(), key=lambda state: int(state[0])))
-
-    def _check_step(self) -> None:
-        if "ok" not in self._replicas().values():
+        if "ok" not in states.values():
             message = f"The engine's current step takes longer than {self._limits.step_s:g} s."
             raise ApiError(503, message, code="engine_stuck")
+        return dict(sorted(states.items(), key=lambda state: int(state[0])))
 
     async def _health_generate(self, request: Request) -> Response:
         """Generates one token. Anybody may ask, so one such request runs at a time."""
-        self._check_engine()
         self._check_step()
-        if self._probing is None:
+        if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._generate_one())
-            self._probing.add_done_callback(self._probed)
+            # asyncio complains if nobody asks for its error, and all clients may have left
+            self._probing.add_done_callback(lambda probing: probing.cancelled() or probing.exception())
         try:
             await asyncio.shield(self._probing)
         except TimeoutError:
             message = f"No token within {self._limits.step_s:g} s."
             raise ApiError(503, message, code="engine_stuck") from None
         return JSONResponse({"status": "ok"})
-
-    def _probed(self, probing: asyncio.Task[None]) -> None:
-        self._probing = None
-        if not probing.cancelled():
-            probing.exception()  # asyncio complains if nobody asks for it, and all clients may have left
 
     async def _generate_one(self) -> None:
         """Generates one token, then or after a time limit is done with it: the next probe may go to another replica.
@@ -470,7 +444,7 @@ class Api:
         self._metrics.gauges = {
             "open_sequences": self._engine.open_sequences,
             "engine_failures": self._engine.failures,
-            "step_seconds": self._engine.step_s,
+            "step_seconds": max(self._engine.replica_steps_s.values(), default=0.0),
         }
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._metrics.registry), headers={"content-type": content_type})
@@ -507,14 +481,16 @@ class Api:
         if token is None:
             raise ApiError(404, "This server was started without an admin token.", code="not_found")
         if not hmac.compare_digest(token.encode(), _bearer(request)):
-            raise ApiError(
-                401, "Incorrect admin token.", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
-            )
+            raise _unauthorized("Incorrect admin token.")
 
 
 def _bearer(request: Request) -> bytes:
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     return value.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the bytes that were sent
+
+
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

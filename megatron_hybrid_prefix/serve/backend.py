@@ -85,13 +85,8 @@ class Backend(ABC):
         """Why the backend cannot generate any more; None while it can."""
 
     @property
-    def step_s(self) -> float:
-        """Seconds since the engine began its current step; 0 between steps. Of several replicas, the longest."""
-        return max(self.replica_steps_s.values(), default=0.0)
-
-    @property
     def replica_steps_s(self) -> dict[str, float]:
-        """The same of each replica that can generate, by name."""
+        """Seconds since each replica that can generate began its current step, by name; 0 between steps."""
         return {"0": 0.0}
 
     @property
@@ -111,10 +106,6 @@ class Backend(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Stops the backend. Unfinished tasks get no more updates."""
-
-    def will_end(self, drain_s: float) -> None:
-        """The server is told to stop; `stop` is called at the latest when ``drain_s`` seconds and a few have passed."""
-        del drain_s
 
     @abstractmethod
     def submit(self, task: GenerationTask) -> None:

@@ -6,15 +6,16 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.generation import Generation
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class EventStream(StreamingResponse):
@@ -63,11 +64,10 @@ async def _events(first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) 
 
 def to_json(data: Any) -> str:
     """JSON, which has no NaN and no infinity: null in their place. A log-prob of a token that cannot be drawn is -inf."""
-    dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
-        return dumps(data)
+        return _encode(data)
     except ValueError:
-        return dumps(_without_nan(data))
+        return _encode(_without_nan(data))
 
 
 def _without_nan(data: Any) -> Any:
@@ -76,14 +76,6 @@ def _without_nan(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_without_nan(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-class FiniteJson(JSONResponse):
-    """A response of `to_json`."""
-
-    def render(self, content: Any) -> bytes:
-        """See `to_json`."""
-        return to_json(content).encode()
 
 
 async def unless_gone[T](receive: Receive, work: Awaitable[T]) -> T:

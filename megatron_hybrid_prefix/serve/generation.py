@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
+from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, GenerateBody
 from megatron_hybrid_prefix.serve.detokenizer import (
     TextStream,
     TokenNote,
@@ -40,7 +41,7 @@ class Choice:
         tokenizer: Tokenizer,
     ) -> None:
         self.index, self.prompt, self.task = index, prompt, task
-        all_notes = request.is_ids or request.body.return_token_ids
+        all_notes = isinstance(request.body, GenerateBody) or request.body.return_token_ids
         self.text = TextStream(
             tokenizer, task.stop, min_tokens=request.body.min_tokens, all_notes=all_notes, before=prompt.tokens
         )
@@ -84,7 +85,9 @@ class Choice:
             text += self.text.finish()
             at_end = not self.text.stopped and self.tokens >= self._most_tokens
             self.finish_reason = "length" if at_end and not ended else "stop"
-        return text, self.text.notes(last=self.finish_reason is not None or self._request.is_ids)
+        return text, self.text.notes(
+            last=self.finish_reason is not None or isinstance(self._request.body, GenerateBody)
+        )
 
     def _take_prompt(self, update: Update) -> None:
         body, tokens, log_probs = self._request.body, self.prompt.tokens, update.prompt_log_probs
@@ -124,7 +127,9 @@ class Generation:
     ) -> None:
         self._on_gap = on_gap
         self.request, self._engine = request, engine
-        self.id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        kinds = (CompletionBody, ChatBody, GenerateBody)
+        self._is_completion, self._is_chat, self._is_ids = (isinstance(request.body, kind) for kind in kinds)
+        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._model = served.model
         self._updates: asyncio.Queue[tuple[Choice, Update]] = asyncio.Queue()
@@ -214,22 +219,14 @@ class Generation:
             notes[choice.index] += some
         choices = []
         for choice in self.choices:
-            entry: dict[str, Any] = {
-                "index": choice.index,
-                "logprobs": self._logprobs(choice, notes[choice.index], is_first=True),
-                "finish_reason": choice.finish_reason,
-                **self._ids(notes[choice.index]),
-                **self._prompt_ids(choice, of_choice=True),
-            }
-            if self.request.is_chat:
-                entry["message"] = {"role": "assistant", "content": texts[choice.index], "refusal": None}
-            elif self.request.is_completion:
-                entry["text"] = texts[choice.index]
-                if self.request.body.prompt_logprobs is not None:
-                    entry["prompt_logprobs"] = choice.prompt_logprobs
+            text = texts[choice.index]
+            said = {"role": "assistant", "content": text, "refusal": None} if self._is_chat else text
+            entry = self._entry(choice, said, notes[choice.index], choice.finish_reason, is_first=True)
+            if self._is_completion and self.request.body.prompt_logprobs is not None:
+                entry["prompt_logprobs"] = choice.prompt_logprobs
             choices.append(entry)
         answer = self._envelope("", choices) | {"usage": self.usage()}
-        if not self.request.is_completion and self.request.body.prompt_logprobs is not None:
+        if not self._is_completion and self.request.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self.choices[0].prompt_logprobs
         return answer | self._prompt_ids(self.choices[0], of_choice=False)
 
@@ -244,7 +241,7 @@ class Generation:
             is_first = choice not in begun
             begun.add(choice)
             last = choice.finish_reason
-            if self.request.is_chat:
+            if self._is_chat:
                 if is_first:
                     yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, [], is_first=True)
                 if text or notes:
@@ -260,47 +257,53 @@ class Generation:
     def _shown_prompt(self, choice: Choice) -> str:
         return choice.prompt.text if self.request.body.echoes else ""
 
+    def _entry(
+        self, choice: Choice, said: Any, notes: list[TokenNote], finish_reason: str | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        """An entry of ``choices``, with what the answer or the chunk says."""
+        name = ("delta" if self.request.body.stream else "message") if self._is_chat else "text"
+        entry: dict[str, Any] = {"index": choice.index} | ({} if self._is_ids else {name: said})
+        entry |= {"logprobs": self._logprobs(choice, notes, is_first=is_first), "finish_reason": finish_reason}
+        return entry | self._ids(notes) | (self._prompt_ids(choice, of_choice=True) if is_first else {})
+
     def _chunk(
         self,
         choice: Choice,
-        delta: dict[str, Any] | str,
+        said: Any,
         notes: list[TokenNote],
         finish_reason: str | None = None,
         *,
         is_first: bool = False,
     ) -> dict[str, Any]:
-        said = {} if self.request.is_ids else {"delta" if self.request.is_chat else "text": delta}
-        logprobs = self._logprobs(choice, notes, is_first=is_first)
-        entry: dict[str, Any] = {"index": choice.index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
-        entry |= self._ids(notes) | (self._prompt_ids(choice, of_choice=True) if is_first else {})
+        entry = self._entry(choice, said, notes, finish_reason, is_first=is_first)
         chunk = self._envelope(".chunk", [entry]) | (self._prompt_ids(choice, of_choice=False) if is_first else {})
         if self.request.body.stream_options.continuous_usage_stats:
             return chunk | {"usage": self.usage()}
         return chunk | {"usage": None} if self.request.body.stream_options.include_usage else chunk
 
     def _ids(self, notes: list[TokenNote]) -> dict[str, list[int]]:
-        is_asked = self.request.is_ids or self.request.body.return_token_ids
+        is_asked = self._is_ids or self.request.body.return_token_ids
         return {"token_ids": [note.token for note in notes]} if is_asked else {}
 
     def _prompt_ids(self, choice: Choice, *, of_choice: bool) -> dict[str, list[int]]:
         """As vLLM has them: of completions, which may have several prompts, they are in the choice."""
-        is_here = self.request.body.return_token_ids and of_choice == self.request.is_completion
+        is_here = self.request.body.return_token_ids and of_choice == self._is_completion
         return {"prompt_token_ids": choice.prompt.tokens} if is_here else {}
 
     def _logprobs(self, choice: Choice, notes: list[TokenNote], *, is_first: bool) -> dict[str, Any] | None:
         before = choice.prompt_notes if is_first else []
         if self.request.body.top_tokens is None or (self.request.body.stream and not notes and not before):
             return None
-        if self.request.is_ids or self.request.body.return_tokens_as_token_ids:
+        if self._is_ids or self.request.body.return_tokens_as_token_ids:
             before, notes = [note.named_by_id() for note in before], [note.named_by_id() for note in notes]
-        if not self.request.is_completion:
+        if not self._is_completion:
             return chat_logprobs(notes)
         moved = [replace(note, offset=note.offset + len(self._shown_prompt(choice))) for note in notes]
         return completion_logprobs([*before, *moved])
 
     def _envelope(self, suffix: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        name = f"chat.completion{suffix}" if self.request.is_chat else "text_completion"
-        kind = {"request_id": self.id} if self.request.is_ids else {"object": name}
+        name = f"chat.completion{suffix}" if self._is_chat else "text_completion"
+        kind = {"request_id": self.id} if self._is_ids else {"object": name}
         return {"id": self.id, **kind, "created": self.created, "model": self._model, "choices": choices}
 
 

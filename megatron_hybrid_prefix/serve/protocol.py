@@ -11,10 +11,16 @@ from typing import Any
 
 from megatron_hybrid_prefix.errors import FieldError
 from megatron_hybrid_prefix.sampling import SamplingOptions, check_tokens
-from megatron_hybrid_prefix.serve.bodies import MOST_SEQUENCES, Body, ChatBody, CompletionBody, read_fields
+from megatron_hybrid_prefix.serve.bodies import (
+    MOST_SEQUENCES,
+    Body,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    read_fields,
+)
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
-from megatron_hybrid_prefix.serve.generate_body import GenerateBody
 from megatron_hybrid_prefix.tokenizer import Tokenizer, TokensBefore, begun, other_ends
 
 # Per token of a text that is tokenized at once. Ordinary text has 3 to 5, but a token may have any number, so a longer text
@@ -69,21 +75,6 @@ class GenerationRequest:
             | ({"cache_breakpoints": breakpoints} if breakpoints else {})
         )
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether it is a chat."""
-        return isinstance(self.body, ChatBody)
-
-    @property
-    def is_completion(self) -> bool:
-        """Whether it is a completion."""
-        return isinstance(self.body, CompletionBody)
-
-    @property
-    def is_ids(self) -> bool:
-        """Whether it is neither, and its answer has ids in place of a text."""
-        return isinstance(self.body, GenerateBody)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
@@ -108,9 +99,9 @@ class ServedModel:
     tokenizer: Tokenizer
     vocab_size: int
     chat: ChatForm
-    add_bos: bool
     check_fits: Callable[[int, int], None]
     limit_tokens: int
+    add_bos: bool = False
     gives_prompt_log_probs: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     caches: bool = True
@@ -146,7 +137,11 @@ def read_request(
         ApiError: The request is invalid.
     """
     if kind == "generate" and isinstance(inner := values.get("sampling_params"), dict):
-        values = _with_sampling(values, inner)
+        values = {name: value for name, value in values.items() if value is not None}
+        for name in values.keys() & inner.keys():
+            if values[name] != inner[name]:
+                raise bad(f"'{short(name)}' has another value in 'sampling_params'.", short(name))
+        values = inner | values
     says_how = any(values.get(name) is not None for name in _HOW)
     values = values | {
         name: value
@@ -159,7 +154,7 @@ def read_request(
         raise model_not_found(body.model)
     if isinstance(body, CompletionBody):
         param = "prompt"
-        read: list[Callable[[], Prompt]] = [partial(_prompt, param, item, body, served) for item in body.prompt]
+        read: list[Callable[[], Prompt]] = [partial(_prompt, param, item, body, served) for item in body.prompts]
     elif isinstance(body, ChatBody):
         param = "messages"
         read = [partial(_chat_prompt, body, served, check)]
@@ -189,25 +184,10 @@ def read_request(
         prompts=prompts,
         most_tokens=most_tokens,
         sampling=sampling,
-        stop=body.stop + (served.chat.stop if isinstance(body, ChatBody) else []),
+        stop=body.stops + (served.chat.stop if isinstance(body, ChatBody) else []),
         stop_tokens=stop_tokens,
         tenant=tenant,
     )
-
-
-_MOST_TOKENS = ("max_tokens", "max_completion_tokens")  # two names of one field
-
-
-def _with_sampling(values: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
-    """A body, and the fields of its ``sampling_params``. Fields that are only the body's are refused there, as are contradictions."""
-    for name, value in inner.items():
-        if name in ("model", "token_ids", "sampling_params"):
-            raise bad(f"'{name}' does not belong into 'sampling_params'.", "sampling_params", "unknown_parameter")
-        names = _MOST_TOKENS if name in _MOST_TOKENS else (name,)
-        others = [values[one] for one in names if value is not None and values.get(one) is not None]
-        if any(other != value or isinstance(other, bool) != isinstance(value, bool) for other in others):
-            raise bad(f"'{short(name)}' has another value in 'sampling_params'.", short(name))
-    return inner | {name: value for name, value in values.items() if value is not None}
 
 
 def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: frozenset[int]) -> dict[str, Any]:
@@ -215,7 +195,10 @@ def _sampling(body: Body, served: ServedModel, tenant: str | None, stop_tokens: 
     asked = {field.name: getattr(body, field.name) for field in dataclasses.fields(SamplingOptions)}
     options = SamplingOptions(
         **asked
-        | {"temperature": 0.0 if body.is_greedy else body.temperature, "logit_bias": tuple(body.logit_bias.items())}
+        | {
+            "temperature": 0.0 if body.is_greedy else body.temperature,
+            "logit_bias": tuple((int(token), bias) for token, bias in body.logit_bias.items()),
+        }
         | {"top_k": max(0, body.top_k), "top_p": body.top_p or 1.0}
         | {"min_tokens": body.min_tokens if stop_tokens or end >= 0 else 0}  # else nothing ends an answer early
     )
@@ -298,6 +281,7 @@ def chat_tokens(
     """
     try:
         text = served.chat.render(messages, begin_answer=begin_answer, variables=variables)
+        text.encode()  # arguments of a call are JSON in JSON, which may have half of a surrogate pair
     except ValueError as error:
         raise bad(str(error), "messages") from None
     has_own = add_special_tokens is None and served.chat.template is not None

@@ -1,8 +1,8 @@
 """`ReplicaLoop`: a `Backend` for data-parallel replicas, on rank 0.
 
 Rank 0 has the routes, megatron's coordinator (a separate process), a client of it, and the first rank of the first replica.
-Requests and aborts go through the coordinator to one replica, and new tokens come back the same way after each step. A
-replica is lost if one of its ranks ends. Its requests then get an error, and the other replicas go on.
+Requests and aborts go through the coordinator to one replica, and new tokens come back the same way after each step. The
+coordinator tells of a replica that it cannot reach: its requests get an error, and the other replicas go on. Torchrun then ends all.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ import zmq
 
 from megatron_hybrid_prefix.mcore.ranks.client import ReplicaClient
 from megatron_hybrid_prefix.mcore.ranks.coordinator import CoordinatorProcess
-from megatron_hybrid_prefix.mcore.ranks.messages import TELL_EXPLAIN, TELL_SNAPSHOT, Routing
+from megatron_hybrid_prefix.mcore.ranks.messages import TELL_ALIVE, TELL_EXPLAIN, TELL_SNAPSHOT, Routing
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update, new_output, refusal
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.metrics import Sample
-from megatron_hybrid_prefix.serve.ranks import END_S, LEAVE_S, REPORT_S, Board, RankEngine, call_later
+from megatron_hybrid_prefix.serve.ranks import END_S, RankEngine
 from megatron_hybrid_prefix.upstream.names import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_WATCH_S = 0.5
+_WATCH_S = 0.5  # between two questions whether the replicas are alive
 _SNAPSHOT_S = 0.5  # wait this long for replicas in a step
 _EXPLAIN_S = 10.0  # the same for an explanation
-_SILENT_S = 60.0  # a rank that has not reported for so long is lost
-_HURRY_S = 4 * REPORT_S  # at the end, it is not waited for after so long
+_SILENT_S = 2.0  # a replica without an answer for so long is in a step
 _CONNECT_S = 10.0  # for the coordinator's first reply
 
 
@@ -42,31 +41,30 @@ class ReplicaLoop(Backend):
     Args:
         rank: The engine of this process, connected.
         coordinator: The coordinator's process, ready.
-        board: Reports of all ranks.
+        replicas: Number of replicas.
         on_first_token: Called with the seconds since arrival and whether the cache was hit.
         on_failure: Called once the backend cannot generate any more.
 
     Attributes:
-        ended_well: Whether `stop` stopped all ranks. If not, some may hang.
+        ended_well: Whether `stop` stopped all ranks.
     """
 
     def __init__(
         self,
         rank: RankEngine,
         coordinator: CoordinatorProcess,
-        board: Board,
+        replicas: int,
         on_first_token: Callable[[float, bool], None],
         on_failure: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._rank, self._coordinator, self._board = rank, coordinator, board
+        self._rank, self._coordinator, self._replicas = rank, coordinator, range(replicas)
         self._on_first_token, self._on_failure = on_first_token, on_failure
         self._epoch = 0
         self._broken: str | None = None
         self._live: dict[int, GenerationTask] = {}
         self._lost: dict[int, str] = {}  # why, by replica
-        self._reports: dict[int, dict[str, Any]] = {}  # by rank
-        self._reported_s: dict[int, float] = {}  # when the last new one was seen
+        self._heard_s: dict[int, float] = {}  # when the last answer came, by replica
         self._answers: dict[int, dict[int, Any]] = {}  # by open question and replica
         self._answer_came, self._asked = asyncio.Event(), 0
         self._snapshots: dict[int, list[Sample]] = {}  # the last ones, by replica
@@ -137,6 +135,7 @@ class ReplicaLoop(Backend):
 
     def answered(self, replica: int, what: str, number: int, answer: str) -> None:
         found = json.loads(answer)
+        self._heard_s[replica] = time.monotonic()
         if what == TELL_SNAPSHOT:
             self._snapshots[replica] = found
         if number in self._answers:
@@ -158,12 +157,9 @@ class ReplicaLoop(Backend):
 
     @property
     def replica_steps_s(self) -> dict[str, float]:
-        steps_s = {str(number): 0.0 for number in range(self._board.replicas) if number not in self._lost}
-        for rank, report in self._reports.items():
-            name = str(self._board.replica_of_rank[rank])
-            if name in steps_s and report["step_s"]:
-                steps_s[name] = max(steps_s[name], report["step_s"] + time.monotonic() - self._reported_s[rank])
-        return steps_s
+        now_s = time.monotonic()
+        silent_s = {name: now_s - self._heard_s.get(name, now_s) for name in self._replicas if name not in self._lost}
+        return {str(name): 0.0 if since_s < _SILENT_S else since_s for name, since_s in silent_s.items()}
 
     @property
     def lost_replicas(self) -> frozenset[str]:
@@ -173,7 +169,7 @@ class ReplicaLoop(Backend):
         """See `Backend`. Replicas in a long step keep their last snapshot. Counters of lost replicas stay."""
         await self._ask(TELL_SNAPSHOT, _SNAPSHOT_S)
         found: dict[str, list[Sample]] = {}
-        for replica in range(self._board.replicas):
+        for replica in self._replicas:
             is_lost = replica in self._lost
             samples = self._snapshots.get(replica, [])
             kept = [sample for sample in samples if sample[0] == "counter" or not is_lost]
@@ -183,7 +179,7 @@ class ReplicaLoop(Backend):
     async def explain(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, dict[str, Any]]:
         answers = await self._ask(TELL_EXPLAIN, _EXPLAIN_S, prompt, sampling)
         late = {"error": f"no answer within {_EXPLAIN_S:g} s: it is in a long step, or lost"}
-        return {str(replica): answers.get(replica, late) for replica in range(self._board.replicas)}
+        return {str(replica): answers.get(replica, late) for replica in self._replicas}
 
     async def _ask(self, what: str, wait_s: float, prompt: Sequence[int] = (), sampling: Any = None) -> dict[int, Any]:
         """Asks all replicas, and waits for those that are not lost. Returns their answers."""
@@ -193,7 +189,7 @@ class ReplicaLoop(Backend):
             self._client.ask(number, what, list(prompt), sampling or {})
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    while set(range(self._board.replicas)) - set(self._lost) - answers.keys():
+                    while set(self._replicas) - set(self._lost) - answers.keys():
                         self._answer_came.clear()
                         await self._answer_came.wait()
         del self._answers[number]
@@ -201,41 +197,15 @@ class ReplicaLoop(Backend):
 
     async def _watch(self) -> None:
         while self._broken is None:
-            await asyncio.sleep(_WATCH_S)
-            try:
-                await self._read_reports()
-            except Exception:  # lost ranks are found also without reports
-                logger.exception("the reports of the ranks could not be read")
-            for rank, replica in enumerate(self._board.replica_of_rank):
-                why = self._why_lost(rank)
-                if why is not None:
-                    self._lose(replica, why)
+            await self._ask(TELL_ALIVE, _WATCH_S)
+            if self._rank.error is not None:
+                self._lose(0, self._rank.error)
             if not self._coordinator.is_alive:
                 self._break("the coordinator ended unexpectedly")
-
-    async def _read_reports(self) -> None:
-        now_s = time.monotonic()
-        for rank, report in (await asyncio.to_thread(self._board.reports)).items():
-            last = self._reports.get(rank)
-            if last is None or last["number"] < report["number"]:
-                self._reports[rank], self._reported_s[rank] = report, now_s
-
-    def _why_lost(self, rank: int) -> str | None:
-        report = self._reports.get(rank, {})
-        if report.get("error") is not None:
-            return str(report["error"])
-        if self._board.processes.has_ended(rank):
-            return f"the process of rank {rank} ended"
-        if self._silent_s(rank) > _SILENT_S:
-            return f"rank {rank} has given no sign of life for {_SILENT_S:g} s"
-        return None
-
-    def _silent_s(self, rank: int) -> float:
-        now_s = time.monotonic()
-        return now_s - self._reported_s.setdefault(rank, now_s)
+            await asyncio.sleep(_WATCH_S)
 
     def _lose(self, replica: int, why: str) -> None:
-        """Gives a replica up: it gets no more requests, and its ranks end. The coordinator says which requests it had."""
+        """Gives a replica up: it gets no more requests. The coordinator says which it had."""
         if replica in self._lost:
             return
         self._lost[replica] = why
@@ -243,8 +213,7 @@ class ReplicaLoop(Backend):
         logger.error("replica %d is lost: %s", replica, why)
         if self._client is not None:
             self._client.remove(replica)
-        self._board.give_up(replica)
-        if len(self._lost) == self._board.replicas:
+        if len(self._lost) == len(self._replicas):
             self._break(f"all replicas are lost; the last one: {why}")
 
     def _break(self, why: str) -> None:
@@ -264,20 +233,13 @@ class ReplicaLoop(Backend):
         self._client.connect(_CONNECT_S)
         self._watching = asyncio.create_task(self._watch())
 
-    def will_end(self, drain_s: float) -> None:
-        """See `Backend`. This process and those of the other ranks on its host end in time, whatever they do."""
-        self._stopping = True
-        self._board.will_end()
-        call_later(drain_s + END_S + LEAVE_S, self._board.processes.end_all)
-
     async def stop(self) -> None:
-        """Stops all replicas on all ranks. With a lost or stopped one this is not possible, see `ended_well`."""
+        """Stops all replicas on all ranks. With a lost one this is not possible, see `ended_well`."""
         assert self._watching is not None and self._client is not None
         self._stopping = True
         self._watching.cancel()
         try:
-            hang = any(self._silent_s(rank) > _HURRY_S for rank in range(len(self._board.replica_of_rank)))
-            if self._broken is None and not self._lost and not hang:
+            if self._broken is None and not self._lost:
                 async with asyncio.timeout(END_S):
                     self._client.pause_engines()
                     await self._rank.wait_until_paused()
@@ -290,5 +252,5 @@ class ReplicaLoop(Backend):
         except (RuntimeError, asyncio.CancelledError, zmq.ZMQError):
             logger.exception("the replicas did not stop")
         finally:
-            await asyncio.to_thread(self._coordinator.stop, LEAVE_S if self.ended_well else 0.0)
+            await asyncio.to_thread(self._coordinator.stop, END_S if self.ended_well else 0.0)
             self._client.stop()

@@ -25,6 +25,13 @@ PROMPT = "Keys and values lie in blocks, and a state at the ends of some of them
 HIT = len(PROMPT) // BLOCK * BLOCK
 
 
+def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
+    """The bytes of a request, whose body may be shorter than its length."""
+    size = f"content-length: {len(body) if length is None else length}"
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", size, *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
 class Endpoint:
     """A running server."""
 
@@ -47,6 +54,15 @@ class Endpoint:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream, without its end."""
+        data = json.dumps(body | {"stream": True}).encode()
+        asked = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=HANG_S) as answer:
+            lines = [line.decode().removeprefix("data: ").strip() for line in answer if line.strip()]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
 
     def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         """Samples by name (without the common prefix) and labels."""

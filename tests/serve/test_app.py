@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("prometheus_client")
-
 from megatron_hybrid_prefix.serve.app import Api, Limits
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
 from megatron_hybrid_prefix.serve.errors import ApiError
+from megatron_hybrid_prefix.serve.event_stream import EventStream
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import read_request
+from megatron_hybrid_prefix.serve.ranks import RankEngine
 from megatron_hybrid_prefix.serve.replicas import ReplicaLoop
 from tests.harness.limits import HANG_S
 from tests.serve.test_clients import served
@@ -99,7 +98,7 @@ def test_a_request_that_was_not_sent_to_a_replica_is_not_open():
         def submit(self, *_: Any) -> int:
             raise ConnectionError("nobody listens")
 
-    loop = ReplicaLoop(*[None] * 5)
+    loop = ReplicaLoop(None, None, 2, None, None)
     loop._client = Client()
     with pytest.raises(ConnectionError):
         loop.submit(GenerationTask(prompt=[1], sampling={}, deliver=print, arrived_s=0.0, stop=[]))
@@ -149,3 +148,54 @@ def test_what_is_asked_while_the_thread_ends_is_answered(monkeypatch):
         return await asyncio.wait_for(asked, HANG_S)
 
     assert asyncio.run(ask_in_between()) == 7
+
+
+class Closed:
+    """A generation that only notes that it was closed."""
+
+    def __init__(self):
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+def test_the_end_of_a_stream_is_told_when_sending_raises():
+    """Otherwise the places of its tenant would never be free again."""
+    generation, ends = Closed(), []
+
+    async def no_chunks():
+        return
+        yield
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        raise RuntimeError("no such connection")
+
+    stream = EventStream(generation, no_chunks(), {}, lambda *end: ends.append(end))
+    with pytest.raises(RuntimeError, match="no such connection"):
+        asyncio.run(stream({}, receive, send))
+    assert ends == [(generation, False)] and generation.closed == 1
+
+
+def test_tokens_of_a_request_that_replays_its_answer_are_sent_once():
+    """With ``exact="bits"``, a preempted request has no tokens until it has decoded them again."""
+    part = SimpleNamespace(
+        generated_tokens=[],
+        generated_log_probs=None,
+        generated_top_n_logprobs=None,
+        prompt_log_probs=None,
+        prompt_tokens=[1, 2],
+        num_cached_tokens=0,
+    )
+    rank, sent = RankEngine.__new__(RankEngine), []
+    rank._seen_tokens = {}
+    rank.engine = SimpleNamespace(
+        requests={7: SimpleNamespace(record=SimpleNamespace(requests=[part]))}, send_partials=sent.extend
+    )
+    for answer in ([], [5], [5, 6], [], [5], [5, 6], [5, 6, 7]):
+        part.generated_tokens = answer
+        rank._send_new_tokens()
+    assert [output["tokens"] for output in sent] == [[5], [6], [7]]

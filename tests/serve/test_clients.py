@@ -15,22 +15,19 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
+from starlette.requests import ClientDisconnect
 
-openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-pytest.importorskip("prometheus_client")
-
-from starlette.requests import ClientDisconnect  # noqa: E402
-
-from megatron_hybrid_prefix.serve import app  # noqa: E402
-from megatron_hybrid_prefix.serve.bodies import MOST_BREAKPOINTS  # noqa: E402
-from megatron_hybrid_prefix.serve.chat_template import ChatForm  # noqa: E402
-from megatron_hybrid_prefix.serve.detokenizer import TextStream, chat_logprobs, completion_logprobs  # noqa: E402
-from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read_request, text_tokens  # noqa: E402
-from tests.harness.engine_helpers import LOG_PROB_NOISE  # noqa: E402
-from tests.harness.limits import HANG_S, wait_until  # noqa: E402
-from tests.serve.test_serve import (  # noqa: E402
+from megatron_hybrid_prefix.serve import app
+from megatron_hybrid_prefix.serve.bodies import MOST_BREAKPOINTS
+from megatron_hybrid_prefix.serve.chat_template import ChatForm
+from megatron_hybrid_prefix.serve.detokenizer import TextStream, chat_logprobs, completion_logprobs
+from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read_request, text_tokens
+from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.limits import HANG_S, wait_until
+from tests.harness.server_process import post
+from tests.serve.test_serve import (
     CHAT,
     COMPLETION,
     LIMIT_TOKENS,
@@ -127,7 +124,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_is_given_up(server, monke
     async def leave() -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         body = json.dumps(CHAT).encode()
-        writer.write(_head("/v1/chat/completions", len(body)) + body)
+        writer.write(post("/v1/chat/completions", body))
         await asyncio.to_thread(reached.wait, HANG_S)
         writer.transport.abort()
 
@@ -180,21 +177,10 @@ def test_usage_in_every_chunk(server, salt, chat):
     path, body = ("/v1/chat/completions", CHAT) if chat else ("/v1/completions", COMPLETION)
     options = {"include_usage": True, "continuous_usage_stats": True}
     more = {"stream": True, "stream_options": options, "max_tokens": 5, "ignore_eos": True}
-    chunks = _events(server, path, body | salt | more)
+    chunks = server.events(path, body | salt | more)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 5 and len(counts) > 1
     assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
-
-
-def _events(server: Server, path: str, body: Any) -> list[Any]:
-    import urllib.request
-
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_a_stream_begins_with_its_first_token(tiny, monkeypatch):
@@ -253,8 +239,8 @@ def test_only_the_prompts_logprobs(server, salt):
     found = alone.choices[0].logprobs.token_logprobs
     assert len(found) == len(PROMPT)
     assert found[1:] == pytest.approx(whole.logprobs.token_logprobs[1:-1], abs=LOG_PROB_NOISE)
-    streamed = _events(
-        server, "/v1/completions", COMPLETION | salt | {"echo": True, "logprobs": 0, "max_tokens": 0, "stream": True}
+    streamed = server.events(
+        "/v1/completions", COMPLETION | salt | {"echo": True, "logprobs": 0, "max_tokens": 0, "stream": True}
     )
     assert streamed[0]["choices"][0]["text"] == "x"
 
@@ -273,7 +259,7 @@ def test_echo_with_logprobs_of_one_token(server, salt):
     assert (notes["tokens"], notes["token_logprobs"], notes["text_offset"]) == (["x"], [None], [0])
     notes = server.send("/v1/completions", asked | {"max_tokens": 1, "ignore_eos": True})[1]["choices"][0]["logprobs"]
     assert notes["tokens"][0] == "x" and len(notes["tokens"]) == 2 and notes["text_offset"] == [0, 1]
-    streamed = _events(server, "/v1/completions", asked | {"max_tokens": 0, "stream": True})
+    streamed = server.events("/v1/completions", asked | {"max_tokens": 0, "stream": True})
     assert streamed[0]["choices"][0]["logprobs"]["token_logprobs"] == [None]
 
 
@@ -437,8 +423,8 @@ def test_what_clients_send_back_with_an_answer():
     for more, text in (({}, "hi"), ({"reasoning_content": "why "}, "why hi"), ({"reasoning": "so "}, "so hi")):
         asked = read_request(CHAT | {"messages": [noted | more]}, "chat", model, None)
         assert bytes(asked.prompts[0].tokens).decode() == text
-    for more in ({"prefix": True}, {"reasoning": 1}, {"audio": {"id": "x"}}, {"role": "user", "reasoning": "x"}):
-        with pytest.raises(Exception, match="messages"):
+    for more in ({"prefix": True}, {"reasoning": 1}, {"audio": {"id": "x"}}):
+        with pytest.raises(Exception, match=next(iter(more))):
             read_request(CHAT | {"messages": [noted | more]}, "chat", model, None)
 
 
@@ -482,11 +468,6 @@ def test_tokenize_detokenize_version_and_health_generate(server):
     assert server.send("/tokenize", {"prompt": "a", "add_special_tokens": False})[1]["tokens"] == [97]
     info = dict.fromkeys(("bos_token", "eos_token", "pad_token", "chat_template"))  # bytes have none
     assert server.send("/tokenizer_info") == (200, info)
-    for path, body in (("/tokenize", {"prompt": 1}), ("/detokenize", {"tokens": [512]}), ("/detokenize", {})):
-        status, answer = server.send(path, body)
-        assert status == 400
-        assert_error(answer)
-    assert server.send("/tokenize", {"model": "gpt", "prompt": "x"})[0] == 404
     assert server.send("/version")[1]["version"]
     before = server.engine.context.step_count
     assert server.send("/health_generate") == (200, {"status": "ok"})
@@ -537,14 +518,10 @@ def test_a_stuck_step_is_unhealthy_and_metrics_show_the_last_figures(tiny, monke
 # --- L, M8: sockets, tenants, the end --------------------------------------------------------------------------------
 
 
-def _head(path: str, length: int) -> bytes:
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n".encode()
-
-
 def test_a_slow_body_is_given_up(tiny):
     async def stall() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(_head("/v1/completions", 100) + b"{")
+        writer.write(post("/v1/completions", b"{", length=100))
         head = await reader.readuntil(b"\r\n")
         writer.transport.abort()
         return head
@@ -575,39 +552,6 @@ def test_a_server_says_that_it_serves_once_it_listens(tiny):
     server.start()
     server.stop()
     assert found == ["connected"]
-
-
-def test_slow_headers_are_given_up(tiny):
-    async def stall(data: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(data)
-        whole = await reader.read()  # until the server closes the connection
-        writer.close()
-        return whole
-
-    def answers() -> bool:
-        try:
-            return bool(complete(server.client(), max_tokens=100, extra={"ignore_eos": True}).choices)
-        except openai.APIConnectionError:  # on a busy machine this client may be too slow itself
-            return False
-
-    with running(tiny, header_s=0.1) as server:
-        try:
-            for data in (b"", b"GET /version HTTP/1.1\r\nho"):
-                assert asyncio.run(asyncio.wait_for(stall(data), HANG_S)) == b""
-            wait_until(answers, "an answer that takes longer")
-        finally:
-            server._server.config.http.read_s = HANG_S  # of the connections that `running` makes at its end
-
-
-def test_unknown_paths_and_methods_are_counted(server):
-    before = server.metrics()
-    for path, body in (("/v2", None), ("/v1/completions", None)):
-        server.send(path, body)
-    after = server.metrics()
-    for path, status in (("other", "404"), ("/v1/completions", "405")):
-        key = ("http_requests_total", (("path", path), ("status", status)))
-        assert after[key] == before.get(key, 0) + 1
 
 
 def test_one_tenant_cannot_take_all_places(tiny, monkeypatch):
@@ -683,7 +627,7 @@ def test_the_end_tells_clients_that_still_wait(tiny, monkeypatch, caplog):
         async def stream() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             body = json.dumps(COMPLETION | {"stream": True, "max_tokens": 1000, "ignore_eos": True}).encode()
-            writer.write(_head("/v1/completions", len(body)) + body)
+            writer.write(post("/v1/completions", body))
             await reader.readuntil(b"data: ")
             begun.set()
             found["stream"] = await reader.readuntil(b"[DONE]\n\n")
@@ -695,7 +639,7 @@ def test_the_end_tells_clients_that_still_wait(tiny, monkeypatch, caplog):
 
         async def half() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(_head("/v1/completions", 100) + b"{")
+            writer.write(post("/v1/completions", b"{", length=100))
             await begun.wait()
             found["half"] = await reader.readuntil(b"\r\n")
             writer.close()
@@ -741,14 +685,3 @@ def test_metrics_have_help_and_types(server):
     assert found[("generated_tokens_total", (("status", "finished"),))] >= 4
     assert math.isfinite(found[("end_to_end_seconds_sum", ())])
     assert not [name for name in families if name.startswith("hybrid_prefix_host_")], "the tiers have these figures"
-
-
-def test_the_table_of_fields_is_up_to_date():
-    from pathlib import Path
-
-    from scripts.server_fields import document
-
-    found = document()
-    file = Path(__file__).resolve().parents[2] / "docs" / "server-fields.md"
-    assert file.read_text() == found, "write it again: its first lines say how"
-    assert all(line.count("|") == 6 and not line.endswith("|  |") for line in found.splitlines() if "| `" in line[:3])

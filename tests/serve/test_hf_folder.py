@@ -106,7 +106,8 @@ def words(tmp_path, request):
 @pytest.mark.parametrize("in_map", [False, True], ids=["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_begin_as_in_transformers(words, name, in_map):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     special = {"bos_token": {"content": "<s>", "special": True}, "eos_token": "</s>"}
     (words / "special_tokens_map.json").write_text(json.dumps(special if in_map else {}))
     config = {"chat_template": TEMPLATES[name]} | ({} if in_map else {"bos_token": "<s>", "eos_token": "</s>"})
@@ -186,8 +187,3 @@ def test_a_folder_without_a_template_has_no_chats(tokenizer, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
     chat = load_chat_form(None, tmp_path, plain=False)
     assert read_request(body, "chat", served(tokenizer, chat=chat), None).prompts[0].text == "hi!"
-
-
-def test_an_unknown_field_is_refused_when_it_is_null(tokenizer):
-    with pytest.raises(ApiError, match="foo"):
-        request(tokenizer, foo=None)

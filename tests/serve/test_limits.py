@@ -16,13 +16,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("prometheus_client")
-pytest.importorskip("tokenizers")
-
 from megatron_hybrid_prefix.serve.app import Api, Limits
 from megatron_hybrid_prefix.serve.errors import ApiError
-from megatron_hybrid_prefix.serve.gate import is_loopback
+from megatron_hybrid_prefix.serve.front import is_loopback
 from megatron_hybrid_prefix.serve.http_server import HttpServer, bound_socket
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import read_request, text_tokens
@@ -183,8 +179,8 @@ async def app(scope, receive, send):
 listener = bound_socket("127.0.0.1", 0)
 start = lambda: print(listener.getsockname()[1], flush=True)
 quiet = lambda *_: None
-app.state = SimpleNamespace(api=SimpleNamespace(on_start=start, refuse_more=quiet, end_all=quiet, count_malformed=quiet))
-HttpServer(app, drain_s=0.0, read_s=1e9, log_level="warning").run(sockets=[listener])
+app.state = SimpleNamespace(api=SimpleNamespace(on_start=start, refuse_more=quiet, end_all=quiet))
+HttpServer(app, drain_s=0.0, log_level="warning").run(sockets=[listener])
 """
 
 
@@ -253,7 +249,7 @@ def test_only_json_is_read(path: str) -> None:
 
 def test_a_request_with_two_lengths_closes_the_connection() -> None:
     app = Api(Fake(), served(), Limits(sequences=1), ServerMetrics(1)).app()
-    server = HttpServer(app, drain_s=0.0, read_s=HANG_S, log_level="error")
+    server = HttpServer(app, drain_s=0.0, log_level="error")
     with bound_socket("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -8,10 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("prometheus_client")
-
 from tokenizers import AddedToken, Tokenizer, processors
 
 from megatron_hybrid_prefix.serve.chat_template import ChatForm

@@ -14,11 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-pytest.importorskip("prometheus_client")
-
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,18 +21,12 @@ from megatron_hybrid_prefix.cli import serve
 from megatron_hybrid_prefix.console.engine_options import Budgets
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.serve import access_log
+from megatron_hybrid_prefix.serve import front
 from megatron_hybrid_prefix.serve.metrics import families_of, memory_samples, prefix_samples
 from tests.harness.limits import HANG_S, wait_until
 from tests.serve.test_serve import BLOCK, COMPLETION, HIT, PROMPT, TOKENIZER, Server, complete, running
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
-
-
-@pytest.fixture(scope="module")
-def server(tiny: Any) -> Iterator[Server]:
-    with running(tiny) as server:
-        yield server
 
 
 # --- Metrics and the dashboard ---------------------------------------------------------------------------------------
@@ -157,16 +146,16 @@ def test_a_query_without_its_metric_is_found(server):
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
     """The log as the command writes it."""
-    found, access_level = io.StringIO(), access_log.access.level
+    found, access_level = io.StringIO(), front.access.level
     handler = logging.StreamHandler(found)
-    handler.setFormatter(logging.Formatter(access_log.LINE))
-    handler.addFilter(access_log.add_request_id)
+    handler.setFormatter(logging.Formatter(front.LINE))
+    handler.addFilter(front.add_request_id)
     root = logging.getLogger()
     root.addHandler(handler)
-    access_log.access.setLevel(logging.INFO)
+    front.access.setLevel(logging.INFO)
     yield found
     root.removeHandler(handler)
-    access_log.access.setLevel(access_level)
+    front.access.setLevel(access_level)
 
 
 def ask(server: Server, identity: str, body: dict[str, Any]) -> str:
@@ -227,13 +216,13 @@ def test_the_command_logs_in_this_form(monkeypatch, capsys):
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
     monkeypatch.setattr(logging, "getLogger", lambda name=None: root)
-    level = access_log.access.level
+    level = front.access.level
     for on in (True, False):
-        access_log.start_logging(access_log=on)
-        assert access_log.access.isEnabledFor(logging.INFO) == on
+        front.start_logging(access_log=on)
+        assert front.access.isEnabledFor(logging.INFO) == on
     root.warning("hello")
     assert re.fullmatch(r"\S+ \S+ WARNING - hello\n", capsys.readouterr().err)
-    access_log.access.setLevel(level)
+    front.access.setLevel(level)
 
 
 # --- The cache, verified or off --------------------------------------------------------------------------------------

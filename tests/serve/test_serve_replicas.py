@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,16 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
-openai = pytest.importorskip("openai")
-pytest.importorskip("starlette")
-pytest.importorskip("prometheus_client")
-
-from megatron_hybrid_prefix.serve.http_server import SAME_SIGNAL_S  # noqa: E402
-from tests.harness.engine_helpers import LOG_PROB_NOISE  # noqa: E402
-from tests.harness.limits import HANG_S  # noqa: E402
-from tests.harness.server_process import (  # noqa: E402
+from megatron_hybrid_prefix.serve.http_server import SAME_SIGNAL_S
+from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.limits import HANG_S
+from tests.harness.server_process import (
     ADMIN,
     BLOCK,
     HIT,
@@ -33,9 +29,10 @@ from tests.harness.server_process import (  # noqa: E402
     Endpoint,
     Server,
     children,
+    post,
     started,
 )
-from tests.serve.test_serve import TOKENIZER, cached, check_hits, complete, many_at_once, running  # noqa: E402
+from tests.serve.test_serve import TOKENIZER, cached, check_hits, complete, many_at_once, running
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -101,13 +98,9 @@ def test_log_probs_of_a_prompt_come_with_a_hit_too(server, tiny_reference):
 
 def events(server: Endpoint, **fields: Any) -> list[Any]:
     """The events of a stream, without what differs between two equal requests."""
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "logprobs": 3, "stream": True}
-    data = json.dumps(body | {"stream_options": {"continuous_usage_stats": True}} | fields).encode()
-    asked = urllib.request.Request(f"{server.url}/v1/completions", data, {"content-type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=HANG_S) as answer:
-        lines = [line.decode().removeprefix("data: ").strip() for line in answer if line.strip()]
-    assert lines.pop() == "[DONE]"
-    return [{**json.loads(line), "id": "", "created": 0} for line in lines]
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "logprobs": 3}
+    body |= {"stream_options": {"continuous_usage_stats": True}} | fields
+    return [event | {"id": "", "created": 0} for event in server.events("/v1/completions", body)]
 
 
 def without_log_probs(found: list[Any]) -> tuple[list[Any], list[float]]:
@@ -259,7 +252,9 @@ def test_the_end_lets_answers_end(server):
     assert "an engine ended" not in server.errors() and "SystemExit" not in server.errors()
 
 
-def test_one_replica_of_two_ranks_until_the_coordinator_ends(tmp_path, tiny):
+@pytest.mark.parametrize("victim", ["rank 1", "coordinator"])
+def test_one_replica_of_two_ranks_until_a_process_is_killed(tmp_path, tiny, victim):
+    """Torchrun then ends the others, and says so."""
     with started(tmp_path, "--tp", "2", with_torchrun=True) as server:
         check_hits(server, tiny, "before")
         assert len(server.metric("slots")) == 1
@@ -271,9 +266,10 @@ def test_one_replica_of_two_ranks_until_the_coordinator_ends(tmp_path, tiny):
         coordinator = next(
             pid for pid in children(server.ranks[0]) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
-        os.kill(coordinator, signal.SIGKILL)
+        os.kill(server.ranks[1] if victim == "rank 1" else coordinator, signal.SIGKILL)
         server.wait_until_gone()
-        assert server.process.wait(HANG_S) != 0 and "the coordinator ended" in server.errors()
+        assert server.process.wait(HANG_S) != 0
+        assert ("SIGKILL" if victim == "rank 1" else "the coordinator ended") in server.errors()
 
 
 async def lines_of(server: Server, number: int, begun: list[int], **fields: Any) -> list[str]:
@@ -281,11 +277,7 @@ async def lines_of(server: Server, number: int, begun: list[int], **fields: Any)
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = {"model": "tiny", "prompt": f"{number} {PROMPT}", "max_tokens": 400, "stream": True, "ignore_eos": True}
-    data = json.dumps(body | fields).encode()
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    )
-    writer.write(b"content-length: %d\r\n\r\n%s" % (len(data), data))
+    writer.write(post("/v1/completions", json.dumps(body | fields).encode(), "connection: close"))
     lines = []
     while line := await reader.readline():
         lines.append(line.decode().strip())
@@ -332,7 +324,8 @@ def test_a_lost_replica_is_named_and_the_others_go_on(tmp_path):
         for number in range(6):
             assert complete(server.client(), f"{number} {PROMPT}", max_tokens=1).choices
         server.wait_until_drained()
-        assert "replica 2 is lost: the process of rank 2 ended" in server.errors()
+        assert "replica 2 is lost: the coordinator cannot reach it" in server.errors()
         found = asyncio.run(asyncio.wait_for(streams(6, end), HANG_S))
         assert any([is_cut(lines, "server_stopping") for lines in found])
+        os.kill(server.ranks[1], signal.SIGKILL)  # as torchrun does, later
         server.wait_until_gone()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,16 +10,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-pytest.importorskip("prometheus_client")
-pytest.importorskip("starlette")
-
 from megatron_hybrid_prefix.serve.chat_template import load_chat_form
 from megatron_hybrid_prefix.serve.protocol import read_request
 from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
 from tests.harness.engine_helpers import LOG_PROB_NOISE
-from tests.harness.limits import HANG_S
 from tests.harness.server_process import LIMIT_TOKENS, PROMPT, Endpoint
 from tests.harness.tokenizer_folder import make_folder
 from tests.serve.test_serve import TOKENIZER, Server, running
@@ -59,12 +52,7 @@ def ask(server: Endpoint, path: str, **body: Any) -> Any:
 
 
 def chunks(server: Endpoint, path: str, **body: Any) -> list[Any]:
-    data = json.dumps({"model": "tiny", "stream": True} | body).encode()
-    request = urllib.request.Request(server.url + path, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
-        lines = [line.decode().removeprefix("data: ").strip() for line in answer if line.strip()]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+    return server.events(path, {"model": "tiny"} | body)
 
 
 def log_probs(choice: Any) -> list[Any]:

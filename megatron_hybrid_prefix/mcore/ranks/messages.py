@@ -4,8 +4,8 @@
 kind          way                           frames
 ============  ============================  ===========================================================================
 ``SUBMIT``    client, coordinator           facts for the choice of a replica (`Routing`); megatron's message
-``ASK``       client, coordinator           a number; what is asked (``TELL_SNAPSHOT`` or ``TELL_EXPLAIN``); a prompt; sampling
-                                            parameters. Goes on to all replicas
+``ASK``       client, coordinator           a number; what is asked (``TELL_SNAPSHOT``, ``TELL_EXPLAIN``, ``TELL_ALIVE``); a prompt;
+                                            sampling parameters. Goes on to all replicas
 ``ANSWER``    replica, coordinator, client  what was asked, number, answer (the coordinator puts the replica's number before them)
 ``REMOVE``    client, coordinator           number of a replica that is lost
 ``LOST``      coordinator, client           number of a replica; ids of the client's requests that were with it
@@ -34,6 +34,7 @@ LOST = OWN + b"lost"
 # What the coordinator tells all ranks of a replica, with a number.
 TELL_SNAPSHOT = "snapshot"
 TELL_EXPLAIN = "explain"
+TELL_ALIVE = "alive"  # an answer says that the replica is between two steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The application that counts and logs every reply, and the request's id in each line of the log."""
+"""The application's first layer: counts and logs every reply, and refuses what a proxy reads differently and what web pages send."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import re
 import time
 import uuid
 from contextvars import ContextVar
+from ipaddress import ip_address
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_hybrid_prefix.serve.errors import ApiError, bad, short
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 
 # One line per reply: method, path, status, seconds, tokens. Never the prompt, the answer or the key.
@@ -47,12 +50,13 @@ class ServerApp(Starlette):
     Args:
         paths: Paths of the routes. All other paths are counted as "other".
         metrics: Counts replies.
+        is_private: Whether only names of this machine are taken for it (DNS rebinding gives it another one).
         options: Starlette's.
     """
 
-    def __init__(self, paths: frozenset[str], metrics: ServerMetrics, **options: Any) -> None:
+    def __init__(self, paths: frozenset[str], metrics: ServerMetrics, *, is_private: bool, **options: Any) -> None:
         super().__init__(**options)
-        self._paths, self._metrics = paths, metrics
+        self._paths, self._metrics, self._is_private = paths, metrics, is_private
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request."""
@@ -72,14 +76,27 @@ class ServerApp(Starlette):
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", identity.encode())]
             await send(message)
 
+        error = self._refusal(scope["headers"])
+        answer: ASGIApp = super().__call__ if error is None else JSONResponse(error.body, error.status, error.headers)
         try:
-            await super().__call__(scope, receive, send_counted)
+            await answer(scope, receive, send_counted)
         finally:
             seconds = time.perf_counter() - began_s
             if path in _GENERATES and status == 200:
                 self._metrics.end_to_end.observe(seconds)
             facts = scope["state"].get("facts", "")
             access.info("%s %s %d %.3f s%s", scope["method"], path, status, seconds, facts)
+
+    def _refusal(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            error = bad("A request has either Content-Length or Transfer-Encoding.", code="invalid_http")
+            error.headers = {"connection": "close"}  # what follows may be the rest of the body, or another request
+            return error
+        for host in (value.decode("latin-1") for name, value in headers if name == b"host"):
+            if self._is_private and not is_loopback(host):
+                message = f"This server has no API keys and listens on localhost, which '{short(host)}' does not name."
+                return ApiError(403, message, code="forbidden_host")
+        return None
 
     def _label(self, path: str) -> str:
         if path.startswith("/v1/models/"):
@@ -91,3 +108,12 @@ def _id_of(scope: Scope) -> str:
     """The client's ``x-request-id`` if it is short and plain, else a new one."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return given.decode() if re.fullmatch(rb"[\w.:-]{1,64}", given) and given.isascii() else uuid.uuid4().hex
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host of a URL, with or without its port, is this machine."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() and not host.endswith("::1") else host
+    try:
+        return name.lower() == "localhost" or ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
