@@ -25,7 +25,7 @@ import torch
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import HybridModelConfig, build_hybrid_model, save_hf_folder
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
-from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
+from megatron_hybrid_prefix.text.tokenizer import HuggingFaceTokenizer
 
 END = 256  # the token behind each file; bytes are tokens 0 to 255
 SIZES = {

@@ -22,7 +22,7 @@ from megatron_hybrid_prefix.serve.chat_template import load_chat_form
 from megatron_hybrid_prefix.serve.http_server import HttpServer, bound_socket
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import ServedModel
-from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
+from megatron_hybrid_prefix.text.tokenizer import HuggingFaceTokenizer
 
 CHATS = ((100, 33_000), (200, 137_000))  # messages, tokens
 ROUNDS = 7

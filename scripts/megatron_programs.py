@@ -31,7 +31,7 @@ import openai
 import torch
 from tokenizers import Tokenizer
 
-from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, INSTALL_VARIABLE, ON, python_path
+from megatron_hybrid_prefix.support.environment import CONFIG_VARIABLE, INSTALL_VARIABLE, ON, python_path
 from megatron_hybrid_prefix.upstream.version import SUPPORTED, MegatronVersion, megatron_folder, version_in
 from tests.harness.tokenizer_folder import make_folder
 from tests.harness.workers.launch import torchrun

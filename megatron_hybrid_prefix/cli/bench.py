@@ -35,7 +35,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import Contestant
 from megatron_hybrid_prefix.bench.runner import Bench, as_json, draw, print_report
 from megatron_hybrid_prefix.bench.scenario import Scenario
@@ -43,6 +42,7 @@ from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
 from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import running, terminal
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, Stopped, as_main
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 EXIT_CRASHED = 1
 DEFAULT_PRESET = {"cpu": "tiny", "cuda": "hybrid-4b"}

@@ -20,9 +20,9 @@ from dataclasses import fields
 from typing import NoReturn, get_type_hints
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.config_options import add_option, value_of
-from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, INSTALL_VARIABLE, ON, OPTIONAL, python_path
 from megatron_hybrid_prefix.errors import PluginError
+from megatron_hybrid_prefix.support.config_options import add_option, value_of
+from megatron_hybrid_prefix.support.environment import CONFIG_VARIABLE, INSTALL_VARIABLE, ON, OPTIONAL, python_path
 
 
 class _Parser(argparse.ArgumentParser):

@@ -45,7 +45,7 @@ from megatron_hybrid_prefix.console.answers import EngineRun, Request, compare_r
 from megatron_hybrid_prefix.console.hf import build_model, default_sampling, tokenizer_of
 from megatron_hybrid_prefix.console.prompts import Work, for_megatron
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, Interrupt, Stopped, as_main
-from megatron_hybrid_prefix.tokenizer import Tokenizer
+from megatron_hybrid_prefix.text.tokenizer import Tokenizer
 
 DEFAULT_ENGINES = ("ours",)
 

@@ -45,8 +45,8 @@ from megatron_hybrid_prefix.console import engine_options as options
 from megatron_hybrid_prefix.console import running, terminal
 from megatron_hybrid_prefix.console.hf import build_model, default_sampling, tokenizer_folder, tokenizer_of
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, Stopped, as_main
-from megatron_hybrid_prefix.private_folder import warn_if_others_read
 from megatron_hybrid_prefix.serve.chat_template import load_chat_form
+from megatron_hybrid_prefix.support.private_folder import warn_if_others_read
 
 ADMIN_TOKEN = "HYBRID_PREFIX_ADMIN_TOKEN"
 NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic", "transformers")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_hybrid_prefix.console.terminal import excerpt, printable, table_of
-from megatron_hybrid_prefix.tokenizer import common_tokens
+from megatron_hybrid_prefix.text.tokenizer import common_tokens
 
 # Most requests that have rows of their own, and most whose answers are printed in full.
 _SHOW_REQUESTS = 24

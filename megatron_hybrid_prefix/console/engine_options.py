@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.config import ExactName, HybridPrefixConfig
 from megatron_hybrid_prefix.console.hf import choose_model
 from megatron_hybrid_prefix.console.terminal import (
@@ -23,6 +22,7 @@ from megatron_hybrid_prefix.console.terminal import (
 )
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig
 from megatron_hybrid_prefix.sampling import drafts_problem
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.tiers.registry import parse_url
 
 GIB = 2**30

@@ -21,12 +21,12 @@ from megatron_hybrid_prefix.console.terminal import (
     progress,
 )
 from megatron_hybrid_prefix.errors import PlatformError
-from megatron_hybrid_prefix.hf_tokens import GENERATION_CONFIG, end_token_ids
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES
 from megatron_hybrid_prefix.sampling import SamplingOptions
-from megatron_hybrid_prefix.tokenizer import Tokenizer, load_tokenizer
+from megatron_hybrid_prefix.text.hf_tokens import GENERATION_CONFIG, end_token_ids
+from megatron_hybrid_prefix.text.tokenizer import Tokenizer, load_tokenizer
 
 BYTES = "bytes"  # --tokenizer bytes: a token per byte, also with --hf
 

@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.console.answers import Request
 from megatron_hybrid_prefix.console.engine_options import positive_int
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, json_lines, read_json, read_text
 from megatron_hybrid_prefix.sampling import SamplingOptions, check_integer, check_tokens
-from megatron_hybrid_prefix.tokenizer import Tokenizer, common_tokens, other_ends, prompt_tokens
+from megatron_hybrid_prefix.text.tokenizer import Tokenizer, common_tokens, other_ends, prompt_tokens
 
 # What a line of JSON may say of its prompt, and the types; the rest is said for all prompts.
 LINE_FIELDS: dict[str, type] = {

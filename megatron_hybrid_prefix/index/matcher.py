@@ -60,10 +60,6 @@ class Match:
         """KV blocks up to ``resume_tokens`` that the request will share or loads, front first."""
         return tuple(node.block_id for node in self.path) if self.load is None else self.loaded_blocks
 
-    def may_resume_at(self, position_tokens: int) -> bool:
-        """Whether the request may resume at this boundary, if its state is there."""
-        return position_tokens <= self.limit_tokens and (self.resume_at is None or position_tokens in self.resume_at)
-
 
 class Matcher:
     """Matches prompts, and repeats matches that are out of date.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.lab.capacity import Sizes
 from megatron_hybrid_prefix.lab.memory import GIB
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.pool.layout import DTYPE_BYTES
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 KEPT_FREE = 0.1  # of a GPU's memory: activations, CUDA graphs, the allocator
 

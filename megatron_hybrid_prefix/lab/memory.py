@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.pool.pages import PageLayout
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 GIB = 2**30
 """Bytes."""

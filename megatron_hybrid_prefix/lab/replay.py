@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.console.terminal import no_garbage_collection
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 MOST_ENTRIES = 2**23
 """Most KV blocks, state slots or pages of the host. The index takes some 300 bytes for each that is in use."""

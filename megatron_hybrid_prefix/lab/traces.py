@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.console.terminal import InputError, json_lines
 from megatron_hybrid_prefix.index.keys import KEY_BYTES, KeyMaker
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
+from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer
 
 MOONCAKE_BLOCK_TOKENS = 512
 TEXT_BLOCK_TOKENS = 256

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_hybrid_prefix.arithmetic import round_up
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.support.arithmetic import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

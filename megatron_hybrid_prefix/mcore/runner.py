@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.upstream.names import (

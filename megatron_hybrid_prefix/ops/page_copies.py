@@ -13,10 +13,10 @@ from functools import lru_cache
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
 from megatron_hybrid_prefix.ops.slot_copies import word_type
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, multiprocessors, runs_kernel, tl
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 WORD_BYTES = 8  # of a checksum
 _BLOCK = 4096  # words

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_hybrid_prefix.private_folder import make_private
+from megatron_hybrid_prefix.support.private_folder import make_private
 
 logger = logging.getLogger(__name__)
 

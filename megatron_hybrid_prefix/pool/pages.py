@@ -32,8 +32,8 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
 
-from megatron_hybrid_prefix.arithmetic import ceil_div, round_up
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.support.arithmetic import ceil_div, round_up
 
 ALIGNMENT_BYTES = 256
 """On a device, blocks and states begin at multiples of it."""

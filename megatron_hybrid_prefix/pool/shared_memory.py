@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import round_up
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
+from megatron_hybrid_prefix.support.arithmetic import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

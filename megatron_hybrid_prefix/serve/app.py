@@ -35,7 +35,7 @@ from megatron_hybrid_prefix.serve.front import ServerApp
 from megatron_hybrid_prefix.serve.generation import Generation
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import ServedModel, chat_tokens, read_request, text_tokens
-from megatron_hybrid_prefix.tokenizer import Tokenizer
+from megatron_hybrid_prefix.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.console.terminal import InputError, as_input_errors, read_text
-from megatron_hybrid_prefix.hf_tokens import read_object, token_texts
-from megatron_hybrid_prefix.tokenizer import common_tokens
+from megatron_hybrid_prefix.text.hf_tokens import read_object, token_texts
+from megatron_hybrid_prefix.text.tokenizer import common_tokens
 
 # Most message ends to find in a prompt unless it names them: those of the first message and of the last ones.
 _MOST_ENDS = 32

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
-from megatron_hybrid_prefix.tokenizer import Tokenizer
+from megatron_hybrid_prefix.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from megatron_hybrid_prefix.serve.detokenizer import (
 )
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.protocol import GenerationRequest, Prompt, ServedModel
-from megatron_hybrid_prefix.tokenizer import Tokenizer
+from megatron_hybrid_prefix.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.serve.bodies import (
 )
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.errors import bad, model_not_found, short
-from megatron_hybrid_prefix.tokenizer import Tokenizer, TokensBefore, begun, other_ends
+from megatron_hybrid_prefix.text.tokenizer import Tokenizer, TokensBefore, begun, other_ends
 
 # Per token of a text that is tokenized at once. Ordinary text has 3 to 5, but a token may have any number, so a longer text
 # is refused only if these characters are too many tokens.

@@ -13,12 +13,12 @@ from itertools import accumulate, chain, islice
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div, round_up
 from megatron_hybrid_prefix.ops.engine_copies import copy_ranges
 from megatron_hybrid_prefix.ops.page_copies import WORD_BYTES, copy_pages
 from megatron_hybrid_prefix.ops.slot_copies import as_words
 from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
+from megatron_hybrid_prefix.support.arithmetic import ceil_div, round_up
 from megatron_hybrid_prefix.tiers.host_pages import HostPages
 from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
 

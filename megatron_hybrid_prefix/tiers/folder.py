@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
-from megatron_hybrid_prefix.private_folder import Directory
+from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.header import VERSION
 from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need, leave, names_in
 from megatron_hybrid_prefix.tiers.locks import Lock

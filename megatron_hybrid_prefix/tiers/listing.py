@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_hybrid_prefix.private_folder import Directory
+from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
 logger = logging.getLogger(__name__)

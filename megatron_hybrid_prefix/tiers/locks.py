@@ -7,7 +7,7 @@ import fcntl
 import os
 import stat
 
-from megatron_hybrid_prefix.private_folder import Directory
+from megatron_hybrid_prefix.support.private_folder import Directory
 
 
 class Lock:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 _ALIGNMENT_BYTES = 512
 _MOST_PAGES_AN_ENTRY = 16

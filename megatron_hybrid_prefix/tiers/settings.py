@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 from urllib.parse import SplitResult, parse_qsl, unquote
 
-from megatron_hybrid_prefix.private_folder import warn_if_others_read
+from megatron_hybrid_prefix.support.private_folder import warn_if_others_read
 
 SECRET_VARIABLE = "HYBRID_PREFIX_SECRET"
 LEAST_SECRET_BYTES = 16

@@ -9,7 +9,7 @@ from itertools import islice
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex
-from megatron_hybrid_prefix.private_folder import Directory
+from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.listing import FileName, Listing
 from megatron_hybrid_prefix.tiers.units import EntryKind
 

@@ -434,12 +434,7 @@ class ContextSeam(DynamicInferenceContext):
             metadata._max_seqlen_q = metadata.state_data["max_seqlen_q"] = _MIN_PREFILL_SEQLEN_Q
 
     @property
-    def last_prefilled_tokens(self) -> torch.Tensor:
-        """(prefills,) int32 on the device: the place among the step's tokens of each prefill's last one."""
-        return self.active_logit_idxs[self._decoded_tokens : self._decoded_tokens + self.num_prefill_requests]
-
-    @property
-    def _decoded_tokens(self) -> int:
+    def decoded_tokens(self) -> int:
         """Tokens of the step's decodes, drafts included; they come first."""
         return int(self.num_decode_requests * (self.num_speculative_tokens + 1))
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from examples import demo
-from megatron_hybrid_prefix.tokenizer import common_tokens
+from megatron_hybrid_prefix.text.tokenizer import common_tokens
 
 BLOCK = 128
 FIRST, NEXT, SAME, OTHER, HERD, CHUNKS = demo.PARTS

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hybrid_prefix import HybridPrefixConfig, environment
+from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.cli.env import main
 from megatron_hybrid_prefix.cli.main import main as command
-from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, PACKAGE, config_of
+from megatron_hybrid_prefix.support import environment
+from megatron_hybrid_prefix.support.environment import CONFIG_VARIABLE, PACKAGE, config_of
 from tests.cli.test_cli import ROOT, run
 from tests.harness.limits import HANG_S
 

@@ -17,7 +17,7 @@ from megatron_hybrid_prefix.console.answers import least_tokens
 from megatron_hybrid_prefix.console.engine_options import ENGINES, KEPT_FREE, Budgets, budget_of, default_cache_gb
 from megatron_hybrid_prefix.console.prompts import Reader, parse_prompts
 from megatron_hybrid_prefix.console.terminal import InputError
-from megatron_hybrid_prefix.tokenizer import common_tokens
+from megatron_hybrid_prefix.text.tokenizer import common_tokens
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import wait_until
 from tests.harness.workers.launch import COMMAND, Prepared, environments_of, run_prepared

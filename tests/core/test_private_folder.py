@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_hybrid_prefix import private_folder
-from megatron_hybrid_prefix.private_folder import make_private, who_else_writes
+from megatron_hybrid_prefix.support import private_folder
+from megatron_hybrid_prefix.support.private_folder import make_private, who_else_writes
 
 
 @pytest.fixture

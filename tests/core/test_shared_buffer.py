@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from tests.harness.one_memory import bits
 
 CONV = StateComponent(name="conv", shape=(5, 4), dtype="bfloat16")

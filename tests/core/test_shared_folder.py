@@ -20,7 +20,7 @@ import pytest
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
-from megatron_hybrid_prefix.private_folder import Directory
+from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers import listing, locks
 from megatron_hybrid_prefix.tiers import space as spaces

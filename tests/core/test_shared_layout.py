@@ -14,13 +14,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.lab.capacity import sizes_of_config
 from megatron_hybrid_prefix.mcore.state import budget
 from megatron_hybrid_prefix.models.config import PRESETS, HybridModelConfig, split_into_stages
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import slot_bytes
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 CONV = StateComponent(name="conv", shape=(5, 4), dtype="bfloat16")
 SSM = StateComponent(name="ssm", shape=(2, 3, 4), dtype="float32")

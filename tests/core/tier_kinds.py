@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers import mooncake

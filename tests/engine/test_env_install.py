@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron_hybrid_prefix.environment import python_path, say
+from megatron_hybrid_prefix.support.environment import python_path, say
 from tests.engine.test_arguments import INFERENCE, MODEL
 from tests.engine.test_install import BLOCK, PROMPT
 from tests.harness.limits import HANG_S

@@ -35,7 +35,7 @@ from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
 from megatron_hybrid_prefix.mcore.state import layout
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer
 from megatron_hybrid_prefix.upstream.rebinding import Rebinding
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.gpt_model import as_gpt_model

@@ -18,7 +18,7 @@ import torch
 from megatron_hybrid_prefix.mcore import build_upstream_engine
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer
 from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 from tests.harness.defects import expected

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pydoc_data.topics import topics
 
 from megatron_hybrid_prefix.models import build_hybrid_model, open_folder
-from megatron_hybrid_prefix.tokenizer import load_tokenizer
+from megatron_hybrid_prefix.text.tokenizer import load_tokenizer
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.named_models import named
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 
 def greedy(count: int, **fields: Any) -> Any:

@@ -15,7 +15,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hybrid_prefix import HybridPrefixConfig, installed
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer
 from tests.harness.engine_helpers import random_tokens
 
 BLOCK = 64  # tokens of a KV block

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_hybrid_prefix.serve.detokenizer import TextStream, prompt_notes
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Decoder, HuggingFaceTokenizer
+from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer, Decoder, HuggingFaceTokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>"]
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

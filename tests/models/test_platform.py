@@ -48,7 +48,7 @@ import sys, torch
 before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
 factories = (torch.empty, torch.Tensor.cuda, torch.Tensor.pin_memory, torch.nn.Module.cuda)
 import megatron_hybrid_prefix, megatron_hybrid_prefix.platform, megatron_hybrid_prefix.models, megatron_hybrid_prefix.config
-import megatron_hybrid_prefix.tokenizer, megatron_hybrid_prefix.errors
+import megatron_hybrid_prefix.text.tokenizer, megatron_hybrid_prefix.errors
 from megatron_hybrid_prefix import *  # the names that a script imports before it calls ensure_platform()
 from megatron_hybrid_prefix.models import *
 assert not any(name.split('.')[0] in ('megatron', 'mamba_ssm', 'causal_conv1d') for name in sys.modules)

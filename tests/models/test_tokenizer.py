@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, prompt_tokens
+from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, prompt_tokens
 
 SPECIAL = ["<s>", "</s>"]
 SENTENCE = "the cache keeps what the model has read, and the model reads what the cache lacks"

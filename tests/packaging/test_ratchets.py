@@ -30,11 +30,11 @@ _TOOL = 3  # of sys.monitoring: none that Python names
 _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
-    "lines: core": 10_250,
+    "lines: core": 10_248,
     "lines: mcore": 6_980,
     "lines: upstream and platform": 5_717,
     "lines: serve, cli and console": 6_890,
-    "lines: package": 43_374,
+    "lines: package": 43_373,
     "lines: tests": 49_240,
     "files: cold": 40,
     "files: hit": 40,

@@ -601,8 +601,8 @@ def test_keys_that_cannot_be_sent_are_refused(tmp_path):
 @pytest.mark.parametrize(("mode", "lines"), [(0o600, 0), (0o640, 1), (0o604, 1)])
 def test_keys_that_others_can_read_are_warned_of(tmp_path, monkeypatch, caplog, mode, lines):
     """Once for each file: API keys, and the secret of the cache's keys."""
-    from megatron_hybrid_prefix import private_folder
     from megatron_hybrid_prefix.cli.serve import read_keys
+    from megatron_hybrid_prefix.support import private_folder
     from megatron_hybrid_prefix.tiers.settings import TierSettings
 
     monkeypatch.setattr(private_folder, "_is_own_group", lambda group: False)

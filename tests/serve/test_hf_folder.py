@@ -11,7 +11,7 @@ from megatron_hybrid_prefix.serve.chat_template import ChatForm, load_chat_form
 from megatron_hybrid_prefix.serve.errors import ApiError
 from megatron_hybrid_prefix.serve.generation import Choice
 from megatron_hybrid_prefix.serve.protocol import Prompt, ServedModel, chat_tokens, read_request, text_tokens
-from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
+from megatron_hybrid_prefix.text.tokenizer import HuggingFaceTokenizer
 from tests.harness.hf_helpers import save_tokenizer
 
 

@@ -22,7 +22,7 @@ from megatron_hybrid_prefix.serve.front import is_loopback
 from megatron_hybrid_prefix.serve.http_server import HttpServer, bound_socket
 from megatron_hybrid_prefix.serve.metrics import ServerMetrics
 from megatron_hybrid_prefix.serve.protocol import read_request, text_tokens
-from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
+from megatron_hybrid_prefix.text.tokenizer import HuggingFaceTokenizer
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.tokenizer_folder import TEXT, make_folder
 from tests.serve.test_app import Fake

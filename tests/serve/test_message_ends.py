@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from megatron_hybrid_prefix.serve.chat_template import ChatForm
 from megatron_hybrid_prefix.serve.protocol import chat_tokens, read_request
-from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer, common_tokens
+from megatron_hybrid_prefix.text.tokenizer import HuggingFaceTokenizer, common_tokens
 from tests.harness.tokenizer_folder import make_folder
 from tests.serve.test_clients import CHAT, served
 

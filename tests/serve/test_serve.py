@@ -33,7 +33,7 @@ from megatron_hybrid_prefix.serve.detokenizer import TextStream
 from megatron_hybrid_prefix.serve.event_stream import to_json
 from megatron_hybrid_prefix.serve.http_server import HttpServer
 from megatron_hybrid_prefix.serve.metrics import families_of, prefix_samples
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer
 from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts
 from tests.engine.test_not_finite import embedding
 from tests.harness.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_hybrid_prefix.serve.chat_template import load_chat_form
 from megatron_hybrid_prefix.serve.protocol import read_request
-from megatron_hybrid_prefix.tokenizer import HuggingFaceTokenizer
+from megatron_hybrid_prefix.text.tokenizer import HuggingFaceTokenizer
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.server_process import LIMIT_TOKENS, PROMPT, Endpoint
 from tests.harness.tokenizer_folder import make_folder

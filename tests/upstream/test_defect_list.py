@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hybrid_prefix.upstream import version
+from tests.engine.test_prompt_log_probs import CASES
 from tests.harness import defects
 from tests.harness.defects import DEFECTS, RUN, Defect, Mending, columns, expected, stands, table
 
@@ -19,7 +20,7 @@ def test_each_defect_has_a_test_and_each_test_a_defect():
         int(number)
         for path in (ROOT / "tests").rglob("test_*.py")
         for number in re.findall(r"^@defect\((\d+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
+    } | CASES.keys()
     assert tested == set(DEFECTS)
     assert list(DEFECTS) == sorted(DEFECTS)
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import Contestant
 from megatron_hybrid_prefix.bench.floor import copy_bandwidth, floor_bytes
 from megatron_hybrid_prefix.bench.scenario import MS, Scenario, size, sums, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
 from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 WARM_STEPS = 4  # of those in which all rows decode: the device still has prefills to do
 _GOALS = {8: 1.15, 32: 1.4, 64: 1.6, 256: 1.8}  # tokens/s over the best of off, by rows

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.bench.engines import Contestant
 from megatron_hybrid_prefix.bench.scenario import Scenario, size, sums, tokens
 from megatron_hybrid_prefix.bench.stats import Metric, Sample, ratio
 from megatron_hybrid_prefix.console.engine_options import step_tokens
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, is_on, say
 from megatron_hybrid_prefix.pool.pages import own_bytes
+from megatron_hybrid_prefix.support.environment import CONFIG_VARIABLE, is_on, say
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.metrics import PrefixStats

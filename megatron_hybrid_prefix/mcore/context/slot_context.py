@@ -227,8 +227,8 @@ class SlotContext(ContextSeam):
         """
         wrong, decoded = self.wrong_tokens[: self.active_token_count], self.active_token_count
         if self.num_prefill_requests:
-            last = self.last_prefilled_tokens.long()
-            decoded = self._decoded_tokens
+            decoded = self.decoded_tokens
+            last = self.active_logit_idxs[decoded : decoded + self.num_prefill_requests].long()
             if self.prefill_step is not None:
                 wrong[decoded:] |= self.prefill_step.wrong[: len(wrong) - decoded]
             so_far = torch.cat([wrong.new_zeros(1), wrong[decoded:].cumsum(0)[last - decoded]])

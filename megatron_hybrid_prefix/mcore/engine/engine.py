@@ -14,7 +14,6 @@ from typing import Any, override
 
 import torch
 
-from megatron_hybrid_prefix.environment import say
 from megatron_hybrid_prefix.errors import RequestDroppedError
 from megatron_hybrid_prefix.index.explain import Explanation
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
@@ -35,7 +34,8 @@ from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
 from megatron_hybrid_prefix.platform.side_by_side import compiled_side_by_side
 from megatron_hybrid_prefix.sampling import SamplingOptions
-from megatron_hybrid_prefix.tokenizer import other_ends
+from megatron_hybrid_prefix.support.environment import say
+from megatron_hybrid_prefix.text.tokenizer import other_ends
 from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_the_end
 from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.coordinator import TELL_ABORT

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
-from megatron_hybrid_prefix.tokenizer import Tokenizer
+from megatron_hybrid_prefix.text.tokenizer import Tokenizer
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
 TopN = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]

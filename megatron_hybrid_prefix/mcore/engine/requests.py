@@ -16,7 +16,7 @@ import torch
 from megatron_hybrid_prefix.errors import FieldError, shown
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.sampling import SamplingOptions, check_integer, check_params, check_tokens
-from megatron_hybrid_prefix.tokenizer import prompt_tokens
+from megatron_hybrid_prefix.text.tokenizer import prompt_tokens
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.names import SamplingParams
 

@@ -11,10 +11,10 @@ from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.config_options import NONE, add_option, value_of
+from megatron_hybrid_prefix.support.config_options import NONE, add_option, value_of
 
 if TYPE_CHECKING:
-    from megatron_hybrid_prefix.tokenizer import Tokenizer
+    from megatron_hybrid_prefix.text.tokenizer import Tokenizer
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceEngine
 
 # Megatron's flags; added if the parser lacks them (an older release, or another parser).

@@ -11,7 +11,7 @@ from megatron_hybrid_prefix.platform import patched_machine, replace_names
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.pages import own_bytes
 from megatron_hybrid_prefix.sampling import drafts_problem
-from megatron_hybrid_prefix.tokenizer import ByteTokenizer, Tokenizer
+from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer, Tokenizer
 from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.version import check_version
 

@@ -14,10 +14,10 @@ import torch
 
 from megatron_hybrid_prefix._version import __version__
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.environment import CONFIG_VARIABLE, INSTALL_VARIABLE, ON, OPTIONAL, config_of, say
 from megatron_hybrid_prefix.errors import PlatformError
 from megatron_hybrid_prefix.mcore.entrypoints.install import install
 from megatron_hybrid_prefix.platform.start import importing_megatron, patch_platform, undo_platform
+from megatron_hybrid_prefix.support.environment import CONFIG_VARIABLE, INSTALL_VARIABLE, ON, OPTIONAL, config_of, say
 from megatron_hybrid_prefix.upstream.version import check_version
 
 logger = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from megatron_hybrid_prefix.arithmetic import ceil_div, round_up
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks, of_all_stages
 from megatron_hybrid_prefix.mcore.state.layout import state_bytes
 from megatron_hybrid_prefix.platform.memory import total_bytes
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
+from megatron_hybrid_prefix.support.arithmetic import ceil_div, round_up
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.layers.base import KINDS, LayerKind, dtype_name
 from megatron_hybrid_prefix.layers.components import mamba2_components
 from megatron_hybrid_prefix.layers.gated_delta_net import KIND as GATED_DELTA_NET
@@ -16,6 +15,7 @@ from megatron_hybrid_prefix.layers.kinds import layer_kinds, recurrent_modules
 from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages, stage_count
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateLayout
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.upstream.state_config import (
     RECURRENT,
     RecurrentStateConfig,

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks, place_in_model
 from megatron_hybrid_prefix.mcore.state.fingerprint import Fingerprint
 from megatron_hybrid_prefix.policy.base import SharesMemory
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import Tier, TierBehind
 from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes

@@ -17,10 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid_prefix.hf_tokens import GENERATION_CONFIG, end_token_ids, read_object
 from megatron_hybrid_prefix.models.config import HybridModelConfig
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
 from megatron_hybrid_prefix.models.hf.family import FAMILIES
+from megatron_hybrid_prefix.text.hf_tokens import GENERATION_CONFIG, end_token_ids, read_object
 
 _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
 _INDEX = "model.safetensors.index.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_hybrid_prefix.arithmetic import ceil_div
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 TILE_QUERIES, TILE_KEYS = 16, 64
 

@@ -170,7 +170,7 @@ async def behind_a_coordinator(model, count):
     from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
 
     from megatron_hybrid_prefix import HybridPrefixConfig, install
-    from megatron_hybrid_prefix.tokenizer import ByteTokenizer
+    from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer
 
     install(HybridPrefixConfig(mamba_gb=0.01))
     config = InferenceConfig(mamba_inference_state_config=MambaInferenceStateConfig.from_model(model), **fields())

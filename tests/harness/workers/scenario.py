@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_hybrid_prefix import HybridPrefixConfig, installed
-from megatron_hybrid_prefix.arithmetic import ceil_div
 from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, save_checkpoint
 from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.tiers.tier_moves import TierMoves
 from tests.harness.engine_helpers import described
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness

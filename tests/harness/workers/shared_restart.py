@@ -108,7 +108,8 @@ def accounted(folder):
     (space,) = {path.name for path in (folder / "v1").iterdir()} - {"writing"}
     opened = folders.SharedFolder(folder, budget_bytes=10**9, make_ranking=lambda: make_eviction_policy("lru"))
     opened.use_space(space)
-    return {"bytes": opened.bytes_used, "named": opened.space.listing.files(), "found": files(folder)}
+    named = {name: size for part in opened.space.listing.sizes.values() for name, size in part.items()}
+    return {"bytes": opened.bytes_used, "named": named, "found": files(folder)}
 
 
 def main(out, folder, kills):

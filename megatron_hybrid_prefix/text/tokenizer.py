@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_hybrid_prefix.hf_tokens import end_token_ids, token_texts
+from megatron_hybrid_prefix.text.hf_tokens import end_token_ids, token_texts
 
 # The number of tokens that end at or before a character of their text.
 TokensBefore = Callable[[int], int]

@@ -28,7 +28,7 @@ INSTALL_VARIABLE = "HYBRID_PREFIX_INSTALL"
 CONFIG_VARIABLE = "HYBRID_PREFIX_CONFIG"
 ON, OPTIONAL = "1", "optional"
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", NoneType: "null"}
 
 
