@@ -362,7 +362,7 @@ def _chunk_decays_kernel(
     bias = tl.load(dt_bias_ptr + head, mask=of_head, other=0.0).to(tl.float32)
     dt = dt.to(tl.float32) + bias[:, None]
     steps = tl.where(mask, stable_softplus(dt), 0.0)
-    bad = is_wrong(dt)  # its softplus would hide NaN
+    bad = is_wrong(dt) & mask  # its softplus would hide NaN
     steps = tl.where(bad, 0.0, steps)
     bad_tokens = tl.max(bad.to(tl.int32), 0)
     tl.store(wrong_ptr + start + token, bad_tokens, mask=bad_tokens > 0)

@@ -34,18 +34,21 @@ _UNSUPPORTED = """
     structured_outputs structural_tag guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf grammar
     stop_regex no_stop_trim include_stop_str_in_output prompt_embeds input_ids truncate truncate_prompt_tokens lora_path functions
     tools chat_template chat_template_kwargs documents continue_final_message prefix audio images prediction web_search_options
-    return_hidden_states flat_logprobs watermark return_token_strs mm_processor_kwargs
+    return_hidden_states flat_logprobs watermark return_token_strs mm_processor_kwargs session_params adapter_id extra_key
+    repetition_detection return_full_text logprob_token_ids guideline features content_parts
 """
 UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSUPPORTED.split(), ()) | {
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
     "num_beams": (1,),
     "typical_p": (1,),
     "modalities": (["text"],),
-    "thinking_token_budget": (-1,),
+    "verbosity": ("medium",),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
 }
+
+# Likewise, but false and 0 change the answer, too.
+ONLY = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "thinking_token_budget": -1}
 
 Stop = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
@@ -63,7 +66,7 @@ class Fields(BaseModel):
     """A JSON object. Types are not converted: "3" is not a number.
 
     Attributes:
-        without_effect: `UNSUPPORTED` fields that change nothing here.
+        without_effect: Fields of `UNSUPPORTED` and `ONLY` that change nothing here.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -78,8 +81,8 @@ class Fields(BaseModel):
         for name, value in found.items():
             if name in cls.model_fields or name in cls.without_effect:
                 continue
-            harmless = UNSUPPORTED.get(name)
-            if harmless is not None and value and value not in harmless:
+            harmless = (ONLY[name],) if name in ONLY else UNSUPPORTED.get(name)
+            if harmless is not None and (value or name in ONLY) and value not in harmless:
                 raise bad(f"'{name}' is not supported by this server.", name, "unsupported_parameter")
             if harmless is None and name not in _named and len(_named) < _MOST_NAMES:
                 _named.add(name)
@@ -312,7 +315,9 @@ class ChatBody(Body):
 class GenerateBody(Body):
     """Body of ``/inference/v1/generate``: token ids in, token ids out, as vLLM's. ``sampling_params`` may have its other fields."""
 
-    without_effect = frozenset(["skip_special_tokens", "include_stop_str_in_output"])  # on ids
+    without_effect = frozenset(
+        ["skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"]
+    )  # on ids
 
     token_ids: Integers
     sampling_params: dict[str, Any] = {}

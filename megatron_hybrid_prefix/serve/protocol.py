@@ -137,7 +137,7 @@ def read_request(
         ApiError: The request is invalid.
     """
     if kind == "generate" and isinstance(inner := values.get("sampling_params"), dict):
-        values = {name: value for name, value in values.items() if value is not None}
+        values, inner = ({name: value for name, value in each.items() if value is not None} for each in (values, inner))
         for name in values.keys() & inner.keys():
             if values[name] != inner[name]:
                 raise bad(f"'{short(name)}' has another value in 'sampling_params'.", short(name))

@@ -12,7 +12,7 @@ from megatron_hybrid_prefix.ops.convolution import convolve_from_slots
 from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule
 from megatron_hybrid_prefix.ops.elementwise import replace_wrong_logits, zero_wrong_rows
-from megatron_hybrid_prefix.ops.mamba_scan import scan_by_slots
+from megatron_hybrid_prefix.ops.mamba_scan import chunk_decays, scan_by_slots
 
 NAN, INF = float("nan"), float("inf")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -103,6 +103,14 @@ class GatedDeltaNet(Scan):
         q, k, v = (part.unflatten(1, shape) for part, shape in zip((q, k, v), shapes, strict=True))
         y = scan_delta_rule(q, k, v, decay, beta, states, normalise=True, chunk_bounds=self.chunks.bounds, **self.slots)
         return y, states, wrong
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bias_that_is_not_finite_marks_no_token_behind_the_chunk(device):
+    marks, dt = torch.zeros(2 * CHUNK, dtype=torch.int32, device=device), torch.zeros(5, HEADS, device=device)
+    rates = torch.full((HEADS,), float("nan"), device=device)
+    chunk_decays(dt, rates, rates, bounds=torch.tensor([0, 5], device=device), wrong=marks[:5], chunk_tokens=CHUNK)
+    assert marks.nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -31,11 +31,11 @@ _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
     "lines: core": 10_248,
-    "lines: mcore": 6_980,
-    "lines: upstream and platform": 5_717,
-    "lines: serve, cli and console": 6_890,
-    "lines: package": 43_373,
-    "lines: tests": 49_240,
+    "lines: mcore": 6_979,
+    "lines: upstream and platform": 5_712,
+    "lines: serve, cli and console": 6_895,
+    "lines: package": 43_374,
+    "lines: tests": 49_253,
     "files: cold": 40,
     "files: hit": 40,
     "files: host": 29,

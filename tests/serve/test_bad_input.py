@@ -17,6 +17,7 @@ import pytest
 
 from megatron_hybrid_prefix.serve import bodies
 from megatron_hybrid_prefix.serve.bodies import (
+    ONLY,
     UNSUPPORTED,
     ChatBody,
     CompletionBody,
@@ -27,6 +28,7 @@ from megatron_hybrid_prefix.serve.bodies import (
     TokenizeBody,
     read_fields,
 )
+from megatron_hybrid_prefix.serve.errors import ApiError
 from tests.harness.limits import HANG_S
 from tests.serve.test_serve import ADMIN, BODY_BYTES, Server
 
@@ -202,6 +204,10 @@ def test_harmless_and_unknown_fields_change_nothing(caplog, monkeypatch):
         for name in UNSUPPORTED.keys() - model.model_fields.keys():
             for value in (*UNSUPPORTED[name], None, False, 0, "", [], {}):
                 assert read_fields(good | {name: value}, model) == plain
+        for name in ONLY.keys() - model.without_effect:
+            assert read_fields(good | {name: ONLY[name]}, model) == read_fields(good | {name: None}, model) == plain
+            with pytest.raises(ApiError, match=name):
+                read_fields(good | {name: False}, model)
         assert read_fields(good | {"colour": "red", "length_penalty": 1.5}, model) == plain
     assert [record.getMessage() for record in caplog.records] == [
         f"fields named {name!r} are ignored in requests" for name in ("colour", "length_penalty")
