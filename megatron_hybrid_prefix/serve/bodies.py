@@ -28,7 +28,7 @@ MOST_BREAKPOINTS = 128  # each one of a chat renders the conversation, or its la
 _MOST_NAMES = 100  # of ignored fields in the log
 _named: set[str] = set()
 
-# What would change the answer. The values do not; neither does null, false, 0 or something empty.
+# What would change the answer, and the values that do not; null never does.
 _UNSUPPORTED = """
     suffix echo allowed_token_ids bad_words logits_processors custom_logit_processor no_repeat_ngram_size use_beam_search
     structured_outputs structural_tag guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf grammar
@@ -37,18 +37,18 @@ _UNSUPPORTED = """
     return_hidden_states flat_logprobs watermark return_token_strs mm_processor_kwargs session_params adapter_id extra_key
     repetition_detection return_full_text logprob_token_ids guideline features content_parts
 """
-UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSUPPORTED.split(), ()) | {
-    "response_format": ({"type": "text"},),
-    "num_beams": (1,),
-    "typical_p": (1,),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
+_NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
+UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSUPPORTED.split(), _NOTHING) | {
+    "response_format": (*_NOTHING, {"type": "text"}),
+    "num_beams": (*_NOTHING, 1),
+    "typical_p": (*_NOTHING, 1),
+    "modalities": (*_NOTHING, ["text"]),
+    "verbosity": (*_NOTHING, "medium"),
+    **dict.fromkeys(("tool_choice", "function_call"), (*_NOTHING, "none", "auto")),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "thinking_token_budget": (-1,),
 }
-
-# Likewise, but false and 0 change the answer, too.
-ONLY = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "thinking_token_budget": -1}
 
 Stop = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
@@ -66,7 +66,7 @@ class Fields(BaseModel):
     """A JSON object. Types are not converted: "3" is not a number.
 
     Attributes:
-        without_effect: Fields of `UNSUPPORTED` and `ONLY` that change nothing here.
+        without_effect: Fields of `UNSUPPORTED` that change nothing here.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -81,8 +81,8 @@ class Fields(BaseModel):
         for name, value in found.items():
             if name in cls.model_fields or name in cls.without_effect:
                 continue
-            harmless = (ONLY[name],) if name in ONLY else UNSUPPORTED.get(name)
-            if harmless is not None and (value or name in ONLY) and value not in harmless:
+            harmless = UNSUPPORTED.get(name)
+            if harmless is not None and value not in harmless:
                 raise bad(f"'{name}' is not supported by this server.", name, "unsupported_parameter")
             if harmless is None and name not in _named and len(_named) < _MOST_NAMES:
                 _named.add(name)
