@@ -41,7 +41,8 @@ class Choice:
         tokenizer: Tokenizer,
     ) -> None:
         self.index, self.prompt, self.task = index, prompt, task
-        all_notes = isinstance(request.body, GenerateBody) or request.body.return_token_ids
+        self._is_ids = isinstance(request.body, GenerateBody)
+        all_notes = self._is_ids or request.body.return_token_ids
         self.text = TextStream(
             tokenizer, task.stop, min_tokens=request.body.min_tokens, all_notes=all_notes, before=prompt.tokens
         )
@@ -85,9 +86,7 @@ class Choice:
             text += self.text.finish()
             at_end = not self.text.stopped and self.tokens >= self._most_tokens
             self.finish_reason = "length" if at_end and not ended else "stop"
-        return text, self.text.notes(
-            last=self.finish_reason is not None or isinstance(self._request.body, GenerateBody)
-        )
+        return text, self.text.notes(last=self.finish_reason is not None or self._is_ids)
 
     def _take_prompt(self, update: Update) -> None:
         body, tokens, log_probs = self._request.body, self.prompt.tokens, update.prompt_log_probs

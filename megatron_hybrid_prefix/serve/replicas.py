@@ -231,6 +231,7 @@ class ReplicaLoop(Backend):
     def start(self) -> None:
         self._client = ReplicaClient(self._coordinator.address, self)
         self._client.connect(_CONNECT_S)
+        self._heard_s = dict.fromkeys(self._replicas, time.monotonic())
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:

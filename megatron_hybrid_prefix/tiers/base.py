@@ -177,17 +177,17 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-_WORKERS: weakref.WeakSet[Any] = weakref.WeakSet()
+_WORKERS: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in the order in which they began
 
 
 def finish_at_exit(worker: Any) -> None:
     """Call its ``finish`` when the process ends, if it is still there: the interpreter must not go while its threads run."""
-    _WORKERS.add(worker)
+    _WORKERS[worker] = None
 
 
 @atexit.register
 def _at_exit() -> None:
-    for worker in list(_WORKERS):
+    for worker in reversed(list(_WORKERS)):
         worker.finish()
 
 

@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -250,6 +249,8 @@ class Asker:
             question.over.set()
 
     def _try(self) -> None:
-        with suppress(ValueError):
+        try:
             self._client.settings.own_address()  # unlike a call, this does not hold up the end of the process
-            self._answer(_Question(["whether the master is there"]))
+        except ValueError:
+            return
+        self._answer(_Question(["whether the master is there"]))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_hybrid_prefix.serve import replicas
 from megatron_hybrid_prefix.serve.app import Api, Limits
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
 from megatron_hybrid_prefix.serve.engine_loop import EngineLoop
@@ -103,6 +104,21 @@ def test_a_request_that_was_not_sent_to_a_replica_is_not_open():
     with pytest.raises(ConnectionError):
         loop.submit(GenerationTask(prompt=[1], sampling={}, deliver=print, arrived_s=0.0, stop=[]))
     assert loop.open_sequences == 0
+
+
+def test_a_replica_that_never_answers_is_in_a_step(monkeypatch):
+    client = SimpleNamespace(connect=lambda timeout_s: None)
+    monkeypatch.setattr(replicas, "ReplicaClient", lambda *_: client)
+    monkeypatch.setattr(replicas, "_SILENT_S", 0.0)
+    monkeypatch.setattr(ReplicaLoop, "_watch", lambda self: asyncio.sleep(0))
+
+    async def started() -> ReplicaLoop:
+        loop = ReplicaLoop(None, SimpleNamespace(address=""), 2, None, None)
+        assert loop.replica_steps_s == {"0": 0.0, "1": 0.0}
+        loop.start()
+        return loop
+
+    assert min(asyncio.run(started()).replica_steps_s.values()) > 0
 
 
 def test_nothing_waits_for_a_thread_that_has_ended(monkeypatch):
