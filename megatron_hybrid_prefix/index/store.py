@@ -107,6 +107,9 @@ class CheckpointTable:
         self.bind(node, slot, reason)
         self._stats.checkpoints_published += 1
         self._stats.checkpoints_by_reason[reason.name.lower()] += 1
+        self._store_below(node, reason)
+
+    def _store_below(self, node: Node, reason: CheckpointReason) -> None:
         if self._host is not None and self._host.stores_published(reason):
             self._host.store_state(node)
             self._host.state_also_on_device(node)
@@ -123,9 +126,7 @@ class CheckpointTable:
             self._index.drop_state(node)
             node.reason = reason
             self._index.add_state(node)
-            if self._host is not None and self._host.stores_published(reason):
-                self._host.store_state(node)
-                self._host.state_also_on_device(node)
+            self._store_below(node, reason)
         elif node.reason == CheckpointReason.DECODE and not node.used:
             node.reason = reason
             self._index.use_state(node)

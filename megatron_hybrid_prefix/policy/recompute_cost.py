@@ -3,7 +3,7 @@
     value = cost of computing from the nearest kept state above up to this one  x  how likely this state is to be used
 
 The value is divided by the bytes that evicting the state frees: its own, and those of the KV that only this state makes
-useful. A guess frees only its own, and all states of a tier have the same size, so they are left out for guesses.
+useful.
 
 *Cost* is counted in blocks, or by a function of the model (attention makes deep blocks dearer). Only states that are
 still kept count as "above": evicting a state makes the states below it dearer. Each kept state can be reached, because
@@ -263,9 +263,7 @@ class RecomputeCostEviction[T: KeptState]:
         self.state_blocks = 1.0  # bytes of a state in KV blocks
         # Records are ranked when somebody asks: most change several times in between.
         self._heap: list[_Entry[T]] = []  # the least value first; some are not valid
-        self._changed: dict[
-            _Record[T], int
-        ] = {}  # to be ranked before the heap is read, and the numbers of their entries
+        self._changed: dict[_Record[T], int] = {}  # to be ranked first, and the numbers of their entries
 
     def tier_below(self) -> RecomputeCostEviction[T]:
         self._ancestry = Ancestry()
