@@ -15,11 +15,11 @@ engine does the work, and a trace replay runs this same file without an engine. 
 checkpoint slots.
 
 KV blocks, checkpoints and the states of running requests share one memory. The value per byte decides across all of them
-(``index/store.py``), and blocks that no request holds may move (``pool/pages.py``).
+(``tiers/device.py``), and blocks that no request holds may move (``pool/pages.py``).
 
 Two helpers belong to it. `cache.loads` loads from the host tier and swaps out preempted requests. `cache.blocks`
-serves megatron's block allocator. Eviction is in ``index/store.py``, the choice of
-checkpoints in ``index/planner.py``.
+serves megatron's block allocator. Eviction is in ``tiers/device.py``, the choice of
+checkpoints in ``requests/planner.py``.
 
 Memory pressure never raises. `admit`, `grow` and `blocks.allocate` return None when eviction cannot free enough blocks.
 A checkpoint that gets no slot is skipped and counted. ValueError means a caller's mistake, CacheCorruptionError means a
@@ -33,19 +33,19 @@ from __future__ import annotations
 from collections.abc import Buffer, Collection, Iterator, Sequence
 from copy import copy
 
-from megatron_hybrid_prefix.index.blocks_by_id import BlocksById
-from megatron_hybrid_prefix.index.explain import Explainer, Explanation, Question
-from megatron_hybrid_prefix.index.integrity import check_integrity
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
-from megatron_hybrid_prefix.index.loads import Loads
-from megatron_hybrid_prefix.index.matcher import Match, Matcher
-from megatron_hybrid_prefix.index.planner import StepPlanner
-from megatron_hybrid_prefix.index.requests import Admission, Grown, LiveRequest, RequestBook, StepPlan, share_beyond
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.store import MemoryUse, PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, with_verification
+from megatron_hybrid_prefix.requests.blocks_by_id import BlocksById
+from megatron_hybrid_prefix.requests.book import Admission, Grown, LiveRequest, RequestBook, StepPlan, share_beyond
+from megatron_hybrid_prefix.requests.explain import Explainer, Explanation, Question
+from megatron_hybrid_prefix.requests.integrity import check_integrity
+from megatron_hybrid_prefix.requests.loads import Loads
+from megatron_hybrid_prefix.requests.matcher import Match, Matcher
+from megatron_hybrid_prefix.requests.planner import StepPlanner
+from megatron_hybrid_prefix.tiers.device import MemoryUse, PrefixStore
 from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy, LoadState
 
 

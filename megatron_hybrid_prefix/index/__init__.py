@@ -1,1 +1,1 @@
-"""The prefix index: block keys, the prefix tree, the matcher, and the reference counts of KV blocks."""
+"""The prefix index: block keys and the prefix tree."""

@@ -3,7 +3,7 @@
 A policy only ranks states. The cache drops a state as soon as its KV is evicted, so every state that a policy ranks can
 be reached. The ranking depends only on the order of calls, never on wall time or addresses. So all ranks decide alike.
 
-A policy ranks no *guesses*: speculative checkpoints, which the cache drops before all else (``index/blocks.py``).
+A policy ranks no *guesses*: speculative checkpoints, which the cache drops before all else (``tiers/blocks.py``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Five rules. Each one serves a way in which a prompt comes back:
 - *repeat*: the deepest boundary from which the same prompt can be resumed, if that is not the tail. The last token is
   always computed, so a prompt of exactly n blocks resumes at n - 1.
 - *interval*: every N tokens, or by default where `default_guesses` says, for a prefix that is shared for the first time.
-  These are guesses (``index/blocks.py``).
+  These are guesses (``tiers/blocks.py``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A prompt resumes from a state, and reads the KV before it. So a state *needs* the KV at its node and above, and KV is worth
 what the states that need it are worth. When a tier needs room, these go first:
 
-1. On the device: a guess (``index/blocks.py``).
+1. On the device: a guess (``tiers/blocks.py``).
 2. *Unneeded* KV: no state of the tier needs it, so no request can resume there. Unneeded longest first; the deepest
    block first. On the host, KV that the device has, too, counts as unneeded: nothing is lost with it.
 3. On the host: a state that the device has, too.

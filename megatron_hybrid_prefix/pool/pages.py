@@ -179,7 +179,7 @@ class PageHeap:
 
 
 class Pages:
-    """The pages of one memory. ``index/blocks.py`` and `SlotPool` tell it which blocks and slots are in use.
+    """The pages of one memory. ``tiers/blocks.py`` and `SlotPool` tell it which blocks and slots are in use.
 
     A block is free, cached (no request holds it) or held.
 

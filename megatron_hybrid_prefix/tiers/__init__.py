@@ -1,1 +1,1 @@
-"""The second tier: KV blocks and states in pinned host memory. ``index/host_tier.py`` decides what they hold."""
+"""The second tier: KV blocks and states in pinned host memory. ``tiers/host.py`` decides what they hold."""

@@ -1,6 +1,6 @@
 """`BlockTransfer`: one move between two tiers, of a KV block or of a state. `Load`: what comes back from the host for one request.
 
-``index/host_tier.py`` and ``index/loads.py`` decide on transfers and loads, `arena.py` runs them; they share nothing else. Transfers
+``tiers/host.py`` and ``requests/loads.py`` decide on transfers and loads, `arena.py` runs them; they share nothing else. Transfers
 run in the order of their queue, so a page or slot may be reused as soon as its transfer is queued. The tiers are the device, the
 host, and at most one tier below the host. Every transfer begins or ends on the host.
 """

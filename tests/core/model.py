@@ -17,12 +17,12 @@ from itertools import count
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.index.requests import Admission, LiveRequest, StepPlan
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
+from megatron_hybrid_prefix.requests.book import Admission, LiveRequest, StepPlan
+from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
 from megatron_hybrid_prefix.tiers.settings import TierSettings
 from megatron_hybrid_prefix.tiers.units import DEVICE, SHARED, BlockMove, EntryKind, Load, LoadState, PageClear

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.requests import is_prefilling
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.requests.book import is_prefilling
 from megatron_hybrid_prefix.tiers.units import EntryKind
 
 BLOCK = 4

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_hybrid_prefix.index.explain import Explanation, Question
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.requests.explain import Explanation, Question
 from tests.core.model import ModelEngine, tier_behind
 from tests.core.test_cache import engine, run, tokens
 from tests.harness.whole_state import whole_state

@@ -6,7 +6,6 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
@@ -14,6 +13,7 @@ from megatron_hybrid_prefix.policy.lru import LruEviction
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from megatron_hybrid_prefix.tiers.units import EntryKind, LoadState, Tag
 from tests.core.model import NAMESPACE, tier_behind
 

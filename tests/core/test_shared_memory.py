@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.store import CheckpointTable, PrefixStore
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex, is_guess
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
+from megatron_hybrid_prefix.tiers.blocks import KVBlocks
+from megatron_hybrid_prefix.tiers.device import CheckpointTable, PrefixStore
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, BlockTransfer, EntryKind, PageClear
 from tests.core import test_stateful
 from tests.core.model import tier_behind
@@ -261,7 +261,7 @@ def a_move_that_is_not_copied(patch: pytest.MonkeyPatch) -> None:
     def nowhere(*, source_block: int, target_block: int) -> BlockMove:
         return BlockMove(source_block=target_block, target_block=target_block)
 
-    patch.setattr("megatron_hybrid_prefix.index.store.BlockMove", nowhere)
+    patch.setattr("megatron_hybrid_prefix.tiers.device.BlockMove", nowhere)
 
 
 def a_page_one_block_too_short(patch: pytest.MonkeyPatch) -> None:

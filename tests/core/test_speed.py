@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_hybrid_prefix.bench import control_plane
-from megatron_hybrid_prefix.index.blocks import KVBlocks
-from megatron_hybrid_prefix.index.matcher import Matcher
+from megatron_hybrid_prefix.requests.matcher import Matcher
+from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from tests.core.test_cache import engine, run
 from tests.harness.steps import steps
 

@@ -10,12 +10,12 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.blocks import KVBlocks
 from megatron_hybrid_prefix.index.host_entries import HostEntries
-from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.lab.replay import CacheServer
 from megatron_hybrid_prefix.policy.needs import TierIndex
+from megatron_hybrid_prefix.tiers.blocks import KVBlocks
+from megatron_hybrid_prefix.tiers.host import HostTier
 from tests.core import test_stateful
 from tests.harness.trace_helpers import BLOCK, made_up
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.index.requests import is_prefilling
+from megatron_hybrid_prefix.requests.book import is_prefilling
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 

@@ -18,14 +18,14 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 
 from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.blocks import KVBlocks
-from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine, build_upstream_engine
 from megatron_hybrid_prefix.mcore.state.moves import Moves
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
+from megatron_hybrid_prefix.tiers.blocks import KVBlocks
+from megatron_hybrid_prefix.tiers.device import PrefixStore
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from tests.harness.cached import keys_on_device, on_device
 from tests.harness.engine_helpers import cache_gb_for, state_bytes

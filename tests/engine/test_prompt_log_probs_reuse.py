@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.index.keys import KeyMaker
-from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.mcore.context import context, scored_prompt, scores
 from megatron_hybrid_prefix.mcore.context.scored_prompt import Scores
+from megatron_hybrid_prefix.requests.scores import Kept, ScoreTable
 from tests.engine.test_prompt_log_probs import Reference, Traffic, WrongLogProb, prompt
 from tests.harness.bits import Alone, differing, exact_harness
 from tests.harness.drafts import forced_drafts

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_hybrid_prefix.index.blocks import KVBlocks
-from megatron_hybrid_prefix.index.store import CheckpointTable
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.lab.replay import CacheServer
 from megatron_hybrid_prefix.policy.needs import TierIndex
+from megatron_hybrid_prefix.tiers.blocks import KVBlocks
+from megatron_hybrid_prefix.tiers.device import CheckpointTable
 from tests.harness.selection import mostly_slow
 from tests.harness.trace_helpers import BLOCK, KINDS, made_up
 

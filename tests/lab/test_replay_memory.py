@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.cli import replay as command
-from megatron_hybrid_prefix.index.host_tier import HostTier
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.replay import CacheServer, Replayed, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.tiers.host import HostTier
 from tests.harness.steps import steps
 from tests.harness.trace_helpers import made_up, write_trace
 

@@ -95,9 +95,9 @@ def is_made_from(svg: str, source: str) -> bool:
 
 
 def test_a_file_that_is_gone_is_noticed():
-    text = "`index/store.py`, `tests/*.md` and `a / b`, `--flag`\n```bash\n`not/this.py`\n```\n`policy/gone.py`"
+    text = "`tiers/device.py`, `tests/*.md` and `a / b`, `--flag`\n```bash\n`not/this.py`\n```\n`policy/gone.py`"
     names = named_files(text)
-    assert names == ["index/store.py", "tests/*.md", "policy/gone.py"]
+    assert names == ["tiers/device.py", "tests/*.md", "policy/gone.py"]
     assert [exists(name, ROOT) for name in names] == [True, False, False]
 
 

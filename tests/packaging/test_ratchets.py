@@ -60,10 +60,10 @@ ROOMS = {
 }
 SLACK = 0.01  # of lines; other counts are exact
 PASSED = {
-    "cold": {"cache.py", "mcore/context/context.py", "index/store.py"},
-    "hit": {"cache.py", "mcore/context/context.py", "index/matcher.py"},
-    "host": {"index/loads.py", "mcore/state/moves.py", "tiers/loads.py"},
-    "folder": {"index/loads.py", "mcore/state/moves.py", "tiers/loads.py", "tiers/jobs.py", "tiers/file.py"},
+    "cold": {"cache.py", "mcore/context/context.py", "tiers/device.py"},
+    "hit": {"cache.py", "mcore/context/context.py", "requests/matcher.py"},
+    "host": {"requests/loads.py", "mcore/state/moves.py", "tiers/loads.py"},
+    "folder": {"requests/loads.py", "mcore/state/moves.py", "tiers/loads.py", "tiers/jobs.py", "tiers/file.py"},
 }
 
 
@@ -207,9 +207,9 @@ def files_of_a_hit() -> list[str]:
 
 def files_of_a_load(served: Any, prompt: list[int]) -> list[str]:
     """Of the load alone: what the calls for it start, on the engine's thread and on those that read."""
-    from megatron_hybrid_prefix.index.loads import Loads
     from megatron_hybrid_prefix.mcore.context.request import RequestLoads
     from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
+    from megatron_hybrid_prefix.requests.loads import Loads
 
     inside = threading.local()
 

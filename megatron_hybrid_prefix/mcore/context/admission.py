@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest
+from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,

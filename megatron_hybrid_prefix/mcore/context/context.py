@@ -27,9 +27,6 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.index.explain import Explanation
-from megatron_hybrid_prefix.index.requests import StepPlan
-from megatron_hybrid_prefix.index.scores import ScoreTable
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.layers.step import PrefillSpan
 from megatron_hybrid_prefix.mcore.context import reports, rows
@@ -50,6 +47,9 @@ from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
+from megatron_hybrid_prefix.requests.book import StepPlan
+from megatron_hybrid_prefix.requests.explain import Explanation
+from megatron_hybrid_prefix.requests.scores import ScoreTable
 from megatron_hybrid_prefix.tiers.units import HOST
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.check import check_overrides

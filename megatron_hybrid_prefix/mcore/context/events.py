@@ -7,7 +7,7 @@ from collections.abc import Buffer
 import numpy as np
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.scores import ScoreTable
+from megatron_hybrid_prefix.requests.scores import ScoreTable
 from megatron_hybrid_prefix.upstream.context import ContextSeam
 
 

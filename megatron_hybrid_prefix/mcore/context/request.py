@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import shown
-from megatron_hybrid_prefix.index.explain import Explanation, Question
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.index.requests import StepPlan
-from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
 from megatron_hybrid_prefix.mcore.state.moves import HostMoves
+from megatron_hybrid_prefix.requests.book import StepPlan
+from megatron_hybrid_prefix.requests.explain import Explanation, Question
+from megatron_hybrid_prefix.requests.matcher import Match
+from megatron_hybrid_prefix.requests.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.tiers.units import LoadState
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.scores import Kept
+from megatron_hybrid_prefix.requests.scores import Kept
 
 # Log-probs and ids of the most likely tokens at a position, the most likely first.
 TopTokens = tuple[list[float], list[int]]

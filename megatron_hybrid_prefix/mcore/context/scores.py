@@ -1,7 +1,7 @@
 """`ScoredPrompts`: the log-probs of prompts, kept for later prompts and taken by them.
 
 Requests that want the log-probs of their prompt compute them anyway, and megatron brings them to the host at the end of the
-step. They are kept (``index/scores.py``) with the blocks that the step published, by their keys. Only the next logits of
+step. They are kept (``requests/scores.py``) with the blocks that the step published, by their keys. Only the next logits of
 boundaries are copied for this, in the stream of the forward, before megatron's own copy. So nothing waits for them, and steps
 without such requests copy nothing. Where bits have to be equal, their log-probs are kept instead: the host would round others.
 """
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.index.requests import StepPlan
-from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
 from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.requests.book import StepPlan
+from megatron_hybrid_prefix.requests.matcher import Match
+from megatron_hybrid_prefix.requests.scores import Kept, ScoreTable
 
 
 class ScoredPrompts:

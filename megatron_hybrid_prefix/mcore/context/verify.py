@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid_prefix.index.requests import StepPlan
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.requests.book import StepPlan
 
 logger = logging.getLogger(__name__)
 

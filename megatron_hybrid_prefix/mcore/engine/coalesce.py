@@ -15,8 +15,8 @@ from itertools import islice
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.index.requests import is_prefilling
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
+from megatron_hybrid_prefix.requests.book import is_prefilling
 
 # A round costs a step, so a request waits only for more than this. (A GPU step takes as long as a few hundred tokens.)
 _MIN_SAVED_TOKENS = 256

@@ -15,7 +15,6 @@ from typing import Any, override
 import torch
 
 from megatron_hybrid_prefix.errors import RequestDroppedError
-from megatron_hybrid_prefix.index.explain import Explanation
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
@@ -33,6 +32,7 @@ from megatron_hybrid_prefix.mcore.state.layout import check_described
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
 from megatron_hybrid_prefix.platform.side_by_side import compiled_side_by_side
+from megatron_hybrid_prefix.requests.explain import Explanation
 from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.support.environment import say
 from megatron_hybrid_prefix.text.tokenizer import other_ends

@@ -42,9 +42,9 @@ from megatron_hybrid_prefix.tiers.units import (
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.cache import HybridPrefixCache
     from megatron_hybrid_prefix.config import HybridPrefixConfig
-    from megatron_hybrid_prefix.index.requests import StepPlan
     from megatron_hybrid_prefix.metrics import PrefixStats
     from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
+    from megatron_hybrid_prefix.requests.book import StepPlan
 
 logger = logging.getLogger(__name__)
 

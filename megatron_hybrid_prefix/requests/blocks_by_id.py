@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.loads import Loads
-from megatron_hybrid_prefix.index.requests import RequestBook
-from megatron_hybrid_prefix.index.store import PrefixStore
+from megatron_hybrid_prefix.requests.book import RequestBook
+from megatron_hybrid_prefix.requests.loads import Loads
+from megatron_hybrid_prefix.tiers.device import PrefixStore
 
 
 class BlocksById:

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.blocks import KVBlocks
-from megatron_hybrid_prefix.index.host_tier import HostTier
-from megatron_hybrid_prefix.index.requests import LiveRequest
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
@@ -26,7 +23,10 @@ from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
+from megatron_hybrid_prefix.requests.book import LiveRequest
 from megatron_hybrid_prefix.tiers.base import DepthTier
+from megatron_hybrid_prefix.tiers.blocks import KVBlocks
+from megatron_hybrid_prefix.tiers.host import HostTier
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, Copy, PageClear
 
 _depth = attrgetter("depth_blocks")

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
-from megatron_hybrid_prefix.index.matcher import Match, Matcher
-from megatron_hybrid_prefix.index.requests import LiveRequest, RequestBook
-from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.requests.book import LiveRequest, RequestBook
+from megatron_hybrid_prefix.requests.matcher import Match, Matcher
+from megatron_hybrid_prefix.tiers.device import PrefixStore
 from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, Load, LoadState, Tag
 
 

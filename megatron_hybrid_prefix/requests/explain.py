@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.matcher import Matcher, kv_depth
-from megatron_hybrid_prefix.index.planner import StepPlanner
-from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.policy.base import RemembersEvicted
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.requests.matcher import Matcher, kv_depth
+from megatron_hybrid_prefix.requests.planner import StepPlanner
 from megatron_hybrid_prefix.tiers.base import DepthTier, TierBehind
+from megatron_hybrid_prefix.tiers.device import PrefixStore
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, EntryKind
 
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.blocks import KVBlocks
-from megatron_hybrid_prefix.index.requests import LiveRequest, RequestBook
-from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
+from megatron_hybrid_prefix.requests.book import LiveRequest, RequestBook
+from megatron_hybrid_prefix.tiers.blocks import KVBlocks
+from megatron_hybrid_prefix.tiers.device import PrefixStore
 from megatron_hybrid_prefix.tiers.units import LoadState
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_hybrid_prefix.index.matcher import Match
-from megatron_hybrid_prefix.index.requests import LiveRequest, PlannedCheckpoint, StepPlan
-from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, boundaries_in_span
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.requests.book import LiveRequest, PlannedCheckpoint, StepPlan
+from megatron_hybrid_prefix.requests.matcher import Match
+from megatron_hybrid_prefix.tiers.device import PrefixStore
 
 # Decode states kept per running request. The next turn of a chat mostly resumes from the latest one, or from the one
 # before if the end of the answer comes back changed.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
+from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.tiers.units import Load, LoadState
 
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.requests import StepPlan
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.requests.book import StepPlan
 
 
 class Kept:
