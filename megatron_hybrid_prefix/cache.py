@@ -31,7 +31,6 @@ This file is longer than 400 lines because it has every step of the pipeline, in
 from __future__ import annotations
 
 from collections.abc import Buffer, Collection, Iterator, Sequence
-from copy import copy
 
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.settings import CacheSettings
@@ -39,13 +38,22 @@ from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, with_verification
 from megatron_hybrid_prefix.requests.blocks_by_id import BlocksById
-from megatron_hybrid_prefix.requests.book import Admission, Grown, LiveRequest, RequestBook, StepPlan, share_beyond
+from megatron_hybrid_prefix.requests.book import (
+    Admission,
+    Grown,
+    LiveRequest,
+    RequestBook,
+    StepPlan,
+    let_go,
+    share_beyond,
+    unpin_source,
+)
 from megatron_hybrid_prefix.requests.explain import Explainer, Explanation, Question
 from megatron_hybrid_prefix.requests.integrity import check_integrity
 from megatron_hybrid_prefix.requests.loads import Loads
 from megatron_hybrid_prefix.requests.matcher import Match, Matcher
 from megatron_hybrid_prefix.requests.planner import StepPlanner
-from megatron_hybrid_prefix.tiers.device import MemoryUse, PrefixStore
+from megatron_hybrid_prefix.tiers.device import DeviceTier, MemoryUse
 from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy, LoadState
 
 
@@ -71,18 +79,20 @@ class HybridPrefixCache:
         self.settings = settings
         self._keys = KeyMaker(settings.block_tokens, settings.secret, settings.adapter_secret)
         self._stats = PrefixStats()
-        self._store = store = PrefixStore(settings, self._stats)
+        self._device = device = DeviceTier(settings, self._stats)
         self._requests = RequestBook()
-        self._matcher = Matcher(store.tree, store.tiers, store.ghosts, block_tokens=settings.block_tokens)
-        self._planner = StepPlanner(store)
-        self.loads = Loads(store, self._requests, self._matcher)
-        self.blocks = BlocksById(store, self._requests, self.loads)
+        self._matcher = Matcher(
+            device.tree, (*device.below.values(),), device.ghosts, block_tokens=settings.block_tokens
+        )
+        self._planner = StepPlanner(device)
+        self.loads = Loads(device, self._requests, self._matcher)
+        self.blocks = BlocksById(device, self._requests, self.loads)
         self.live = self._requests.live
 
     @property
     def epoch(self) -> int:
         """The current weights epoch."""
-        return self._store.tree.epoch
+        return self._device.tree.epoch
 
     # -- 1. chain, 2. match (read-only) --------------------------------------------------------------------------------
 
@@ -137,7 +147,7 @@ class HybridPrefixCache:
 
     def explain(self, asked: Question) -> Explanation:
         """What this request would reuse now, and why not more. Changes nothing, and asks no other rank or process."""
-        return Explainer(self._store, self._planner, asked).explain()
+        return Explainer(self._device, self._planner, asked).explain()
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
@@ -203,7 +213,7 @@ class HybridPrefixCache:
         Raises:
             ValueError: The request is live already.
         """
-        live, store = self._requests.live.get(request_id), self._store
+        live, device = self._requests.live.get(request_id), self._device
         if live is not None and not live.is_loading:
             raise ValueError(f"request {request_id} is live already")
         if live is not None and match.load is not live.load:
@@ -220,30 +230,19 @@ class HybridPrefixCache:
             self._stats.count_fallback("stale_match")
         # Share and pin before allocating: allocation may evict, and must not evict what this request shares.
         if live is None:
-            live = self._requests.live[request_id] = LiveRequest(
-                request_id=request_id,
-                chain=copy(match.chain),
-                prompt_tokens=match.chain.tokens,
-                write=match.chain.epoch == self.epoch,
-                block_ids=store.blocks.share(match.path),
-                path=list(match.path),
-                boundaries=(),
-                computed_tokens=match.resume_tokens,
-                planned_tokens=match.resume_tokens,
-                stored_tokens=match.resume_tokens,
-                read=match.read,
-                pinned_slot=match.source_slot,
-                uncounted=match,
-            )
+            write_now = match.chain.epoch == self.epoch
+            block_ids = device.blocks.share(match.path)
+            live = LiveRequest.of(request_id, match, block_ids, self.block_tokens, write=write_now)
+            self._requests.live[request_id] = live
             if match.source_slot is not None:
-                store.slots.pin(match.source_slot)
+                device.slots.pin(match.source_slot)
             if match.path:
-                store.checkpoints.use(match.path[-1])
-        live.block_ids += store.blocks.share(beyond)
+                device.use(match.path[-1])
+        live.block_ids += device.blocks.share(beyond)
         share_beyond(live, beyond, self.block_tokens)
         shared_blocks = len(live.block_ids)
-        live.live_slot = store.take_live_slot()
-        live.block_ids += store.take_blocks(max(0, self._blocks_for(match, length_tokens) - shared_blocks))
+        live.live_slot = device.take_live_slot()
+        live.block_ids += device.take_blocks(max(0, self._blocks_for(match, length_tokens) - shared_blocks))
         live.write, live.counted_tokens = live.write and write, counted_tokens
         if live.write:
             boundaries = self._planner.boundaries(match, breakpoints)
@@ -280,15 +279,11 @@ class HybridPrefixCache:
                 before the next forward, and not after this one.
         """
         if published:
-            store, host = self._store, self._store.host
-            alone = (
-                host is not None
-                and host.behind is not None
-                and all(isinstance(copy, BlockTransfer) for copy in store.copies)
-            )
-            return store.take_copies() if alone else []
-        copies = self._store.take_copies()
-        self._store.checkpoints.end_protection()
+            device = self._device
+            alone = device.host.behind.takes and all(isinstance(copy, BlockTransfer) for copy in device.copies)
+            return device.take_copies() if alone else []
+        copies = self._device.take_copies()
+        self._device.end_protection()
         return copies
 
     def grow(self, request_id: int, length_tokens: int) -> Grown | None:
@@ -302,14 +297,14 @@ class HybridPrefixCache:
         Raises:
             ValueError: The request is not live.
         """
-        live, blocks = self._requests[request_id], self._store.blocks
+        live, blocks = self._requests[request_id], self._device.blocks
         count = -(-length_tokens // self.block_tokens) - len(live.block_ids)
         beyond = self._cached_after(live, min(len(live.block_ids) + count, live.prompt_tokens // self.block_tokens))
         shared = blocks.share(beyond)  # before allocating, as in `admit`
         if not self.loads.make_room(count - len(shared)):
             blocks.release(shared, beyond)
             return None
-        own = self._store.take_blocks(max(0, count - len(shared)))
+        own = self._device.take_blocks(max(0, count - len(shared)))
         live.block_ids += shared + own
         share_beyond(live, beyond, self.block_tokens)
         return Grown(shared=shared, own=own, stored_tokens=live.stored_tokens)
@@ -352,7 +347,7 @@ class HybridPrefixCache:
             self._settle(live, plan, kept=False)
             return False
         live.computed_tokens = plan.end_tokens
-        self._store.unpin_source(live)
+        unpin_source(live, self._device)
         self._count(live, plan)
         if live.write:
             self._planner.register(live)
@@ -422,11 +417,11 @@ class HybridPrefixCache:
         for plan in list(live.plans.values()):
             self._settle(live, plan, kept=False)
         for node, block_id in zip(path[stored:own], live.block_ids[stored:own], strict=True):
-            self._store.blocks.forget_duplicate(node, block_id)
+            self._device.blocks.forget_duplicate(node, block_id)
         for each in users:
             del each.path[own:]
         del path[stored:]
-        self._store.withdraw(states, wrong)
+        self._device.withdraw(states, wrong)
         return {each.request_id for each in users}
 
     def request_checkpoint(self, request_id: int, position_tokens: int) -> bool:
@@ -513,8 +508,8 @@ class HybridPrefixCache:
         """Releases all live requests, drops all swapped-out ones, and frees the blocks of `blocks.allocate`."""
         for request_id in list(self._requests.live):
             self.release(request_id)
-        for load in list(self._requests.loads):
-            self.loads.drop_swapped_out(load.request_id)
+        for request_id in list(self._requests.swapped_out):
+            self.loads.drop_swapped_out(request_id)
         self.blocks.free(list(self.blocks.unattached))
 
     def invalidate(self, epoch: int | None = None) -> None:
@@ -531,11 +526,11 @@ class HybridPrefixCache:
             live.write = False
             live.path.clear()  # it keeps its blocks, which have no keys any more
             if live.load is not None:  # the host is about to be emptied
-                live.load.pinned = live.load.private = live.load.coming = ()
-        self._requests.loads[:] = [load for load in self._requests.loads if load.state is not LoadState.SWAPPED_OUT]
+                live.load.pinned, live.load.swapped_out, live.load.coming = (), None, ()
+        self._requests.swapped_out.clear()
         self._planner.writing.clear()
         self._keys.forget()
-        self._store.forget(self.epoch + 1 if epoch is None else epoch)
+        self._device.forget(self.epoch + 1 if epoch is None else epoch)
 
     def reset(self) -> None:
         """Drops all requests, plans, blocks and states. Keeps the counters."""
@@ -543,30 +538,29 @@ class HybridPrefixCache:
         self._keys.forget()
         self._planner.writing.clear()
         self.blocks.unattached.clear()
-        self._store.reset()
+        self._device.reset()
 
     # -- queries, statistics, integrity --------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[Node]:
         """All nodes of the prefix tree, in any order."""
-        return iter(self._store.tree)
+        return iter(self._device.tree)
 
     def node(self, key: bytes) -> Node | None:
         """The node with this key, on any tier; None if there is none."""
-        return self._store.tree.get(key)
+        return self._device.tree.get(key)
 
     def memory_use(self) -> MemoryUse:
         """Who uses the memory now."""
-        return self._store.memory_use()
+        return self._device.memory_use()
 
     def stats(self) -> PrefixStats:
         """A snapshot of the counters."""
         stats = self._stats.copy()
-        stats.slots_total = self._store.slots.most_cached
-        stats.slots_used = self._store.slots.cached_slots
-        host = self._store.host
-        if host is not None:
-            stats.tiers[HOST].kv_blocks, stats.tiers[HOST].states = host.entries.kv_entries, len(host.entries.states)
+        stats.slots_total = self._device.slots.most_cached
+        stats.slots_used = self._device.slots.cached_slots
+        host = self._device.host
+        stats.tiers[HOST].kv_blocks, stats.tiers[HOST].states = len(host.kv), len(host.of_states)
         return stats
 
     @property
@@ -580,7 +574,7 @@ class HybridPrefixCache:
         Raises:
             CacheCorruptionError: An invariant does not hold.
         """
-        check_integrity(self._store, self._requests, unattached=self.blocks.unattached, writing=self._planner.writing)
+        check_integrity(self._device, self._requests, unattached=self.blocks.unattached, writing=self._planner.writing)
 
     # -- internal ------------------------------------------------------------------------------------------------------
 
@@ -594,8 +588,8 @@ class HybridPrefixCache:
         if live.load is not None:
             self.loads.end(live)
         if live.decoded:
-            self._store.checkpoints.end_decoded(*live.decoded[-1])
-        self._store.let_go(live)
+            self._device.end_decoded(*live.decoded[-1])
+        let_go(live, self._device)
 
     def _count(self, live: LiveRequest, plan: StepPlan) -> None:
         """Counts what a forward computed; the first one also counts the prompt, and what it reused."""
@@ -632,12 +626,12 @@ class HybridPrefixCache:
         if live is not None:
             cached = self._cached_after(live, needed)
         else:
-            cached = self._store.tree.path(match.chain.keys[held:needed]) if match.read else []
+            cached = self._device.tree.path(match.chain.keys[held:needed]) if match.read else []
         for beyond in (cached, []):
-            if self._store.has_room(
+            if self._device.has_room(
                 needed - held - len(beyond),
                 [*path, *beyond],
-                slots=self._store.slots_per_request,
+                slots=self._device.slots_per_request,
                 source_slot=match.source_slot,
             ):
                 return beyond
@@ -648,7 +642,7 @@ class HybridPrefixCache:
         # A path has no gaps: after a block of its own that has no key, the request shares nothing.
         if not live.read or len(live.path) != len(live.block_ids):
             return []
-        return self._store.tree.path(live.chain.keys[len(live.path) : blocks])
+        return self._device.tree.path(live.chain.keys[len(live.path) : blocks])
 
     def _blocks_for(self, match: Match, length_tokens: int | None) -> int:
         return -(-(match.chain.tokens if length_tokens is None else length_tokens) // self.block_tokens)

@@ -1,7 +1,8 @@
 """The prefix tree: one node per cached block, found by its key in one dict.
 
 A node stays in the tree while the KV of its block or the state at its end is on the device or on the host, or while it
-has children. Three invariants keep everything else simple. ``check_integrity`` checks them:
+has children. It says where they are on the device, because each match and each step asks that; the tiers below know where theirs
+are. Three invariants keep everything else simple. ``check_integrity`` checks them:
 
 - The tree is closed under prefixes: a node's parent is in the tree. So a match walks down the keys.
 - The device is closed under prefixes, too: a node's KV is on the device only if its parent's is, and a state only if
@@ -31,24 +32,20 @@ class Node:
         depth_blocks: Blocks up to and including this one.
         block_id: Block of its KV on the device, or NO_BLOCK.
         slot: Slot of the checkpoint at its end, or NO_SLOT.
-        host_block: Host entry of its KV, or NO_BLOCK.
-        host_slot: Host entry of the state at its end, or NO_SLOT.
-        reason: Why that state is kept, on the device or on the host.
+        reason: Why that state is kept, on the device or on the host; None: no tier has it.
         used: Whether a request has resumed from that state.
         private: Whether no other process can ask for this block (`KeyChain.private`).
-        children: Number of child nodes.
+        refs: Number of child nodes, and of its entries on tiers below the device.
     """
 
     __slots__ = (
         "block_id",
-        "children",
         "depth_blocks",
-        "host_block",
-        "host_slot",
         "key",
         "parent",
         "private",
         "reason",
+        "refs",
         "slot",
         "used",
     )
@@ -59,11 +56,9 @@ class Node:
         self.depth_blocks: int = 1 if parent is None else parent.depth_blocks + 1
         self.block_id = block_id
         self.slot = NO_SLOT
-        self.host_block = NO_BLOCK
-        self.host_slot = NO_SLOT
         self.reason: CheckpointReason | None = None
         self.used = self.private = False
-        self.children = 0
+        self.refs = 0
 
     def __repr__(self) -> str:
         return f"Node({self.key.hex()[:8]}, depth {self.depth_blocks}, block {self.block_id}, slot {self.slot})"
@@ -126,23 +121,18 @@ class PrefixTree:
         assert key not in self._nodes
         node = self._nodes[key] = Node(key, parent, block_id)
         if parent is not None:
-            parent.children += 1
+            parent.refs += 1
         self.version += 1
         return node
 
     def prune(self, node: Node | None) -> None:
         """Removes the node if it is an empty leaf, and then each ancestor that has become one."""
-        while (
-            node is not None
-            and node.children == 0
-            and node.block_id == node.host_block == NO_BLOCK
-            and node.slot == node.host_slot == NO_SLOT
-        ):
+        while node is not None and node.refs == 0 and node.block_id == NO_BLOCK and node.slot == NO_SLOT:
             del self._nodes[node.key]
             if self._beside is not None:
                 self._beside.drop(node.key)
             if node.parent is not None:
-                node.parent.children -= 1
+                node.parent.refs -= 1
             node = node.parent
         self.version += 1
 
@@ -154,18 +144,12 @@ class PrefixTree:
         node.used = False
         self.version += 1
 
-    def drop_state(self, node: Node) -> int:
-        """Takes the node's state off the device. Returns its slot."""
-        assert node.slot != NO_SLOT, node
-        slot, node.slot = node.slot, NO_SLOT
-        self._state_left(node)
-        return slot
-
-    def drop_host_state(self, node: Node) -> None:
-        """Takes the node's state off the host."""
-        assert node.host_slot != NO_SLOT, node
-        node.host_slot = NO_SLOT
-        self._state_left(node)
+    def state_left(self, node: Node) -> None:
+        """No tier has the node's state any more."""
+        node.reason = None
+        if self._beside is not None:
+            self._beside.drop_state(node.key)
+        self.version += 1
 
     def clear(self) -> None:
         """Removes all nodes."""
@@ -174,13 +158,6 @@ class PrefixTree:
         self._nodes.clear()
         if self._beside is not None:
             self._beside.clear()
-        self.version += 1
-
-    def _state_left(self, node: Node) -> None:
-        if node.slot == node.host_slot == NO_SLOT:
-            node.reason = None
-            if self._beside is not None:
-                self._beside.drop_state(node.key)
         self.version += 1
 
 

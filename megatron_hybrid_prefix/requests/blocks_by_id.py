@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.requests.book import RequestBook
 from megatron_hybrid_prefix.requests.loads import Loads
-from megatron_hybrid_prefix.tiers.device import PrefixStore
+from megatron_hybrid_prefix.tiers.device import DeviceTier
 
 
 class BlocksById:
     """KV blocks by id (``cache.blocks``).
 
     Args:
-        store: The cached blocks and states.
+        device: The cached blocks and states.
         requests: The live requests.
         loads: Loads of waiting requests. They are given up when running requests need the blocks.
 
@@ -22,15 +22,15 @@ class BlocksById:
         unattached: Allocated blocks that are neither attached nor freed.
     """
 
-    def __init__(self, store: PrefixStore, requests: RequestBook, loads: Loads) -> None:
-        self._store, self._requests, self._loads = store, requests, loads
+    def __init__(self, device: DeviceTier, requests: RequestBook, loads: Loads) -> None:
+        self._device, self._requests, self._loads = device, requests, loads
         self.unattached: set[int] = set()
 
     def allocate(self, count: int) -> list[int] | None:
         """Allocates blocks that the caller attaches to a request or frees. None: there are too few."""
         if not self._loads.make_room(count):
             return None
-        block_ids = self._store.take_blocks(count)
+        block_ids = self._device.take_blocks(count)
         self.unattached.update(block_ids)
         return block_ids
 
@@ -59,26 +59,26 @@ class BlocksById:
                 self.unattached.remove(block_id)
             else:
                 self._cut_last_block(block_id)
-            self._store.blocks.release((block_id,))
+            self._device.blocks.release((block_id,))
 
     @property
     def available_count(self) -> int:
         """Blocks that running requests can get now: free, evictable, or held by loads that can be given up."""
-        return self._store.blocks.available_blocks + self._loads.waiting_blocks
+        return self._device.blocks.available_blocks + self._loads.waiting_blocks
 
     def room_for(self, requests: int) -> int:
         """Blocks that this many running requests can have together: all but those whose memory their states take."""
-        store = self._store
-        return store.blocks.total_blocks - requests * store.slots_per_request * store.pages.page_blocks
+        device = self._device
+        return device.blocks.total_blocks - requests * device.slots_per_request * device.pages.page_blocks
 
     @property
     def cached_count(self) -> int:
         """Blocks that a prompt can match, held or not."""
-        return self._store.blocks.keyed_blocks
+        return self._device.blocks.keyed_blocks
 
     def ref_counts(self) -> bytes:
         """Ref counts of all blocks: a copy, int32 in native byte order."""
-        return self._store.blocks.ref_counts()
+        return self._device.blocks.ref_counts()
 
     def _cut_last_block(self, block_id: int) -> None:
         # Rare: a rewind of speculative tokens past a block boundary. So a search over the live requests is fast enough.

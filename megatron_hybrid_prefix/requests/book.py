@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.requests.matcher import Match
+from megatron_hybrid_prefix.tiers.device import DeviceTier
+from megatron_hybrid_prefix.tiers.host import HostEntry
 from megatron_hybrid_prefix.tiers.units import Load, LoadState
 
 
@@ -141,6 +144,27 @@ class LiveRequest:
     uncounted: Match | None = None
     counted_tokens: int = 0
 
+    @classmethod
+    def of(cls, request_id: int, match: Match, block_ids: list[int], block_tokens: int, *, write: bool) -> Self:
+        """A request with this match, which holds these blocks."""
+        return cls(
+            request_id=request_id,
+            chain=copy(match.chain),
+            prompt_tokens=match.chain.tokens,
+            write=write,
+            block_ids=block_ids,
+            path=list(match.path),
+            boundaries=(),
+            computed_tokens=match.resume_tokens,
+            planned_tokens=match.resume_tokens,
+            # A request that was preempted inside a block may share the whole block.
+            stored_tokens=max(match.resume_tokens, len(match.path) * block_tokens),
+            read=match.read,
+            pinned_slot=match.source_slot if match.load is None else None,
+            load=match.load,
+            uncounted=match,
+        )
+
     @property
     def is_loading(self) -> bool:
         """Whether the request holds a load and is not admitted yet."""
@@ -152,11 +176,44 @@ def is_prefilling(live: LiveRequest) -> bool:
     return live.write and live.planned_tokens < live.prompt_tokens
 
 
+def let_go(live: LiveRequest, device: DeviceTier) -> None:
+    """Drops the request's references to its blocks, its pin and its slot."""
+    unpin_source(live, device)
+    device.blocks.release(live.block_ids, live.path)
+    if live.live_slot is not None:
+        device.slots.end_live(live.live_slot)
+        live.live_slot = None
+
+
+def unpin_source(live: LiveRequest, device: DeviceTier) -> None:
+    """Unpins the checkpoint that the request starts from, if it has one."""
+    if live.pinned_slot is not None:
+        device.slots.unpin(live.pinned_slot)
+        live.pinned_slot = None
+
+
 def share_beyond(live: LiveRequest, beyond: Sequence[Node], block_tokens: int) -> None:
     """The request shares these blocks after those of its path, and computes their tokens again."""
     live.path += beyond
     if beyond:
         live.stored_tokens = len(live.path) * block_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SwappedOut:
+    """What a preempted request left on the host, to continue from.
+
+    Attributes:
+        depth_tokens: Tokens up to the state.
+        keys: Keys of its first blocks, which the prefix tree has.
+        pinned: The entries of their KV, which stay.
+        private: Entries that nobody else has: KV (the last block may be partly filled), then the state.
+    """
+
+    depth_tokens: int
+    keys: tuple[bytes, ...]
+    pinned: tuple[HostEntry, ...]
+    private: tuple[HostEntry, ...]
 
 
 class RequestBook:
@@ -165,13 +222,15 @@ class RequestBook:
     Attributes:
         live: Live requests by id, in the order of admission (or of their load's start).
         ending: Released requests with a plan in flight. Their ids may be reused already.
-        loads: Loads that have not ended, oldest first, and what preempted requests keep on the host.
+        loads: Loads that have not ended, oldest first.
+        swapped_out: What preempted requests keep on the host, by request id, while they do not load it.
     """
 
     def __init__(self) -> None:
         self.live: dict[int, LiveRequest] = {}
         self.ending: list[LiveRequest] = []
         self.loads: list[Load] = []
+        self.swapped_out: dict[int, SwappedOut] = {}
 
     def __getitem__(self, request_id: int) -> LiveRequest:
         """The live request. Raises ValueError if there is none with this id."""
@@ -200,3 +259,4 @@ class RequestBook:
         self.live.clear()
         self.ending.clear()
         self.loads.clear()
+        self.swapped_out.clear()

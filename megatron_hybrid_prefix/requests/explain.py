@@ -16,8 +16,8 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.requests.matcher import Matcher, kv_depth
 from megatron_hybrid_prefix.requests.planner import StepPlanner
-from megatron_hybrid_prefix.tiers.base import DepthTier, TierBehind
-from megatron_hybrid_prefix.tiers.device import PrefixStore
+from megatron_hybrid_prefix.tiers.behind import EndOfChain
+from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, EntryKind
 
 
@@ -94,7 +94,7 @@ class Question:
 class _Behind:
     """The tier below the host for a reader that must change nothing: this rank's answers, without waiting."""
 
-    def __init__(self, behind: TierBehind) -> None:
+    def __init__(self, behind: EndOfChain) -> None:
         self._behind = behind
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
@@ -115,35 +115,34 @@ class Explainer:
     """Explains one request. Depths are in blocks.
 
     Args:
-        store: What is cached.
+        device: What is cached, there and below.
         planner: Knows what a request would keep.
         asked: The request.
     """
 
-    def __init__(self, store: PrefixStore, planner: StepPlanner, asked: Question) -> None:
-        self._store, self._planner, self._asked = store, planner, asked
-        self._step, self._keys = store.settings.block_tokens, asked.chain.keys
-        self._limit_tokens = asked.chain.tokens - store.settings.min_computed_tokens
-        behind = None if store.host is None else store.host.behind
-        below: dict[str, DepthTier] = {} if store.host is None else {HOST: store.host}
-        if behind is not None:
+    def __init__(self, device: DeviceTier, planner: StepPlanner, asked: Question) -> None:
+        self._device, self._planner, self._asked = device, planner, asked
+        self._step, self._keys = device.settings.block_tokens, asked.chain.keys
+        self._limit_tokens = asked.chain.tokens - device.settings.min_computed_tokens
+        behind, below = device.host.behind, dict(device.below)
+        if SHARED in below:
             below[SHARED] = _Behind(behind)
-        self._least_blocks = 0 if behind is None else behind.least_blocks
+        self._least_blocks = behind.least_blocks if behind.takes else 0
         tiers = tuple(below.values())
-        matcher = Matcher(store.tree, tiers, store.ghosts, block_tokens=self._step)
+        matcher = Matcher(device.tree, tiers, device.ghosts, block_tokens=self._step)
         self._match = matcher.match(asked.chain, self._limit_tokens, True, asked.resume_at)
-        on_device = len(store.tree.path(self._keys))
+        on_device = len(device.tree.path(self._keys))
         self._kv = {DEVICE: on_device}  # depth by tier
         for number, tier in enumerate(below, 1):
             self._kv[tier] = kv_depth(tiers[:number], self._keys, on_device)
         self._states: dict[str, list[int]] = {tier: [] for tier in self._kv}  # depths by tier
         for depth, key in enumerate(self._keys[: self._match.kv_depth_blocks], 1):
-            node = store.tree.get(key)
+            node = device.tree.get(key)
             has = {
                 DEVICE: node is not None and node.slot != NO_SLOT,
-                HOST: node is not None and node.host_slot != NO_SLOT,
+                HOST: node in device.host.of_states,
+                SHARED: behind.knows(EntryKind.STATE, key),
             }
-            has[SHARED] = behind is not None and behind.knows(EntryKind.STATE, key)
             for tier, depths in self._states.items():
                 if has[tier]:
                     depths.append(depth)
@@ -152,7 +151,7 @@ class Explainer:
         """The explanation."""
         asked, match, step = self._asked, self._match, self._step
         tier, depth = (None, 0) if asked.refused_by else self._source()
-        eviction = self._store.blocks.eviction
+        eviction = self._device.blocks.eviction
         evicted = {*eviction.evicted_keys()} if isinstance(eviction, RemembersEvicted) else set()
 
         def tokens(depths: Iterable[int]) -> tuple[int, ...]:
@@ -175,9 +174,9 @@ class Explainer:
             kept_tokens=tokens(self._kept(depth)),
             writing_tokens=places(self._planner.writing),
             scored_tokens=None if asked.resume_at is None else tuple(sorted(asked.resume_at)),
-            plain_kv_tokens=None if asked.plain is None else len(self._store.tree.path(asked.plain.keys)) * step,
+            plain_kv_tokens=None if asked.plain is None else len(self._device.tree.path(asked.plain.keys)) * step,
             least_load_tokens=self._least_blocks * step,
-            most_states=self._store.slots.most_cached,
+            most_states=self._device.slots.most_cached,
             refused_by=asked.refused_by,
             writes=asked.write,
         )
@@ -191,8 +190,8 @@ class Explainer:
 
     def _has_room(self, depth: int) -> bool:
         """Whether the device has room for a load up to there."""
-        shared = self._store.tree.path(self._keys[:depth])
-        return self._store.has_room(depth - len(shared), shared, slots=1)
+        shared = self._device.tree.path(self._keys[:depth])
+        return self._device.has_room(depth - len(shared), shared, slots=1)
 
     def _kept(self, depth: int) -> list[int]:
         """Depths of the states that the request would keep, guesses left out, if it resumes at ``depth``."""

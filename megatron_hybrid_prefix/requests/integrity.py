@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import chain
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
 from megatron_hybrid_prefix.requests.book import LiveRequest, RequestBook
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
-from megatron_hybrid_prefix.tiers.device import PrefixStore
-from megatron_hybrid_prefix.tiers.units import LoadState
+from megatron_hybrid_prefix.tiers.device import DeviceTier
+from megatron_hybrid_prefix.tiers.host import HostTier
 
 
 def check_integrity(
-    store: PrefixStore, book: RequestBook, *, unattached: Collection[int], writing: Collection[bytes]
+    device: DeviceTier, book: RequestBook, *, unattached: Collection[int], writing: Collection[bytes]
 ) -> None:
     """Checks all invariants.
 
     Args:
-        store: The cached blocks and states.
+        device: The cached blocks and states, there and below.
         book: All requests.
         unattached: Allocated blocks that no request is attached to.
         writing: Keys whose state a forward in flight writes.
@@ -28,15 +29,15 @@ def check_integrity(
     Raises:
         CacheCorruptionError: An invariant does not hold. The message says which.
     """
-    tree, blocks, slots, host = store.tree, store.blocks, store.slots, store.host
-    requests, block_tokens = book.everyone(), store.settings.block_tokens
+    tree, blocks, slots, host = device.tree, device.blocks, device.slots, device.host
+    requests, block_tokens = book.everyone(), device.settings.block_tokens
     blocks.check()
     slots.check()
-    store.check()
-    _check_tree(tree, blocks)
+    device.check()
+    _check_tree(tree, blocks, host)
     _check_requests(tree, blocks, requests, block_tokens, tree.epoch)
     _check_ref_counts(blocks, requests, unattached)
-    _check_slots(tree, slots, [*blocks.eviction, *blocks.guesses], requests, store.checkpoints.protected)
+    _check_slots(tree, slots, [*blocks.eviction, *blocks.guesses], requests, device.protected)
     planned = [
         live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
         for live in requests
@@ -47,19 +48,10 @@ def check_integrity(
     _expect(sorted(planned) == sorted(writing), "the keys being written differ from the plans in flight")
     _expect(all(live.released and live.plans for live in book.ending), "a released request has no plan in flight")
     loads = [live.load for live in requests if live.load is not None]
-    begun = [load for load in book.loads if load.state is not LoadState.SWAPPED_OUT]
-    _expect(sorted(map(id, loads)) == sorted(map(id, begun)), "the loads differ from those of the requests")
-    if host is not None:
-        host.check()
-        pins = Counter(entry for load in book.loads for entry in load.pinned)
-        # Entries that are gone were dropped after a failed load.
-        pins = Counter({entry: times for entry, times in pins.items() if entry in host.entries})
-        _expect(pins == host.entries.pins(), "the pins on the host differ from those of loads and preempted requests")
-        private = [entry for load in book.loads for entry in load.private]
-        _expect(
-            sorted(private) == sorted(host.entries.private),
-            "the private entries on the host differ from those of preempted requests",
-        )
+    _expect(sorted(map(id, loads)) == sorted(map(id, book.loads)), "the loads differ from those of the requests")
+    left = [*book.swapped_out.values(), *(load.swapped_out for load in book.loads if load.swapped_out is not None)]
+    pinned = [load.pinned for load in book.loads] + [each.pinned for each in book.swapped_out.values()]
+    host.check(Counter(chain.from_iterable(pinned)), [entry for each in left for entry in each.private])
 
 
 def _expect(holds: bool, what: str, *named: object) -> None:
@@ -68,17 +60,17 @@ def _expect(holds: bool, what: str, *named: object) -> None:
         raise CacheCorruptionError(what.format(*named) if named else what)
 
 
-def _check_tree(tree: PrefixTree, blocks: KVBlocks) -> None:
-    children = Counter(node.parent for node in tree)
+def _check_tree(tree: PrefixTree, blocks: KVBlocks, host: HostTier) -> None:
+    refs = Counter([*(node.parent for node in tree), *host.kv, *host.of_states])
     for node in tree:
         _expect(tree.get(node.key) is node, "{} is not found by its key", node)
-        _expect(node.children == children[node], "{} counts {} children, has {}", node, node.children, children[node])
-        _expect((node.slot == node.host_slot == NO_SLOT) == (node.reason is None), "{}: reason {}", node, node.reason)
+        _expect(node.refs == refs[node], "{} counts {} references, has {}", node, node.refs, refs[node])
+        has_state = node.slot != NO_SLOT or node in host.of_states
+        _expect(has_state == (node.reason is not None), "{}: reason {}", node, node.reason)
         parent = node.parent
         if node.block_id == NO_BLOCK:
             _expect(node.slot == NO_SLOT, "{} has a state but no KV on the device", node)
-            left = node.host_block != NO_BLOCK or node.host_slot != NO_SLOT or node.children > 0
-            _expect(left, "{} is empty and a leaf, but in the tree", node)
+            _expect(node.refs > 0, "{} is empty and a leaf, but in the tree", node)
         else:
             owner = blocks.node(node.block_id)
             _expect(owner is node, "{}: its block belongs to {}", node, owner)

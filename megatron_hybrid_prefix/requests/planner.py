@@ -8,7 +8,7 @@ from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason,
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.requests.book import LiveRequest, PlannedCheckpoint, StepPlan
 from megatron_hybrid_prefix.requests.matcher import Match
-from megatron_hybrid_prefix.tiers.device import PrefixStore
+from megatron_hybrid_prefix.tiers.device import DeviceTier
 
 # Decode states kept per running request. The next turn of a chat mostly resumes from the latest one, or from the one
 # before if the end of the answer comes back changed.
@@ -19,15 +19,15 @@ class StepPlanner:
     """Reserves slots for the states that a forward writes, and settles plans.
 
     Args:
-        store: The cached blocks and states.
+        device: The cached blocks and states.
 
     Attributes:
         writing: Keys whose state a forward in flight writes.
     """
 
-    def __init__(self, store: PrefixStore) -> None:
-        self._store, self._stats = store, store.stats
-        self._block_tokens = store.settings.block_tokens
+    def __init__(self, device: DeviceTier) -> None:
+        self._device, self._stats = device, device.stats
+        self._block_tokens = device.settings.block_tokens
         self.writing: set[bytes] = set()
         self._next_plan_id = 0
 
@@ -38,9 +38,9 @@ class StepPlanner:
             match: The prompt's match.
             breakpoints: See `HybridPrefixCache.admit`.
         """
-        if not self._store.slots.most_cached:
+        if not self._device.slots.most_cached:
             return ()
-        settings = self._store.settings
+        settings = self._device.settings
         return settings.boundary_rule(
             prompt_tokens=match.chain.tokens,
             block_tokens=self._block_tokens,
@@ -80,10 +80,10 @@ class StepPlanner:
             depth_blocks = checkpoint.position_tokens // self._block_tokens
             node = live.path[depth_blocks - 1] if kept and depth_blocks <= len(live.path) else None
             if node is not None and node.slot == NO_SLOT:
-                self._store.checkpoints.publish(node, checkpoint.slot, checkpoint.reason)
+                self._device.publish(node, checkpoint.slot, checkpoint.reason)
                 live.written.append(node)
             else:
-                self._store.slots.abandon(checkpoint.slot)
+                self._device.slots.abandon(checkpoint.slot)
         del live.plans[plan.plan_id]
         if not live.plans:
             live.planned_tokens = live.computed_tokens
@@ -91,7 +91,7 @@ class StepPlanner:
     def register(self, live: LiveRequest) -> None:
         """Makes the full blocks that the request has computed matchable."""
         full_blocks = min(live.computed_tokens // self._block_tokens, len(live.chain.keys), len(live.block_ids))
-        self._store.register(live, full_blocks)
+        self._device.register(live.path, live.chain, live.block_ids, full_blocks)
 
     def stop_writing(self, live: LiveRequest) -> None:
         """Stops caching what the request computes."""
@@ -103,7 +103,7 @@ class StepPlanner:
     def request_checkpoint(self, live: LiveRequest, position_tokens: int) -> bool:
         """See `HybridPrefixCache.request_checkpoint`."""
         last_tokens = live.prompt_tokens // self._block_tokens * self._block_tokens
-        if not live.write or not self._store.slots.most_cached:
+        if not live.write or not self._device.slots.most_cached:
             return False
         if not live.planned_tokens < position_tokens <= last_tokens:
             return False
@@ -113,29 +113,29 @@ class StepPlanner:
 
     def checkpoint_decoded(self, live: LiveRequest, position_tokens: int) -> int | None:
         """See `HybridPrefixCache.checkpoint_decoded`."""
-        checkpoints = self._store.checkpoints
+        device = self._device
         depth_blocks = position_tokens // self._block_tokens
-        if not live.write or not self._store.slots.most_cached or depth_blocks > len(live.path):
+        if not live.write or not self._device.slots.most_cached or depth_blocks > len(live.path):
             return None
         node = live.path[depth_blocks - 1]
         if node.slot != NO_SLOT:
             if node.reason == CheckpointReason.INTERVAL:
-                checkpoints.confirm(node, CheckpointReason.DECODE)
+                device.confirm(node, CheckpointReason.DECODE)
             return None
         if len(live.decoded) >= _DECODED_STATES:
-            checkpoints.drop_decoded(*live.decoded.pop(0))
-        slot = checkpoints.take_slot()
+            device.drop_decoded(*live.decoded.pop(0))
+        slot = device.take_slot()
         if slot is None:
             self._stats.checkpoints_skipped += 1
             return None
-        checkpoints.publish(node, slot, CheckpointReason.DECODE)
-        checkpoints.protect(slot)
+        device.publish(node, slot, CheckpointReason.DECODE)
+        device.protect(slot)
         live.decoded.append((node, slot))
         return slot
 
     def _reserve(self, live: LiveRequest, start_tokens: int, end_tokens: int) -> tuple[PlannedCheckpoint, ...]:
         """Reserves slots for the boundaries in the span, the most important reason first."""
-        checkpoints, tree, reached = self._store.checkpoints, self._store.tree, []
+        device, tree, reached = self._device, self._device.tree, []
         for boundary in boundaries_in_span(live.boundaries, start_tokens, end_tokens):
             key = live.chain.keys[boundary.position_tokens // self._block_tokens - 1]
             node = tree.get(key)
@@ -144,11 +144,11 @@ class StepPlanner:
             if node is None or node.slot == NO_SLOT or boundary.reason == CheckpointReason.VERIFY:
                 reached.append(boundary)
             elif boundary.reason != CheckpointReason.INTERVAL:
-                checkpoints.confirm(node, boundary.reason)
+                device.confirm(node, boundary.reason)
         taken: list[tuple[Boundary, int]] = []
         for boundary in sorted(reached, key=lambda each: (each.reason == CheckpointReason.INTERVAL, each.reason)):
             guess = boundary.reason == CheckpointReason.INTERVAL
-            slot = checkpoints.take_guess_slot(live.path) if guess else checkpoints.take_slot()
+            slot = device.take_guess_slot(live.path) if guess else device.take_slot()
             if slot is not None:
                 taken.append((boundary, slot))
             elif guess:

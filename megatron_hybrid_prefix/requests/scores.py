@@ -22,7 +22,6 @@ from typing import Any
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
-from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.requests.book import StepPlan
 
 
@@ -153,7 +152,7 @@ class ScoreTable:
         for depth in self._depths(chain, plan):
             key = chain.keys[depth - 1]
             node = node_of(key)
-            has_state = node is not None and not node.slot == node.host_slot == NO_SLOT
+            has_state = node is not None and node.reason is not None
             if (has_state or key in writing) and self.next_logits(key) is None:
                 found.append(depth * self._block_tokens)
         return found

@@ -19,7 +19,7 @@ from operator import attrgetter
 
 import torch
 
-from megatron_hybrid_prefix.tiers.base import TierBehind
+from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.entry_copies import EntryCopies, Tensors
 from megatron_hybrid_prefix.tiers.host_pages import HostPages
 from megatron_hybrid_prefix.tiers.loads import LoadCopies

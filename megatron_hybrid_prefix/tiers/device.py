@@ -1,10 +1,12 @@
-"""`PrefixStore`: cached KV and states in one memory. Who gets the next bytes is decided across both.
+"""`DeviceTier`: cached KV and states in one memory. Who gets the next bytes is decided across both.
 
 What goes first is in ``policy/needs.py``: unneeded KV, then the state that the eviction policy names. Policies rank by
 value per byte *freed*, if they can (`SharesMemory`). A page of several states is free when the last of them has gone. The keys of
-evicted KV are remembered if the policy ranks by value (`Ghosts`).
+evicted KV are remembered if the policy ranks by value (`Ghosts`). What is evicted is offered to the host, the next tier.
 
 A guess only gets free bytes, or those of another guess.
+
+This file is longer than 400 lines because tree, KV blocks, slots and the tier below change together.
 """
 
 from __future__ import annotations
@@ -14,168 +16,23 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
+from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
-from megatron_hybrid_prefix.policy.base import EvictionPolicy, SharesMemory
+from megatron_hybrid_prefix.policy.base import SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
-from megatron_hybrid_prefix.requests.book import LiveRequest
 from megatron_hybrid_prefix.tiers.base import DepthTier
+from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from megatron_hybrid_prefix.tiers.host import HostTier
-from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, Copy, PageClear
+from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockMove, Copy, PageClear
 
 _depth = attrgetter("depth_blocks")
-
-
-class CheckpointTable:
-    """Keeps tree, slots and eviction policy consistent: only `bind` and `unbind` move a state in or out of a slot.
-
-    Args:
-        store: The store that it is part of.
-
-    Attributes:
-        slots: The slots.
-        protected: Slots that `protect` pinned.
-    """
-
-    def __init__(self, store: PrefixStore) -> None:
-        self._store, self.slots, self._index = store, store.slots, store.blocks
-        self._tree, self._host, self._stats = store.tree, store.host, store.stats
-        self.protected: list[int] = []
-
-    def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
-        """Gives the node the state in the reserved ``slot``. The node must have no state on the device."""
-        if reason == CheckpointReason.INTERVAL and node.reason is not None:
-            reason = node.reason  # the host's copy is no guess
-        self.slots.publish(slot)
-        self._tree.set_state(node, slot, reason)
-        self._index.add_state(node)
-        if self._host is not None:
-            self._host.state_also_on_device(node)
-
-    def unbind(self, node: Node) -> None:
-        """Takes the node's state off the device. The slot becomes free, at once or with its last unpin."""
-        self._index.drop_state(node)
-        self.slots.retire(self._tree.drop_state(node))
-
-    def take_slot(self) -> int | None:
-        """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
-        if self.slots.is_full:
-            return self._slot_of(self._index.next_guess() or self._index.next_state())
-        return self._store.reserve_slot()
-
-    def take_guess_slot(self, path: Sequence[Node]) -> int | None:
-        """Reserves a slot for a guess: a free slot, or that of another guess. None: there is none.
-
-        Args:
-            path: Nodes of the request. Guesses on this path are not evicted; otherwise a prompt computed in chunks would evict its
-                own.
-        """
-        slot = None if self.slots.is_full else self._store.reserve_free_slot()
-        if slot is not None:
-            return slot
-        return self._slot_of(
-            self._index.next_guess(lambda node: node not in path[node.depth_blocks - 1 : node.depth_blocks])
-        )
-
-    def protect(self, slot: int) -> None:
-        """The state in the published ``slot`` is copied there later, after the queued copies. Until then it stays there."""
-        self.slots.pin(slot)
-        self.protected.append(slot)
-
-    def end_protection(self) -> None:
-        """The engine makes all copies now."""
-        for slot in self.protected:
-            self.slots.unpin(slot)
-        self.protected.clear()
-
-    def drop_protected(self) -> bool:
-        """Drops one of these states. Its slot stays in use until `end_protection`. False: there is none."""
-        waiting = set(self.protected)
-        node = self._index.eviction.victim(lambda node: node.slot in waiting and self.slots.pins(node.slot) == 1)
-        if node is not None:
-            self.unbind(node)
-        return node is not None
-
-    def publish(self, node: Node, slot: int, reason: CheckpointReason) -> None:
-        """Makes the state in the reserved ``slot`` matchable. The node must have no state on the device."""
-        self.bind(node, slot, reason)
-        self._stats.checkpoints_published += 1
-        self._stats.checkpoints_by_reason[reason.name.lower()] += 1
-        self._store_below(node, reason)
-
-    def _store_below(self, node: Node, reason: CheckpointReason) -> None:
-        if self._host is not None and self._host.stores_published(reason):
-            self._host.store_state(node)
-            self._host.state_also_on_device(node)
-
-    def restore(self, node: Node, slot: int) -> None:
-        """The node's state was loaded into the reserved ``slot``, and a request resumed from it."""
-        assert node.reason is not None, node
-        self.bind(node, slot, node.reason)
-        self.use(node)
-
-    def confirm(self, node: Node, reason: CheckpointReason) -> None:
-        """A guess, or a decode state that nobody has used, is an ordinary state now, kept for this reason. Else nothing changes."""
-        if is_guess(node):
-            self._index.drop_state(node)
-            node.reason = reason
-            self._index.add_state(node)
-            self._store_below(node, reason)
-        elif node.reason == CheckpointReason.DECODE and not node.used:
-            node.reason = reason
-            self._index.use_state(node)
-
-    def use(self, node: Node) -> None:
-        """A request resumes from this node's state. A guess becomes an ordinary state: two prompts share it."""
-        node.used = True
-        if is_guess(node):
-            self.confirm(node, CheckpointReason.JUNCTION)
-        else:
-            self._index.use_state(node)
-        if self._host is not None:
-            self._host.use_state(node)
-
-    def evict(self, node: Node) -> None:
-        """Evicts the node's state, to the host tier if it has room."""
-        self.slots.retire(self._evicted(node))
-
-    def drop_decoded(self, node: Node, slot: int) -> None:
-        """Drops an older decode state of a request, unless it is gone already or another request used it."""
-        if node.slot == slot and node.reason == CheckpointReason.DECODE and not node.used:
-            self.unbind(node)
-
-    def end_decoded(self, node: Node, slot: int) -> None:
-        """A request ended, and this is its latest decode state, unless it is gone already."""
-        if self._host is not None and node.slot == slot:
-            self._host.store_answer(node)
-
-    def unbind_all(self) -> None:
-        """Takes all states off the device. Pinned slots stay in use until they are unpinned."""
-        for node in self._tree:
-            if node.slot != NO_SLOT:
-                self.slots.retire(self._tree.drop_state(node))
-
-    def reset(self) -> None:
-        """Frees all slots, even pinned ones. The caller empties the tree."""
-        self.protected.clear()
-        self.slots.reset()
-
-    def _slot_of(self, victim: Node | None) -> int | None:
-        return None if victim is None else self.slots.reserve_again(self._evicted(victim))
-
-    def _evicted(self, node: Node) -> int:
-        """Evicts the node's state. Returns its slot, which no node has now."""
-        if self._host is not None:
-            self._host.store_state(node)
-        self._stats.evictions += 1
-        self._index.drop_state(node)
-        return self._tree.drop_state(node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +67,8 @@ class MemoryUse:
     blocked_slots: int
 
 
-class PrefixStore:
-    """Prefix tree, KV blocks, checkpoints and host tier, changed together.
+class DeviceTier:
+    """Prefix tree, KV blocks, states and the tiers below, changed together. Only `bind` and `unbind` move a state in or out of a slot.
 
     Args:
         settings: Sizes and rules.
@@ -220,14 +77,14 @@ class PrefixStore:
     Attributes:
         settings, stats: See Args.
         tree: The prefix tree.
-        host: Host tier for evicted KV and states; None: evicted entries are lost.
-        tiers: The tiers below the device, nearest first.
+        copies: Queued copies of all tiers, to be carried out in this order.
+        host: The tier below.
+        below: All tiers below that have room, by name, nearest first.
         pages: The memory.
         blocks: Its KV blocks, and what goes first.
         slots: The slots of states, in those pages.
-        checkpoints: Which state is in which slot.
+        protected: Slots that `protect` pinned.
         slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
-        copies: Queued copies, to be carried out in this order.
         ghosts: Keys of evicted blocks that a prompt still recognises.
         on_move: Called at once when a cached block moves: (from block, to block).
     """
@@ -235,9 +92,17 @@ class PrefixStore:
     def __init__(self, settings: CacheSettings, stats: PrefixStats) -> None:
         self.settings, self.stats = settings, stats
         self.tree = PrefixTree(settings.epoch, settings.beside)
+        self.copies: list[Copy] = []
         eviction = make_eviction_policy(settings.eviction_policy)
-        self.host = host = self._make_host(eviction) if settings.host_pages else None
-        self.tiers: list[DepthTier] = [tier for tier in (host, settings.behind) if tier is not None]
+        below = make_eviction_policy(settings.eviction_policy)
+        if settings.host_pages:
+            state_blocks = settings.host_state_pages / settings.host_kv_pages
+            below = make_policy_below(eviction, settings.eviction_policy, state_blocks=state_blocks)
+        self.host = HostTier(self.tree, settings, below, stats, self.copies)
+        self.below: dict[str, DepthTier] = {HOST: self.host} if settings.host_pages else {}
+        if isinstance(settings.behind, TierBehind):
+            self.below[SHARED] = settings.behind
+            stats.tiers[SHARED] = TierStats()
         self.pages = pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
         self.slots = slots = SlotPool(pages, settings.first_state_slot, settings.state_slots)
         self.slots_per_request = int(settings.live_states)
@@ -245,18 +110,9 @@ class PrefixStore:
         if isinstance(eviction, SharesMemory):
             eviction.share_memory(state_blocks=pages.page_blocks / pages.page_states)
         self.blocks = KVBlocks(pages, slots, eviction)
-        self.checkpoints = CheckpointTable(self)
-        self.copies: list[Copy] = [] if host is None else host.transfers
+        self.protected: list[int] = []
         self.on_move = settings.on_move
         self._moved_blocks = self._blocked_slots = 0
-
-    def _make_host(self, eviction: EvictionPolicy[Node]) -> HostTier:
-        settings = self.settings
-        state_blocks = settings.host_state_pages / settings.host_kv_pages
-        below = make_policy_below(eviction, settings.eviction_policy, state_blocks=state_blocks)
-        if settings.behind is not None:
-            self.stats.tiers[SHARED] = TierStats()
-        return HostTier(self.tree, settings, below, self.stats)
 
     def has_room(
         self, blocks: int, path: Sequence[Node] = (), *, slots: int = 0, source_slot: int | None = None
@@ -308,17 +164,25 @@ class PrefixStore:
         self.slots.make_live(slot)
         return slot
 
-    def register(self, live: LiveRequest, full_blocks: int) -> None:
-        """Makes the request's first ``full_blocks`` blocks matchable. The forwards that compute them are launched."""
-        path, keys = live.path, live.chain.keys
-        first = len(path)
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def register(self, path: list[Node], chain: KeyChain, block_ids: Sequence[int], full_blocks: int) -> None:
+        """Makes a request's first blocks matchable. The forwards that compute them are launched.
+
+        Args:
+            path: Nodes of its first blocks; grows to ``full_blocks``.
+            chain: Its keys.
+            block_ids: Its blocks.
+            full_blocks: Number of blocks that it has filled.
+        """
+        keys, first = chain.keys, len(path)
         for index in range(first, full_blocks):
-            block_id = live.block_ids[index]
+            block_id = block_ids[index]
             self.ghosts.discard(keys[index])
             node = self.tree.get(keys[index])
             if node is None:
                 node = self.tree.insert(keys[index], path[-1] if path else None, block_id)
-                node.private = live.chain.private
+                node.private = chain.private
                 self.blocks.bind(node)
             elif node.block_id == NO_BLOCK:
                 node.block_id = block_id
@@ -327,8 +191,7 @@ class PrefixStore:
             else:
                 self.blocks.merge(node, block_id)
             path.append(node)
-        if self.host is not None:
-            self.host.also_on_device(path[first:])
+        self.host.also_on_device(path[first:])
 
     def withdraw(self, states: Sequence[Node], kv: Sequence[Node]) -> None:
         """Drops wrong entries from every tier: the states of some nodes; KV and states of others, and all below them.
@@ -339,34 +202,15 @@ class PrefixStore:
         for node in sorted(self.tree, key=_depth) if wrong else ():
             if node.parent in wrong:
                 wrong.add(node)
-        host = self.host
-        if host is not None:
-            host.take_back({node.key for node in (*states, *wrong)})
+        self.host.take_back({node.key for node in (*states, *wrong)})
         for node in sorted({*states, *wrong}, key=_depth, reverse=True):
             if node.slot != NO_SLOT:
-                self.checkpoints.unbind(node)
+                self.unbind(node)
             if node in wrong and node.block_id != NO_BLOCK:
                 self.blocks.unbind(node)
-            if host is not None and node.host_slot != NO_SLOT:
-                host.drop_state(node)
-            if host is not None and node in wrong and node.host_block != NO_BLOCK:
-                host.drop_kv(node)
-            elif self.tree.get(node.key) is node:
+            self.host.remove(node, kv=node in wrong)
+            if self.tree.get(node.key) is node:
                 self.tree.prune(node)
-
-    def let_go(self, live: LiveRequest) -> None:
-        """Drops the request's references to its blocks, its pin and its slot."""
-        self.unpin_source(live)
-        self.blocks.release(live.block_ids, live.path)
-        if live.live_slot is not None:
-            self.slots.end_live(live.live_slot)
-            live.live_slot = None
-
-    def unpin_source(self, live: LiveRequest) -> None:
-        """Unpins the checkpoint that the request starts from, if it has one."""
-        if live.pinned_slot is not None:
-            self.slots.unpin(live.pinned_slot)
-            live.pinned_slot = None
 
     def forget(self, epoch: int) -> None:
         """Empties the tree after a change of weights.
@@ -377,27 +221,148 @@ class PrefixStore:
             epoch: Epoch of what is published from now on.
         """
         self.tree.epoch = epoch
-        self.checkpoints.unbind_all()
         for node in self.tree:
+            if node.slot != NO_SLOT:
+                self.slots.retire(node.slot)
+                node.slot = NO_SLOT
             if node.block_id != NO_BLOCK:
                 self.blocks.unbind(node)
         self.tree.clear()
         self.blocks.clear()
         self.ghosts.clear()
-        if self.host is not None:
-            self.host.reset()
-            if self.host.behind is not None:
-                self.host.behind.invalidate(epoch)
+        self.host.reset()
+        self.host.behind.invalidate(epoch)
 
     def reset(self) -> None:
         """Frees all blocks, slots and host pages, even held ones."""
-        if self.host is not None:
-            self.host.reset()
+        self.host.reset()
         self.tree.clear()
         self.blocks.reset()
-        self.checkpoints.reset()
+        self.protected.clear()
+        self.slots.reset()
         self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear)]
         self.ghosts.clear()
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def bind(self, node: Node, slot: int, reason: CheckpointReason) -> None:
+        """Gives the node the state in the reserved ``slot``. The node must have no state on the device."""
+        assert node.slot == NO_SLOT, node
+        if reason == CheckpointReason.INTERVAL and node.reason is not None:
+            reason = node.reason  # the host's copy is no guess
+        self.slots.publish(slot)
+        node.slot, node.reason, node.used = slot, reason, False
+        self.tree.version += 1
+        self.blocks.add_state(node)
+        self.host.state_also_on_device(node)
+
+    def unbind(self, node: Node) -> None:
+        """Takes the node's state off the device. The slot becomes free, at once or with its last unpin."""
+        self.slots.retire(self._take_state(node))
+
+    def take_slot(self) -> int | None:
+        """Reserves a slot, if need be by eviction of what is worth least. None: there is none."""
+        if self.slots.is_full:
+            return self._slot_of(self.blocks.next_guess() or self.blocks.next_state())
+        return self.reserve_slot()
+
+    def take_guess_slot(self, path: Sequence[Node]) -> int | None:
+        """Reserves a slot for a guess: a free slot, or that of another guess. None: there is none.
+
+        Args:
+            path: Nodes of the request. Guesses on this path are not evicted; otherwise a prompt computed in chunks would evict its
+                own.
+        """
+        slot = None if self.slots.is_full else self.reserve_free_slot()
+        if slot is not None:
+            return slot
+        return self._slot_of(
+            self.blocks.next_guess(lambda node: node not in path[node.depth_blocks - 1 : node.depth_blocks])
+        )
+
+    def protect(self, slot: int) -> None:
+        """The state in the published ``slot`` is copied there later, after the queued copies. Until then it stays there."""
+        self.slots.pin(slot)
+        self.protected.append(slot)
+
+    def end_protection(self) -> None:
+        """The engine makes all copies now."""
+        for slot in self.protected:
+            self.slots.unpin(slot)
+        self.protected.clear()
+
+    def drop_protected(self) -> bool:
+        """Drops one of these states. Its slot stays in use until `end_protection`. False: there is none."""
+        waiting = set(self.protected)
+        node = self.blocks.eviction.victim(lambda node: node.slot in waiting and self.slots.pins(node.slot) == 1)
+        if node is not None:
+            self.unbind(node)
+        return node is not None
+
+    def publish(self, node: Node, slot: int, reason: CheckpointReason) -> None:
+        """Makes the state in the reserved ``slot`` matchable. The node must have no state on the device."""
+        self.bind(node, slot, reason)
+        self.stats.checkpoints_published += 1
+        self.stats.checkpoints_by_reason[reason.name.lower()] += 1
+        self.host.state_published(node, reason)
+
+    def restore(self, node: Node, slot: int) -> None:
+        """The node's state was loaded into the reserved ``slot``, and a request resumed from it."""
+        assert node.reason is not None, node
+        self.bind(node, slot, node.reason)
+        self.use(node)
+
+    def confirm(self, node: Node, reason: CheckpointReason) -> None:
+        """A guess, or a decode state that nobody has used, is an ordinary state now, kept for this reason. Else nothing changes."""
+        if is_guess(node):
+            self.blocks.drop_state(node)
+            node.reason = reason
+            self.blocks.add_state(node)
+            self.host.state_published(node, reason)
+        elif node.reason == CheckpointReason.DECODE and not node.used:
+            node.reason = reason
+            self.blocks.use_state(node)
+
+    def use(self, node: Node) -> None:
+        """A request resumes from this node's state. A guess becomes an ordinary state: two prompts share it."""
+        node.used = True
+        if is_guess(node):
+            self.confirm(node, CheckpointReason.JUNCTION)
+        else:
+            self.blocks.use_state(node)
+        self.host.use_state(node)
+
+    def evict(self, node: Node) -> None:
+        """Evicts the node's state, to the host if it has room."""
+        self.slots.retire(self._evicted(node))
+
+    def drop_decoded(self, node: Node, slot: int) -> None:
+        """Drops an older decode state of a request, unless it is gone already or another request used it."""
+        if node.slot == slot and node.reason == CheckpointReason.DECODE and not node.used:
+            self.unbind(node)
+
+    def end_decoded(self, node: Node, slot: int) -> None:
+        """A request ended, and this is its latest decode state, unless it is gone already."""
+        if node.slot == slot:
+            self.host.store_answer(node)
+
+    def _slot_of(self, victim: Node | None) -> int | None:
+        return None if victim is None else self.slots.reserve_again(self._evicted(victim))
+
+    def _evicted(self, node: Node) -> int:
+        """Evicts the node's state. Returns its slot, which no node has now."""
+        self.host.store_state(node)
+        self.stats.evictions += 1
+        return self._take_state(node)
+
+    def _take_state(self, node: Node) -> int:
+        self.blocks.drop_state(node)
+        slot, node.slot = node.slot, NO_SLOT
+        if node in self.host.of_states:
+            self.tree.version += 1
+        else:
+            self.tree.state_left(node)
+        return slot
 
     # -- who gets the next bytes ---------------------------------------------------------------------------------------
 
@@ -447,10 +412,10 @@ class PrefixStore:
             return True
         state = state or index.next_state(may_go)
         if state is not None:
-            self.checkpoints.evict(state)
+            self.evict(state)
             return True
         # All that is left is KV that states need which wait for their copy. Without those states it is unneeded.
-        return not states_only and self.checkpoints.drop_protected()
+        return not states_only and self.drop_protected()
 
     def _frees_bytes(self, node: Node) -> bool:
         """Whether KV gets bytes when the node's state goes: those of its page, or of KV that only this state needs."""
@@ -461,9 +426,8 @@ class PrefixStore:
 
     def _drop_kv(self, node: Node) -> None:
         if node.slot != NO_SLOT:
-            self.checkpoints.evict(node)  # a guess: it cannot be reached without its KV
-        if self.host is not None:
-            self.host.store_kv(node)
+            self.evict(node)  # a guess: it cannot be reached without its KV
+        self.host.store_kv(node)
         self.ghosts.add(node.key)
         self.blocks.unbind(node)
         self.tree.prune(node)

@@ -1,7 +1,7 @@
-"""`HostTier`: which KV blocks and states are on the host, and how they get there and back.
+"""`HostTier`: the tier below the device. Which KV blocks and states are on the host, and how they get there and back.
 
 KV blocks and states share one pool of pages. ``policy/needs.py`` says which go first when pages are needed.
-This file only decides: it queues the copies as `BlockTransfer`, and ``tiers/arena.py`` carries them out.
+This file only decides: it queues the copies as `BlockTransfer`, and the mover carries them out.
 
 A state stays on the host only while its KV is on the host or on the device. A state that is worth less than all that is
 stored is not stored, unless there is a tier below, to which it gets through the host. KV that no state on the host needs only gets
@@ -12,78 +12,113 @@ This file is longer than 400 lines because what is stored, loaded and dropped ch
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.host_entries import HostEntries
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
-from megatron_hybrid_prefix.policy.needs import is_guess
+from megatron_hybrid_prefix.policy.needs import TierIndex, is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Load, Tag
 
 
-class HostTier:
-    """Index of the host tier.
+@dataclass(slots=True, eq=False)
+class HostEntry:
+    """A KV block or a state on the host.
+
+    Attributes:
+        tag: Name of its content.
+        pages: Its pages, in the order of the bytes; none: it has left the host.
+        payload: Extra data stored with it (the routing of a KV block), or None.
+        pins: Loads and preempted requests that need it.
+        is_coming: It is being read from the tier below. All ranks agree on whether it has arrived, see `HostTier.arrived`.
+    """
+
+    tag: Tag
+    pages: tuple[int, ...]
+    payload: Any = None
+    pins: int = 0
+    is_coming: bool = False
+
+
+class HostTier(TierIndex[Node]):
+    """Entries on the host, in pages ``0 .. host_pages - 1``. Without pages it ends the chain: it has nothing and takes nothing.
 
     Args:
         tree: The prefix tree.
         settings: Those of the cache.
         eviction: Ranks the states on the host.
         stats: Counts the moves.
+        copies: Copies are queued here, to be carried out in this order.
 
     Attributes:
-        entries: All entries, and what goes first.
-        behind: The tier below the host, or None. It is offered the entries that are stored here.
-        transfers: Queued copies, to be carried out in this order.
+        total_pages, pages_of: Number of pages, and pages of an entry by kind.
+        free: Free pages. Freed ones are used last: a load that was given up may still be read into them.
+        kv: Entries of KV blocks, by node.
+        of_states: Entries of states, by node.
+        private: Entries of no node: each belongs to one preempted request.
+        behind: The tier below. It is offered the entries that are stored here.
     """
 
     def __init__(
-        self, tree: PrefixTree, settings: CacheSettings, eviction: EvictionPolicy[Node], stats: PrefixStats
+        self,
+        tree: PrefixTree,
+        settings: CacheSettings,
+        eviction: EvictionPolicy[Node],
+        stats: PrefixStats,
+        copies: list[Copy],
     ) -> None:
-        self._tree, self._stats, self._figures = tree, stats, stats.tiers[HOST]
-        pages_of = {EntryKind.KV: settings.host_kv_pages, EntryKind.STATE: settings.host_state_pages}
-        self.entries = HostEntries(settings.host_pages, pages_of, eviction)
+        super().__init__(eviction)
+        self._tree, self._stats, self._figures, self._copies = tree, stats, stats.tiers[HOST], copies
+        self.total_pages = settings.host_pages
+        self.pages_of = {EntryKind.KV: settings.host_kv_pages, EntryKind.STATE: settings.host_state_pages}
         self._block_tokens = settings.block_tokens
         self._routing_of = settings.routing_of or (lambda block_id: None)
         self.behind = settings.behind
-        # Entries that are being read from the tier below. All ranks agree on which arrived, see `settle`.
-        self._fetching: set[int] = set()
-        self.transfers: list[Copy] = []
-        self.reset()
+        self.free = deque(range(self.total_pages))
+        self.kv: dict[Node, HostEntry] = {}
+        self.of_states: dict[Node, HostEntry] = {}
+        self.private: set[HostEntry] = set()
+        # States that the device has, too, longest ago first. States that it has lost are dropped when they come to the front.
+        self._on_both: OrderedDict[Node, None] = OrderedDict()
 
     def reset(self) -> None:
-        """Drops everything. The caller empties the tree.
+        """Drops everything, even pinned entries. The caller empties the tree.
 
         Queued copies stay: live requests may need what moves on the device. Only offers to the tier below are dropped.
         """
-        self.entries.reset()
-        self._fetching.clear()
-        self.transfers[:] = [
-            copy for copy in self.transfers if not isinstance(copy, BlockTransfer) or copy.target != SHARED
-        ]
+        self.clear()
+        self._on_both.clear()
+        for entry in self.entries():
+            entry.pages = ()
+        for entries in (self.kv, self.of_states, self.private):
+            entries.clear()
+        self.free = deque(range(self.total_pages))
+        self.take_back()
 
-    # -- depth ---------------------------------------------------------------------------------------------------------
+    def entries(self) -> list[HostEntry]:
+        """All entries."""
+        return [*self.kv.values(), *self.of_states.values(), *self.private]
+
+    # -- find ----------------------------------------------------------------------------------------------------------
 
     def kv_depth(self, keys: Sequence[bytes], first: int) -> int:
-        get = self._tree.get
+        get, kv = self._tree.get, self.kv
         for key in keys[first:] if first else keys:
-            node = get(key)
-            if node is None or node.host_block == NO_BLOCK:
+            if get(key) not in kv:
                 break
             first += 1
         return first
 
     def state_depth(self, keys: Sequence[bytes], after: int, limit: int) -> int:
-        get = self._tree.get
-        while limit > after:
-            node = get(keys[limit - 1])
-            if node is not None and node.host_slot != NO_SLOT:
-                break
+        get, states = self._tree.get, self.of_states
+        while limit > after and get(keys[limit - 1]) not in states:
             limit -= 1
         return max(after, limit)
 
@@ -99,20 +134,21 @@ class HostTier:
         Returns:
             False if there is no room, or not for KV that no state needs.
         """
-        if node.host_block == NO_BLOCK:
+        if not self.total_pages:
+            return False
+        entry = self.kv.get(node)
+        if entry is None:
             # States go for it only until those that need it have gone.
-            if not self._make_room(
-                EntryKind.KV, lambda: (forced or node in self.entries.users) and self._evict_state()
-            ):
-                if not forced and node.host_slot != NO_SLOT and not self.entries.is_pinned(node, kv=False):
-                    self.drop_state(node)  # it cannot be reached without its KV
+            if not self._make_room(EntryKind.KV, lambda: (forced or node in self.users) and self._evict_state()):
+                if not forced and node in self.of_states and not self.is_pinned(node, kv=False):
+                    self.remove_state(node)  # it cannot be reached without its KV
                 return False
-            self._put_kv(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
-        elif node in self.entries.users and not forced:
-            self.entries.drop_kv(node)  # the only copy soon
+            entry = self._put(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
+        elif node in self.users and not forced:
+            self.drop_kv(node)  # the only copy soon
         payload = self._routing_of(node.block_id)
         if payload is not None:
-            self.entries[node.host_block].payload = payload
+            entry.payload = payload
         return True
 
     def store_state(self, node: Node) -> bool:
@@ -124,68 +160,73 @@ class HostTier:
         Returns:
             False if it is a guess, or if all that is stored is worth more.
         """
-        if node.host_slot != NO_SLOT:
+        if node in self.of_states:
             return True
-        if is_guess(node):
+        if not self.total_pages or is_guess(node):
             return False
         # First, so that its value is compared with the others', and its KV is not evicted for it.
-        self.entries.add_state(node)
+        self.add_state(node)
         if node.used:
-            self.entries.use_state(node)
-        incoming = node if self.behind is None else None  # the way to the tier below is through the host
+            super().use_state(node)
+        incoming = None if self.behind.takes else node  # the way to the tier below is through the host
         if not self._make_room(EntryKind.STATE, lambda: self._evict_state(incoming)):
-            self.entries.drop_state(node)
+            self.drop_state(node)
             return False
-        self._put_state(node, self._store(node.slot, self._tag(EntryKind.STATE, node)))
+        self._put(node, self._store(node.slot, self._tag(EntryKind.STATE, node)))
         self._write_down(node)
         return True
 
     def also_on_device(self, path: Sequence[Node]) -> None:
         """The device has the KV of this path now. The host can lose its copies, the deepest block first."""
-        for node in reversed(path):
-            if node.host_block != NO_BLOCK:
-                self.entries.note_kv(node)
+        if self.kv:
+            for node in reversed(path):
+                if node in self.kv:
+                    self.note_kv(node)
 
     def state_also_on_device(self, node: Node) -> None:
         """The device has the node's state now."""
-        if node.host_slot != NO_SLOT:
-            self.entries.note_copy(node)
+        if node in self.of_states:
+            self._on_both[node] = None
+            self._on_both.move_to_end(node)
 
     def store_answer(self, node: Node) -> None:
         """A request ended, and this is the last state of its answer. The next turn of the conversation resumes from it.
 
         The tier below gets it if it saves a load's worth of tokens beyond the state before it.
         """
-        if self.behind is None or node.private or node.host_slot != NO_SLOT:
+        if not self.behind.takes or node.private or node in self.of_states:
             return
         before = node.parent
-        while before is not None and before.host_slot == NO_SLOT:
+        while before is not None and before not in self.of_states:
             before = before.parent
-        saved_blocks = node.depth_blocks - (0 if before is None else before.depth_blocks)
-        if saved_blocks >= self.behind.least_blocks:
-            self.store_state(node)
-            self.state_also_on_device(node)
+        if node.depth_blocks - (0 if before is None else before.depth_blocks) >= self.behind.least_blocks:
+            self._store_early(node)
 
-    def stores_published(self, reason: CheckpointReason) -> bool:
-        """Whether a state that was just computed is stored at once, for the tier below, not only when the device evicts it.
+    def state_published(self, node: Node, reason: CheckpointReason) -> None:
+        """A state that was just computed is stored at once, for the tier below, not only when the device evicts it.
 
         A decode state is not: it is copied to its slot later, and soon replaced by the next one. See `store_answer`.
         """
-        return self.behind is not None and reason not in (CheckpointReason.DECODE, CheckpointReason.INTERVAL)
+        if self.behind.takes and reason not in (CheckpointReason.DECODE, CheckpointReason.INTERVAL):
+            self._store_early(node)
 
-    def store_private(self, kind: EntryKind, device_id: int, tag: Tag) -> int | None:
+    def _store_early(self, node: Node) -> None:
+        self.store_state(node)
+        self.state_also_on_device(node)
+
+    def store_private(self, kind: EntryKind, device_id: int, tag: Tag) -> HostEntry | None:
         """Stores an entry of one preempted request until it is removed. Returns the entry; None if there is no room."""
         if not self._make_room(kind):
             return None
         entry = self._store(device_id, tag)
-        self.entries.private.add(entry)
+        self.private.add(entry)
         if kind == EntryKind.KV:
-            self.entries[entry].payload = self._routing_of(device_id)
+            entry.payload = self._routing_of(device_id)
         return entry
 
     # -- from the tier below ------------------------------------------------------------------------------------------
 
-    def gather(self, keys: Sequence[bytes], first: int) -> tuple[int, ...] | None:
+    def gather(self, keys: Sequence[bytes], first: int) -> tuple[HostEntry, ...] | None:
         """Pins the KV of ``keys[first:]`` and the state at their end on the host. Fetches what only the tier below
         has.
 
@@ -201,183 +242,148 @@ class HostTier:
         nodes: list[Node] = []
         for key in keys:
             nodes.append(tree.get(key) or tree.insert(key, nodes[-1] if nodes else None, NO_BLOCK))
-        kv, end = nodes[first:], nodes[-1]
-        pinned = [node.host_block for node in kv if node.host_block != NO_BLOCK]
-        pinned += [end.host_slot] if end.host_slot != NO_SLOT else []
-        self.entries.pin(pinned)
-        fetched: list[int] = []
-        missing = [(EntryKind.KV, node) for node in kv if node.host_block == NO_BLOCK]
-        missing += [(EntryKind.STATE, end)] if end.host_slot == NO_SLOT else []
-        end.children += 1  # what is evicted for room may be the last below the path, which must stay in the tree
-        for kind, node in missing:
-            entry = self._fetch(kind, node)
-            if entry is None:
-                break
-            self.entries.pin([entry])
-            fetched.append(entry)
-        end.children -= 1
-        if len(fetched) < len(missing):
-            self.entries.unpin([*pinned, *fetched])
+        end = nodes[-1]
+        wanted = [*((EntryKind.KV, node) for node in nodes[first:]), (EntryKind.STATE, end)]
+        pinned = [entry for kind, node in wanted if (entry := self._of(kind).get(node)) is not None]
+        self.pin(pinned)
+        end.refs += 1  # what is evicted for room may be the last below the path, which must stay in the tree
+        for kind, node in wanted:
+            if node not in self._of(kind):
+                entry = self._fetch(kind, node)
+                if entry is None:
+                    break
+                self.pin([entry])
+                pinned.append(entry)
+        end.refs -= 1
+        if len(pinned) < len(wanted):
+            self.unpin(pinned)
             tree.prune(end)
             return None
-        return (*(node.host_block for node in kv), end.host_slot)
+        return tuple(self._of(kind)[node] for kind, node in wanted)
 
-    def coming(self, entries: Iterable[int]) -> tuple[int, ...]:
-        """Those of these entries that are being read from the tier below."""
-        return tuple(entry for entry in entries if entry in self._fetching)
+    def arrived(self, entries: Iterable[HostEntry]) -> None:
+        """These entries have arrived from the tier below, on all ranks."""
+        for entry in entries:
+            entry.is_coming = False
 
-    def settle(self, entries: Iterable[int]) -> None:
-        """These entries have arrived, on all ranks."""
-        self._fetching.difference_update(entries)
-
-    def _fetch(self, kind: EntryKind, node: Node) -> int | None:
+    def _fetch(self, kind: EntryKind, node: Node) -> HostEntry | None:
         """Allocates an entry, and queues its read from the tier below. None: there is no room."""
         if not self._make_room(kind):
             return None
-        tag = self._tag(kind, node)
-        entry = self.entries.add(tag)
-        self.transfers.append(BlockTransfer(SHARED, HOST, self.entries[entry].pages, tag))
-        self._fetching.add(entry)
+        entry = self._add(self._tag(kind, node))
+        self._copies.append(BlockTransfer(SHARED, HOST, entry.pages, entry.tag))
+        entry.is_coming = True
         self._stats.tiers[SHARED].loads += 1
-        if kind == EntryKind.KV:
-            self._put_kv(node, entry)
-            return entry
-        if node.reason is None:
-            # The tier below does not store the reason. Two prompts share this state now.
-            node.reason = CheckpointReason.JUNCTION
-        self.entries.add_state(node)
-        self._put_state(node, entry)
-        return entry
+        if kind == EntryKind.STATE:
+            if node.reason is None:
+                # The tier below does not store the reason. Two prompts share this state now.
+                node.reason = CheckpointReason.JUNCTION
+            self.add_state(node)
+        return self._put(node, entry)
 
     # -- back to the device --------------------------------------------------------------------------------------------
 
-    def load(self, entry: int, device_id: int, load: Load) -> Any:
+    def load(self, entry: HostEntry, device_id: int, load: Load) -> Any:
         """Queues the copy of a pinned entry into a block or slot. Returns the entry's payload."""
-        stored = self.entries[entry]
-        self.transfers.append(BlockTransfer(HOST, DEVICE, stored.pages, stored.tag, device_id, load))
+        self._copies.append(BlockTransfer(HOST, DEVICE, entry.pages, entry.tag, device_id, load))
         self._figures.loads += 1
-        return stored.payload
+        return entry.payload
 
     def use_state(self, node: Node) -> None:
         """Marks the node's state as used, after a request resumed from it on any tier."""
-        if self.behind is not None and node.host_slot == NO_SLOT and node.slot != NO_SLOT and not is_guess(node):
-            self.store_state(node)  # it was a guess
-            self.state_also_on_device(node)
-        if node.host_slot != NO_SLOT:
-            self.entries.use_state(node)
+        if self.behind.takes and node not in self.of_states and node.slot != NO_SLOT and not is_guess(node):
+            self._store_early(node)  # it was a guess
+        if node in self.of_states:
+            super().use_state(node)
+
+    def pin(self, entries: Iterable[HostEntry]) -> None:
+        """Pins the entries. Each pin needs one `unpin`."""
+        for entry in entries:
+            entry.pins += 1
+
+    def unpin(self, entries: Iterable[HostEntry]) -> None:
+        """Reverts one `pin` of each entry."""
+        for entry in entries:
+            entry.pins -= 1
 
     # -- drop ----------------------------------------------------------------------------------------------------------
 
-    def drop_kv(self, node: Node) -> None:
+    def remove_kv(self, node: Node) -> None:
         """Drops the node's KV from the host, and with it a state at its end that no request can reach then."""
-        entry, node.host_block = node.host_block, NO_BLOCK
-        self.entries.drop_kv(node)
-        self.entries.remove(entry)
-        if node.host_slot != NO_SLOT and node.block_id == NO_BLOCK and not self.entries.is_pinned(node, kv=False):
-            self.drop_state(node)
+        self.drop_kv(node)
+        self._remove(node, EntryKind.KV)
+        if node in self.of_states and node.block_id == NO_BLOCK and not self.is_pinned(node, kv=False):
+            self.remove_state(node)
         else:
             self._tree.prune(node)
 
-    def drop_state(self, node: Node) -> None:
+    def remove_state(self, node: Node) -> None:
         """Drops the node's state from the host. KV that only it needed is unneeded then."""
-        entry = node.host_slot
-        self.entries.drop_state(node)
-        self._tree.drop_host_state(node)
-        self.entries.remove(entry)
+        self.drop_state(node)
+        self._remove(node, EntryKind.STATE)
+        if node.slot == NO_SLOT:
+            self._tree.state_left(node)
         self._tree.prune(node)
 
-    def take_back(self, keys: Collection[bytes]) -> None:
-        """Takes back what was offered to the tier below under these keys since the last copies were taken."""
-        self.transfers[:] = [
+    def remove_private(self, entries: Iterable[HostEntry]) -> None:
+        """Drops entries of a preempted request."""
+        for entry in entries:
+            self.private.discard(entry)
+            self._free_pages(entry)
+
+    def remove_wrong(self, entry: HostEntry) -> None:
+        """Drops an entry whose load failed. Does nothing if it is gone."""
+        node = self._tree.get(entry.tag.key)
+        if node is not None and self._of(entry.tag.kind).get(node) is entry:
+            entry.is_coming = False
+            (self.remove_kv if entry.tag.kind == EntryKind.KV else self.remove_state)(node)
+
+    def remove(self, node: Node, *, kv: bool) -> None:
+        """Drops the node's state, and with ``kv`` its KV."""
+        if node in self.of_states:
+            self.remove_state(node)
+        if kv and node in self.kv:
+            self.remove_kv(node)
+
+    def take_back(self, keys: Collection[bytes] | None = None) -> None:
+        """Takes back what was offered to the tier below since the last copies were taken: under these keys, or all of it."""
+        self._copies[:] = [
             copy
-            for copy in self.transfers
-            if not (isinstance(copy, BlockTransfer) and copy.target == SHARED and copy.tag.key in keys)
+            for copy in self._copies
+            if not (
+                isinstance(copy, BlockTransfer) and copy.target == SHARED and (keys is None or copy.tag.key in keys)
+            )
         ]
 
-    def drop(self, entry: int) -> None:
-        """Drops an entry whose load failed. Does nothing if it is gone."""
-        if entry not in self.entries:
-            return
-        tag = self.entries[entry].tag
-        node = self._tree.get(tag.key)
-        if node is None:
-            return
-        self._fetching.discard(entry)
-        if tag.kind == EntryKind.KV and node.host_block == entry:
-            self.drop_kv(node)
-        elif tag.kind == EntryKind.STATE and node.host_slot == entry:
-            self.drop_state(node)
+    # -- what goes first: see `TierIndex` ------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Checks that tree, eviction policy and entries agree. Raises CacheCorruptionError if not."""
-        kv = {node.host_block: node for node in self._tree if node.host_block != NO_BLOCK}
-        states = {node.host_slot: node for node in self._tree if node.host_slot != NO_SLOT}
-        self.entries.check([*kv, *states])
-        self.entries.check_needs(self._tree)
-        if self.entries.states != set(states.values()):
-            raise CacheCorruptionError("the states on the host and those that are counted differ")
-        for nodes, kind in ((kv, EntryKind.KV), (states, EntryKind.STATE)):
-            for entry, node in nodes.items():
-                tag = self.entries[entry].tag
-                if (tag.kind, tag.key, tag.depth_tokens) != (kind, node.key, node.depth_blocks * self._block_tokens):
-                    raise CacheCorruptionError(f"{node}: its entry on the host has the tag {tag}")
+    def has_kv(self, node: Node) -> bool:
+        return node in self.kv
 
-    # -- internal ------------------------------------------------------------------------------------------------------
+    def is_pinned(self, node: Node, *, kv: bool) -> bool:
+        """A load or a preempted request needs a pinned entry."""
+        entry = (self.kv if kv else self.of_states).get(node)
+        return entry is not None and entry.pins > 0
 
-    def _tag(self, kind: EntryKind, node: Node) -> Tag:
-        parent = b"" if node.parent is None else node.parent.key
-        return Tag(kind, node.key, node.depth_blocks * self._block_tokens, self._tree.epoch, parent)
+    def is_copy(self, node: Node) -> bool:
+        return node.block_id != NO_BLOCK
 
-    def _put_kv(self, node: Node, entry: int) -> None:
-        node.host_block = entry
-        if node not in self.entries.users:  # else it is about to leave the device, or `also_on_device` follows
-            self.entries.note_kv(node)
-        self._tree.version += 1
+    def drop_state(self, node: Node) -> None:
+        super().drop_state(node)
+        self._on_both.pop(node, None)
 
-    def _put_state(self, node: Node, entry: int) -> None:
-        """The entry has the node's state, which is counted already."""
-        node.host_slot = entry
-        self._tree.version += 1
-
-    def _store(self, device_id: int, tag: Tag) -> int:
-        entry = self.entries.add(tag)
-        self.transfers.append(BlockTransfer(DEVICE, HOST, self.entries[entry].pages, tag, device_id))
-        self._figures.stores += 1
-        return entry
-
-    def _write_down(self, node: Node) -> None:
-        """Offers a state that was just stored, after the KV before it, to the tier below.
-
-        The host's entries depend on nothing that differs between ranks. So KV is stored here even if the tier below has it.
-        """
-        if self.behind is None or node.private or node.depth_blocks < self.behind.least_blocks:
-            return
-        path: list[Node] = []
-        above: Node | None = node
-        while above is not None:
-            path.append(above)
-            above = above.parent
-        state = [node.host_slot]
-        self.entries.pin(state)  # its KV must not take its place
-        for block in reversed(path):
-            if block.host_block != NO_BLOCK or (block.block_id != NO_BLOCK and self.store_kv(block)):
-                self._offer(block.host_block)
-        self.also_on_device([block for block in reversed(path) if block.block_id != NO_BLOCK])
-        self.entries.unpin(state)
-        self._offer(node.host_slot)
-
-    def _offer(self, entry: int) -> None:
-        """Offers an entry to the tier below.
-
-        A KV block with a payload is not offered, because the payload cannot go with it.
-        """
-        stored = self.entries[entry]
-        if self.behind is None or stored.payload is not None or self.behind.contains(stored.tag.kind, stored.tag.key):
-            return
-        self.transfers.append(BlockTransfer(HOST, SHARED, stored.pages, stored.tag))
-        self._stats.tiers[SHARED].stores += 1
-
-    # -- what is evicted -----------------------------------------------------------------------------------------------
+    def next_state(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
+        """States that the device has, too, go first, whatever their value."""
+        found, gone = None, []
+        for node in self._on_both:
+            if node.slot == NO_SLOT:
+                gone.append(node)
+            elif not self.is_pinned(node, kv=False):
+                found = node
+                break
+        for node in gone:
+            del self._on_both[node]
+        return found or super().next_state(may_go)
 
     def _make_room(self, kind: EntryKind, evict_state: Callable[[], bool] | None = None) -> bool:
         """Evicts until an entry fits: unneeded KV, then states. False: all that is left is pinned, or worth more.
@@ -386,18 +392,13 @@ class HostTier:
             kind: Of the entry.
             evict_state: Evicts one of the states that may go for it. None: any.
         """
-        while not self.entries.has_room(kind):
-            if not self._evict_kv() and not (evict_state or self._evict_state)():
+        while self.pages_of[kind] > len(self.free):
+            found = self.next_kv()
+            if found is not None:
+                self.remove_kv(found)
+                self._figures.evictions += 1
+            elif not (evict_state or self._evict_state)():
                 return False
-        return True
-
-    def _evict_kv(self) -> bool:
-        """Evicts an unneeded KV block. False: there is none."""
-        found = self.entries.next_kv()
-        if found is None:
-            return False
-        self.drop_kv(found)
-        self._figures.evictions += 1
         return True
 
     def _evict_state(self, incoming: Node | None = None) -> bool:
@@ -409,10 +410,108 @@ class HostTier:
         Returns:
             False if there is none to evict, or if the one to evict is ``incoming``.
         """
-        state = self.entries.next_state(lambda node: node is incoming or node.host_slot != NO_SLOT)
+        state = self.next_state(lambda node: node is incoming or node in self.of_states)
         if state is None or state is incoming:
-            self._figures.full += 1
+            self._figures.full += bool(self.total_pages)
             return False
-        self.drop_state(state)
+        self.remove_state(state)
         self._figures.evictions += 1
         return True
+
+    # -- internal ------------------------------------------------------------------------------------------------------
+
+    def _of(self, kind: EntryKind) -> dict[Node, HostEntry]:
+        return self.kv if kind == EntryKind.KV else self.of_states
+
+    def _tag(self, kind: EntryKind, node: Node) -> Tag:
+        parent = b"" if node.parent is None else node.parent.key
+        return Tag(kind, node.key, node.depth_blocks * self._block_tokens, self._tree.epoch, parent)
+
+    def _add(self, tag: Tag) -> HostEntry:
+        """Allocates an entry, for which there is room."""
+        take = self.free.popleft
+        return HostEntry(tag, tuple([take() for _ in range(self.pages_of[tag.kind])]))
+
+    def _store(self, device_id: int, tag: Tag) -> HostEntry:
+        entry = self._add(tag)
+        self._copies.append(BlockTransfer(DEVICE, HOST, entry.pages, tag, device_id))
+        self._figures.stores += 1
+        return entry
+
+    def _put(self, node: Node, entry: HostEntry) -> HostEntry:
+        """The entry has the node's KV, or its state, which is counted already."""
+        self._of(entry.tag.kind)[node] = entry
+        node.refs += 1
+        # Else it is about to leave the device, or `also_on_device` follows.
+        if entry.tag.kind == EntryKind.KV and node not in self.users:
+            self.note_kv(node)
+        self._tree.version += 1
+        return entry
+
+    def _remove(self, node: Node, kind: EntryKind) -> None:
+        self._free_pages(self._of(kind).pop(node))
+        node.refs -= 1
+
+    def _free_pages(self, entry: HostEntry) -> None:
+        self.free.extend(entry.pages)
+        entry.pages = ()
+
+    def _write_down(self, node: Node) -> None:
+        """Offers a state that was just stored, after the KV before it, to the tier below.
+
+        The host's entries depend on nothing that differs between ranks. So KV is stored here even if the tier below has it.
+        """
+        if node.private or node.depth_blocks < self.behind.least_blocks:
+            return
+        path: list[Node] = []
+        above: Node | None = node
+        while above is not None:
+            path.append(above)
+            above = above.parent
+        state = self.of_states[node]
+        self.pin([state])  # its KV must not take its place
+        for block in reversed(path):
+            if block in self.kv or (block.block_id != NO_BLOCK and self.store_kv(block)):
+                self._offer(self.kv[block])
+        self.also_on_device([block for block in reversed(path) if block.block_id != NO_BLOCK])
+        self.unpin([state])
+        self._offer(state)
+
+    def _offer(self, entry: HostEntry) -> None:
+        """Offers an entry to the tier below.
+
+        A KV block with a payload is not offered, because the payload cannot go with it.
+        """
+        if entry.payload is None and not self.behind.contains(entry.tag.kind, entry.tag.key):
+            self._copies.append(BlockTransfer(HOST, SHARED, entry.pages, entry.tag))
+            self._stats.tiers[SHARED].stores += 1
+
+    def check(self, pins: Counter[HostEntry], private: Collection[HostEntry]) -> None:
+        """Checks that tree, eviction policy and entries agree.
+
+        Args:
+            pins: What loads and preempted requests pin. Entries that are gone were dropped after a failed load.
+            private: What preempted requests own.
+
+        Raises:
+            CacheCorruptionError: They do not agree.
+        """
+        entries = self.entries()
+        pages = [page for entry in entries for page in entry.pages]
+        if sorted([*pages, *self.free]) != list(range(self.total_pages)):
+            raise CacheCorruptionError("a page on the host was lost, or has two owners")
+        if any(entry.pins != pins[entry] for entry in entries):
+            raise CacheCorruptionError("the pins on the host differ from those of loads and preempted requests")
+        if self.private != set(private):
+            raise CacheCorruptionError("the private entries on the host differ from those of preempted requests")
+        if self.states != self.of_states.keys():
+            raise CacheCorruptionError("the states on the host and those that are counted differ")
+        self.check_needs(self._tree)
+        for kind in EntryKind:
+            for node, entry in self._of(kind).items():
+                tag, tokens = entry.tag, node.depth_blocks * self._block_tokens
+                if (tag.kind, tag.key, tag.depth_tokens) != (kind, node.key, tokens):
+                    raise CacheCorruptionError(f"{node}: its entry on the host has the tag {tag}")
+        for entry in entries:
+            if len(entry.pages) != self.pages_of[entry.tag.kind]:
+                raise CacheCorruptionError(f"{entry.tag} has the wrong number of pages: {len(entry.pages)}")

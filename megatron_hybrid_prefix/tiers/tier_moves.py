@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.tiers.base import TierBehind
+from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.entry_copies import without_shared_pages
 from megatron_hybrid_prefix.tiers.jobs import Job, JobGroup, TierThreads, marks
 from megatron_hybrid_prefix.tiers.loads import LoadCopies

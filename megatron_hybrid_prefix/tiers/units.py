@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron_hybrid_prefix.requests.book import SwappedOut
+    from megatron_hybrid_prefix.tiers.host import HostEntry
 
 DEVICE = "device"
 HOST = "host"
@@ -76,7 +80,6 @@ class BlockTransfer(NamedTuple):
 class LoadState(StrEnum):
     """The state of a `Load`. The same on all ranks, which agree where time or bytes decide. Failures have the name they are counted by."""
 
-    SWAPPED_OUT = "swapped_out"  # a preempted request left it on the host
     ASKED = "asked"  # it holds blocks and a slot on the device, and all its entries are on the host
     FETCHING = "fetching"  # the same, but some entries are being read from the tier below
     COPYING = "copying"  # the last copies to the device are launched
@@ -89,16 +92,15 @@ class LoadState(StrEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Load:
-    """KV and a state that come back from the host for one request; also what a preempted request left there to continue from.
+    """KV and a state that come back from the host for one request.
 
     Attributes:
         load_id: Its number.
         request_id: The request.
         state: How far it is, or why it failed.
         depth_tokens: Tokens up to the state.
-        keys: Of a preempted request: keys of its first blocks, which the prefix tree has.
-        pinned: Host entries of the prefix tree that stay until it ends. KV from the front; of a preempted request, of all its ``keys``.
-        private: Host entries that nobody else has, of a preempted request: KV (the last block may be partly filled), then the state.
+        pinned: Host entries of the prefix tree that stay until it ends, KV from the front.
+        swapped_out: What its request left on the host when it was preempted, or None.
         coming: Those of ``pinned`` that are being read from the tier below.
         slot: Slot on the device that the state goes to.
         pages: Host pages of all copies.
@@ -120,10 +122,9 @@ class Load:
     request_id: int
     state: LoadState
     depth_tokens: int
-    pinned: tuple[int, ...]
-    keys: tuple[bytes, ...] = ()
-    private: tuple[int, ...] = ()
-    coming: tuple[int, ...] = ()
+    pinned: tuple[HostEntry, ...]
+    swapped_out: SwappedOut | None = None
+    coming: tuple[HostEntry, ...] = ()
     slot: int = -1
     pages: int = 0
     payloads: dict[int, Any] = field(default_factory=dict)

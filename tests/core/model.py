@@ -23,7 +23,8 @@ from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
 from megatron_hybrid_prefix.requests.book import Admission, LiveRequest, StepPlan
 from megatron_hybrid_prefix.requests.matcher import Match
-from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
+from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.settings import TierSettings
 from megatron_hybrid_prefix.tiers.units import DEVICE, SHARED, BlockMove, EntryKind, Load, LoadState, PageClear
 from tests.core.naive_memory import NaiveMemory
@@ -128,12 +129,11 @@ class ModelEngine:
         self.decoded: dict[int, Content] = {}  # states that wait for their copy, by slot
         self.with_old_state: set[int] = set()  # blocks that hold bytes of a state
         self.is_copying = False
-        cache._store.on_move = self.on_move
+        cache._device.on_move = self.on_move
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.host: dict[tuple[int, ...], Content] = {}  # by pages
-        behind = None if cache._store.host is None else cache._store.host.behind
-        self.behind: Any = None if behind is None else behind.tier
+        self.behind: Any = getattr(cache._device.host.behind, "tier", None)
         self.written: list[Content] = []  # what went to the tier behind the host; its bytes are the number
         self.bad_loads: set[Load] = set()  # loads that brought garbage
         self.requests: list[Request] = []  # live ones, and released ones with a plan in flight
@@ -277,8 +277,8 @@ class ModelEngine:
         cached = {self.blocks[node.block_id] for node in nodes if node.block_id != NO_BLOCK}
         states = {self.slots[node.slot] for node in nodes if node.slot != NO_SLOT}
         if below:
-            cached |= {self.expected[node.key] for node in nodes if node.host_block != NO_BLOCK}
-            states |= {self.expected[node.key] for node in nodes if node.host_slot != NO_SLOT}
+            cached |= {self.expected[node.key] for node in self.cache._device.host.kv}
+            states |= {self.expected[node.key] for node in self.cache._device.host.of_states}
             for _, kind, key in () if self.behind is None else self.behind.entries:
                 (cached if kind == EntryKind.KV else states).add(self.expected[key])
         return cached, states
@@ -321,9 +321,9 @@ class ModelEngine:
         if self.behind is not None:
             self.carry_out()  # what it holds changes with the moves, which the cache does not see
         chain = self.cache.chain(tokens, salt=salt[0], adapter=salt[1])
-        version = self.cache._store.tree.version
+        version = self.cache._device.tree.version
         match = self.cache.match(chain, read=read, max_resume_tokens=max_resume_tokens)
-        assert self.cache._store.tree.version == version, "matching changed something"
+        assert self.cache._device.tree.version == version, "matching changed something"
         limit = len(tokens) - self.cache.settings.min_computed_tokens
         limit = limit if max_resume_tokens is None else min(limit, max_resume_tokens)
         kv_depth, depth = self.oracle_match(salt, tokens, limit) if read else (0, 0)
@@ -415,7 +415,7 @@ class ModelEngine:
         match = cache.match(cache.chain(tokens, salt=salt[0], adapter=salt[1]))
         depth = self.oracle_loadable(salt, tokens, match.limit_tokens) * block
         assert match.loadable_blocks * block == (depth if depth > match.resume_tokens else 0)
-        swapped = cache.loads._swapped_out(request_id) is not None
+        swapped = request_id in cache._requests.swapped_out
         if swapped:
             assert preempted is not None
             depth = len(preempted.history)
@@ -444,7 +444,7 @@ class ModelEngine:
         if admission is None:
             self.seen["load given up"] += 1
             cache.release(request_id)
-            assert (cache.loads._swapped_out(request_id) is not None) == swapped
+            assert (request_id in cache._requests.swapped_out) == swapped
             cache.loads.drop_swapped_out(request_id)
             return None
         assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
@@ -475,7 +475,7 @@ class ModelEngine:
         end = min(start + tokens, request.prompt_tokens)
         if not self.grow(request, end):
             return None
-        blocks = self.cache._store.blocks
+        blocks = self.cache._device.blocks
         guesses = {node for node in self.on_slots().values() if is_guess(node)}
         reached = {position: reason for position, reason in self.live(request).boundaries if start <= position <= end}
         asked = {position: reason for position, reason in reached.items() if position > start}
@@ -494,7 +494,7 @@ class ModelEngine:
         assert for_others or not lost & guesses & own, "a guess displaces one of the same request"
         lost -= guesses
         assert for_others or not lost, "a guess displaces what was asked for"
-        pins = self.cache._store.slots.pins
+        pins = self.cache._device.slots.pins
         assert not lost or all(pins(node.slot) for node in blocks.guesses), "guesses go first"
         after = self.on_slots()
         needed = {keys[position] for position, reason in reached.items() if reason != CheckpointReason.INTERVAL}
@@ -506,11 +506,11 @@ class ModelEngine:
         elif left_out and not skipped and self.live(request).write:
             others = [slot for slot, node in after.items() if is_guess(node) and node not in own]
             assert not self.free_places(), "a guess is left out, though there is room"
-            assert all(map(self.cache._store.slots.pins, others)), "a guess is left out, though another could go"
+            assert all(map(self.cache._device.slots.pins, others)), "a guess is left out, though another could go"
         assert len(asked) > room or before.keys() <= after.keys(), "evicted, though there was room"
         if skipped:
-            assert all(map(self.cache._store.slots.pins, after)), "skipped, though a state could go"
-            assert not self.free_places() and (self.cache._store.slots.is_full or not self.has_room(0, with_slot=True))
+            assert all(map(self.cache._device.slots.pins, after)), "skipped, though a state could go"
+            assert not self.free_places() and (self.cache._device.slots.is_full or not self.has_room(0, with_slot=True))
         assert all(checkpoint.slot >= self.first_slot for checkpoint in plan.checkpoints)
         others = [p for other in self.requests for p in other.plans]
         written = [checkpoint.slot for p in [*others, plan] for checkpoint in p.checkpoints]
@@ -527,8 +527,8 @@ class ModelEngine:
 
     def free_places(self) -> int:
         """States that fit without any eviction; 0 or more than 0 is exact."""
-        slots, cap = self.cache._store.slots, self.cache.settings.state_slots
-        pages, size = self.cache._store.pages, self.page_blocks
+        slots, cap = self.cache._device.slots, self.cache.settings.state_slots
+        pages, size = self.cache._device.pages, self.page_blocks
         free_ids = set(pages.free_ids())
         taken = [pages.is_state(page) or free_ids.issuperset(self.blocks_of(page)) for page in range(self.pages)]
         free = sum(taken[self.memory.page_of(slot)] for slot in slots.slots_in(SlotState.FREE))
@@ -611,10 +611,9 @@ class ModelEngine:
         self.release(request)
         assert WRONG not in self.written
         for node in self.cache.nodes():
-            found = [self.blocks.get(node.block_id), self.slots.get(node.slot)]
-            for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:
-                found.append(self.host[self.cache._store.host.entries[entry].pages])
-            assert WRONG not in found, node
+            assert WRONG not in (self.blocks.get(node.block_id), self.slots.get(node.slot)), node
+        for entry in self.cache._device.host.entries():
+            assert self.host[entry.pages] != WRONG, entry
 
     def note_computed(self, request: Request) -> None:
         ends = range(self.block_tokens, len(request.history) + 1, self.block_tokens)
@@ -715,8 +714,7 @@ class ModelEngine:
         self.check()
         self.cache.invalidate()
         assert self.cache.memory_use().free_blocks == self.kv_blocks and self.cache.stats().slots_used == 0
-        if self.cache._store.host is not None:
-            assert len(self.cache._store.host.entries.free) == self.cache._store.host.entries.total_pages
+        assert len(self.cache._device.host.free) == self.cache._device.host.total_pages
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
@@ -807,11 +805,11 @@ class ModelEngine:
 
     def check_host(self) -> None:
         """Checks depth and content of each entry on the host. Skips entries spoiled on purpose."""
-        tier = self.cache._store.host
-        for node in self.cache.nodes() if tier is not None else ():
-            content = self.expected.get(node.key)
-            for entry in {node.host_block, node.host_slot} - {NO_BLOCK}:
-                assert self.host[tier.entries[entry].pages] in (content, GARBAGE), node
+        host = self.cache._device.host
+        for entries in (host.kv, host.of_states):
+            for node, entry in entries.items():
+                content = self.expected.get(node.key)
+                assert self.host[entry.pages] in (content, GARBAGE), node
                 assert content is not None and len(content[1]) == node.depth_blocks * self.block_tokens, node
                 parent = None if node.parent is None else self.expected.get(node.parent.key)
                 assert parent is None or parent == (content[0], content[1][: -self.block_tokens]), node

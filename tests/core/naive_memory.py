@@ -64,7 +64,7 @@ def follow(policy: EvictionPolicy[Node], naive: Any, tier: int, used: list[Node]
 
 
 class NaiveMemory:
-    """Checks what `PrefixStore.evict_next` evicts. Looks at all nodes, blocks and slots each time.
+    """Checks what `DeviceTier.evict_next` evicts. Looks at all nodes, blocks and slots each time.
 
     Args:
         cache: A new cache.
@@ -75,12 +75,12 @@ class NaiveMemory:
     """
 
     def __init__(self, cache: HybridPrefixCache, seen: Counter[str]) -> None:
-        self.store, self.seen, settings = cache._store, seen, cache.settings
+        self.store, self.seen, settings = cache._device, seen, cache.settings
         state_blocks = [settings.page_blocks / settings.page_states]
         policies = [self.store.blocks.eviction]
-        if self.store.host is not None:
+        if settings.host_pages:
             state_blocks.append(settings.host_state_pages / settings.host_kv_pages)
-            policies.append(self.store.host.entries.eviction)
+            policies.append(self.store.host.eviction)
         naive = {"lru": NaiveLru, "recompute_cost": NaiveTiers}[settings.eviction_policy](tuple(state_blocks))
         self.used: list[Node] = []
         for tier, policy in enumerate(policies):
@@ -124,7 +124,7 @@ class NaiveMemory:
         store, before, unneeded = self.store, self.states(), self.unneeded()
         may_go = {node for node in before if not store.slots.pins(node.slot) and (for_slot or self.frees_bytes(node))}
         all_guesses = set(filter(is_guess, before))
-        guesses, protected = all_guesses & may_go, list(store.checkpoints.protected)
+        guesses, protected = all_guesses & may_go, list(store.protected)
         evicted = self.evict_next(for_slot=for_slot, states_only=states_only)
         lost = {node for node, slot in before.items() if node.slot != slot}
         if guesses:

@@ -14,7 +14,7 @@ import torch
 
 from megatron_hybrid_prefix.mcore.state import moves
 from megatron_hybrid_prefix.tiers import jobs, tier_moves
-from megatron_hybrid_prefix.tiers.base import TierBehind
+from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.units import LoadState, Tag
 from tests.core.pools import KV, STATE, OnItsWay, Pools, SteadyTier, a_load
 from tests.harness.limits import HANG_S, wait_until

@@ -55,15 +55,15 @@ def without_states(model: ModelEngine) -> ModelEngine:
     """The states leave the device, in the order of their depth."""
     for node in sorted(model.cache.nodes(), key=lambda node: node.depth_blocks):
         if node.slot >= 0:
-            model.cache._store.checkpoints.evict(node)
+            model.cache._device.evict(node)
     return model
 
 
 def without_last_block(model: ModelEngine) -> ModelEngine:
     """One block leaves the device, with its state."""
     (node,) = [node for node in model.cache.nodes() if node.depth_blocks == 3]
-    model.cache._store.checkpoints.evict(node)
-    model.cache._store._drop_kv(node)
+    model.cache._device.evict(node)
+    model.cache._device._drop_kv(node)
     return model
 
 
@@ -78,7 +78,10 @@ def in_flight() -> ModelEngine:
     request = model.admit(tokens(1, 2, rest=1))
     assert request is not None
     plan = model.plan(request, 100)
-    model.cache._store.register(model.live(request), 2)  # as if its blocks were published before its state
+    live = model.live(request)
+    model.cache._device.register(
+        live.path, live.chain, live.block_ids, 2
+    )  # as if its blocks were published before its state
     assert plan is not None and plan.checkpoints
     return model
 
@@ -275,7 +278,7 @@ def test_a_change_shows_in_the_whole_state():
     for change in (
         lambda: None,
         lambda: cache.admit(100, cache.match(cache.chain(PROMPT))),
-        lambda: cache._store.checkpoints.use(next(node for node in cache.nodes() if node.slot >= 0 and not node.used)),
+        lambda: cache._device.use(next(node for node in cache.nodes() if node.slot >= 0 and not node.used)),
         lambda: cache.chain(tokens(6)),
     ):
         change()

@@ -91,16 +91,16 @@ def test_a_path_that_is_fetched_stays_in_the_tree_while_room_is_made_for_it():
     """The host has room for two entries. All that is below the path is one block there, which goes first."""
     settings = CacheSettings(block_tokens=4, kv_blocks=9, state_slots=1, host_pages=2, behind=tier_behind())
     cache = HybridPrefixCache(settings)
-    store, host = cache._store, cache._store.host
+    store, host = cache._device, cache._device.host
     node = None
     for key in cache.chain(list(range(16))).keys:
         node = store.tree.insert(key, node, NO_BLOCK)
-    host._put_kv(node, host._fetch(EntryKind.KV, node))
+    host._fetch(EntryKind.KV, node)
     keys = cache.chain(list(range(12))).keys
     assert host.gather(keys, 0) is None, "there is no room for the third block"
     nodes = list(cache.nodes())
-    assert [n.depth_blocks for n in nodes if n.host_block != NO_BLOCK] == [1, 2] and len(nodes) == 2
-    assert not host.entries.pins()
+    assert [n.depth_blocks for n in host.kv] == [1, 2] and len(nodes) == 2
+    assert not any(entry.pins for entry in host.entries())
     cache.check_integrity()
 
 

@@ -11,7 +11,6 @@ from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, PrefixTree
-from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.requests.book import StepPlan
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.requests.scores import Kept, ScoreTable
@@ -151,17 +150,13 @@ def test_what_leaves_the_tree_leaves_the_table():
     path = [tree.insert(chain.keys[0], None, 0)]
     path.append(tree.insert(chain.keys[1], path[0], 1))
     for node in path:
-        tree.set_state(node, node.block_id, CheckpointReason.TAIL)
+        node.reason = CheckpointReason.TAIL
     positions = [BLOCK, 2 * BLOCK]
     assert table.wanted_logits(chain, whole(2 * BLOCK), tree.get, ()) == positions
     table.promise(chain, whole(2 * BLOCK), tree.get, top_n=0, captured=positions)
     assert table.positions(chain, 0) == (BLOCK, 2 * BLOCK)
-    path[0].host_slot = 7
-    tree.drop_state(path[0])
-    assert table.positions(chain, 0) == (BLOCK, 2 * BLOCK), "the host still has the state"
-    tree.drop_host_state(path[0])
+    tree.state_left(path[0])
     assert table.positions(chain, 0) == (2 * BLOCK,)
-    tree.drop_state(path[1])
     path[1].block_id = NO_BLOCK
     tree.prune(path[1])
     assert [table.block(key, 0) is not None for key in chain.keys] == [True, False]

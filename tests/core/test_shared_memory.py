@@ -13,9 +13,9 @@ from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex, is_guess
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
-from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool
+from megatron_hybrid_prefix.pool.slots import SlotPool
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
-from megatron_hybrid_prefix.tiers.device import CheckpointTable, PrefixStore
+from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, BlockTransfer, EntryKind, PageClear
 from tests.core import test_stateful
 from tests.core.model import tier_behind
@@ -107,7 +107,7 @@ def test_a_page_with_an_old_state_is_cleared_before_it_gets_kv():
 
     assert fill() == [], "nothing was there"
     cache.reset()
-    assert cache._store.slots.reserve() is not None
+    assert cache._device.slots.reserve() is not None
     cache.reset()
     cache.blocks.allocate(12)
     cache.reset()
@@ -192,7 +192,7 @@ def test_a_junction_is_found_though_the_kv_before_it_is_gone():
     cache = shared(13)
     run(cache, "a", 6, prefix=4)
     for state in list([node for node in cache.nodes() if node.slot >= 0]):
-        cache._store.checkpoints.evict(state)
+        cache._device.evict(state)
     run(cache, "x", 10)  # takes the bytes of the KV
     assert cache.match(KeyChain([b"common 0"], BLOCK + 1)).kv_depth_blocks == 0
     run(cache, "b", 6, prefix=4)
@@ -204,9 +204,9 @@ def test_what_is_remembered_is_bounded():
     cache = shared(12)
     for number in range(60):
         run(cache, str(number), 5)
-    assert len(cache._store.ghosts) == 4 * 12
+    assert len(cache._device.ghosts) == 4 * 12
     cache.invalidate()
-    assert len(cache._store.ghosts) == 0
+    assert len(cache._device.ghosts) == 0
 
 
 def test_a_state_that_finds_no_page_to_empty_evicts_another_state():
@@ -310,7 +310,7 @@ MUTANTS = {
             (Pages, "_is_unheld", Pages._has_free),
             (Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size),
         ),
-        ("a decoded state without protection", (CheckpointTable, "protect", lambda self, slot: None)),
+        ("a decoded state without protection", (DeviceTier, "protect", lambda self, slot: None)),
         ("a live slot that is evicted", (SlotPool, "make_live", SlotPool.abandon)),
         (
             "useful KV is evicted",
@@ -327,7 +327,7 @@ MUTANTS = {
             (KVBlocks, "next_guess", lambda self, *args: _next_guess(self, *args) or self.next_state()),
         ),
         ("a page goes though a slot is in use", (SlotPool, "is_loose", lambda self, slot: not self.pins(slot))),
-        ("only whole pages go", (PrefixStore, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))),
+        ("only whole pages go", (DeviceTier, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))),
     )
 }
 
@@ -344,13 +344,13 @@ def test_blocks_move_on_after_an_invalidation():
     running = cache.admit(1, cache.match(cache.chain(list(range(3 * BLOCK + 1)))))
     cache.publish(cache.plan(1, running.resume_tokens, 3 * BLOCK + 1))
     for node in [node for node in cache.nodes() if node.slot >= 0]:
-        cache._store.host.store_state(node)
+        cache._device.host.store_state(node)
     stores = cache.take_copies()
     assert stores
-    cache._store.copies += [*stores, BlockMove(source_block=1, target_block=2)]
+    cache._device.copies += [*stores, BlockMove(source_block=1, target_block=2)]
     cache.invalidate()
     assert cache.take_copies() == [*stores, BlockMove(source_block=1, target_block=2)]
-    cache._store.copies += stores
+    cache._device.copies += stores
     cache.reset()  # nobody runs on
     assert cache.take_copies() == []
 
@@ -362,7 +362,7 @@ def test_waiting_loads_give_back_their_slots_too():
     first = cache.admit(1, cache.match(cache.chain(tokens)))
     cache.publish(cache.plan(1, first.resume_tokens, len(tokens)))
     (node,) = [node for node in cache.nodes() if node.slot >= 0]
-    cache._store.checkpoints.evict(node)  # the state is on the host alone; request 1 still holds the KV
+    cache._device.evict(node)  # the state is on the host alone; request 1 still holds the KV
     match = cache.match(cache.chain([*tokens, 7]))
     assert match.loadable_blocks and cache.loads.begin_load_back(2, match) is not None
     use, available = cache.memory_use(), cache.blocks.available_count
@@ -402,10 +402,10 @@ def test_the_tier_behind_is_offered_each_state_that_is_no_guess(monkeypatch):
 def test_the_host_gets_a_guess_once_it_is_confirmed():
     cache = with_host(kv_blocks=20, state_slots=8, host_pages=40, eviction_policy="lru")
     run(cache, "prompt", 6)
-    host = cache._store.host
+    host = cache._device.host
     node = next(node for node in cache.nodes() if node.slot >= 0 and is_guess(node))
-    assert not host.store_state(node) and node.host_slot == NO_SLOT
-    cache._store.checkpoints.confirm(node, CheckpointReason.JUNCTION)
-    cache._store.checkpoints.evict(node)
-    assert node.host_slot != NO_SLOT
-    assert host.entries.next_state(lambda other: other is node) is node
+    assert not host.store_state(node) and node not in host.of_states
+    cache._device.confirm(node, CheckpointReason.JUNCTION)
+    cache._device.evict(node)
+    assert node in host.of_states
+    assert host.next_state(lambda other: other is node) is node

@@ -10,7 +10,6 @@ import pytest
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.host_entries import HostEntries
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.lab.replay import CacheServer
 from megatron_hybrid_prefix.policy.needs import TierIndex
@@ -31,8 +30,8 @@ class Naive:
 
     def has_kv(self, node: Node) -> bool:
         if self.host:
-            return node.host_block != NO_BLOCK
-        return node.block_id != NO_BLOCK and not self.cache._store.blocks.ref_count(node.block_id)
+            return node in self.cache._device.host.kv
+        return node.block_id != NO_BLOCK and not self.cache._device.blocks.ref_count(node.block_id)
 
     def needed(self) -> set[Node]:
         """Nodes at and above the states, without guesses."""
@@ -59,8 +58,8 @@ class Naive:
         self.queue = [node for node in self.queue if node not in got] + got
 
     def next_kv(self) -> Node | None:
-        pins = self.cache._store.host.entries.pins() if self.host else {}
-        return next((node for node in self.queue if node.host_block not in pins), None)
+        pinned = [node for node, entry in self.cache._device.host.kv.items() if entry.pins] if self.host else []
+        return next((node for node in self.queue if node not in pinned), None)
 
 
 @pytest.fixture
@@ -73,9 +72,8 @@ def compared(monkeypatch):
     def made(self: HybridPrefixCache, *args: Any, **options: Any) -> None:
         tiers.clear()
         init(self, *args, **options)
-        tiers[self._store.blocks] = Naive(self, self._store.blocks, host=False)
-        if self._store.host is not None:
-            tiers[self._store.host.entries] = Naive(self, self._store.host.entries, host=True)
+        tiers[self._device.blocks] = Naive(self, self._device.blocks, host=False)
+        tiers[self._device.host] = Naive(self, self._device.host, host=True)
 
     def asked(self: TierIndex[Node]) -> Node | None:
         for naive in tiers.values():
@@ -87,7 +85,7 @@ def compared(monkeypatch):
 
     def also_on_device(self: HostTier, path: Sequence[Node]) -> None:
         original(self, path)
-        tiers[self.entries].also_on_device(path)
+        tiers[self].also_on_device(path)
 
     def and_look(method: Any) -> Any:
         def called(self: Any, *args: Any, **options: Any) -> Any:
@@ -104,7 +102,7 @@ def compared(monkeypatch):
     # What happens between two evictions has an order, too.
     for name in ("share", "release", "take"):
         monkeypatch.setattr(KVBlocks, name, and_look(getattr(KVBlocks, name)))
-    monkeypatch.setattr(HostEntries, "add", and_look(HostEntries.add))
+    monkeypatch.setattr(HostTier, "_add", and_look(HostTier._add))
     monkeypatch.setattr(TierIndex, "drop_state", and_look(TierIndex.drop_state))
 
 
@@ -122,7 +120,7 @@ def serve(kind: str, eviction: str, requests: int = 120) -> None:
 @pytest.mark.parametrize("kind", ["chat", "agents"])
 def test_a_made_up_trace(compared, kind, eviction):
     serve(kind, eviction)
-    assert EVICTED["KVBlocks"] > 200 and EVICTED["HostEntries"] > 100, EVICTED
+    assert EVICTED["KVBlocks"] > 200 and EVICTED["HostTier"] > 100, EVICTED
 
 
 def test_random_traffic(compared, monkeypatch):
@@ -130,7 +128,7 @@ def test_random_traffic(compared, monkeypatch):
     monkeypatch.setitem(test_stateful.WEIGHTS, test_stateful.CacheMachine.withdraw, 0)
     for seed in range(30):
         test_stateful.run_seed(seed, 120)
-    assert EVICTED["KVBlocks"] > 100 and EVICTED["HostEntries"] > 10, EVICTED
+    assert EVICTED["KVBlocks"] > 100 and EVICTED["HostTier"] > 10, EVICTED
 
 
 def queued_first(self: TierIndex[Node], node: Node, *, first: bool = False) -> None:
@@ -153,8 +151,8 @@ MUTANTS = {
     "what is used again keeps its place": (TierIndex, "note_kv", queued_once),
     "needed KV goes": (KVBlocks, "_let_go", all_let_go),
     "KV stays though its state has gone": (TierIndex, "_unneed", lambda self, node: None),
-    "what the device has, too, stays": (HostEntries, "is_copy", lambda self, node: False),
-    "a pinned block goes": (HostEntries, "is_pinned", lambda self, node, kv: False),
+    "what the device has, too, stays": (HostTier, "is_copy", lambda self, node: False),
+    "a pinned block goes": (HostTier, "is_pinned", lambda self, node, kv: False),
 }
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
+from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from tests.core import tier_kinds
 from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, checksum, data, get, holds, keys, prompt_tags, put, tag

@@ -24,8 +24,9 @@ from megatron_hybrid_prefix.mcore.state.moves import Moves
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
+from megatron_hybrid_prefix.pool.slots import SlotPool
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
-from megatron_hybrid_prefix.tiers.device import PrefixStore
+from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from tests.harness.cached import keys_on_device, on_device
 from tests.harness.engine_helpers import cache_gb_for, state_bytes
@@ -183,19 +184,15 @@ def held_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_live_states_page_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, drop = PrefixStore.take_live_slot, PrefixStore.let_go
+    end, take = SlotPool.end_live, DeviceTier.take_live_slot
 
     def take_live_slot(self: Any) -> int | None:
         slot = take(self)
-        self.slots.end_live(slot)
+        end(self.slots, slot)
         return slot
 
-    def let_go(self: Any, live: Any) -> None:
-        live.live_slot = None
-        drop(self, live)
-
-    monkeypatch.setattr(PrefixStore, "take_live_slot", take_live_slot)
-    monkeypatch.setattr(PrefixStore, "let_go", let_go)
+    monkeypatch.setattr(DeviceTier, "take_live_slot", take_live_slot)
+    monkeypatch.setattr(SlotPool, "end_live", lambda self, slot: None)
 
 
 CORE = "megatron_hybrid_prefix.mcore."

@@ -131,11 +131,10 @@ class Traffic(EngineHarness):
 
     def spoil(self) -> None:
         """Flips a bit of an entry on the host."""
-        moves, tier = self.context.host_moves, self.cache._store.host
-        nodes = sorted(self.cache.nodes(), key=lambda node: (node.depth_blocks, node.host_slot))
-        entries = [entry for node in nodes for entry in (node.host_block, node.host_slot) if entry >= 0]
+        moves, tier = self.context.host_moves, self.cache._device.host
+        entries = sorted(tier.entries(), key=lambda entry: (entry.tag.depth_tokens, entry.pages))
         if moves is not None and entries:
-            page = tier.entries[self.tier.choice(entries)].pages[0]
+            page = self.tier.choice(entries).pages[0]
             moves.arena.pages.memory[page * moves.arena.pages.page_bytes + self.tier.randrange(400)] ^= 16
 
     def run(self) -> None:
@@ -179,7 +178,7 @@ class Traffic(EngineHarness):
             tokens = request.prompt_tokens.tolist() + list(request.generated_tokens)
             for depth_blocks, key in enumerate(cache.chain(tokens[:-1], salt=salt).keys, start=1):
                 node = cache.node(key)
-                if node is not None and not node.slot == node.host_slot == NO_SLOT:
+                if node is not None and node.reason is not None:
                     prompt = tokens[: depth_blocks * cache.block_tokens + 1]
                     (on_host if node.slot == NO_SLOT else on_device)[key] = prompt, salt
         for found in (on_device, on_host):

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.mcore.state import moves as host
-from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers import entry_copies, loads
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.harness.cached import on_device as block_of
@@ -190,10 +188,10 @@ def test_a_load_takes_place_while_others_run(model):
 
 def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
     """Flips one bit of an entry on the host."""
-    arena, tier = served.context.host_moves.arena, served.cache._store.host
+    arena, tier = served.context.host_moves.arena, served.cache._device.host
     node = served.cache.node(served.cache.chain(prompt).keys[-1])
-    entry = node.host_block if what == EntryKind.KV else node.host_slot
-    arena.pages.memory[tier.entries[entry].pages[0] * arena.pages.page_bytes + 17] ^= 4
+    entry = (tier.kv if what == EntryKind.KV else tier.of_states)[node]
+    arena.pages.memory[entry.pages[0] * arena.pages.page_bytes + 17] ^= 4
 
 
 FAULTS = [
@@ -224,7 +222,7 @@ def test_a_fault_costs_time_only(model, fault, mode, chunk, caplog, monkeypatch)
         spoil(served, prompt, EntryKind.STATE)
     elif fault == "tag":
         node = served.cache.node(served.cache.chain(prompt).keys[-1])
-        page = served.cache._store.host.entries[node.host_slot].pages[0]
+        page = served.cache._device.host.of_states[node].pages[0]
         arena.pages.tags[page] = Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
         monkeypatch.setattr(arena.loads, "_load", fails)
@@ -240,7 +238,7 @@ def test_a_fault_costs_time_only(model, fault, mode, chunk, caplog, monkeypatch)
     assert served.finished[hit].num_cached_tokens == 0
     served.finish()
     node = served.cache.node(served.cache.chain(prompt).keys[-1])
-    assert node is not None and node.host_slot == NO_SLOT  # not used again
+    assert node is not None and node not in served.cache._device.host.of_states  # not used again
     assert running in served.finished
     served.send(prompt)
     push_out(served, seed=1900, count=5)
@@ -264,7 +262,8 @@ def test_nobody_samples_from_a_wrong_load(model, fault, monkeypatch):
         monkeypatch.setattr(arena.loads, "_load", raising(RuntimeError("the copy engine is on fire")))
     else:
         node = served.cache.node(served.cache.chain(prompt).keys[-1])
-        for page in served.cache._store.host.entries[node.host_block if fault == "kv" else node.host_slot].pages:
+        tier = served.cache._device.host
+        for page in (tier.kv if fault == "kv" else tier.of_states)[node].pages:
             arena.pages.rows[page].fill_(255)  # NaN in any floating type
     hit = served.add(prompt, 4, params={"top_k": 0, "top_p": 0.9, "temperature": 1.0})
     served.run()
@@ -289,10 +288,10 @@ def test_no_pinned_memory_no_tier(model, monkeypatch, caplog):
 def test_without_host_memory_there_is_nothing(model, monkeypatch):
     monkeypatch.setattr(host, "HostArena", None)  # would be called
     served = small(model, host_gb=0.0)
-    assert served.context.host_moves is None and served.cache._store.host is None
+    assert served.context.host_moves is None and not served.cache._device.below
     served.send(tokens(4, 9, seed=1))
     push_out(served)
-    assert all(node.host_block == NO_BLOCK and node.host_slot == NO_SLOT for node in served.cache.nodes())
+    assert not served.cache._device.host.entries()
 
 
 # -- preemption --------------------------------------------------------------------------------------------------------
@@ -355,10 +354,10 @@ def test_states_of_answers_and_preempted_requests_are_sent_after_the_next_forwar
 def test_swapped_out_data_is_private_to_its_request(model):
     served, ids = four_at_once(model, host_gb=HOST_GB)
     served.step_until(lambda: served.context.prefix_stats().tiers["host"].preempted)
-    assert served.cache._store.host.entries.private
-    preempted = next(i for i in ids if served.cache.loads._swapped_out(i) is not None)
+    assert served.cache._device.host.private
+    preempted = next(i for i in ids if i in served.cache._requests.swapped_out)
     assert served.engine.abort_request(preempted)
-    assert not served.cache._store.host.entries.private
+    assert not served.cache._device.host.private
     served.run()
     served.check(*[i for i in ids if i != preempted])
     served.check_drained()
@@ -367,10 +366,10 @@ def test_swapped_out_data_is_private_to_its_request(model):
 def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     served, _ = four_at_once(model, host_gb=HOST_GB)
     served.step_until(lambda: served.context.prefix_stats().tiers["host"].preempted)
-    arena, tier = served.context.host_moves.arena, served.cache._store.host
+    arena, tier = served.context.host_moves.arena, served.cache._device.host
     arena.stores.send()
-    for entry in tier.entries.private:
-        arena.pages.memory[tier.entries[entry].pages[0] * arena.pages.page_bytes] ^= 1
+    for entry in tier.private:
+        arena.pages.memory[entry.pages[0] * arena.pages.page_bytes] ^= 1
     served.run()
     assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1}
     served.finish()

@@ -16,7 +16,8 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE
-from megatron_hybrid_prefix.tiers.base import Entry, TierBehind
+from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.registry import parse_url, register_tier
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.core.model import NAMESPACE, tier_behind

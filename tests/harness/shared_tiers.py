@@ -40,4 +40,4 @@ def stats_of(served: EngineHarness) -> Any:
 
 def tier_of(served: EngineHarness) -> Any:
     """The tier."""
-    return served.cache._store.host.behind.tier
+    return served.cache._device.host.behind.tier

@@ -10,7 +10,7 @@ from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.lab.replay import CacheServer
 from megatron_hybrid_prefix.policy.needs import TierIndex
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
-from megatron_hybrid_prefix.tiers.device import CheckpointTable
+from megatron_hybrid_prefix.tiers.device import DeviceTier
 from tests.harness.selection import mostly_slow
 from tests.harness.trace_helpers import BLOCK, KINDS, made_up
 
@@ -30,7 +30,7 @@ SIZES = {
 
 def values(server: CacheServer) -> dict[bytes, float]:
     """The value of each state that is no guess."""
-    policy = server._cache._store.blocks.eviction
+    policy = server._cache._device.blocks.eviction
     return {node.key: policy.value(node) if hasattr(policy, "value") else number for number, node in enumerate(policy)}
 
 
@@ -73,7 +73,7 @@ def _ticking(self: KVBlocks, node: Node) -> None:
         self.eviction._known._tick()
 
 
-def _evicting(self: CheckpointTable, path: Sequence[Node]) -> int | None:
+def _evicting(self: DeviceTier, path: Sequence[Node]) -> int | None:
     return self.take_slot()
 
 
@@ -81,7 +81,7 @@ _add_state = KVBlocks.add_state
 MUTANTS = {
     "a guess moves the clock": (KVBlocks, "add_state", _ticking),
     "a guess is ranked, and needs KV": (KVBlocks, "add_state", TierIndex.add_state),
-    "a guess evicts": (CheckpointTable, "take_guess_slot", _evicting),
+    "a guess evicts": (DeviceTier, "take_guess_slot", _evicting),
     "a guess does not go first": (KVBlocks, "next_guess", lambda self, *args: None),
 }
 

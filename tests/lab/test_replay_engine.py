@@ -89,7 +89,7 @@ def test_so_it_does_with_a_host_tier(model, eviction):
         decode_checkpoints=False,
     )
     reused = reused_tokens(served, prompts)
-    entries = served.cache._store.host.entries
+    entries = served.cache._device.host
     # A state moves without the rest of its page.
     assert entries.pages_of[EntryKind.STATE] < entries.pages_of[EntryKind.KV]
     run = replayed(

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.cli import replay as command
-from megatron_hybrid_prefix.index.tree import NO_BLOCK
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.replay import CacheServer, Replayed, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
-from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.host import HostTier
 from tests.harness.steps import steps
 from tests.harness.trace_helpers import made_up, write_trace
@@ -96,12 +95,13 @@ def unreachable_states(trace: Trace, eviction: str = "recompute_cost") -> int:
         server.serve(request)
     cache = server._cache
     cache.check_integrity()
-    states = [node for node in cache.nodes() if node.host_slot != NO_SLOT]
+    host = cache._device.host
+    states = list(host.of_states)
     assert len(states) > 3 and cache.stats().evictions > 100
     found = 0
     for node in states:
         above = node
-        while above is not None and not above.block_id == above.host_block == NO_BLOCK:
+        while above is not None and (above.block_id != NO_BLOCK or above in host.kv):
             above = above.parent
         found += above is not None
     return found
@@ -112,17 +112,13 @@ def test_every_state_on_the_host_has_its_kv(chats, eviction):
     assert unreachable_states(chats, eviction) == 0
 
 
-def any_kv_is_evicted(self: HostTier) -> bool:
-    """A mutant of `HostTier._evict_kv`."""
-    has_kv = (node for node in self._tree if node.host_block != NO_BLOCK and not self.entries.is_pinned(node, kv=True))
-    node = next(has_kv, None)
-    if node is not None:
-        self.drop_kv(node)
-    return node is not None
+def any_kv(self: HostTier) -> Node | None:
+    """A mutant of `TierIndex.next_kv`."""
+    return next((node for node in self._tree if node in self.kv and not self.is_pinned(node, kv=True)), None)
 
 
 def test_a_state_whose_kv_was_evicted_is_found(chats, monkeypatch):
-    monkeypatch.setattr(HostTier, "_evict_kv", any_kv_is_evicted)
+    monkeypatch.setattr(HostTier, "next_kv", any_kv)
     assert unreachable_states(chats) > 0
 
 

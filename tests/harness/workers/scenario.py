@@ -174,7 +174,7 @@ class Session(EngineHarness):
             "available_blocks": cache.blocks.available_count,
             "cached_keys": cache.blocks.cached_count,
             "cached": sorted([node.block_id, node.slot, node.depth_blocks] for node in nodes),
-            "on_host": sorted([node.host_block, node.host_slot, node.depth_blocks] for node in nodes),
+            "on_host": sorted([*entry.pages, entry.tag.depth_tokens] for entry in cache._device.host.entries()),
         }
 
     def found(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class Session(EngineHarness):
     @property
     def tier(self) -> Any:
         """The tier behind the host, if there is one."""
-        return getattr(getattr(self.cache._store.host, "behind", None), "tier", None)
+        return getattr(self.cache._device.host.behind, "tier", None)
 
     # Events.
 
@@ -290,12 +290,11 @@ class Session(EngineHarness):
         """Flips a bit of each entry that the host has of these."""
         if not self.caching:
             return
-        tier, arena = self.cache._store.host, self.context.host_moves.arena
+        tier, arena = self.cache._device.host, self.context.host_moves.arena
         arena.finish()  # on a GPU, what is changed could still be on its way
         keys = {key for prompt in prompts for key in self.cache.chain(prompt).keys}
-        nodes = [node for node in self.cache.nodes() if node.key in keys]
-        for entry in [entry for node in nodes for entry in (node.host_slot, node.host_block) if entry in tier.entries]:
-            arena.pages.memory[tier.entries[entry].pages[0] * arena.pages.page_bytes + 5] ^= 1
+        for entry in [entry for entry in tier.entries() if entry.tag.key in keys]:
+            arena.pages.memory[entry.pages[0] * arena.pages.page_bytes + 5] ^= 1
 
     def slow(self) -> None:
         """No read comes back in time. A request that waits gives up once that is known, however slow the machine is."""
