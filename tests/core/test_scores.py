@@ -11,6 +11,7 @@ from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, PrefixTree
+from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.requests.book import StepPlan
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.requests.scores import Kept, ScoreTable
