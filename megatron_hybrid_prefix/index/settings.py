@@ -9,7 +9,7 @@ from typing import Any
 from megatron_hybrid_prefix.index.tree import KeyedValues
 from megatron_hybrid_prefix.policy.boundaries import BoundaryRule, prompt_boundaries
 from megatron_hybrid_prefix.policy.registry import DEFAULT_EVICTION_POLICY
-from megatron_hybrid_prefix.tiers.behind import END_OF_CHAIN, EndOfChain
+from megatron_hybrid_prefix.tiers.behind import TierBehind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class CacheSettings:
     host_pages: int = 0
     host_kv_pages: int = 1
     host_state_pages: int = 1
-    behind: EndOfChain = END_OF_CHAIN
+    behind: TierBehind | None = None
     boundary_rule: BoundaryRule = prompt_boundaries
     beside: KeyedValues | None = None
     on_move: Callable[[int, int], None] = lambda source, target: None
@@ -79,5 +79,5 @@ class CacheSettings:
             raise ValueError(
                 f"retention_interval_tokens={interval}: must be 0 or a multiple of block_tokens={self.block_tokens}"
             )
-        if self.behind.takes and not self.host_pages:
+        if self.behind is not None and not self.host_pages:
             raise ValueError("a tier behind the host needs a host tier: host_pages is 0")

@@ -27,7 +27,6 @@ from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_po
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
 from megatron_hybrid_prefix.tiers.base import DepthTier
-from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from megatron_hybrid_prefix.tiers.host import HostTier
 from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockMove, Copy, PageClear
@@ -100,7 +99,7 @@ class DeviceTier:
             below = make_policy_below(eviction, settings.eviction_policy, state_blocks=state_blocks)
         self.host = HostTier(self.tree, settings, below, stats, self.copies)
         self.below: dict[str, DepthTier] = {HOST: self.host} if settings.host_pages else {}
-        if isinstance(settings.behind, TierBehind):
+        if settings.behind is not None:
             self.below[SHARED] = settings.behind
             stats.tiers[SHARED] = TierStats()
         self.pages = pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)

@@ -25,6 +25,7 @@ from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex, is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.tiers.behind import END_OF_CHAIN
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Load, Tag
 
 
@@ -80,7 +81,7 @@ class HostTier(TierIndex[Node]):
         self.pages_of = {EntryKind.KV: settings.host_kv_pages, EntryKind.STATE: settings.host_state_pages}
         self._block_tokens = settings.block_tokens
         self._routing_of = settings.routing_of or (lambda block_id: None)
-        self.behind = settings.behind
+        self.behind = settings.behind or END_OF_CHAIN
         self.free = deque(range(self.total_pages))
         self.kv: dict[Node, HostEntry] = {}
         self.of_states: dict[Node, HostEntry] = {}

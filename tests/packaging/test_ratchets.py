@@ -15,9 +15,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -40,6 +40,8 @@ MOST = {
     "files: hit": 40,
     "files: host": 29,
     "files: folder": 40,
+    "changes of file: hit with a host tier": 304,
+    "changes of file: host": 426,
     "names: cache": 46,
     "names: context": 41,
     "names: context seam": 31,
@@ -151,14 +153,14 @@ def flags(verb: str) -> int:
     return len([action for action in parser._actions if action.option_strings])
 
 
-def files_of(work: Callable[[], Any], counts: Callable[[], bool]) -> list[str]:
-    """Files of the package in which a function starts while it counts; without ``platform/``, which stands in for a GPU."""
-    files: set[str] = set()
+def files_of(work: Callable[[], Any]) -> list[str]:
+    """Files of the package in which functions start, in their order; without ``platform/``, which stands in for a GPU."""
+    files: list[str] = []
 
     def started(code: CodeType, _: int) -> None:
         path = Path(code.co_filename)
-        if path.is_relative_to(_ROOT) and counts():
-            files.add(str(path.relative_to(_ROOT)))
+        if path.is_relative_to(_ROOT):
+            files.append(str(path.relative_to(_ROOT)))
 
     monitoring = sys.monitoring
     monitoring.use_tool_id(_TOOL, "files")
@@ -167,7 +169,7 @@ def files_of(work: Callable[[], Any], counts: Callable[[], bool]) -> list[str]:
     work()
     monitoring.set_events(_TOOL, 0)
     monitoring.free_tool_id(_TOOL)
-    return sorted(file for file in files if not file.startswith("platform"))
+    return [file for file in files if not file.startswith("platform") and file not in LOOK_AT_WEIGHTS]
 
 
 def engine_of(**fields: Any) -> Any:
@@ -185,60 +187,30 @@ def files_of_a_cold_prompt() -> list[str]:
     served.send(random_tokens(200, 1), count=2)  # what is made once
     before = served.context.prefix_stats().checkpoints_published
     served.add(random_tokens(300, 2), count=2, params={"return_log_probs": False})
-    found = files_of(served.engine.step_modern, lambda: True)
+    found = files_of(served.engine.step_modern)
     assert served.context.prefix_stats().checkpoints_published > before
-    assert set(found) >= LOOK_AT_WEIGHTS
-    return [file for file in found if file not in LOOK_AT_WEIGHTS]
+    return found
 
 
-def files_of_a_hit() -> list[str]:
+def files_of_a_hit(**fields: Any) -> list[str]:
     """From the device."""
     from tests.harness.engine_helpers import random_tokens
 
-    served = engine_of()
+    served = engine_of(**fields)
     prompt = random_tokens(300, 1)
     served.send(random_tokens(200, 2), prompt, prompt, count=2)
     before = served.context.prefix_stats()
     served.add(prompt, count=2, params={"return_log_probs": False})
-    found = files_of(served.engine.step_modern, lambda: True)
+    found = files_of(served.engine.step_modern)
     assert served.context.prefix_stats().reused_tokens_device > before.reused_tokens_device
-    return [file for file in found if file not in LOOK_AT_WEIGHTS]
+    return found
 
 
 def files_of_a_load(served: Any, prompt: list[int]) -> list[str]:
-    """Of the load alone: what the calls for it start, on the engine's thread and on those that read."""
-    from megatron_hybrid_prefix.mcore.context.request import RequestLoads
-    from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
-    from megatron_hybrid_prefix.requests.loads import Loads
-
-    inside = threading.local()
-
-    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def counted(*arguments: Any, **options: Any) -> Any:
-            inside.calls = getattr(inside, "calls", 0) + 1
-            try:
-                return method(*arguments, **options)
-            finally:
-                inside.calls -= 1
-
-        return counted
-
-    for owner in (Loads, RequestLoads, HostMoves, Moves):
-        for name, method in list(vars(owner).items()):
-            if callable(method) and not name.startswith("__"):
-                setattr(owner, name, counting(method))
-
-    def steps() -> None:
-        served.add(prompt, count=2, params={"return_log_probs": False})
-        for _ in range(2):
-            served.engine.step_modern()
-
-    def counts() -> bool:
-        return getattr(inside, "calls", 0) > 0 or threading.current_thread().name == "tier-read"
-
+    """Of a prompt that waits for nobody, on the engine's thread and on those that read."""
     before = served.context.prefix_stats()
-    found = files_of(steps, counts)
+    served.add(prompt, count=2, params={"return_log_probs": False})
+    found = files_of(served.engine.step_modern)
     after = served.context.prefix_stats()
     assert after.reused_tokens_host > before.reused_tokens_host and after.fallbacks == before.fallbacks
     return found
@@ -273,6 +245,7 @@ def files_of_a_hit_from_a_folder() -> list[str]:
 WAYS = {
     "cold": files_of_a_cold_prompt,
     "hit": files_of_a_hit,
+    "hit with a host tier": functools.partial(files_of_a_hit, host_gb=0.05),
     "host": files_of_a_load_from_the_host,
     "folder": files_of_a_hit_from_a_folder,
 }
@@ -292,8 +265,11 @@ def count(what: str) -> tuple[int, Iterable[str]]:
     """A count of `MOST`, and what was counted, where it can be named."""
     kind, _, name = what.partition(": ")
     if kind == "files":
-        assert PASSED[name] <= set(files()[name])
-        return len(files()[name]), files()[name]
+        found = set(files()[name])
+        assert PASSED[name] <= found
+        return len(found), sorted(found)
+    if kind == "changes of file":
+        return sum(before != after for before, after in pairwise(files()[name])), ()
     if kind == "names":
         return len(names()[name]), sorted(names()[name])
     return {"lines": lambda: lines_of(ROOMS[name]), "settings": lambda: settings()[name], "flags": lambda: flags(name)}[
@@ -306,6 +282,10 @@ def test_counts_only_go_down(what):
     found, counted = count(what)
     assert found <= MOST[what], "\n".join(["more than before:", *counted])
     assert found >= MOST[what] * (1 - SLACK * what.startswith("lines")), f"lower the number: there are {found}"
+
+
+def test_a_load_is_nearly_as_easy_to_follow_as_a_hit():
+    assert count("changes of file: host")[0] <= 1.3 * count("changes of file: hit with a host tier")[0]
 
 
 if __name__ == "__main__":
