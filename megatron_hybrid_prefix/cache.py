@@ -2,8 +2,7 @@
 
     1. chain     hash the prompt's blocks
     2. match     find the deepest cached state, and the KV blocks before it (read-only)
-    3. admit     share those blocks, pin that state, allocate new blocks. Call `loads.begin_load_back` before it, to
-                 load a deeper state from the host tier
+    3. admit     share those blocks, pin that state, or load a deeper one from the host, and allocate new blocks
     4. plan      for one forward: where to read the state, which checkpoints to write
     5.           the engine launches the forward
     6. publish   it is launched: its blocks and checkpoints become matchable (`abandon`: it failed)
@@ -36,7 +35,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.policy.boundaries import Boundary, with_verification
+from megatron_hybrid_prefix.policy.boundaries import with_verification
 from megatron_hybrid_prefix.requests.blocks_by_id import BlocksById
 from megatron_hybrid_prefix.requests.book import (
     Admission,
@@ -50,7 +49,7 @@ from megatron_hybrid_prefix.requests.book import (
 )
 from megatron_hybrid_prefix.requests.explain import Explainer, Explanation, Question
 from megatron_hybrid_prefix.requests.integrity import check_integrity
-from megatron_hybrid_prefix.requests.loads import Loads
+from megatron_hybrid_prefix.requests.loads import Loads, LoadSource
 from megatron_hybrid_prefix.requests.matcher import Match, Matcher
 from megatron_hybrid_prefix.requests.planner import StepPlanner
 from megatron_hybrid_prefix.tiers.device import DeviceTier, MemoryUse
@@ -86,7 +85,7 @@ class HybridPrefixCache:
         )
         self._planner = StepPlanner(device)
         self.loads = Loads(device, self._requests, self._matcher)
-        self.blocks = BlocksById(device, self._requests, self.loads)
+        self.blocks = BlocksById(device, self._requests)
         self.live = self._requests.live
 
     @property
@@ -155,15 +154,18 @@ class HybridPrefixCache:
 
     # -- 3. admit ------------------------------------------------------------------------------------------------------
 
-    def can_admit(self, match: Match, *, length_tokens: int | None = None) -> bool:
-        """Whether `admit` would succeed now. Changes nothing."""
-        return self._shared_beyond(self._matcher.fresh(match), length_tokens) is not None
+    def can_admit(self, match: Match, *, length_tokens: int | None = None, load_of: int | None = None) -> bool:
+        """Whether `admit` would succeed now; with ``load_of``, of this request and with its load. Changes nothing."""
+        match = self._matcher.fresh(match)
+        source = None if load_of is None else self.loads.source(load_of, match)
+        return self._room(match, source, length_tokens) is not None
 
     def admit(
         self,
         request_id: int,
         match: Match,
         *,
+        load: bool = False,
         length_tokens: int | None = None,
         write: bool = True,
         verify_at_tokens: int = 0,
@@ -187,9 +189,9 @@ class HybridPrefixCache:
                      S and J no state is kept, so the request computes these tokens again
                      (`Match.lost_tokens_no_state`). It reads their KV from the shared blocks, as a hit does, and does
                      not store it a second time (`Admission.stored_tokens`). After loaded blocks all blocks are new.
-            loaded   Blocks that `loads.begin_load_back` allocated. Their KV is on its way from the host.
+            loaded   Blocks allocated here, whose KV is on its way from the host.
             new      Blocks allocated here.
-            S        The source checkpoint, at `Match.resume_tokens`. The first forward reads the state from its slot.
+            S        The source checkpoint, at `Admission.resume_tokens`. The first forward reads the state from its slot.
                      The slot stays pinned until that forward is published.
             J, B, T  Boundaries that get a checkpoint: the junction (the end of the cached KV), breakpoints of the
                      caller, and the tail (the last full block). ``policy/boundaries.py`` has all rules.
@@ -198,7 +200,9 @@ class HybridPrefixCache:
 
         Args:
             request_id: Not the id of a live request.
-            match: From `match`, or from `loads.begin_load_back`.
+            match: From `match`.
+            load: Resume from a deeper state below the device, if there is one (`Match.loadable_blocks`), or where the request was
+                preempted. The copies are queued. If a tier has no room for them, the request does without.
             length_tokens: Allocate blocks up to this position (the end of the first chunk). None: the whole prompt.
             write: False: cache nothing that this request computes.
             verify_at_tokens: Write the state at this boundary even if it is cached already, so that both can be
@@ -213,47 +217,51 @@ class HybridPrefixCache:
         Raises:
             ValueError: The request is live already.
         """
-        live, device = self._requests.live.get(request_id), self._device
-        if live is not None and not live.is_loading:
+        if request_id in self._requests.live:
             raise ValueError(f"request {request_id} is live already")
-        if live is not None and match.load is not live.load:
-            self.release(request_id)  # it does without its load
-            live = None
-        expected = match
-        if live is None:
-            self.loads.drop_swapped_out(request_id)
-            match = self._matcher.fresh(match)
-        beyond = self._shared_beyond(match, length_tokens)
-        if beyond is None:
+        device, expected = self._device, match
+        match = self._matcher.fresh(match)
+        source = self.loads.source(request_id, match) if load else None
+        room = self._room(match, source, length_tokens)
+        if room is None:
             return None
         if match.resume_tokens < expected.resume_tokens:
             self._stats.count_fallback("stale_match")
+        path, beyond = room
         # Share and pin before allocating: allocation may evict, and must not evict what this request shares.
-        if live is None:
-            write_now = match.chain.epoch == self.epoch
-            block_ids = device.blocks.share(match.path)
-            live = LiveRequest.of(request_id, match, block_ids, self.block_tokens, write=write_now)
-            self._requests.live[request_id] = live
-            if match.source_slot is not None:
-                device.slots.pin(match.source_slot)
-            if match.path:
-                device.use(match.path[-1])
+        block_ids = device.blocks.share(path)
+        loading = None
+        if source is not None:
+            loading = self.loads.begin(request_id, source, path, block_ids)
+            if loading is None:
+                device.blocks.release(block_ids, path)
+                return self.admit(
+                    request_id,
+                    expected,
+                    length_tokens=length_tokens,
+                    write=write,
+                    verify_at_tokens=verify_at_tokens,
+                    breakpoints=breakpoints,
+                    counted_tokens=counted_tokens,
+                )
+            match = source.as_match(match, loading.slot, self.block_tokens)
+        self.loads.drop_swapped_out(request_id)
+        live = LiveRequest.of(request_id, match, path, block_ids, self.block_tokens, load=loading)
+        self._requests.live[request_id] = live
+        if live.pinned_slot is not None:
+            device.slots.pin(live.pinned_slot)
+        if path and loading is None:
+            device.use(path[-1])
         live.block_ids += device.blocks.share(beyond)
         share_beyond(live, beyond, self.block_tokens)
         shared_blocks = len(live.block_ids)
         live.live_slot = device.take_live_slot()
         live.block_ids += device.take_blocks(max(0, self._blocks_for(match, length_tokens) - shared_blocks))
-        live.write, live.counted_tokens = live.write and write, counted_tokens
+        live.write, live.counted_tokens = write and match.chain.epoch == self.epoch, counted_tokens
         if live.write:
-            boundaries = self._planner.boundaries(match, breakpoints)
-            if boundaries and verify_at_tokens:
-                boundaries = with_verification(boundaries, verify_at_tokens)
-            if live.boundaries:  # requested by others since its load began
-                wanted = dict(boundaries) | dict(live.boundaries)
-                boundaries = tuple(Boundary(position, wanted[position]) for position in sorted(wanted))
-            live.boundaries = boundaries
-        if live.load is not None:
-            live.load.admitted = True
+            live.boundaries = self._planner.boundaries(match, breakpoints)
+            if live.boundaries and verify_at_tokens:
+                live.boundaries = with_verification(live.boundaries, verify_at_tokens)
         return Admission(
             request_id=request_id,
             block_ids=tuple(live.block_ids),
@@ -263,7 +271,7 @@ class HybridPrefixCache:
             source_slot=match.source_slot,
             lost_tokens_no_state=match.lost_tokens_no_state,
             boundaries=live.boundaries,
-            payloads={} if live.load is None else live.load.payloads,
+            load=loading,
             live_slot=live.live_slot,
         )
 
@@ -301,7 +309,7 @@ class HybridPrefixCache:
         count = -(-length_tokens // self.block_tokens) - len(live.block_ids)
         beyond = self._cached_after(live, min(len(live.block_ids) + count, live.prompt_tokens // self.block_tokens))
         shared = blocks.share(beyond)  # before allocating, as in `admit`
-        if not self.loads.make_room(count - len(shared)):
+        if count - len(shared) > blocks.available_blocks:
             blocks.release(shared, beyond)
             return None
         own = self._device.take_blocks(max(0, count - len(shared)))
@@ -521,13 +529,13 @@ class HybridPrefixCache:
         if epoch == self.epoch:
             return
         self._stats.invalidations += 1
-        self.loads.give_up()
         for live in self._requests.everyone():
             live.write = False
             live.path.clear()  # it keeps its blocks, which have no keys any more
             if live.load is not None:  # the host is about to be emptied
                 live.load.pinned, live.load.swapped_out, live.load.coming = (), None, ()
         self._requests.swapped_out.clear()
+        self._requests.fetches.clear()
         self._planner.writing.clear()
         self._keys.forget()
         self._device.forget(self.epoch + 1 if epoch is None else epoch)
@@ -605,36 +613,40 @@ class HybridPrefixCache:
             return
         stats.prompt_tokens += match.chain.tokens
         stats.reused_tokens += match.resume_tokens
-        if match.load is None:
+        if live.load is None:
             stats.reused_tokens_device += match.resume_tokens
         else:
             stats.reused_tokens_host += match.resume_tokens
         stats.lost_tokens_no_state += match.lost_tokens_no_state
 
-    def _shared_beyond(self, match: Match, length_tokens: int | None) -> Sequence[Node] | None:
-        """Nodes of cached blocks after the matched ones that the request shares; it computes their tokens again.
+    def _room(
+        self, match: Match, source: LoadSource | None, length_tokens: int | None
+    ) -> tuple[Sequence[Node], Sequence[Node]] | None:
+        """Whether there is room for the request, with its load if there is a ``source``.
 
         Held blocks keep pages from being emptied for states. If there is no room for that reason, the
         request shares only what it skips.
 
         Returns:
-            The nodes, possibly none. None: there is no room for the request.
+            Nodes on the device that the request skips. And nodes after those it skips that it shares; it computes their tokens again.
+            None: there is no room.
         """
-        live = None if match.load is None else self._requests[match.load.request_id]
-        held, needed = len(match.block_ids), self._blocks_for(match, length_tokens)
-        path: Sequence[Node] = match.path if live is None else ()
-        if live is not None:
-            cached = self._cached_after(live, needed)
-        else:
-            cached = self._device.tree.path(match.chain.keys[held:needed]) if match.read else []
+        keys, needed = match.chain.keys, self._blocks_for(match, length_tokens)
+        path: Sequence[Node] = match.path
+        held = len(path)
+        if source is not None:
+            path, held = self._device.tree.path(source.keys), -(-source.depth_tokens // self.block_tokens)
+            needed = max(needed, held)
+        # A path has no gaps: after a loaded block, the request shares nothing.
+        cached = self._device.tree.path(keys[held:needed]) if match.read and len(path) == held else []
         for beyond in (cached, []):
             if self._device.has_room(
-                needed - held - len(beyond),
+                needed - len(path) - len(beyond),
                 [*path, *beyond],
-                slots=self._device.slots_per_request,
-                source_slot=match.source_slot,
+                slots=self._device.slots_per_request + (source is not None),
+                source_slot=match.source_slot if source is None else None,
             ):
-                return beyond
+                return path, beyond
         return None
 
     def _cached_after(self, live: LiveRequest, blocks: int) -> list[Node]:

@@ -70,12 +70,8 @@ class CacheServer:
         cache = self._cache
         self._next_id += 1
         match = cache.match(KeyChain(request.keys, request.prompt_tokens))
-        if match.loadable_blocks:
-            match = cache.loads.begin_load_back(self._next_id, match) or match
-        admission = cache.admit(self._next_id, match)
+        admission = cache.admit(self._next_id, match, load=True) or cache.admit(self._next_id, match)
         if admission is None:
-            cache.take_copies()
-            cache.release(self._next_id)
             return None
         plan = cache.plan(self._next_id, admission.resume_tokens, request.prompt_tokens)
         cache.take_copies()  # a replay has no data to copy

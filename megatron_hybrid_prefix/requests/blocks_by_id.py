@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.requests.book import RequestBook
-from megatron_hybrid_prefix.requests.loads import Loads
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 
 
@@ -16,19 +15,18 @@ class BlocksById:
     Args:
         device: The cached blocks and states.
         requests: The live requests.
-        loads: Loads of waiting requests. They are given up when running requests need the blocks.
 
     Attributes:
         unattached: Allocated blocks that are neither attached nor freed.
     """
 
-    def __init__(self, device: DeviceTier, requests: RequestBook, loads: Loads) -> None:
-        self._device, self._requests, self._loads = device, requests, loads
+    def __init__(self, device: DeviceTier, requests: RequestBook) -> None:
+        self._device, self._requests = device, requests
         self.unattached: set[int] = set()
 
     def allocate(self, count: int) -> list[int] | None:
         """Allocates blocks that the caller attaches to a request or frees. None: there are too few."""
-        if not self._loads.make_room(count):
+        if count > self._device.blocks.available_blocks:
             return None
         block_ids = self._device.take_blocks(count)
         self.unattached.update(block_ids)
@@ -63,8 +61,8 @@ class BlocksById:
 
     @property
     def available_count(self) -> int:
-        """Blocks that running requests can get now: free, evictable, or held by loads that can be given up."""
-        return self._device.blocks.available_blocks + self._loads.waiting_blocks
+        """Blocks that running requests can get now: free or evictable."""
+        return self._device.blocks.available_blocks
 
     def room_for(self, requests: int) -> int:
         """Blocks that this many running requests can have together: all but those whose memory their states take."""

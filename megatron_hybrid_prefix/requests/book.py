@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
@@ -30,7 +30,7 @@ class Admission:
         source_slot: Slot of the state to start from, pinned until the first forward is published. None: start from
             zero.
         lost_tokens_no_state: See `Match`.
-        payloads: Payload (routing) of each loaded KV block, or None, by block id.
+        load: What is on its way to its blocks and its source slot; None: nothing is loaded.
         boundaries: Positions of the prompt that get a checkpoint.
         live_slot: Slot of the request's own state until it is released. None: the engine has slots of its own for running
             requests.
@@ -44,7 +44,7 @@ class Admission:
     source_slot: int | None
     lost_tokens_no_state: int
     boundaries: tuple[Boundary, ...]
-    payloads: dict[int, Any] = field(default_factory=dict)
+    load: Load | None = None
     live_slot: int | None = None
 
 
@@ -98,7 +98,7 @@ class StepPlan:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LiveRequest:
-    """A request between admission (or the start of its load) and release.
+    """A request between admission and release.
 
     Attributes:
         request_id: Given by the engine. Another request may use it after this one is released.
@@ -145,30 +145,34 @@ class LiveRequest:
     counted_tokens: int = 0
 
     @classmethod
-    def of(cls, request_id: int, match: Match, block_ids: list[int], block_tokens: int, *, write: bool) -> Self:
-        """A request with this match, which holds these blocks."""
+    def of(
+        cls,
+        request_id: int,
+        match: Match,
+        path: Sequence[Node],
+        block_ids: list[int],
+        block_tokens: int,
+        *,
+        load: Load | None,
+    ) -> Self:
+        """A request with this match, which shares a path, and holds these blocks."""
         return cls(
             request_id=request_id,
             chain=copy(match.chain),
             prompt_tokens=match.chain.tokens,
-            write=write,
+            write=False,
             block_ids=block_ids,
-            path=list(match.path),
+            path=list(path),
             boundaries=(),
             computed_tokens=match.resume_tokens,
             planned_tokens=match.resume_tokens,
             # A request that was preempted inside a block may share the whole block.
-            stored_tokens=max(match.resume_tokens, len(match.path) * block_tokens),
+            stored_tokens=max(match.resume_tokens, len(path) * block_tokens),
             read=match.read,
-            pinned_slot=match.source_slot if match.load is None else None,
-            load=match.load,
+            pinned_slot=match.source_slot if load is None else None,
+            load=load,
             uncounted=match,
         )
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether the request holds a load and is not admitted yet."""
-        return self.load is not None and not self.load.admitted
 
 
 def is_prefilling(live: LiveRequest) -> bool:
@@ -220,9 +224,10 @@ class RequestBook:
     """All requests that the cache knows.
 
     Attributes:
-        live: Live requests by id, in the order of admission (or of their load's start).
+        live: Live requests by id, in the order of admission.
         ending: Released requests with a plan in flight. Their ids may be reused already.
         loads: Loads that have not ended, oldest first.
+        fetches: What the tier behind the host brings to it for waiting requests, by request id.
         swapped_out: What preempted requests keep on the host, by request id, while they do not load it.
     """
 
@@ -230,6 +235,7 @@ class RequestBook:
         self.live: dict[int, LiveRequest] = {}
         self.ending: list[LiveRequest] = []
         self.loads: list[Load] = []
+        self.fetches: dict[int, Load] = {}
         self.swapped_out: dict[int, SwappedOut] = {}
 
     def __getitem__(self, request_id: int) -> LiveRequest:
@@ -254,9 +260,10 @@ class RequestBook:
         """Forgets all requests and their plans."""
         for live in self.everyone():
             live.plans.clear()
-        for load in self.loads:
+        for load in (*self.loads, *self.fetches.values()):
             load.state = LoadState.GIVEN_UP
         self.live.clear()
         self.ending.clear()
         self.loads.clear()
+        self.fetches.clear()
         self.swapped_out.clear()

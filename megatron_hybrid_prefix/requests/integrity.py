@@ -50,7 +50,8 @@ def check_integrity(
     loads = [live.load for live in requests if live.load is not None]
     _expect(sorted(map(id, loads)) == sorted(map(id, book.loads)), "the loads differ from those of the requests")
     left = [*book.swapped_out.values(), *(load.swapped_out for load in book.loads if load.swapped_out is not None)]
-    pinned = [load.pinned for load in book.loads] + [each.pinned for each in book.swapped_out.values()]
+    pinned = [load.pinned for load in (*book.loads, *book.fetches.values())]
+    pinned += [swapped_out.pinned for swapped_out in book.swapped_out.values()]
     host.check(Counter(chain.from_iterable(pinned)), [entry for each in left for entry in each.private])
 
 

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.requests.book import LiveRequest, RequestBook, SwappedOut, let_go
+from megatron_hybrid_prefix.requests.book import LiveRequest, RequestBook, SwappedOut
 from megatron_hybrid_prefix.requests.matcher import Match, Matcher
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.host import HostEntry
 from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, Load, LoadState, Tag
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSource:
+    """Where a request can resume from with a load.
+
+    Attributes:
+        keys: Keys of its first blocks that are in the prefix tree, or in a tier.
+        depth_tokens: Tokens up to the state.
+        swapped_out: What it left on the host when it was preempted, or None.
+    """
+
+    keys: Sequence[bytes]
+    depth_tokens: int
+    swapped_out: SwappedOut | None = None
+
+    def as_match(self, match: Match, slot: int, block_tokens: int) -> Match:
+        """The match of a request that loads the state into ``slot``."""
+        usable_tokens = min(match.kv_depth_blocks, match.limit_tokens // block_tokens) * block_tokens
+        return replace(
+            match,
+            resume_tokens=self.depth_tokens,
+            source_slot=slot,
+            lost_tokens_no_state=max(0, usable_tokens - self.depth_tokens),
+            loadable_blocks=0,
+            lost_tokens_elsewhere=0,
+        )
 
 
 class Loads:
@@ -26,130 +53,107 @@ class Loads:
 
     def __init__(self, device: DeviceTier, requests: RequestBook, matcher: Matcher) -> None:
         self._device, self._requests, self._matcher, self._stats = device, requests, matcher, device.stats
-        self._host, self._blocks, self._slots = device.host, device.blocks, device.slots
+        self._host, self._slots = device.host, device.slots
         self._block_tokens = device.settings.block_tokens
         self._next_id = 0
 
-    def loads_elsewhere(self, match: Match) -> bool:
-        """Whether another request is already loading the state that this match would load."""
-        if not match.loadable_blocks:
-            return False
-        node = self._device.tree.get(match.chain.keys[match.loadable_blocks - 1])
-        entry = None if node is None else self._host.of_states.get(node)
-        return entry is not None and any(entry in load.pinned for load in self._requests.loads)
+    # -- begin ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def waiting_blocks(self) -> int:
-        """KV blocks that only waiting requests hold."""
-        waiting = self._waiting
-        if not waiting:
-            return 0
-        holds = Counter(block_id for live in waiting for block_id in live.block_ids)
-        held_alone = sum(self._blocks.ref_count(block_id) == held for block_id, held in holds.items())
-        pages = self._slots.pages_of([live.load.slot for live in waiting if live.load is not None])
-        return held_alone + pages * self._device.pages.page_blocks
+    def source(self, request_id: int, match: Match) -> LoadSource | None:
+        """Where the request can resume from with a load. None: nowhere. Changes nothing."""
+        left, keys = self._requests.swapped_out.get(request_id), match.chain.keys
+        if left is not None:
+            fits = tuple(keys[: len(left.keys)]) == left.keys and left.depth_tokens <= match.limit_tokens
+            fits = fits and match.read and match.resume_at is None and all(entry.pages for entry in left.pinned)
+            return LoadSource(left.keys, left.depth_tokens, left) if fits else None
+        blocks = match.loadable_blocks
+        return LoadSource(keys[:blocks], blocks * self._block_tokens) if blocks else None
 
-    @property
-    def _waiting(self) -> list[LiveRequest]:
-        """Requests that hold a load and are not admitted yet, oldest load first."""
-        loads = self._requests.loads
-        return [self._requests.live[load.request_id] for load in loads if load.is_running and not load.admitted]
-
-    # -- begin a load ------------------------------------------------------------------------------------------------
-
-    def begin_load_back(
-        self, request_id: int, match: Match, *, write: bool = True, reserved_blocks: int = 0
-    ) -> Match | None:
-        """Allocates blocks and a slot for what the prompt can reuse from the host, and queues the copies.
-
-        A request that was swapped out continues where it stopped.
-
-        The request holds them from now on. Pass it to `HybridPrefixCache.admit` with the returned match, or to
-        `HybridPrefixCache.release`. The loaded blocks become matchable when the request's first forward is published.
+    def begin(self, request_id: int, source: LoadSource, path: Sequence[Node], block_ids: list[int]) -> Load | None:
+        """Allocates blocks and a slot for what a request loads, and queues the copies.
 
         Args:
-            request_id: Not the id of a live request.
-            match: From `HybridPrefixCache.match`.
-            write: As for `HybridPrefixCache.admit`.
-            reserved_blocks: Blocks that must stay available for running requests.
+            request_id: The request.
+            source: What it loads.
+            path: Its first blocks, which are on the device. They are shared.
+            block_ids: Their ids. Those of the loaded blocks are appended.
 
         Returns:
-            The match to admit the request with. None, and nothing changed, if the host has nothing deeper than the
-            device, or if there are too few blocks or no slot.
+            The load. None, and nothing changed on the device: a tier has no room for it.
         """
-        if request_id in self._requests.live:
-            return None
-        match, left = self._matcher.fresh(match), self._requests.swapped_out.get(request_id)
-        depth_tokens, shared = match.loadable_blocks * self._block_tokens, []
-        if left is not None:
-            if not self._continues(left, match):
-                self.drop_swapped_out(request_id)
-                return None
-            depth_tokens = left.depth_tokens
-        elif not depth_tokens:
-            return None
-        keys = match.chain.keys[: match.loadable_blocks] if left is None else left.keys
-        shared = self._device.tree.path(keys)
-        blocks = -(-depth_tokens // self._block_tokens) - len(shared)
-        if not self._device.has_room(blocks + reserved_blocks, shared, slots=1):
-            return None
-        entries = self._host.gather(keys, len(shared)) if left is None else (*left.pinned[len(shared) :], *left.private)
-        if entries is None:
-            return None
-        # Share before allocating: eviction must not take what this request needs.
-        block_ids = self._blocks.share(shared)
-        slot = self._device.take_slot()
-        if slot is None:
-            self._blocks.release(block_ids, shared)
-            if left is None:
+        left = source.swapped_out
+        if left is None:
+            entries = self._host.gather(source.keys, len(path))
+        else:
+            entries = (*left.pinned[len(path) :], *left.private)
+        slot = None if entries is None else self._device.take_slot()
+        if entries is None or slot is None:
+            if entries is not None and left is None:
                 self._host.unpin(entries)
             return None
-        block_ids += self._device.take_blocks(blocks)
+        loaded_ids = self._device.take_blocks(len(entries) - 1)
+        block_ids += loaded_ids
+        if left is not None:
+            del self._requests.swapped_out[request_id]
+        load = self._new_load(
+            request_id, entries if left is None else left.pinned, entries, swapped_out=left, slot=slot, source=source
+        )
+        self._requests.loads.append(load)
+        for entry, block_id in zip(entries[:-1], loaded_ids, strict=True):
+            load.payloads[block_id] = self._host.load(entry, block_id, load)
+        self._host.load(entries[-1], slot, load)
+        self.drop_fetch(request_id)
+        return load
+
+    def fetch(self, request_id: int, match: Match) -> Load | None:
+        """Has the tier behind the host bring what a waiting request needs of it. Takes room on the host only.
+
+        `admit` loads it from there. Call `drop_fetch` if the request ends before.
+
+        Returns:
+            The fetch, to be ended with `end_fetch`. None: there is nothing to be brought, or no room on the host.
+        """
+        match = self._matcher.fresh(match)
+        source = self.source(request_id, match)
+        if source is None or source.swapped_out is not None or not self._host.behind.takes:
+            return None
+        entries = self._host.gather(source.keys, len(self._device.tree.path(source.keys)))
+        if entries is None:
+            return None
+        if not any(entry.is_coming for entry in entries):
+            self._host.unpin(entries)
+            return None
+        fetch = self._requests.fetches[request_id] = self._new_load(request_id, entries, entries, source=source)
+        return fetch
+
+    def _new_load(
+        self,
+        request_id: int,
+        pinned: tuple[HostEntry, ...],
+        entries: Sequence[HostEntry],
+        *,
+        source: LoadSource,
+        swapped_out: SwappedOut | None = None,
+        slot: int = NO_SLOT,
+    ) -> Load:
         coming = tuple(entry for entry in entries if entry.is_coming)
-        load = Load(
-            load_id=self._next_id,
+        self._next_id += 1
+        return Load(
+            load_id=self._next_id - 1,
             request_id=request_id,
             state=LoadState.FETCHING if coming else LoadState.ASKED,
-            depth_tokens=depth_tokens,
-            pinned=entries if left is None else left.pinned,
-            swapped_out=left,
+            depth_tokens=source.depth_tokens,
+            pinned=pinned,
+            swapped_out=swapped_out,
             coming=coming,
             slot=slot,
             pages=sum(len(entry.pages) for entry in entries),
         )
-        self._next_id += 1
-        for entry, block_id in zip(entries[:-1], block_ids[len(shared) :], strict=True):
-            load.payloads[block_id] = self._host.load(entry, block_id, load)
-        self._host.load(entries[-1], slot, load)
-        usable_blocks = min(match.kv_depth_blocks, match.limit_tokens // self._block_tokens)
-        loaded = dataclasses.replace(
-            match,
-            path=tuple(shared),
-            resume_tokens=depth_tokens,
-            source_slot=slot,
-            lost_tokens_no_state=max(0, usable_blocks * self._block_tokens - depth_tokens),
-            loadable_blocks=0,
-            load=load,
-            loaded_blocks=tuple(block_ids),
-            lost_tokens_elsewhere=0,
-        )
-        write = write and match.chain.epoch == self._device.tree.epoch
-        self._requests.live[request_id] = LiveRequest.of(request_id, loaded, block_ids, self._block_tokens, write=write)
-        self._requests.loads.append(load)
-        self._requests.swapped_out.pop(request_id, None)
-        return loaded
-
-    def _continues(self, left: SwappedOut, match: Match) -> bool:
-        """Whether the prompt of ``match`` goes on from what a preempted request left, and all of that is still there."""
-        fits = tuple(match.chain.keys[: len(left.keys)]) == left.keys and left.depth_tokens <= match.limit_tokens
-        return fits and match.read and match.resume_at is None and all(entry.pages for entry in left.pinned)
 
     # -- end a load ----------------------------------------------------------------------------------------------------
 
     def end(self, live: LiveRequest, state: LoadState = LoadState.GIVEN_UP, *, kept: bool = False) -> None:
         """Ends the request's load, if it has one.
-
-        A swapped-out request that was never admitted stays swapped out.
 
         Args:
             live: The request.
@@ -161,8 +165,8 @@ class Loads:
             return
         if load.is_running:
             load.state = state
-        if not load.admitted:
-            self._stats.count_fallback(LoadState.GIVEN_UP)
+            if state is LoadState.GIVEN_UP:
+                self._stats.count_fallback(state)
         live.load = None
         self._requests.loads.remove(load)
         blocks = load.depth_tokens // self._block_tokens
@@ -171,20 +175,19 @@ class Loads:
             self._device.restore(node, load.slot)
         else:
             self._slots.abandon(load.slot)
-        if load.swapped_out is None:
-            self._host.unpin(load.pinned)
-        else:
-            self._requests.swapped_out[load.request_id] = load.swapped_out
-            if load.admitted:
-                self.drop_swapped_out(load.request_id)
+        self._host.unpin(load.pinned)
+        if load.swapped_out is not None:
+            self._host.remove_private(load.swapped_out.private)
 
     def fail(self, live: LiveRequest) -> None:
-        """Ends the load of an admitted request whose data was wrong or did not arrive, and drops its entries."""
+        """Ends a load whose data was wrong or did not arrive, and drops its entries."""
         load = live.load
         assert load is not None
         if load.state in (LoadState.MISSING, LoadState.LATE):
-            self._stats.count_fallback(LoadState.GIVEN_UP)
-            self._drop_coming(live, load)
+            self._count_missing(load)
+            self.end(live)
+            for entry in load.coming:
+                self._host.remove_wrong(entry)
             return
         load.state = LoadState.FAILED
         self._stats.count_fallback(load.state)
@@ -198,60 +201,33 @@ class Loads:
             self._host.behind.remove(fetched)
 
     def end_fetch(self, load: Load, state: LoadState) -> None:
-        """The entries of a load have arrived on the host, on all ranks. Or not: then the load is given up.
+        """The entries that a load or a fetch waits for have arrived on the host, on all ranks. Or not.
 
-        If its request is admitted by then, its forward runs, and its load fails (`fail`).
+        If they have not, the forward of a load runs, and the load fails (`fail`). A fetch is dropped.
 
         Args:
-            load: A load that fetches.
+            load: A load or a fetch, which fetches.
             state: COPYING if all has arrived; else MISSING or LATE.
         """
         load.state = state
         if state is LoadState.COPYING:
             for entry in load.coming:
                 entry.is_coming = False
-        elif not load.admitted:
-            self._drop_coming(self._requests.live[load.request_id], load)
+        elif self._requests.fetches.get(load.request_id) is load:
+            self._count_missing(load)
+            self.drop_fetch(load.request_id)
+            for entry in load.coming:
+                self._host.remove_wrong(entry)
 
-    def _drop_coming(self, live: LiveRequest, load: Load) -> None:
-        """Ends a load whose entries did not arrive, and drops these."""
-        coming = [entry for entry in load.coming if entry.pages]
+    def drop_fetch(self, request_id: int) -> None:
+        """The request does not wait for its fetch any more. What arrives stays on the host."""
+        fetch = self._requests.fetches.pop(request_id, None)
+        if fetch is not None:
+            self._host.unpin(fetch.pinned)
+
+    def _count_missing(self, load: Load) -> None:
         self._stats.count_fallback(load.state)
-        self._stats.tiers[SHARED].failed += len(coming)
-        if load.admitted:
-            self.end(live)
-        else:
-            self._give_up(live)
-        for entry in coming:
-            self._host.remove_wrong(entry)
-
-    def give_up(self) -> bool:
-        """Releases all requests that hold a load and are not admitted. Returns False if there were none."""
-        waiting = self._waiting
-        for live in waiting:
-            self._give_up(live)
-        return bool(waiting)
-
-    def make_room(self, count: int) -> bool:
-        """Makes ``count`` blocks available for running requests. Waiting requests give up their loads, newest first.
-
-        Returns:
-            False if there are too few blocks even so; then nothing changed.
-        """
-        available = self._blocks.available_blocks
-        if count <= available:
-            return True
-        waiting = self._waiting
-        if not waiting or count > available + self.waiting_blocks:
-            return False
-        while waiting and count > self._blocks.available_blocks:
-            self._give_up(waiting.pop())
-        return True
-
-    def _give_up(self, live: LiveRequest) -> None:
-        del self._requests.live[live.request_id]
-        self.end(live)
-        let_go(live, self._device)
+        self._stats.tiers[SHARED].failed += sum(bool(entry.pages) for entry in load.coming)
 
     # -- swap out ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node, PrefixTree
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import DepthTier
-from megatron_hybrid_prefix.tiers.units import Load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +33,6 @@ class Match:
         seen_blocks: Number of leading blocks that an earlier prompt had, even if their KV was evicted since (`Ghosts`). 0:
             nothing was evicted.
         loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.
-        load: The request's load; None: none has begun.
-        loaded_blocks: With a load, the KV blocks up to ``resume_tokens``: shared ones, then loaded ones.
     """
 
     chain: KeyChain
@@ -52,13 +49,11 @@ class Match:
     lost_tokens_elsewhere: int = 0
     seen_blocks: int = 0
     loadable_blocks: int = 0
-    load: Load | None = None
-    loaded_blocks: tuple[int, ...] = ()
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """KV blocks up to ``resume_tokens`` that the request will share or loads, front first."""
-        return tuple(node.block_id for node in self.path) if self.load is None else self.loaded_blocks
+        """KV blocks on the device up to ``resume_tokens``, front first."""
+        return tuple(node.block_id for node in self.path)
 
 
 class Matcher:
@@ -128,8 +123,6 @@ class Matcher:
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
-        if match.load is not None:
-            return match.load.is_running
         return match.version == self._tree.version and match.prompt_tokens == match.chain.tokens
 
     def fresh(self, match: Match) -> Match:

@@ -105,7 +105,6 @@ class Load:
         slot: Slot on the device that the state goes to.
         pages: Host pages of all copies.
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
-        admitted: Whether the request has been admitted; its next forward reads what is loaded.
         deadline_s: While it fetches: until when the request waits (`time.monotonic` of this rank).
         rounds: While others run, the request waits so many more rounds.
         transfers: Its copies to the device, on this rank.
@@ -128,7 +127,6 @@ class Load:
     slot: int = -1
     pages: int = 0
     payloads: dict[int, Any] = field(default_factory=dict)
-    admitted: bool = False
     deadline_s: float = 0.0
     rounds: int = 0
     transfers: list[BlockTransfer] = field(default_factory=list)
