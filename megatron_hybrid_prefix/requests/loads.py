@@ -49,12 +49,16 @@ class Loads:
         device: The cached blocks and states, and the tiers below. If the host has no room, nothing is ever loaded.
         requests: All requests, their loads and what is swapped out.
         matcher: Refreshes stale matches.
+
+    Attributes:
+        fetches: What the tier behind the host brings to it for waiting requests, by request id.
     """
 
     def __init__(self, device: DeviceTier, requests: RequestBook, matcher: Matcher) -> None:
         self._device, self._requests, self._matcher, self._stats = device, requests, matcher, device.stats
         self._host, self._slots = device.host, device.slots
         self._block_tokens = device.settings.block_tokens
+        self.fetches = requests.fetches
         self._next_id = 0
 
     # -- begin ---------------------------------------------------------------------------------------------------------
@@ -141,7 +145,7 @@ class Loads:
         return Load(
             load_id=self._next_id - 1,
             request_id=request_id,
-            state=LoadState.FETCHING if coming else LoadState.ASKED,
+            state=LoadState.FETCHING if coming else LoadState.COPYING,
             depth_tokens=source.depth_tokens,
             pinned=pinned,
             swapped_out=swapped_out,

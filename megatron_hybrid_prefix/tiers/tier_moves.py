@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.tiers.entry_copies import without_shared_pages
 from megatron_hybrid_prefix.tiers.jobs import Job, JobGroup, TierThreads, marks
 from megatron_hybrid_prefix.tiers.loads import LoadCopies
 from megatron_hybrid_prefix.tiers.stores import StoreCopies
-from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind, Load
+from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind, Load
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class TierMoves:
             self._bytes_loaded += sum(self._copies.entry_bytes[unit.tag.kind] for unit, _ in here)
         if not all(self._pages.holds(unit) for unit in units):
             return False
-        self._loads.run(units)
+        self._loads.run([unit for unit in units if unit.target == DEVICE])
         launched = set(map(id, units))
         load.left = [unit for unit in load.left if id(unit) not in launched]
         return True

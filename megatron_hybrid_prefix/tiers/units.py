@@ -80,9 +80,8 @@ class BlockTransfer(NamedTuple):
 class LoadState(StrEnum):
     """The state of a `Load`. The same on all ranks, which agree where time or bytes decide. Failures have the name they are counted by."""
 
-    ASKED = "asked"  # it holds blocks and a slot on the device, and all its entries are on the host
-    FETCHING = "fetching"  # the same, but some entries are being read from the tier below
-    COPYING = "copying"  # the last copies to the device are launched
+    FETCHING = "fetching"  # some entries are being read from the tier below
+    COPYING = "copying"  # all its entries are on the host; copies to the device are queued or launched
     ARRIVED = "arrived"  # a forward has used it, and it was right
     FAILED = "host_load_failed"  # other bytes than what was stored
     MISSING = "tier_load_missing"  # the tier below did not have an entry that it promised
@@ -92,7 +91,7 @@ class LoadState(StrEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Load:
-    """KV and a state that come back from the host for one request.
+    """KV and a state that come back from the host for one request; or that the tier behind brings to it, a *fetch*.
 
     Attributes:
         load_id: Its number.
@@ -102,11 +101,10 @@ class Load:
         pinned: Host entries of the prefix tree that stay until it ends, KV from the front.
         swapped_out: What its request left on the host when it was preempted, or None.
         coming: Those of ``pinned`` that are being read from the tier below.
-        slot: Slot on the device that the state goes to.
+        slot: Slot on the device that the state goes to; below 0: none, it is a fetch.
         pages: Host pages of all copies.
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
         deadline_s: While it fetches: until when the request waits (`time.monotonic` of this rank).
-        rounds: While others run, the request waits so many more rounds.
         transfers: Its copies to the device, on this rank.
         left: Those of them that wait for an entry that is being read.
         jobs: Reads of ``coming``, on this rank, by first page.
@@ -128,7 +126,6 @@ class Load:
     pages: int = 0
     payloads: dict[int, Any] = field(default_factory=dict)
     deadline_s: float = 0.0
-    rounds: int = 0
     transfers: list[BlockTransfer] = field(default_factory=list)
     left: list[BlockTransfer] = field(default_factory=list)
     jobs: dict[int, Any] = field(default_factory=dict)
@@ -144,7 +141,7 @@ class Load:
     @property
     def is_running(self) -> bool:
         """Whether it holds blocks and a slot on the device."""
-        return self.state in (LoadState.ASKED, LoadState.FETCHING, LoadState.COPYING)
+        return self.state in (LoadState.FETCHING, LoadState.COPYING)
 
 
 class BlockMove(NamedTuple):

@@ -35,8 +35,8 @@ class Admissions:
         """Blocks that the next chunk of a prompt shares, and tokens that it skips."""
         if req.finished_chunk_token_count:
             return ChunkBlocks([], 0)
-        match = self._match(self._context.prefix_request(req), chunk_tokens)
-        return ChunkBlocks(list(match.block_ids), match.resume_tokens)
+        match, resume_tokens, _ = self._match(req, chunk_tokens)
+        return ChunkBlocks(list(match.block_ids), resume_tokens)
 
     def room_for(self, req: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
         """Whether there is room for the request, its tokens, its KV. Read-only."""
@@ -46,9 +46,10 @@ class Admissions:
         if req.finished_chunk_token_count:
             tokens = context.active_token_count + length <= context.max_tokens
             return rows, tokens, context.new_blocks_of_chunk(req, length) <= self._cache.blocks.available_count
-        match = self._match(context.prefix_request(req), length)
-        tokens = context.active_token_count + length - match.resume_tokens <= context.max_tokens
-        return rows, tokens, self._cache.can_admit(match, length_tokens=length)
+        match, resume_tokens, loads = self._match(req, length)
+        tokens = context.active_token_count + length - resume_tokens <= context.max_tokens
+        load_of = req.request_id if loads else None
+        return rows, tokens, self._cache.can_admit(match, length_tokens=length, load_of=load_of)
 
     def admit(self, req: DynamicInferenceRequest, length: int) -> None:
         """Admit the next ``length`` tokens of a prompt: allocate blocks, add a row, plan its part of the next step.
@@ -88,25 +89,29 @@ class Admissions:
             )
         )
 
-    def _match(self, known: PrefixRequest, length: int) -> Match:
-        """What the request reuses if its first ``length`` tokens are admitted now.
+    def _match(self, req: DynamicInferenceRequest, length: int) -> tuple[Match, int, bool]:
+        """What the request reuses if its first ``length`` tokens are admitted now: the match, where it resumes, whether with a load.
 
         A hit needs a slot more than a miss, the one that it starts from. If nothing runs, no memory
-        becomes free: a request that only fits without the hit reuses nothing.
+        becomes free: a request that only fits without its load, or without the hit, does without.
         """
-        cache = self._cache
+        cache, known, request_id = self._cache, self._context.prefix_request(req), req.request_id
         match = known.match(cache, length)
-        if match.source_slot is None or self._context.total_request_count or cache.live:
-            return match
-        fits = cache.can_admit(match, length_tokens=length)
-        return match if fits else cache.match(known.chain, read=False)
+        source = None if known.gave_up_fetch else cache.loads.source(request_id, match)
+        alone = not (self._context.total_request_count or cache.live)
+        if source is not None and (not alone or cache.can_admit(match, length_tokens=length, load_of=request_id)):
+            return match, source.depth_tokens, True
+        if alone and match.source_slot is not None and not cache.can_admit(match, length_tokens=length):
+            match = cache.match(known.chain, read=False)
+        return match, match.resume_tokens, False
 
     def _admit_first(self, req: DynamicInferenceRequest, known: PrefixRequest, length: int) -> AdmittedChunk:
-        match = self._match(known, length)
-        self._check_room(req, length - match.resume_tokens)
+        match, resume_tokens, loads = self._match(req, length)
+        self._check_room(req, length - resume_tokens)
         admission = self._cache.admit(
             req.request_id,
             match,
+            load=loads,
             length_tokens=length,
             write=known.write,
             verify_at_tokens=known.verify_at_tokens,
@@ -119,8 +124,10 @@ class Admissions:
         if known.top_n is not None:
             self._context.scored.begin(known, req.prompt_tokens, match, admission.resume_tokens)
             req.prompt_log_probs = req.prompt_top_n_logprobs = None  # the request may have started over
-        allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
-        allocator.take_routing(admission.payloads)
+        if admission.load is not None:
+            allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
+            allocator.take_routing(admission.load.payloads)
+            self._context.moves.launch(send=False)  # as early as can be
         self._watch_lengths(known.chain.tokens)
         return AdmittedChunk(
             shared=list(admission.block_ids[: admission.shared_blocks]),

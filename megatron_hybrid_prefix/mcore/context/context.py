@@ -410,14 +410,14 @@ class HybridPrefixContext(SlotContext):
         return finished, continuing
 
     def forget_request(self, request_id: int) -> None:
-        """Drop what a request without a row holds on the device and on the host: it ended."""
+        """Drop what a request without a row holds on the host: it ended."""
         if self.loads is not None:
             self.loads.forget(request_id)
 
     @property
     def loads_wait(self) -> bool:
-        """Whether waiting requests hold loaded entries."""
-        return any(live.is_loading for live in self.prefix_cache.live.values())
+        """Whether requests wait for the tier behind the host."""
+        return bool(self.prefix_cache.loads.fetches)
 
     def failed_loads(self) -> set[int]:
         """Requests of the last forward that must be recomputed; see `RequestLoads.failed`.

@@ -31,7 +31,7 @@ from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.requests.book import StepPlan
 from megatron_hybrid_prefix.requests.explain import Explanation, Question
 from megatron_hybrid_prefix.requests.matcher import Match
-from megatron_hybrid_prefix.requests.scores import Kept, ScoreTable
+from megatron_hybrid_prefix.requests.scores import ScoreTable
 from megatron_hybrid_prefix.tiers.units import LoadState
 
 
@@ -54,7 +54,6 @@ class PrefixRequest:
         top_n: The request wants the log-probs of its prompt, with so many most likely tokens per position; None: it does not,
             or none are kept.
         scores_version: Version of ``scores`` at the time of the last match.
-        kept: Log-probs that it takes from there, from the start of its load to its admission.
         scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
         counted_tokens: Tokens that the statistics have: forwards of them, or of the request that it continues, were published.
         gave_up_fetch: Whether a load from the tier below the host was late or missing. The request tries no other.
@@ -73,7 +72,6 @@ class PrefixRequest:
     lost_tokens: int = 0
     top_n: int | None = None
     scores_version: int = 0
-    kept: tuple[Kept, ...] = ()
     scored: ScoredPrompt | None = None
     counted_tokens: int = 0
     gave_up_fetch: bool = False
@@ -96,14 +94,9 @@ class PrefixRequest:
         return last
 
     def _is_current(self, last: Match, cache: HybridPrefixCache) -> bool:
-        if last.load is None and self.top_n is not None and self.scores.version != self.scores_version:
+        if self.top_n is not None and self.scores.version != self.scores_version:
             return False
         return cache.is_current(last)
-
-    def take_scores(self, resume_tokens: int) -> None:
-        """The request resumes there: hold what is kept of the log-probs before, which may be evicted meanwhile."""
-        if self.top_n is not None:
-            self.kept = self.scores.take(self.chain, resume_tokens, self.top_n)
 
 
 class KnownRequests:
@@ -232,7 +225,7 @@ def _breakpoints(request_id: int, value: Any) -> tuple[int, ...]:
 
 
 class RequestLoads:
-    """Loads waiting requests back from the host.
+    """Has the tier behind the host bring what waiting requests need, and finds loads that failed.
 
     Args:
         context: The context.
@@ -244,64 +237,35 @@ class RequestLoads:
     def __init__(self, context: Any, cache: HybridPrefixCache, moves: HostMoves, requests: KnownRequests) -> None:
         self._context, self._cache, self._moves, self._requests = context, cache, moves, requests
 
-    def load_back(self, req: Any, others_run: bool, *, others_start: bool = False) -> bool:
-        """Begin to load the KV and state that a waiting request can resume from, if the host has more than the device.
+    def waits(self, req: Any, others_run: bool) -> bool:
+        """Have the tier behind the host bring what a waiting request can resume from.
 
         Args:
             req: A request that is not admitted yet.
-            others_run: Whether the next step runs other requests; the load then overlaps with it.
-            others_start: Whether this round admits other requests, so that nobody needs to wait for the tier below.
+            others_run: Whether the next step runs other requests.
 
         Returns:
-            True: postpone admission by one round. False: admit now; the forward waits for the copy on the GPU stream,
-            and the CPU, before it launches the forward, for entries that are still being read from the tier below.
+            Whether the request waits in this round until that is on the host. If no others run it does not: it is admitted, and the
+            CPU waits before it launches the forward.
         """
         cache, known = self._cache, self._requests.of(req, self._cache)
-        match = known.match(cache, req.remaining_prompt_length)
-        begins = match.load is None
-        if begins:
-            if known.gave_up_fetch:
-                return False
-            if others_run and cache.loads.loads_elsewhere(match):
-                return True
-            loading = cache.loads.begin_load_back(
-                req.request_id, match, write=known.write, reserved_blocks=self._context.total_request_count
-            )
-            if loading is None:
-                return False
-            match = known.last = loading
-            known.take_scores(match.resume_tokens)
-            assert match.load is not None
-            self._moves.start_load(match.load)
-            self._context.decisions.note(
-                lambda: (
-                    f"request {req.request_id} loads up to {loading.resume_tokens} into KV blocks "
-                    f"{loading.block_ids}, slot {loading.source_slot}"
-                )
-            )
-        load = match.load
-        assert load is not None
-        alone = not (others_run or others_start)
-        if alone and begins:
+        fetch = cache.loads.fetches.get(req.request_id)
+        if not others_run or (fetch is None and known.gave_up_fetch):
             return False
-        if load.state is LoadState.FETCHING:
-            state = self._moves.fetch(load, wait=False)
-            if state is LoadState.FETCHING:
-                return not alone
-            if state is not LoadState.COPYING:
-                self._context.decisions.note(lambda: f"request {req.request_id} does not wait for its load: {state}")
-                known.last, known.gave_up_fetch = None, True
+        if fetch is None:
+            fetch = cache.loads.fetch(req.request_id, known.match(cache, req.remaining_prompt_length))
+            if fetch is None:
                 return False
-        if not others_run or not load.rounds:
-            return False
-        load.rounds -= 1
-        return True
+            self._moves.begin_fetch(fetch)
+        state = self._moves.fetch(fetch, wait=False) if fetch.state is LoadState.FETCHING else fetch.state
+        if state in (LoadState.MISSING, LoadState.LATE):
+            self._context.decisions.note(lambda: f"request {req.request_id} does not wait for its load: {state}")
+            known.last, known.gave_up_fetch = None, True
+        return state is LoadState.FETCHING
 
     def forget(self, request_id: int) -> None:
-        """Drop what a request without a row holds on the device and on the host: it ended."""
-        live = self._cache.live.get(request_id)
-        if live is not None and live.is_loading:
-            self._cache.release(request_id)
+        """Drop what a request without a row holds on the host: it ended."""
+        self._cache.loads.drop_fetch(request_id)
         self._cache.loads.drop_swapped_out(request_id)
 
     def failed(self) -> set[int]:

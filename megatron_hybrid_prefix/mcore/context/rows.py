@@ -141,14 +141,13 @@ def check_rows(context: ContextSeam, cache: HybridPrefixCache) -> None:
         unused = -1, context.kv_block_allocator.dummy_block_idx
         table = [block_id for block_id in context.request_to_kv_block_ids[row].tolist() if block_id not in unused]
         live = cache.live.get(request_id)
-        if live is None or live.is_loading or table != live.block_ids:
+        if live is None or table != live.block_ids:
             raise CacheCorruptionError(f"request {request_id}: its block table differs from the cache's")
         given, slot = live.live_slot, context.states.live.slot(int(context.live_indices[row]))
         if given is not None and given != slot:
             raise CacheCorruptionError(f"request {request_id}: its state is in slot {slot}, not in {given}")
-    admitted = sum(not live.is_loading for live in cache.live.values())
-    if admitted != rows:
-        raise CacheCorruptionError(f"{admitted} live requests in {rows} rows")
+    if len(cache.live) != rows:
+        raise CacheCorruptionError(f"{len(cache.live)} live requests in {rows} rows")
 
 
 def _clear_row(context: ContextSeam, row: int) -> None:

@@ -35,18 +35,15 @@ class ScoredPrompts:
     def begin(self, known: PrefixRequest, tokens: torch.Tensor, match: Match, resume_tokens: int) -> None:
         """A request that wants the log-probs of its prompt is admitted with ``match``, and resumes at ``resume_tokens``."""
         assert known.top_n is not None
-        if match.load is None:  # else taken when the load began
-            known.take_scores(resume_tokens)
         known.scored = ScoredPrompt(
             known.chain,
             tokens,
             known.top_n,
             resume_tokens=resume_tokens,
-            kept=known.kept,
+            kept=self._table.take(known.chain, resume_tokens, known.top_n),
             keeps_log_probs=self._context.is_exact,
             lost_tokens=0 if known.counted_tokens else match.lost_tokens_elsewhere,
         )
-        known.kept = ()
 
     def capture(self, in_step: Collection[tuple[PrefixRequest, StepPlan]], logits: torch.Tensor) -> None:
         """Begin to copy the next logits that this forward adds. Call it before megatron copies the step's log-probs.

@@ -42,7 +42,7 @@ class Coalescing:
         for request in islice(waiting, most):
             keys = self._prefix_request(request)
             live = cache.live.get(request.request_id)
-            if live is not None and not live.is_loading:  # between two chunks
+            if live is not None:  # between two chunks
                 if is_prefilling(live):
                     owners.add(keys.chain.keys, live.planned_tokens, request.request_id, keys.top_n)
                 continue

@@ -1,6 +1,6 @@
 """`PrefixScheduling`: which waiting requests a round admits, with a cache.
 
-A request waits while its prefix is loaded from the host or computed for another request. A prompt with less than one uncached
+A request waits while its prefix is read from the tier behind the host, or computed for another request. A prompt with less than one uncached
 block does not wait for the chunks of another prompt. Megatron decides everything else.
 """
 
@@ -33,7 +33,7 @@ class PrefixScheduling:
         """One round. ``admit``: megatron's scheduling of the requests in the queue."""
         waiting, context = self._engine.waiting_request_ids, self._context
         before = list(waiting)
-        held = self._wait_for_loads() | self._hold_back()
+        held = self._wait_for_fetches() | self._hold_back()
         if context.chunked_prefill_request_id != -1:
             self._start_beside_chunk()
         admit()
@@ -41,25 +41,19 @@ class PrefixScheduling:
             left = held.union(waiting)
             chunked = context.chunked_prefill_request_id  # must stay first
             self._set_queue([i for i in before if i == chunked] + [i for i in before if i in left and i != chunked])
-        if waiting and not context.total_request_count and self._cache.loads.give_up():
-            # Waiting requests held the memory that the first of them needs.
-            admit()
 
-    def _wait_for_loads(self) -> set[int]:
-        """Begin loads from the host. Removes requests from the queue that wait for their load in this round."""
+    def _wait_for_fetches(self) -> set[int]:
+        """Removes requests from the queue that wait in this round for the tier behind the host."""
         engine, context = self._engine, self._context
-        if self._loads is None:
-            return set()
-        if context.paused_request_count:
-            self._cache.loads.give_up()  # running requests come first: no request is admitted
-            return set()
+        if self._loads is None or context.paused_request_count:
+            return set()  # with paused requests, no request is admitted
         held: set[int] = set()
         free_rows = context.max_requests - context.total_request_count
         for seen, request_id in enumerate(list(islice(engine.waiting_request_ids, _CANDIDATES_PER_ROW * free_rows))):
             request = engine.get_request(request_id)
             between_chunks = request.finished_chunk_token_count > 0
-            others_run, others_start = context.total_request_count > 0, seen > len(held)
-            if not between_chunks and self._loads.load_back(request, others_run, others_start=others_start):
+            others_run = context.total_request_count > 0 or seen > len(held)
+            if not between_chunks and self._loads.waits(request, others_run):
                 held.add(request_id)
         self._take_from_queue(held)
         return held

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# While other requests run, a request waits one round per this many bytes of its load: about the transfer of one step.
-BYTES_A_ROUND = 256 * 2**20
-
 # What ranks may see of a load that fetches, from best to worst: they agree on the worst.
 _FETCHED = (LoadState.COPYING, LoadState.FETCHING, LoadState.MISSING, LoadState.LATE)
 
@@ -292,31 +289,29 @@ class HostMoves(Moves):
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
-    def start_load(self, load: Load) -> None:
-        """Launch a load that the cache has begun. Entries from the tier below are launched when they have arrived."""
+    def begin_fetch(self, fetch: Load) -> None:
+        """Launch the reads of a fetch that the cache has begun."""
         self.launch(send=False)
-        load.rounds = -(-load.pages * self._page_bytes // BYTES_A_ROUND)
-        if load.state is LoadState.FETCHING:
-            assert self._behind is not None
-            load.deadline_s = time.monotonic() + self._behind.tier.wait_s
-        else:
-            load.state = LoadState.COPYING
+        assert self.arena.behind is not None
+        fetch.left = [BlockTransfer(SHARED, HOST, entry.pages, entry.tag) for entry in fetch.coming]
+        self.arena.behind.begin(fetch)
 
     def fetch(self, load: Load, *, wait: bool) -> LoadState:
-        """Check whether the entries of a load that fetches have arrived from the tier below, and launch it if they have.
+        """Check whether the entries of a load or a fetch have arrived from the tier below, and launch a load if they have.
 
         A collective: time passes differently on each rank, so they agree on what it means.
 
         Args:
-            load: The load. If its request is admitted, and they did not arrive, it is one of `failed`.
+            load: The load, which is one of `failed` if they did not arrive; or the fetch.
             wait: Wait for the entries, until they have arrived or are late.
 
         Returns:
             The load's state: it still fetches, is launched, or has failed.
         """
         arena = self.arena
-        assert arena.behind is not None
+        assert arena.behind is not None and self._behind is not None
         arena.stores.send()
+        load.deadline_s = load.deadline_s or time.monotonic() + self._behind.tier.wait_s
         arrived = arena.behind.fetched(load, max(0.0, load.deadline_s - time.monotonic()) if wait else 0.0)
         if arrived is None:
             own = LoadState.LATE if time.monotonic() >= load.deadline_s else LoadState.FETCHING
@@ -324,7 +319,7 @@ class HostMoves(Moves):
             own = LoadState.COPYING if arrived else LoadState.MISSING
         agreed = _FETCHED[max_over_model_ranks(_FETCHED.index(own), self._groups)]
         if agreed in (LoadState.MISSING, LoadState.LATE):
-            arena.drop(load, zero=load.admitted)
+            arena.drop(load, zero=load.slot >= 0)
         if agreed is not LoadState.FETCHING:
             self._cache.loads.end_fetch(load, agreed)
         return agreed
