@@ -49,7 +49,7 @@ from megatron_hybrid_prefix.requests.book import (
 )
 from megatron_hybrid_prefix.requests.explain import Explainer, Explanation, Question
 from megatron_hybrid_prefix.requests.integrity import check_integrity
-from megatron_hybrid_prefix.requests.loads import Loads, LoadSource
+from megatron_hybrid_prefix.requests.loads import Loads, room_for
 from megatron_hybrid_prefix.requests.matcher import Match, Matcher
 from megatron_hybrid_prefix.requests.planner import StepPlanner
 from megatron_hybrid_prefix.tiers.device import DeviceTier, MemoryUse
@@ -158,7 +158,7 @@ class HybridPrefixCache:
         """Whether `admit` would succeed now; with ``load_of``, of this request and with its load. Changes nothing."""
         match = self._matcher.fresh(match)
         source = None if load_of is None else self.loads.source(load_of, match)
-        return self._room(match, source, length_tokens) is not None
+        return room_for(self._device, match, source, self._blocks_for(match, length_tokens)) is not None
 
     def admit(
         self,
@@ -222,19 +222,19 @@ class HybridPrefixCache:
         device, expected = self._device, match
         match = self._matcher.fresh(match)
         source = self.loads.source(request_id, match) if load else None
-        room = self._room(match, source, length_tokens)
+        room = room_for(self._device, match, source, self._blocks_for(match, length_tokens))
         if room is None:
             return None
         if match.resume_tokens < expected.resume_tokens:
             self._stats.count_fallback("stale_match")
         path, beyond = room
         # Share and pin before allocating: allocation may evict, and must not evict what this request shares.
-        block_ids = device.blocks.share(path)
-        loading = None
+        shared, loading = [*path, *beyond], None
+        block_ids = device.blocks.share(shared)
         if source is not None:
             loading = self.loads.begin(request_id, source, path, block_ids)
             if loading is None:
-                device.blocks.release(block_ids, path)
+                device.blocks.release(block_ids, shared)
                 return self.admit(
                     request_id,
                     expected,
@@ -252,7 +252,6 @@ class HybridPrefixCache:
             device.slots.pin(live.pinned_slot)
         if path and loading is None:
             device.use(path[-1])
-        live.block_ids += device.blocks.share(beyond)
         share_beyond(live, beyond, self.block_tokens)
         shared_blocks = len(live.block_ids)
         live.live_slot = device.take_live_slot()
@@ -618,36 +617,6 @@ class HybridPrefixCache:
         else:
             stats.reused_tokens_host += match.resume_tokens
         stats.lost_tokens_no_state += match.lost_tokens_no_state
-
-    def _room(
-        self, match: Match, source: LoadSource | None, length_tokens: int | None
-    ) -> tuple[Sequence[Node], Sequence[Node]] | None:
-        """Whether there is room for the request, with its load if there is a ``source``.
-
-        Held blocks keep pages from being emptied for states. If there is no room for that reason, the
-        request shares only what it skips.
-
-        Returns:
-            Nodes on the device that the request skips. And nodes after those it skips that it shares; it computes their tokens again.
-            None: there is no room.
-        """
-        keys, needed = match.chain.keys, self._blocks_for(match, length_tokens)
-        path: Sequence[Node] = match.path
-        held = len(path)
-        if source is not None:
-            path, held = self._device.tree.path(source.keys), -(-source.depth_tokens // self.block_tokens)
-            needed = max(needed, held)
-        # A path has no gaps: after a loaded block, the request shares nothing.
-        cached = self._device.tree.path(keys[held:needed]) if match.read and len(path) == held else []
-        for beyond in (cached, []):
-            if self._device.has_room(
-                needed - len(path) - len(beyond),
-                [*path, *beyond],
-                slots=self._device.slots_per_request + (source is not None),
-                source_slot=match.source_slot if source is None else None,
-            ):
-                return path, beyond
-        return None
 
     def _cached_after(self, live: LiveRequest, blocks: int) -> list[Node]:
         """Nodes of cached blocks after those that the request holds, up to ``blocks``, that it can share."""

@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.policy.base import RemembersEvicted
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+from megatron_hybrid_prefix.requests.loads import LoadSource, room_for
 from megatron_hybrid_prefix.requests.matcher import Matcher, kv_depth
 from megatron_hybrid_prefix.requests.planner import StepPlanner
 from megatron_hybrid_prefix.tiers.behind import EndOfChain
@@ -189,9 +190,9 @@ class Explainer:
         return (DEVICE if on_device else None), on_device
 
     def _has_room(self, depth: int) -> bool:
-        """Whether the device has room for a load up to there."""
-        shared = self._device.tree.path(self._keys[:depth])
-        return self._device.has_room(depth - len(shared), shared, slots=1)
+        """Whether there is room for the request with a load up to there."""
+        source = LoadSource(self._keys[:depth], depth * self._step)
+        return room_for(self._device, self._match, source, -(-self._asked.chain.tokens // self._step)) is not None
 
     def _kept(self, depth: int) -> list[int]:
         """Depths of the states that the request would keep, guesses left out, if it resumes at ``depth``."""

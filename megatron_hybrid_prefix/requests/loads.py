@@ -42,6 +42,42 @@ class LoadSource:
         )
 
 
+def room_for(
+    device: DeviceTier, match: Match, source: LoadSource | None, needed: int
+) -> tuple[Sequence[Node], Sequence[Node]] | None:
+    """Whether there is room for a request, with its load if there is a ``source``.
+
+    Held blocks keep pages from being emptied for states. If there is no room for that reason, the
+    request shares only what it skips.
+
+    Args:
+        device: The device.
+        match: The request's match, which is up to date.
+        source: What it loads.
+        needed: Its blocks, if a load has no more.
+
+    Returns:
+        Nodes on the device that the request skips. And nodes after those it skips that it shares; it computes their tokens again.
+        None: there is no room.
+    """
+    path: Sequence[Node] = match.path
+    held = len(path)
+    if source is not None:
+        path, held = device.tree.path(source.keys), -(-source.depth_tokens // device.settings.block_tokens)
+        needed = max(needed, held)
+    # A path has no gaps: after a loaded block, the request shares nothing.
+    cached = device.tree.path(match.chain.keys[held:needed]) if match.read and len(path) == held else []
+    for beyond in (cached, []):
+        if device.has_room(
+            needed - len(path) - len(beyond),
+            [*path, *beyond],
+            slots=device.slots_per_request + (source is not None),
+            source_slot=match.source_slot if source is None else None,
+        ):
+            return path, beyond
+    return None
+
+
 class Loads:
     """Begins and ends loads, and swaps requests out (``cache.loads``). Pins the host entries that a load needs.
 

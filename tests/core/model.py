@@ -151,8 +151,7 @@ class ModelEngine:
         return salt, tuple((token, self.cache.epoch) for token in tokens)
 
     def held_blocks(self) -> set[int]:
-        held = {block_id for request in self.requests for block_id in self.table(request)}
-        return held.union(*(live.block_ids for live in self.cache.live.values() if live.is_loading))
+        return {block_id for request in self.requests for block_id in self.table(request)}
 
     def carry_out(self) -> None:
         """Carries out the queued copies, as late as allowed: just before anything else is written."""
@@ -231,7 +230,7 @@ class ModelEngine:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def has_room(
-        self, own: int, shared: Sequence[int] = (), source_slot: int | None = None, *, with_slot: bool | None = None
+        self, own: int, shared: Sequence[int] = (), source_slot: int | None = None, *, slots: int | None = None
     ) -> bool:
         """Counts pages one by one: one with a stuck slot is lost, and one without held blocks is needed for a slot."""
         held = self.held_blocks() | set(shared)
@@ -239,10 +238,9 @@ class ModelEngine:
         if source_slot is not None:
             stuck.add(self.memory.page_of(source_slot))
         left = self.kv_blocks - len(held) - len(stuck) * self.page_blocks
-        if not (self.cache.settings.live_states if with_slot is None else with_slot):
-            return own <= left
+        slots = int(self.cache.settings.live_states) if slots is None else slots
         empty = [page for page in range(self.pages) if page not in stuck and held.isdisjoint(self.blocks_of(page))]
-        return bool(empty) and own <= left - self.page_blocks
+        return len(empty) >= slots and own <= left - self.page_blocks * slots
 
     def table(self, request: Request) -> tuple[int, ...]:
         return tuple(self.live(request).block_ids)
@@ -415,43 +413,50 @@ class ModelEngine:
         match = cache.match(cache.chain(tokens, salt=salt[0], adapter=salt[1]))
         depth = self.oracle_loadable(salt, tokens, match.limit_tokens) * block
         assert match.loadable_blocks * block == (depth if depth > match.resume_tokens else 0)
-        swapped = request_id in cache._requests.swapped_out
-        if swapped:
+        if swapped := request_id in cache._requests.swapped_out:
             assert preempted is not None
             depth = len(preempted.history)
-        loaded = cache.loads.begin_load_back(request_id, match, write=write)
-        if loaded is None:
+        source = cache.loads.source(request_id, match)
+        if source is not None and meanwhile is not None:
+            meanwhile()
+            source = cache.loads.source(request_id, cache.match(match.chain))
+        if source is None:
             cache.loads.drop_swapped_out(request_id)
             return None
-        assert cache.live[request_id].is_loading
-        assert loaded.resume_tokens == depth and not cache.loads.loads_elsewhere(loaded)
-        if meanwhile is not None:
-            meanwhile()
-            if not cache.is_current(loaded):
-                cache.loads.drop_swapped_out(request_id)
-                return None  # new weights, a reset, or running requests needed the blocks
-        length = len(tokens) if first_chunk is None else max(depth + 1, min(len(tokens), first_chunk))
-        needed, held = -(-length // block), len(loaded.block_ids)
-        keys = loaded.chain.keys[held : min(needed, self.device_depth(salt, tokens))]
-        beyond = [on_device(cache, key) for key in keys] if len(loaded.path) == held else []
-        if not self.has_room(needed - held - len(beyond), beyond, None):
-            beyond = []
-        room = self.has_room(needed - held - len(beyond), beyond, None)
-        assert cache.can_admit(loaded, length_tokens=length) == room
-        counted_tokens = len(tokens) if preempted else 0
-        admission = cache.admit(request_id, loaded, length_tokens=length, write=write, counted_tokens=counted_tokens)
-        assert (admission is not None) == room
+        assert source.depth_tokens == depth or meanwhile is not None
+        depth, first_chunk = (
+            source.depth_tokens,
+            None if first_chunk is None else max(first_chunk, source.depth_tokens + 1),
+        )
+        length = len(tokens) if first_chunk is None else min(len(tokens), first_chunk)
+        needed, loaded, cached = -(-length // block), -(-depth // block), self.device_depth(salt, tokens)
+        shared = [on_device(cache, key) for key in match.chain.keys[: min(cached, len(source.keys))]]
+        if len(shared) == loaded:
+            more = [on_device(cache, key) for key in match.chain.keys[: min(cached, needed)]]
+            fits = self.has_room(needed - len(more), more, slots=1 + cache.settings.live_states)
+            shared = more if fits else shared
+        room = self.has_room(needed - len(shared), shared, slots=1 + cache.settings.live_states)
+        assert cache.can_admit(match, length_tokens=length, load_of=request_id) == room
+        counted_tokens, before = len(tokens) if preempted else 0, self.cache.stats()
+        admission = cache.admit(
+            request_id, match, load=True, length_tokens=length, write=write, counted_tokens=counted_tokens
+        )
         if admission is None:
-            self.seen["load given up"] += 1
-            cache.release(request_id)
+            self.seen["load refused"] += 1
             assert (request_id in cache._requests.swapped_out) == swapped
             cache.loads.drop_swapped_out(request_id)
             return None
-        assert (admission.resume_tokens, admission.source_slot) == (depth, loaded.source_slot)
-        assert admission.block_ids[: admission.shared_blocks] == (*loaded.block_ids, *beyond)
-        assert admission.stored_tokens == max(depth, (len(loaded.path) + len(beyond)) * block)
-        self.seen["shared beyond a load"] += admission.stored_tokens > depth
-        self.seen["resumed" if preempted else "admitted from the host"] += 1
+        assert room and request_id not in cache._requests.swapped_out
+        if admission.load is None:
+            assert self.behind is not None or before.slots_used >= before.slots_total, "a load that fits is not begun"
+            self.seen["without its load"] += 1
+        else:
+            assert (admission.resume_tokens, admission.source_slot) == (depth, admission.load.slot)
+            assert admission.block_ids[: admission.shared_blocks][: len(shared)] == tuple(shared)
+            assert admission.shared_blocks == max(loaded, len(shared))
+            assert admission.stored_tokens == max(depth, len(shared) * block)
+            self.seen["shared beyond a load"] += admission.stored_tokens > depth
+            self.seen["resumed" if preempted else "admitted from the host"] += 1
         request = Request(request_id, salt, list(tokens), len(tokens), admission, write)
         request.counted_tokens = counted_tokens
         return self.started(request)
@@ -510,7 +515,7 @@ class ModelEngine:
         assert len(asked) > room or before.keys() <= after.keys(), "evicted, though there was room"
         if skipped:
             assert all(map(self.cache._device.slots.pins, after)), "skipped, though a state could go"
-            assert not self.free_places() and (self.cache._device.slots.is_full or not self.has_room(0, with_slot=True))
+            assert not self.free_places() and (self.cache._device.slots.is_full or not self.has_room(0, slots=1))
         assert all(checkpoint.slot >= self.first_slot for checkpoint in plan.checkpoints)
         others = [p for other in self.requests for p in other.plans]
         written = [checkpoint.slot for p in [*others, plan] for checkpoint in p.checkpoints]
@@ -683,7 +688,7 @@ class ModelEngine:
             return grown is not None and not grown.shared
         block_ids = self.cache.blocks.allocate(1)
         if block_ids is None:
-            assert not self.has_room(1, with_slot=False)
+            assert not self.has_room(1, slots=0)
             return False
         assert not set(block_ids) & self.held_blocks()
         self.cache.blocks.attach(request.request_id, block_ids)

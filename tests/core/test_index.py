@@ -105,7 +105,7 @@ def test_a_path_that_is_fetched_stays_in_the_tree_while_room_is_made_for_it():
 
 
 def test_a_preempted_request_waits_for_entries_that_are_still_read_for_another():
-    """The other's load was given up. What its entries were read for is pinned by the preempted request by then."""
+    """The other has ended. What its entries were read for is pinned by the preempted request by then."""
     behind = tier_behind()
     cache = HybridPrefixCache(
         CacheSettings(block_tokens=4, kv_blocks=20, state_slots=4, host_pages=20, behind=behind, secret=b"test")
@@ -115,18 +115,17 @@ def test_a_preempted_request_waits_for_entries_that_are_still_read_for_another()
     tags = [Tag(kind=EntryKind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
     for tag in [*tags, Tag(kind=EntryKind.STATE, key=chain.keys[-1], depth_tokens=8, epoch=0)]:
         behind.tier.put(NAMESPACE, Entry(tag, memoryview(b""), 0))
-    loading = cache.loads.begin_load_back(1, cache.match(chain))
-    assert loading.load.state is LoadState.FETCHING and len(loading.load.coming) == 3
+    loading = cache.loads.fetch(1, cache.match(chain))
+    assert loading.state is LoadState.FETCHING and len(loading.coming) == 3
     admitted = cache.admit(2, cache.match(chain, read=False))
     cache.publish(cache.plan(2, admitted.resume_tokens, 9))
-    cache.release(1)
-    assert loading.load.state is LoadState.GIVEN_UP
+    cache.loads.drop_fetch(1)
     assert cache.loads.swap_out(2, 9, 0)
     cache.release(2)
     cache.blocks.free(cache.blocks.allocate(cache.blocks.available_count))  # the device has nothing of it any more
-    again = cache.loads.begin_load_back(2, cache.match(cache.chain([*tokens, 1])))
-    assert not again.path and again.load.state is LoadState.FETCHING
-    assert len(again.load.coming) == 2 and set(again.load.coming) < set(loading.load.coming)
+    again = cache.admit(2, cache.match(cache.chain([*tokens, 1])), load=True).load
+    assert not cache.live[2].path and again.state is LoadState.FETCHING
+    assert len(again.coming) == 2 and set(again.coming) < set(loading.coming)
     cache.check_integrity()
     cache.reset()
-    assert again.load.state is LoadState.GIVEN_UP, "who runs its copies has to know"
+    assert again.state is LoadState.GIVEN_UP, "who runs its copies has to know"

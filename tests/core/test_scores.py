@@ -47,15 +47,13 @@ class Prompts:
         """A prompt from its arrival to its end. Returns the tokens that it skipped."""
         cache, self.sent = self.cache, self.sent + 1
         chain = cache.chain(tokens, salt=salt)
-        match, kept = self.match(chain, top_n, min(chunk, len(tokens)) - 1), None
-        if (loading := cache.loads.begin_load_back(self.sent, match)) is not None:
-            match, kept = loading, self._take(chain, loading.resume_tokens, top_n)
+        match = self.match(chain, top_n, min(chunk, len(tokens)) - 1)
+        admission = cache.admit(self.sent, match, load=True, length_tokens=len(tokens))
         cache.take_copies()
-        admission = cache.admit(self.sent, match, length_tokens=len(tokens))
         assert admission is not None
-        self.lost_tokens += match.lost_tokens_elsewhere
+        self.lost_tokens += cache.live[self.sent].uncounted.lost_tokens_elsewhere
         blocks = admission.resume_tokens // BLOCK
-        *scores, logits = (kept or self._take(chain, admission.resume_tokens, top_n)) or (None,)
+        *scores, logits = self._take(chain, admission.resume_tokens, top_n) or (None,)
         if logits is not None:
             assert [item.value[0] for item in scores] == chain.keys[:blocks]
             assert all(item.value[1] == item.top_n >= top_n for item in scores)

@@ -355,24 +355,6 @@ def test_blocks_move_on_after_an_invalidation():
     assert cache.take_copies() == []
 
 
-def test_waiting_loads_give_back_their_slots_too():
-    """A load of a state alone, whose KV a running request holds: the page of its slot is available."""
-    cache = shared(9, host_pages=40, host_state_pages=2)
-    tokens = list(range(2 * BLOCK + 1))
-    first = cache.admit(1, cache.match(cache.chain(tokens)))
-    cache.publish(cache.plan(1, first.resume_tokens, len(tokens)))
-    (node,) = [node for node in cache.nodes() if node.slot >= 0]
-    cache._device.evict(node)  # the state is on the host alone; request 1 still holds the KV
-    match = cache.match(cache.chain([*tokens, 7]))
-    assert match.loadable_blocks and cache.loads.begin_load_back(2, match) is not None
-    use, available = cache.memory_use(), cache.blocks.available_count
-    assert available == use.total_blocks - use.held_blocks - 2 * use.live_slots
-    assert len(cache.blocks.allocate(available)) == available and not any(
-        live.is_loading for live in cache.live.values()
-    )
-    cache.check_integrity()
-
-
 # -- a host tier -------------------------------------------------------------------------------------------------------
 
 

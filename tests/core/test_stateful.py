@@ -308,7 +308,7 @@ HAPPENED = (
     *("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost", "junction"),
     *("interval", "readmitted", "shared beyond", "decoded states", "stored", "loaded", "swapped out", "withdrawn"),
     *("guess used", "shared beyond by a chunk", "breakpoint", "repeat", "skipped", "admitted from the host", "resumed"),
-    *("load failed", "load given up", "ghosts", "moved", "told of a move", "cleared", "one of a page's states"),
+    *("load failed", "load refused", "ghosts", "moved", "told of a move", "cleared", "one of a page's states"),
 )
 
 

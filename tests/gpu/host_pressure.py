@@ -63,7 +63,7 @@ def serve(engine: Any, prompts: list[list[list[int]]], *, at_once: bool, answer:
             ids[len(ids)] = number
             engine.add_request(len(ids) - 1, prompts[number][turn], greedy(answer))
 
-    for turn in range(TURNS if at_once else 1):
+    for _ in range(TURNS if at_once else 1):
         for number in range(len(prompts)):
             send(number)
     while engine.has_unfinished_requests():
@@ -92,7 +92,9 @@ def main(args: Any) -> None:
     fields = sizes(model, block_tokens, args.scale, args.requests)
     memory = {"cache_gb": fields.pop("cache_gb")}
     settings = {"without": {}, "with": {"host_gb": args.host_gb}}
-    engines = {name: build_engine(model, HybridPrefixConfig(**memory, **own), **fields) for name, own in settings.items()}
+    engines = {
+        name: build_engine(model, HybridPrefixConfig(**memory, **own), **fields) for name, own in settings.items()
+    }
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for repeat in range(args.repeats + 1):
         prompts = conversations(args.scale, model.hybrid_config.vocab_size, seed=repeat)
