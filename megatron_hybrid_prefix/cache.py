@@ -229,12 +229,11 @@ class HybridPrefixCache:
             self._stats.count_fallback("stale_match")
         path, beyond = room
         # Share and pin before allocating: allocation may evict, and must not evict what this request shares.
-        shared, loading = [*path, *beyond], None
-        block_ids = device.blocks.share(shared)
+        block_ids, loading = device.blocks.share(path), None
         if source is not None:
-            loading = self.loads.begin(request_id, source, path, block_ids)
+            loading = self.loads.begin(request_id, source, path)
             if loading is None:
-                device.blocks.release(block_ids, shared)
+                device.blocks.release(block_ids, path)
                 return self.admit(
                     request_id,
                     expected,
@@ -245,6 +244,7 @@ class HybridPrefixCache:
                     counted_tokens=counted_tokens,
                 )
             match = source.as_match(match, loading.slot, self.block_tokens)
+            beyond = device.tree.path([node.key for node in beyond])  # some may have gone for the slot
         self.loads.drop_swapped_out(request_id)
         live = LiveRequest.of(request_id, match, path, block_ids, self.block_tokens, load=loading)
         self._requests.live[request_id] = live
@@ -252,10 +252,16 @@ class HybridPrefixCache:
             device.slots.pin(live.pinned_slot)
         if path and loading is None:
             device.use(path[-1])
+        live.block_ids += device.blocks.share(beyond)
         share_beyond(live, beyond, self.block_tokens)
         shared_blocks = len(live.block_ids)
+        # Slots first: blocks could take the last page that can be emptied.
         live.live_slot = device.take_live_slot()
-        live.block_ids += device.take_blocks(max(0, self._blocks_for(match, length_tokens) - shared_blocks))
+        loaded_blocks = -(-match.resume_tokens // self.block_tokens)
+        needed = max(loaded_blocks, self._blocks_for(match, length_tokens))
+        live.block_ids += device.take_blocks(max(0, needed - shared_blocks))
+        if loading is not None:
+            self.loads.copy(loading, len(path), live.block_ids[len(path) :])
         live.write, live.counted_tokens = write and match.chain.epoch == self.epoch, counted_tokens
         if live.write:
             live.boundaries = self._planner.boundaries(match, breakpoints)
@@ -264,7 +270,7 @@ class HybridPrefixCache:
         return Admission(
             request_id=request_id,
             block_ids=tuple(live.block_ids),
-            shared_blocks=shared_blocks,
+            shared_blocks=max(shared_blocks, loaded_blocks),
             stored_tokens=live.stored_tokens,
             resume_tokens=match.resume_tokens,
             source_slot=match.source_slot,

@@ -109,41 +109,45 @@ class Loads:
         blocks = match.loadable_blocks
         return LoadSource(keys[:blocks], blocks * self._block_tokens) if blocks else None
 
-    def begin(self, request_id: int, source: LoadSource, path: Sequence[Node], block_ids: list[int]) -> Load | None:
-        """Allocates blocks and a slot for what a request loads, and queues the copies.
+    def begin(self, request_id: int, source: LoadSource, path: Sequence[Node]) -> Load | None:
+        """Pins what a request loads, and takes a slot for the state. Pass its blocks to `copy`.
 
         Args:
             request_id: The request.
             source: What it loads.
             path: Its first blocks, which are on the device. They are shared.
-            block_ids: Their ids. Those of the loaded blocks are appended.
 
         Returns:
             The load. None, and nothing changed on the device: a tier has no room for it.
         """
         left = source.swapped_out
-        if left is None:
-            entries = self._host.gather(source.keys, len(path))
-        else:
-            entries = (*left.pinned[len(path) :], *left.private)
-        slot = None if entries is None else self._device.take_slot()
-        if entries is None or slot is None:
-            if entries is not None and left is None:
-                self._host.unpin(entries)
+        pinned = self._host.gather(source.keys, len(path)) if left is None else left.pinned
+        slot = None if pinned is None else self._device.take_slot()
+        if pinned is None or slot is None:
+            if pinned is not None and left is None:
+                self._host.unpin(pinned)
             return None
-        loaded_ids = self._device.take_blocks(len(entries) - 1)
-        block_ids += loaded_ids
         if left is not None:
             del self._requests.swapped_out[request_id]
-        load = self._new_load(
-            request_id, entries if left is None else left.pinned, entries, swapped_out=left, slot=slot, source=source
-        )
+        load = self._new_load(request_id, pinned, source, slot=slot)
         self._requests.loads.append(load)
-        for entry, block_id in zip(entries[:-1], loaded_ids, strict=True):
-            load.payloads[block_id] = self._host.load(entry, block_id, load)
-        self._host.load(entries[-1], slot, load)
         self.drop_fetch(request_id)
         return load
+
+    def copy(self, load: Load, shared_blocks: int, block_ids: Sequence[int]) -> None:
+        """Queues the copies of a load.
+
+        Args:
+            load: From `begin`.
+            shared_blocks: Number of leading blocks that are on the device.
+            block_ids: The blocks after them.
+        """
+        entries = load.pinned
+        if load.swapped_out is not None:
+            entries = (*load.pinned[shared_blocks:], *load.swapped_out.private)
+        for entry, block_id in zip(entries[:-1], block_ids, strict=False):
+            load.payloads[block_id] = self._host.load(entry, block_id, load)
+        self._host.load(entries[-1], load.slot, load)
 
     def fetch(self, request_id: int, match: Match) -> Load | None:
         """Has the tier behind the host bring what a waiting request needs of it. Takes room on the host only.
@@ -163,20 +167,13 @@ class Loads:
         if not any(entry.is_coming for entry in entries):
             self._host.unpin(entries)
             return None
-        fetch = self._requests.fetches[request_id] = self._new_load(request_id, entries, entries, source=source)
+        fetch = self._requests.fetches[request_id] = self._new_load(request_id, entries, source)
         return fetch
 
     def _new_load(
-        self,
-        request_id: int,
-        pinned: tuple[HostEntry, ...],
-        entries: Sequence[HostEntry],
-        *,
-        source: LoadSource,
-        swapped_out: SwappedOut | None = None,
-        slot: int = NO_SLOT,
+        self, request_id: int, pinned: tuple[HostEntry, ...], source: LoadSource, *, slot: int = NO_SLOT
     ) -> Load:
-        coming = tuple(entry for entry in entries if entry.is_coming)
+        coming = tuple(entry for entry in pinned if entry.is_coming)
         self._next_id += 1
         return Load(
             load_id=self._next_id - 1,
@@ -184,10 +181,9 @@ class Loads:
             state=LoadState.FETCHING if coming else LoadState.COPYING,
             depth_tokens=source.depth_tokens,
             pinned=pinned,
-            swapped_out=swapped_out,
+            swapped_out=source.swapped_out,
             coming=coming,
             slot=slot,
-            pages=sum(len(entry.pages) for entry in entries),
         )
 
     # -- end a load ----------------------------------------------------------------------------------------------------

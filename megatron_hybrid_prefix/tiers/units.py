@@ -102,7 +102,6 @@ class Load:
         swapped_out: What its request left on the host when it was preempted, or None.
         coming: Those of ``pinned`` that are being read from the tier below.
         slot: Slot on the device that the state goes to; below 0: none, it is a fetch.
-        pages: Host pages of all copies.
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
         deadline_s: While it fetches: until when the request waits (`time.monotonic` of this rank).
         transfers: Its copies to the device, on this rank.
@@ -123,7 +122,6 @@ class Load:
     swapped_out: SwappedOut | None = None
     coming: tuple[HostEntry, ...] = ()
     slot: int = -1
-    pages: int = 0
     payloads: dict[int, Any] = field(default_factory=dict)
     deadline_s: float = 0.0
     transfers: list[BlockTransfer] = field(default_factory=list)

@@ -141,7 +141,7 @@ def test_a_load_that_is_over_before_it_is_launched_is_not_launched(pools):
     """Its block may be another's by then."""
     pools.write(KV, 0, 3.0)
     pools.give_to_tier(0, 0)
-    own = [a_load(number, state) for number, state in enumerate((LoadState.ASKED, LoadState.GIVEN_UP))]
+    own = [a_load(number, state) for number, state in enumerate((LoadState.COPYING, LoadState.GIVEN_UP))]
     pools.arena.carry_out([pools.unit(KV, 3 + number, 0, load) for number, load in enumerate(own)])
     assert [pools.value(index) for index in (3, 4)] == [3.0, 0.0]
     assert [pools.arena.loads.is_wrong(load) for load in own] == [False, True]

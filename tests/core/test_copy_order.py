@@ -21,7 +21,7 @@ PAGE_BLOCKS, PAGE_STATES, BLOCKS, HOST_PAGES = 3, 2, 12, 6
 SLOTS = BLOCKS // PAGE_BLOCKS * PAGE_STATES
 FIRST_SLOT = 2  # of the first page; those before it are the engine's
 LAYOUT = PAGE_BLOCKS, PAGE_STATES, FIRST_SLOT
-LOAD = Load(load_id=0, request_id=0, state=LoadState.ASKED, depth_tokens=0, pinned=())
+LOAD = Load(load_id=0, request_id=0, state=LoadState.COPYING, depth_tokens=0, pinned=())
 
 
 def transfer(kind, device_id, page, *, load=False):

@@ -431,7 +431,7 @@ def test_to_the_host_and_back(place, kind):
     tag = Tag(kind=kind, key=b"k", depth_tokens=1, epoch=0)
     arena.carry_out([BlockTransfer(source=DEVICE, target=HOST, pages=(3, 5), tag=tag, device_id=entry)])
     arena.stores.wait()
-    load = Load(load_id=0, request_id=0, state=LoadState.ASKED, depth_tokens=1, pinned=())
+    load = Load(load_id=0, request_id=0, state=LoadState.COPYING, depth_tokens=1, pinned=())
     arena.carry_out([BlockTransfer(source=HOST, target=DEVICE, pages=(3, 5), tag=tag, device_id=other, load=load)])
     arena.loads.wait_for(load)
     arena.finish()

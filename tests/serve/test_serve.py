@@ -115,7 +115,7 @@ class Server(Endpoint):
         assert context.mamba_metadata.mamba_state_free_slot_count == context.max_requests
         allocator = context.kv_block_allocator
         assert available_blocks(allocator) == block_counts(allocator).total - 1
-        assert [i for i, live in context.prefix_cache.live.items() if not live.is_loading] == []
+        assert not context.prefix_cache.live
         context.check_integrity()
 
 
