@@ -254,14 +254,13 @@ class HybridPrefixCache:
             device.use(path[-1])
         live.block_ids += device.blocks.share(beyond)
         share_beyond(live, beyond, self.block_tokens)
-        shared_blocks = len(live.block_ids)
         # Slots first: blocks could take the last page that can be emptied.
         live.live_slot = device.take_live_slot()
-        loaded_blocks = -(-match.resume_tokens // self.block_tokens)
-        needed = max(loaded_blocks, self._blocks_for(match, length_tokens))
-        live.block_ids += device.take_blocks(max(0, needed - shared_blocks))
+        live.block_ids += device.take_blocks(max(0, -(-match.resume_tokens // self.block_tokens) - len(live.block_ids)))
         if loading is not None:
             self.loads.copy(loading, len(path), live.block_ids[len(path) :])
+        shared_blocks = len(live.block_ids)
+        live.block_ids += device.take_blocks(max(0, self._blocks_for(match, length_tokens) - shared_blocks))
         live.write, live.counted_tokens = write and match.chain.epoch == self.epoch, counted_tokens
         if live.write:
             live.boundaries = self._planner.boundaries(match, breakpoints)
@@ -270,7 +269,7 @@ class HybridPrefixCache:
         return Admission(
             request_id=request_id,
             block_ids=tuple(live.block_ids),
-            shared_blocks=max(shared_blocks, loaded_blocks),
+            shared_blocks=shared_blocks,
             stored_tokens=live.stored_tokens,
             resume_tokens=match.resume_tokens,
             source_slot=match.source_slot,
