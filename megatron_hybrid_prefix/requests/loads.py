@@ -131,7 +131,9 @@ class Loads:
             del self._requests.swapped_out[request_id]
         load = self._new_load(request_id, pinned, source, slot=slot)
         self._requests.loads.append(load)
-        self.drop_fetch(request_id)
+        fetch = self.fetches.pop(request_id, None)
+        if fetch is not None:
+            self._host.unpin(fetch.pinned)
         return load
 
     def copy(self, load: Load, shared_blocks: int, block_ids: Sequence[int]) -> None:
@@ -257,12 +259,16 @@ class Loads:
 
     def drop_fetch(self, request_id: int) -> None:
         """The request does not wait for its fetch any more. What arrives stays on the host."""
-        fetch = self._requests.fetches.pop(request_id, None)
+        fetch = self.fetches.pop(request_id, None)
         if fetch is not None:
             self._host.unpin(fetch.pinned)
+            if fetch.state is LoadState.FETCHING:
+                fetch.state = LoadState.GIVEN_UP
+                self._stats.count_fallback(fetch.state)
 
     def _count_missing(self, load: Load) -> None:
-        self._stats.count_fallback(load.state)
+        for reason in (load.state, LoadState.GIVEN_UP):
+            self._stats.count_fallback(reason)
         self._stats.tiers[SHARED].failed += sum(bool(entry.pages) for entry in load.coming)
 
     # -- swap out ------------------------------------------------------------------------------------------------------

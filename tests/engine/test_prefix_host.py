@@ -172,12 +172,9 @@ def test_a_load_takes_place_while_others_run(model):
     push_out(served, count=5)
     running = served.add(random_tokens(30, seed=7), 40)
     served.step(3)
-    waiting = served.add(prompt, 4)
+    loading = served.add(prompt, 4)
     served.step()
-    assert served.cache.live[waiting].is_loading
-    assert running in served.cache.live
-    served.step()
-    assert not served.cache.live[waiting].is_loading
+    assert {running, loading} <= served.cache.live.keys(), "nobody waits for a load from the host"
     served.run()
     assert served.context.prefix_stats().reused_tokens_host == 4 * BLOCK
     served.finish()

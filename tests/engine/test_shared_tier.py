@@ -270,17 +270,17 @@ def test_a_request_is_admitted_while_its_entries_are_read(model, folder, monkeyp
     computed(model, folder)
     served = start(model, folder)
     folder.close_gate()
-    context, admitted = served.context, list[tuple[int, bool]]()
+    context, admitted = served.context, list[tuple[int, int]]()
     prepare = context.initialize_attention_state
 
     def prepare_and_open(*arguments: Any, **options: Any) -> Any:
-        admitted.append((context.total_request_count, any(live.is_loading for live in served.cache.live.values())))
+        admitted.append((context.total_request_count, len(served.cache.loads.fetches)))
         folder.gate.set()
         return prepare(*arguments, **options)
 
     monkeypatch.setattr(context, "initialize_attention_state", prepare_and_open)
     assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK
-    assert admitted[0] == (1, False)
+    assert admitted[0] == (1, 0)
     assert served.context.prefix_stats().fallbacks == {}
     served.finish()
 
@@ -313,9 +313,9 @@ def test_a_load_that_is_late_before_its_request_is_admitted_fails_no_forward(mod
     served.step()
     missed = served.add(PROMPT)
     served.step()
-    (load,) = [live.load for live in served.cache.live.values() if live.is_loading]
-    assert load.state is LoadState.FETCHING
-    load.deadline_s = 0.0  # late by now
+    load = served.cache.loads.fetches[missed]
+    assert load.state is LoadState.FETCHING and missed not in served.cache.live
+    load.deadline_s = 1e-9  # late by now
     monkeypatch.setattr(served.cache, "fail_load", lambda plan: pytest.fail("a forward ran without its entries"))
     served.run()
     assert served.finished[missed].num_cached_tokens == 0
@@ -349,7 +349,7 @@ def test_a_load_that_ends_while_the_disk_is_read(model, folder, end):
     served.step(2)
     waiting = served.add(PROMPT, 4)
     served.step(9)
-    assert served.cache.live[waiting].is_loading and running in served.cache.live and folder.asked.wait(HANG_S)
+    assert waiting in served.cache.loads.fetches and running in served.cache.live and folder.asked.wait(HANG_S)
     if end == "invalidate":
         served.engine.invalidate()
     elif end == "reset":

@@ -144,11 +144,13 @@ def test_a_host_without_room_for_entries_from_behind(pages):
         behind.tier.put(NAMESPACE, Entry(tag, memoryview(b""), 0))
     match = cache.match(chain)
     assert (match.kv_depth_blocks, match.loadable_blocks, match.resume_tokens) == (4, 4, 0)
-    assert cache.loads.begin_load_back(1, match) is None
+    assert cache.loads.fetch(1, match) is None
     cache.check_integrity()
     assert len(list(cache.nodes())) == cache.stats().tiers["host"].kv_blocks == pages
     assert [unit.tag for unit in cache.take_copies()] == tags[:pages]
-    assert cache.admit(1, cache.match(chain)).resume_tokens == 0
+    admission = cache.admit(1, match, load=True)
+    assert admission.load is None and admission.resume_tokens == 0
+    cache.check_integrity()
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

@@ -309,9 +309,11 @@ class HostMoves(Moves):
             The load's state: it still fetches, is launched, or has failed.
         """
         arena = self.arena
-        assert arena.behind is not None and self._behind is not None
+        assert arena.behind is not None
         arena.stores.send()
-        load.deadline_s = load.deadline_s or time.monotonic() + self._behind.tier.wait_s
+        if not load.deadline_s:
+            assert self._behind is not None
+            load.deadline_s = time.monotonic() + self._behind.tier.wait_s
         arrived = arena.behind.fetched(load, max(0.0, load.deadline_s - time.monotonic()) if wait else 0.0)
         if arrived is None:
             own = LoadState.LATE if time.monotonic() >= load.deadline_s else LoadState.FETCHING
