@@ -134,6 +134,7 @@ class Loads:
         fetch = self.fetches.pop(request_id, None)
         if fetch is not None:
             self._host.unpin(fetch.pinned)
+            load.deadline_s = fetch.deadline_s
         return load
 
     def copy(self, load: Load, shared_blocks: int, block_ids: Sequence[int]) -> None:

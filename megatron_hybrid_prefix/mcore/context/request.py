@@ -250,9 +250,9 @@ class RequestLoads:
         """
         cache, known = self._cache, self._requests.of(req, self._cache)
         fetch = cache.loads.fetches.get(req.request_id)
-        if not others_run or (fetch is None and known.gave_up_fetch):
-            return False
         if fetch is None:
+            if not others_run or known.gave_up_fetch:
+                return False
             fetch = cache.loads.fetch(req.request_id, known.match(cache, req.remaining_prompt_length))
             if fetch is None:
                 return False
@@ -261,7 +261,7 @@ class RequestLoads:
         if state in (LoadState.MISSING, LoadState.LATE):
             self._context.decisions.note(lambda: f"request {req.request_id} does not wait for its load: {state}")
             known.last, known.gave_up_fetch = None, True
-        return state is LoadState.FETCHING
+        return others_run and state is LoadState.FETCHING
 
     def forget(self, request_id: int) -> None:
         """Drop what a request without a row holds on the host: it ended."""
