@@ -46,7 +46,7 @@ from megatron_hybrid_prefix.index.store import MemoryUse, PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, with_verification
-from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy, LoadState
+from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy, LoadOver, LoadState
 
 
 class HybridPrefixCache:
@@ -284,7 +284,7 @@ class HybridPrefixCache:
             alone = (
                 host is not None
                 and host.behind is not None
-                and all(isinstance(copy, BlockTransfer) for copy in store.copies)
+                and all(isinstance(copy, BlockTransfer | LoadOver) for copy in store.copies)
             )
             return store.take_copies() if alone else []
         copies = self._store.take_copies()
@@ -539,11 +539,13 @@ class HybridPrefixCache:
 
     def reset(self) -> None:
         """Drops all requests, plans, blocks and states. Keeps the counters."""
+        over = [LoadOver(load.load_id) for load in self._requests.loads]
         self._requests.clear()
         self._keys.forget()
         self._planner.writing.clear()
         self.blocks.unattached.clear()
         self._store.reset()
+        self._store.copies += over
 
     # -- queries, statistics, integrity --------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """`HostTier`: which KV blocks and states are on the host, and how they get there and back.
 
 KV blocks and states share one pool of pages. ``policy/needs.py`` says which go first when pages are needed.
-This file only decides: it queues the copies as `BlockTransfer`, and ``tiers/arena.py`` carries them out.
+This file only decides: it queues the copies as `BlockTransfer`, and ``transfers/mover.py`` carries them out.
 
 A state stays on the host only while its KV is on the host or on the device. A state that is worth less than all that is
 stored is not stored, unless there is a tier below, to which it gets through the host. KV that no state on the host needs only gets
@@ -24,7 +24,7 @@ from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Load, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Tag
 
 
 class HostTier:
@@ -251,10 +251,10 @@ class HostTier:
 
     # -- back to the device --------------------------------------------------------------------------------------------
 
-    def load(self, entry: int, device_id: int, load: Load) -> Any:
+    def load(self, entry: int, device_id: int, load_id: int) -> Any:
         """Queues the copy of a pinned entry into a block or slot. Returns the entry's payload."""
         stored = self.entries[entry]
-        self.transfers.append(BlockTransfer(HOST, DEVICE, stored.pages, stored.tag, device_id, load))
+        self.transfers.append(BlockTransfer(HOST, DEVICE, stored.pages, stored.tag, device_id, load_id))
         self._figures.loads += 1
         return stored.payload
 

@@ -13,7 +13,7 @@ from megatron_hybrid_prefix.index.requests import LiveRequest, RequestBook
 from megatron_hybrid_prefix.index.store import PrefixStore
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, Load, LoadState, Tag
+from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, Load, LoadOver, LoadState, Tag
 
 
 class Loads:
@@ -149,11 +149,11 @@ class Loads:
             return None
         block_ids += self._store.take_blocks(len(entries) - 1)
         load.coming = host.coming(entries)
-        load.state = LoadState.FETCHING if load.coming else LoadState.ASKED
+        load.state = LoadState.FETCHING if load.coming else LoadState.COPYING
         load.slot, load.pages = slot, sum(len(host.entries[entry].pages) for entry in entries)
         for entry, block_id in zip(entries[:-1], block_ids[len(shared) :], strict=True):
-            load.payloads[block_id] = host.load(entry, block_id, load)
-        host.load(entries[-1], slot, load)
+            load.payloads[block_id] = host.load(entry, block_id, load.load_id)
+        host.load(entries[-1], slot, load.load_id)
         usable_blocks = min(match.kv_depth_blocks, match.limit_tokens // self._block_tokens)
         loaded = dataclasses.replace(
             match,
@@ -188,7 +188,7 @@ class Loads:
 
     def _new_load(self, request_id: int, **fields: Any) -> Load:
         self._next_id += 1
-        return Load(load_id=self._next_id - 1, request_id=request_id, state=LoadState.ASKED, **fields)
+        return Load(load_id=self._next_id - 1, request_id=request_id, state=LoadState.COPYING, **fields)
 
     def _left_again(self, left: Load) -> Load:
         """A load of the same entries, which stay pinned."""
@@ -222,6 +222,7 @@ class Loads:
             self._stats.count_fallback(LoadState.GIVEN_UP)
         live.load = None
         self._requests.loads.remove(load)
+        self._store.copies.append(LoadOver(load.load_id))
         blocks = load.depth_tokens // self._block_tokens
         node = live.path[blocks - 1] if kept and not load.private and blocks <= len(live.path) else None
         if node is not None and node.slot == NO_SLOT and node.host_slot != NO_SLOT:

@@ -27,7 +27,7 @@ from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_po
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
 from megatron_hybrid_prefix.tiers.base import DepthTier
-from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, Copy, PageClear
+from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, Copy, LoadOver, PageClear
 
 _depth = attrgetter("depth_blocks")
 
@@ -396,7 +396,7 @@ class PrefixStore:
         self.tree.clear()
         self.blocks.reset()
         self.checkpoints.reset()
-        self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear)]
+        self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear | LoadOver)]
         self.ghosts.clear()
 
     # -- who gets the next bytes ---------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ MOST = {
     "flags: generate": 38,
 }
 ROOMS = {
-    "core": ("cache.py", "index", "policy", "pool", "tiers"),
+    "core": ("cache.py", "index", "policy", "pool", "tiers", "transfers"),
     "mcore": ("mcore",),
     "upstream and platform": ("upstream", "platform"),
     "serve, cli and console": ("serve", "cli", "console"),
@@ -62,8 +62,14 @@ SLACK = 0.01  # of lines; other counts are exact
 PASSED = {
     "cold": {"cache.py", "mcore/context/context.py", "index/store.py"},
     "hit": {"cache.py", "mcore/context/context.py", "index/matcher.py"},
-    "host": {"index/loads.py", "mcore/state/moves.py", "tiers/loads.py"},
-    "folder": {"index/loads.py", "mcore/state/moves.py", "tiers/loads.py", "tiers/jobs.py", "tiers/file.py"},
+    "host": {"index/loads.py", "transfers/mover.py", "transfers/to_device.py"},
+    "folder": {
+        "index/loads.py",
+        "mcore/state/moves.py",
+        "transfers/to_device.py",
+        "transfers/jobs.py",
+        "tiers/file.py",
+    },
 }
 
 
@@ -209,7 +215,7 @@ def files_of_a_load(served: Any, prompt: list[int]) -> list[str]:
     """Of the load alone: what the calls for it start, on the engine's thread and on those that read."""
     from megatron_hybrid_prefix.index.loads import Loads
     from megatron_hybrid_prefix.mcore.context.request import RequestLoads
-    from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
+    from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
 
     inside = threading.local()
 
@@ -224,7 +230,7 @@ def files_of_a_load(served: Any, prompt: list[int]) -> list[str]:
 
         return counted
 
-    for owner in (Loads, RequestLoads, HostMoves, Moves):
+    for owner in (Loads, RequestLoads, Mover, DeviceMover):
         for name, method in list(vars(owner).items()):
             if callable(method) and not name.startswith("__"):
                 setattr(owner, name, counting(method))

@@ -14,8 +14,9 @@ through megatron's data-parallel coordinator:
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +32,11 @@ from megatron_hybrid_prefix.index.matcher import Match
 from megatron_hybrid_prefix.index.requests import StepPlan
 from megatron_hybrid_prefix.index.scores import Kept, ScoreTable
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
-from megatron_hybrid_prefix.mcore.state.moves import HostMoves
-from megatron_hybrid_prefix.tiers.units import LoadState
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
+from megatron_hybrid_prefix.tiers.units import Load, LoadState
+from megatron_hybrid_prefix.transfers.mover import Mover
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -231,6 +235,10 @@ def _breakpoints(request_id: int, value: Any) -> tuple[int, ...]:
     raise ValueError(f"request {request_id}: cache_breakpoints={shown(value)}: must be a sequence of ints")
 
 
+# While other requests run, a request waits one round per this many bytes of its load: about the transfer of one step.
+BYTES_A_ROUND = 256 * 2**20
+
+
 class RequestLoads:
     """Loads waiting requests back from the host.
 
@@ -241,7 +249,7 @@ class RequestLoads:
         requests: Its requests.
     """
 
-    def __init__(self, context: Any, cache: HybridPrefixCache, moves: HostMoves, requests: KnownRequests) -> None:
+    def __init__(self, context: Any, cache: HybridPrefixCache, moves: Mover, requests: KnownRequests) -> None:
         self._context, self._cache, self._moves, self._requests = context, cache, moves, requests
 
     def load_back(self, req: Any, others_run: bool, *, others_start: bool = False) -> bool:
@@ -272,6 +280,7 @@ class RequestLoads:
             match = known.last = loading
             known.take_scores(match.resume_tokens)
             assert match.load is not None
+            match.load.rounds = ceil_div(match.load.pages * self._moves.sizes.page_bytes, BYTES_A_ROUND)
             self._moves.start_load(match.load)
             self._context.decisions.note(
                 lambda: (
@@ -285,7 +294,7 @@ class RequestLoads:
         if alone and begins:
             return False
         if load.state is LoadState.FETCHING:
-            state = self._moves.fetch(load, wait=False)
+            state = self._fetch(load, wait=False)
             if state is LoadState.FETCHING:
                 return not alone
             if state is not LoadState.COPYING:
@@ -296,6 +305,23 @@ class RequestLoads:
             return False
         load.rounds -= 1
         return True
+
+    def wait(self, plans: Iterable[StepPlan]) -> None:
+        """Make the next forward run after the loads that it uses.
+
+        The CPU waits for entries that still come from the tier below: a collective, if there are any.
+        """
+        for load in [plan.load for plan in plans if plan.load is not None]:
+            state = self._fetch(load, wait=True) if load.state is LoadState.FETCHING else load.state
+            if state is LoadState.COPYING:
+                self._moves.wait_for(load.load_id)
+
+    def _fetch(self, load: Load, *, wait: bool) -> LoadState:
+        """See `Mover.fetch`. If the request is admitted, and its entries did not arrive, it is one of `failed`."""
+        state = self._moves.fetch(load.load_id, wait=wait, zero=load.admitted)
+        if state is not LoadState.FETCHING:
+            self._cache.loads.end_fetch(load, state)
+        return state
 
     def forget(self, request_id: int) -> None:
         """Drop what a request without a row holds on the device and on the host: it ended."""
@@ -310,8 +336,14 @@ class RequestLoads:
         All ranks call it after each forward, before one with loads is published. The requests must be recomputed.
         """
         in_step = self._requests.in_step.values()
-        failed = self._moves.failed([plan for _, plan in in_step])
-        for known, plan in in_step:
-            if plan.load is not None and plan.load.state in (LoadState.MISSING, LoadState.LATE):
+        loads = [(known, plan.load) for known, plan in in_step if plan.load is not None]
+        copied = {load.load_id: load for _, load in loads if load.state is LoadState.COPYING}
+        for load_id, state in self._moves.verdicts(copied).items():
+            load = copied[load_id]
+            load.state = state
+            if state is LoadState.FAILED:
+                logger.error("the load of request %d failed verification: the request is recomputed", load.request_id)
+        for known, load in loads:
+            if load.state in (LoadState.MISSING, LoadState.LATE):
                 known.last, known.gave_up_fetch = None, True
-        return failed
+        return {load.request_id for _, load in loads if load.state is not LoadState.ARRIVED}

@@ -19,8 +19,8 @@ from megatron_hybrid_prefix.ops.slot_copies import as_words
 from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
 from megatron_hybrid_prefix.support.arithmetic import ceil_div, round_up
-from megatron_hybrid_prefix.tiers.host_pages import HostPages
 from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
+from megatron_hybrid_prefix.transfers.host_pages import HostPages
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ class EntryCopies:
     Args:
         tensors: Called at each copy: the tensors' addresses change when the engine is suspended.
         pages: The pages on the host.
-        pages_of: Pages per entry, by kind.
         device: Device of the tensors.
 
     Attributes:
@@ -82,11 +81,11 @@ class EntryCopies:
         tensors: Callable[[], Tensors],
         pages: HostPages,
         *,
-        pages_of: Mapping[EntryKind, int],
         device: torch.device,
     ) -> None:
         self._tensors, self.pages, self.device = tensors, pages, device
         self.by_engine = pages.page_bytes >= ENGINE_BYTES
+        pages_of = {EntryKind.KV: pages.sizes.kv_pages, EntryKind.STATE: pages.sizes.state_pages}
         self.row_bytes = {kind: count * pages.page_bytes for kind, count in pages_of.items()}
         sizes = {kind: [each[:, 0].nbytes for each in own] for kind, own in tensors().items()}
         self.entry_bytes = {kind: round_up(sum(own), WORD_BYTES) for kind, own in sizes.items()}

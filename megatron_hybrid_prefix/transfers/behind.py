@@ -1,7 +1,7 @@
-"""`TierMoves`: moves entries between the host's pages and the tier below the host, by threads (``jobs.py``).
+"""`BehindCopies`: moves entries between the host's pages and the tier below the host, by threads (``jobs.py``).
 
 Entries that a load needs go to the device in groups as they arrive, while others are read (`fetched`). The model uses them after all
-ranks have agreed that they are here (``mcore/state/moves.py``).
+ranks have agreed that they are here (`Mover.fetch`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import partial
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import TierBehind
-from megatron_hybrid_prefix.tiers.entry_copies import without_shared_pages
-from megatron_hybrid_prefix.tiers.jobs import Job, JobGroup, TierThreads, marks
-from megatron_hybrid_prefix.tiers.loads import LoadCopies
-from megatron_hybrid_prefix.tiers.stores import StoreCopies
-from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind, Load
+from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind
+from megatron_hybrid_prefix.transfers.entry_copies import without_shared_pages
+from megatron_hybrid_prefix.transfers.jobs import Job, JobGroup, TierThreads, marks
+from megatron_hybrid_prefix.transfers.to_device import ToDevice, Transfer
+from megatron_hybrid_prefix.transfers.to_host import ToHost
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _GROUP_ENTRIES = 32
 GROUP_BYTES = 64 * 2**20  # entries from the tier go to the device in groups of this size, while others are read
 
 
-class TierMoves:
+class BehindCopies:
     """Moves of entries between the host's pages and the tier below.
 
     Args:
@@ -38,7 +38,7 @@ class TierMoves:
         threads: They move the entries.
     """
 
-    def __init__(self, behind: TierBehind, stores: StoreCopies, loads: LoadCopies) -> None:
+    def __init__(self, behind: TierBehind, stores: ToHost, loads: ToDevice) -> None:
         self._behind, self._stores, self._loads = behind, stores, loads
         self._copies, self._pages = stores.copies, stores.copies.pages
         self.threads = TierThreads(behind.tier, max(self._copies.entry_bytes.values()))
@@ -121,14 +121,14 @@ class TierMoves:
 
     # -- loads whose entries come from the tier ------------------------------------------------------------------------
 
-    def begin(self, load: Load) -> None:
+    def begin(self, load: Transfer) -> None:
         """The load's transfers wait for reads that have begun."""
         for unit in load.left:
             job = self.threads.read_of(unit.tag, unit.pages[0])
             if job is not None:
                 load.jobs[unit.pages[0]] = job
 
-    def fetched(self, load: Load, wait_s: float = 0.0) -> bool | None:
+    def fetched(self, load: Transfer, wait_s: float = 0.0) -> bool | None:
         """Whether all entries that the load waits for have arrived on the host; None: not all are known yet.
 
         Entries that have arrived go to the device at once, the others group by group, while more are being read.
@@ -158,7 +158,7 @@ class TierMoves:
                 return False
         return True
 
-    def _launch(self, load: Load, units: list[BlockTransfer]) -> bool:
+    def _launch(self, load: Transfer, units: list[BlockTransfer]) -> bool:
         """Launches transfers whose entries nothing reads any more, and takes them out of ``left``. Returns whether all have arrived."""
         coming = [(unit, load.jobs.get(unit.pages[0])) for unit in units if not self._pages.holds(unit)]
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.

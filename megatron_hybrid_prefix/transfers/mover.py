@@ -1,0 +1,357 @@
+"""`Mover`: when KV and states move, on the device and between tiers, and the verdict on each load that all ranks agree on.
+
+The cache queues copies (`HybridPrefixCache.take_copies`). They are launched, in their order, before anything can overwrite what they
+read. KV blocks that move in shared memory are copied on the model's stream, and pages are cleared there.
+
+On the device an entry is spread over all layers; on the host it is in pages. Transfers between them go through staging buffers on the
+device, whose halves are used in turn (``to_host.py``, ``to_device.py``; the ways over the host link: ``ops/page_copies.py``). They have
+separate streams, because the host link has two directions. A forward waits for the loads that it uses.
+
+A store gives every entry a tag and a checksum over all its bytes, computed by the kernel that gathers it, or by one of its own
+where the copy engines copy it. Expected checksums stay on the device (``host_pages.py``).
+
+Threads copy entries to and from the tier behind the host, with their tags and checksums. They first wait until no transfer uses
+their pages (``behind.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.tiers.base import TierBehind
+from megatron_hybrid_prefix.tiers.units import (
+    DEVICE,
+    HOST,
+    SHARED,
+    BlockMove,
+    BlockTransfer,
+    Copy,
+    EntryKind,
+    Load,
+    LoadOver,
+    LoadState,
+    PageClear,
+)
+from megatron_hybrid_prefix.transfers.behind import BehindCopies
+from megatron_hybrid_prefix.transfers.entry_copies import EntryCopies, Tensors
+from megatron_hybrid_prefix.transfers.host_pages import HostPages, HostSizes
+from megatron_hybrid_prefix.transfers.order import stores_first
+from megatron_hybrid_prefix.transfers.to_device import ToDevice, Transfer
+from megatron_hybrid_prefix.transfers.to_host import ToHost
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
+
+logger = logging.getLogger(__name__)
+
+# What ranks may see of a load that fetches, from best to worst: they agree on the worst.
+_FETCHED = (LoadState.COPYING, LoadState.FETCHING, LoadState.MISSING, LoadState.LATE)
+
+
+class TakeCopies(Protocol):
+    """`HybridPrefixCache.take_copies`."""
+
+    def __call__(self, *, published: bool = False) -> list[Copy]:
+        """See there."""
+
+
+class DeviceMover:
+    """Copies of a cache without a host tier.
+
+    Args:
+        take_copies: Called at each launch.
+        memory: Called at each launch; None while megatron has freed the memory.
+
+    Attributes:
+        sizes: There is no host tier.
+        tier: There is none behind it, either.
+    """
+
+    sizes = HostSizes()
+    tier: TierBehind | None = None
+
+    def __init__(self, take_copies: TakeCopies, memory: Callable[[], SharedMemory | None]) -> None:
+        self._take_copies, self._memory = take_copies, memory
+
+    def launch(self, *, send: bool = True) -> None:
+        """See `Mover.launch`."""
+        _carry_out(self._take_copies(), self._memory(), {})
+
+    def forward_launched(self) -> None:
+        """See `Mover.forward_launched`."""
+
+    step_ended = forward_launched
+    finish = launch
+
+
+class Mover:
+    """Copies of a cache with a host tier, and perhaps a tier behind it. As `DeviceMover`, it is asked at each step.
+
+    Args:
+        take_copies: Called at each launch.
+        memory: Called at each launch; None while megatron has freed the memory.
+        tensors: Called at each transfer. Returns the device tensors by kind, each (layers, KV blocks or slots, *shape) and
+            contiguous inside a block or slot. (Their addresses change when the engine is suspended.)
+        sizes: What the ranks agreed on.
+        device: Device of the tensors.
+        tier: The tier behind the host, or None.
+        max_of_ranks: Maximum of each number over all ranks; a collective.
+
+    Raises:
+        RuntimeError, MemoryError: The host lacks the memory, or the driver refuses to pin it.
+
+    Attributes:
+        sizes, tier: See Args.
+        pages: The host memory, and the entries there.
+        copies: How entries are copied.
+        to_host: Transfers from the device.
+        to_device: Transfers to the device.
+        behind: Transfers to and from the tier behind the host; None if there is none.
+    """
+
+    def __init__(
+        self,
+        take_copies: TakeCopies,
+        memory: Callable[[], SharedMemory | None],
+        tensors: Callable[[], Tensors],
+        *,
+        sizes: HostSizes,
+        device: torch.device,
+        tier: TierBehind | None,
+        max_of_ranks: Callable[[list[int]], list[int]],
+    ) -> None:
+        self._take_copies, self._memory, self._max_of_ranks = take_copies, memory, max_of_ranks
+        self.sizes, self.tier = sizes, tier
+        self.pages = HostPages(sizes, device, for_threads=tier is not None)
+        self.copies = EntryCopies(tensors, self.pages, device=device)
+        self.to_host = ToHost(self.copies)
+        self.to_device = ToDevice(self.to_host)
+        self.behind = None if tier is None else BehindCopies(tier, self.to_host, self.to_device)
+
+    # -- launches ------------------------------------------------------------------------------------------------------
+
+    def launch(self, *, send: bool = True) -> None:
+        """Launch the queued copies. Call it before anything writes to a slot or block.
+
+        The model's later launches run after stores have read their entries, and after loads that are over.
+
+        Args:
+            send: False: leave the copies to the host to `forward_launched`, or to `step_ended` if nobody says when that is.
+        """
+        self.to_host.wait()  # for what publication queued
+        self._run(self._take_copies(), send=send)
+        if send:
+            self.to_host.send()
+
+    def forward_launched(self) -> None:
+        """Launch what need not precede a forward: copies to the host that `launch` left."""
+        self.to_host.send()
+
+    def step_ended(self) -> None:
+        """What a forward published is known to be right: launch what its publication queued for a tier behind the host.
+
+        And what is left of copies to the host.
+        """
+        self._run(self._take_copies(published=True), send=False, beside=True)
+        self.to_host.send()
+
+    def finish(self) -> None:
+        """Finish all copies: the device buffers are about to be freed."""
+        self.launch()
+        self.drain_queues()
+
+    def _run(self, copies: Sequence[Copy], *, send: bool, beside: bool = False) -> None:
+        memory = self._memory()
+
+        def transfer(units: list[BlockTransfer]) -> None:
+            assert memory is not None
+            # States on the device are named by their rows, not by their slots.
+            rows = [
+                unit._replace(device_id=memory.row(unit.device_id))
+                if unit.device_id is not None and unit.tag.kind == EntryKind.STATE
+                else unit
+                for unit in units
+            ]
+            self.carry_out(rows, send=send, beside=beside)
+            if not beside:  # else the next launch waits
+                self.to_host.wait()
+
+        _carry_out(copies, memory, {BlockTransfer: transfer, LoadOver: self._end})
+
+    def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True, beside: bool = False) -> None:
+        """Launch transfers in order. The model may overwrite stored entries after `ToHost.wait`.
+
+        A transfer that fails is logged. Its load counts as failed, on this rank. A load that fetches waits for `fetch`.
+
+        Args:
+            units: The transfers.
+            send: False: gather what is stored, and leave its copies to the host to `ToHost.send`. What needs them launches them, too.
+            beside: Leave half of the device to the model's later launches while entries are gathered.
+        """
+        for (source, target), group in groupby(units, key=attrgetter("source", "target")):
+            run = list(group)
+            if source == DEVICE:
+                if self.behind is not None:
+                    run = self.behind.overwrite(run)
+                self.to_host.run(run, self.to_device.mark_before_stores(run), send=send, beside=beside)
+            elif target == DEVICE:
+                self._begin_loads(run)
+            else:
+                assert self.behind is not None
+                self.to_host.send()
+                (self.behind.store if source == HOST else self.behind.read)(run)
+
+    def _begin_loads(self, units: Sequence[BlockTransfer]) -> None:
+        """Launches the transfers of loads, but for those that fetch."""
+        launched: list[BlockTransfer] = []
+        for load_id, group in groupby(units, key=attrgetter("load_id")):
+            own, load = list(group), self.to_device.transfer(load_id)
+            load.units += own
+            if load.fetches:
+                assert self.behind is not None
+                load.left += own
+                self.behind.begin(load)
+            else:
+                launched += own
+        self.to_device.run(launched)
+
+    def drain_queues(self) -> None:
+        """The CPU waits for all transfers between the device and the host."""
+        self.to_host.send()
+        for queue in (self.to_host.queue, self.to_device.queue):
+            with queue.running():
+                mark = queue.mark()
+            queue.finish(mark)
+
+    # -- loads ---------------------------------------------------------------------------------------------------------
+
+    def start_load(self, load: Load) -> None:
+        """Launch a load that the cache has begun. Entries from the tier behind are launched when they have arrived."""
+        own = self.to_device.transfer(load.load_id)
+        own.fetches = load.state is LoadState.FETCHING
+        self.launch(send=False)
+        own.deadline_s = time.monotonic() + (0.0 if self.tier is None else self.tier.tier.wait_s)
+
+    def fetch(self, load_id: int, *, wait: bool, zero: bool) -> LoadState:
+        """Check whether the entries of a load that fetches have arrived from the tier behind, and launch it if they have.
+
+        A collective: time passes differently on each rank, so they agree on what it means.
+
+        Args:
+            load_id: The load.
+            wait: Wait for the entries, until they have arrived or are late.
+            zero: If they do not arrive, the next forward reads the load's blocks and its slot all the same: they hold zeros by then.
+
+        Returns:
+            The load's state: it still fetches, is launched, or has failed.
+        """
+        assert self.behind is not None
+        self.to_host.send()
+        load = self.to_device.transfer(load_id)
+        arrived = self.behind.fetched(load, max(0.0, load.deadline_s - time.monotonic()) if wait else 0.0)
+        if arrived is None:
+            own = LoadState.LATE if time.monotonic() >= load.deadline_s else LoadState.FETCHING
+        else:
+            own = LoadState.COPYING if arrived else LoadState.MISSING
+        agreed = _FETCHED[self._max_of_ranks([_FETCHED.index(own)])[0]]
+        if agreed in (LoadState.MISSING, LoadState.LATE):
+            self.drop(load, zero=zero)
+        return agreed
+
+    def wait_for(self, load_id: int) -> None:
+        """Make the next forward run after a load whose copies are launched. Other work can be launched before."""
+        load = self.to_device.transfer(load_id)
+        if not load.awaited:
+            self.to_device.wait_for(load)
+
+    def verdicts(self, load_ids: Iterable[int]) -> dict[int, LoadState]:
+        """Whether loads that the last forward used were right, on all ranks: ARRIVED or FAILED, by load id.
+
+        A collective, if there are any.
+        """
+        loads = {load_id: self.to_device.transfer(load_id) for load_id in load_ids}
+        flags = [int(self.to_device.is_wrong(load)) for load in loads.values()]
+        flags = self._max_of_ranks(flags) if flags else []
+        return {
+            load_id: LoadState.FAILED if is_wrong else LoadState.ARRIVED
+            for load_id, is_wrong in zip(loads, flags, strict=True)
+        }
+
+    def drop(self, load: Transfer, *, zero: bool = False) -> None:
+        """The load is over before all of it was launched. Its entries may still arrive on the host.
+
+        The model's later launches run after what was launched of it: its blocks and slots may be reused.
+
+        Args:
+            load: The load.
+            zero: The next forward reads its blocks and its slot all the same: they hold zeros by then. What was there before may
+                be anything, and a request cannot be sampled from NaN.
+        """
+        if not load.awaited:
+            self.to_device.wait_for(load)
+        self.to_device.forget(load)
+        if zero:
+            self.copies.zero(load.units)
+
+    def _end(self, over: Sequence[LoadOver]) -> None:
+        for (load_id,) in over:
+            load = self.to_device.transfers.pop(load_id, None)
+            if load is not None and load in self.to_device.running:
+                self.drop(load)
+
+    # -- the whole -----------------------------------------------------------------------------------------------------
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until everything launched so far is in the tier behind the host, at most this long. Returns whether it is."""
+        return self.behind is None or self.behind.threads.drain(seconds)
+
+    def close(self) -> None:
+        """Close the tier behind the host, and free the memory; garbage collection does the latter, too."""
+        if self.tier is not None and self.behind is not None:
+            self.tier.tier.close()
+            self.behind.threads.close()
+        self.pages.close()
+
+    def count(self, stats: PrefixStats) -> None:
+        """Add this rank's transfers to the statistics."""
+        host = stats.tiers[HOST]
+        host.bytes_budget = self.pages.memory.numel()
+        host.bytes_stored, host.bytes_loaded = self.to_host.bytes, self.to_device.bytes
+        times = [each.queue.seconds() for each in (self.to_host, self.to_device)]
+        host.seconds, host.seconds_waited = (sum(part) for part in zip(*times, strict=True))
+        if self.behind is not None and SHARED in stats.tiers:
+            counted, moved = stats.tiers[SHARED], self.behind.stats
+            moved.loads, moved.stores, moved.failed = counted.loads, counted.stores, counted.failed
+            stats.tiers[SHARED] = moved
+
+    def report(self) -> str:
+        """Size of the host tier, and the tier behind it, in one line."""
+        sizes, behind = self.sizes, "" if self.tier is None else f"; behind it: {type(self.tier.tier).__name__}"
+        return (
+            f"host tier: {sizes.pages} pages of {sizes.page_bytes / 2**20:.3f} MiB, "
+            f"{sizes.kv_pages} for a KV block, {sizes.state_pages} for a state{behind}"
+        )
+
+
+def _carry_out(
+    copies: Sequence[Copy], memory: SharedMemory | None, more: Mapping[type, Callable[[list[Any]], None]]
+) -> None:
+    """Carries out copies in order. ``more``: those that are not of the memory on the device, by type."""
+    if not copies:
+        return
+    run = dict(more)
+    if memory is not None and memory.layout is not None:
+        layout = memory.layout
+        copies = stores_first(copies, layout.page_blocks, layout.page_states, memory.first_page_slot)
+        run[BlockMove] = memory.move_blocks
+        run[PageClear] = lambda clears: memory.clear_pages([clear.page for clear in clears])
+    for kind, group in groupby(copies, key=type):
+        run[kind](list(group))
