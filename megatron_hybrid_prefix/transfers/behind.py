@@ -17,7 +17,7 @@ from megatron_hybrid_prefix.tiers.base import TierBehind
 from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind
 from megatron_hybrid_prefix.transfers.entry_copies import without_shared_pages
 from megatron_hybrid_prefix.transfers.jobs import Job, JobGroup, TierThreads, marks
-from megatron_hybrid_prefix.transfers.to_device import ToDevice, Transfer
+from megatron_hybrid_prefix.transfers.to_device import Awaited, ToDevice, Transfer
 from megatron_hybrid_prefix.transfers.to_host import ToHost
 
 logger = logging.getLogger(__name__)
@@ -121,13 +121,6 @@ class BehindCopies:
 
     # -- loads whose entries come from the tier ------------------------------------------------------------------------
 
-    def begin(self, load: Transfer) -> None:
-        """The load's transfers wait for reads that have begun."""
-        for unit in load.left:
-            job = self.threads.read_of(unit.tag, unit.pages[0])
-            if job is not None:
-                load.jobs[unit.pages[0]] = job
-
     def fetched(self, load: Transfer, wait_s: float = 0.0) -> bool | None:
         """Whether all entries that the load waits for have arrived on the host; None: not all are known yet.
 
@@ -138,14 +131,14 @@ class BehindCopies:
             wait_s: Wait at most this long for them.
         """
         late = time.perf_counter() + wait_s
-        arrived: list[BlockTransfer] = []
-        groups: dict[JobGroup, list[BlockTransfer]] = {}
-        for unit in load.left:
-            job = None if self._pages.holds(unit) else load.jobs.get(unit.pages[0])
-            if job is None or job.group.is_over:
-                arrived.append(unit)
+        arrived: list[Awaited] = []
+        groups: dict[JobGroup, list[Awaited]] = {}
+        for awaited in load.left:
+            unit, job = awaited
+            if job is None or job.group.is_over or self._pages.holds(unit):
+                arrived.append(awaited)
             else:
-                groups.setdefault(job.group, []).append(unit)
+                groups.setdefault(job.group, []).append(awaited)
         if arrived and not self._launch(load, arrived):
             return False
         for group, units in groups.items():
@@ -158,9 +151,9 @@ class BehindCopies:
                 return False
         return True
 
-    def _launch(self, load: Transfer, units: list[BlockTransfer]) -> bool:
+    def _launch(self, load: Transfer, over: list[Awaited]) -> bool:
         """Launches transfers whose entries nothing reads any more, and takes them out of ``left``. Returns whether all have arrived."""
-        coming = [(unit, load.jobs.get(unit.pages[0])) for unit in units if not self._pages.holds(unit)]
+        coming = [(unit, job) for unit, job in over if not self._pages.holds(unit)]
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
         arrived = [(unit, job.checksum) for unit, job in coming if job is not None and not job.cancelled]
         here = [(unit, checksum) for unit, checksum in arrived if checksum is not None]
@@ -171,9 +164,10 @@ class BehindCopies:
             self._pages.put_sums(first_pages, expected)
             self._pages.put_tags(unit for unit, _ in here)
             self._bytes_loaded += sum(self._copies.entry_bytes[unit.tag.kind] for unit, _ in here)
-        if not all(self._pages.holds(unit) for unit in units):
+        units = [unit for unit, _ in over]
+        if not all(map(self._pages.holds, units)):
             return False
         self._loads.run(units)
-        launched = set(map(id, units))
-        load.left = [unit for unit in load.left if id(unit) not in launched]
+        launched = set(map(id, over))
+        load.left = [awaited for awaited in load.left if id(awaited) not in launched]
         return True

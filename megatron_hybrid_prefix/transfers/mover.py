@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.tiers.base import TierBehind
@@ -56,11 +56,7 @@ logger = logging.getLogger(__name__)
 _FETCHED = (LoadState.COPYING, LoadState.FETCHING, LoadState.MISSING, LoadState.LATE)
 
 
-class TakeCopies(Protocol):
-    """`HybridPrefixCache.take_copies`."""
-
-    def __call__(self, *, published: bool = False) -> list[Copy]:
-        """See there."""
+type TakeCopies = Callable[..., list[Copy]]  # `HybridPrefixCache.take_copies`
 
 
 class DeviceMover:
@@ -71,6 +67,7 @@ class DeviceMover:
         memory: Called at each launch; None while megatron has freed the memory.
 
     Attributes:
+        memory: See Args.
         sizes: There is no host tier.
         tier: There is none behind it, either.
     """
@@ -79,11 +76,23 @@ class DeviceMover:
     tier: TierBehind | None = None
 
     def __init__(self, take_copies: TakeCopies, memory: Callable[[], SharedMemory | None]) -> None:
-        self._take_copies, self._memory = take_copies, memory
+        self._take_copies, self.memory = take_copies, memory
 
     def launch(self, *, send: bool = True) -> None:
         """See `Mover.launch`."""
-        _carry_out(self._take_copies(), self._memory(), {})
+        self.run({})
+
+    def run(self, more: Mapping[type, Callable[[list[Any]], None]], *, published: bool = False) -> None:
+        """Carry out the queued copies in order. ``more``: those that are not within the memory, by type."""
+        copies, memory = self._take_copies(published=published), self.memory()
+        run = dict(more)
+        if copies and memory is not None and memory.layout is not None:
+            layout = memory.layout
+            copies = stores_first(copies, layout.page_blocks, layout.page_states, memory.first_page_slot)
+            run[BlockMove] = memory.move_blocks
+            run[PageClear] = lambda clears: memory.clear_pages([clear.page for clear in clears])
+        for kind, group in groupby(copies, key=type):
+            run[kind](list(group))
 
     def forward_launched(self) -> None:
         """See `Mover.forward_launched`."""
@@ -93,11 +102,10 @@ class DeviceMover:
 
 
 class Mover:
-    """Copies of a cache with a host tier, and perhaps a tier behind it. As `DeviceMover`, it is asked at each step.
+    """Copies of a cache with a host tier, and perhaps a tier behind it.
 
     Args:
-        take_copies: Called at each launch.
-        memory: Called at each launch; None while megatron has freed the memory.
+        on_device: Copies within the memory on the device.
         tensors: Called at each transfer. Returns the device tensors by kind, each (layers, KV blocks or slots, *shape) and
             contiguous inside a block or slot. (Their addresses change when the engine is suspended.)
         sizes: What the ranks agreed on.
@@ -119,8 +127,7 @@ class Mover:
 
     def __init__(
         self,
-        take_copies: TakeCopies,
-        memory: Callable[[], SharedMemory | None],
+        on_device: DeviceMover,
         tensors: Callable[[], Tensors],
         *,
         sizes: HostSizes,
@@ -128,7 +135,7 @@ class Mover:
         tier: TierBehind | None,
         max_of_ranks: Callable[[list[int]], list[int]],
     ) -> None:
-        self._take_copies, self._memory, self._max_of_ranks = take_copies, memory, max_of_ranks
+        self._on_device, self._max_of_ranks = on_device, max_of_ranks
         self.sizes, self.tier = sizes, tier
         self.pages = HostPages(sizes, device, for_threads=tier is not None)
         self.copies = EntryCopies(tensors, self.pages, device=device)
@@ -147,7 +154,7 @@ class Mover:
             send: False: leave the copies to the host to `forward_launched`, or to `step_ended` if nobody says when that is.
         """
         self.to_host.wait()  # for what publication queued
-        self._run(self._take_copies(), send=send)
+        self._run(send=send)
         if send:
             self.to_host.send()
 
@@ -160,7 +167,7 @@ class Mover:
 
         And what is left of copies to the host.
         """
-        self._run(self._take_copies(published=True), send=False, beside=True)
+        self._run(send=False, published=True)
         self.to_host.send()
 
     def finish(self) -> None:
@@ -168,10 +175,9 @@ class Mover:
         self.launch()
         self.drain_queues()
 
-    def _run(self, copies: Sequence[Copy], *, send: bool, beside: bool = False) -> None:
-        memory = self._memory()
-
+    def _run(self, *, send: bool, published: bool = False) -> None:
         def transfer(units: list[BlockTransfer]) -> None:
+            memory = self._on_device.memory()
             assert memory is not None
             # States on the device are named by their rows, not by their slots.
             rows = [
@@ -180,11 +186,11 @@ class Mover:
                 else unit
                 for unit in units
             ]
-            self.carry_out(rows, send=send, beside=beside)
-            if not beside:  # else the next launch waits
+            self.carry_out(rows, send=send, beside=published)
+            if not published:  # else the next launch waits
                 self.to_host.wait()
 
-        _carry_out(copies, memory, {BlockTransfer: transfer, LoadOver: self._end})
+        self._on_device.run({BlockTransfer: transfer, LoadOver: self._end}, published=published)
 
     def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True, beside: bool = False) -> None:
         """Launch transfers in order. The model may overwrite stored entries after `ToHost.wait`.
@@ -217,8 +223,7 @@ class Mover:
             load.units += own
             if load.fetches:
                 assert self.behind is not None
-                load.left += own
-                self.behind.begin(load)
+                load.left += [(unit, self.behind.threads.read_of(unit.tag, unit.pages[0])) for unit in own]
             else:
                 launched += own
         self.to_device.run(launched)
@@ -268,9 +273,7 @@ class Mover:
 
     def wait_for(self, load_id: int) -> None:
         """Make the next forward run after a load whose copies are launched. Other work can be launched before."""
-        load = self.to_device.transfer(load_id)
-        if not load.awaited:
-            self.to_device.wait_for(load)
+        self.to_device.wait_for(self.to_device.transfer(load_id))
 
     def verdicts(self, load_ids: Iterable[int]) -> dict[int, LoadState]:
         """Whether loads that the last forward used were right, on all ranks: ARRIVED or FAILED, by load id.
@@ -288,15 +291,10 @@ class Mover:
     def drop(self, load: Transfer, *, zero: bool = False) -> None:
         """The load is over before all of it was launched. Its entries may still arrive on the host.
 
-        The model's later launches run after what was launched of it: its blocks and slots may be reused.
-
-        Args:
-            load: The load.
-            zero: The next forward reads its blocks and its slot all the same: they hold zeros by then. What was there before may
-                be anything, and a request cannot be sampled from NaN.
+        The model's later launches run after what was launched of it: its blocks and slots may be reused. ``zero``: see `fetch`. What was
+        there before may be anything, and a request cannot be sampled from NaN.
         """
-        if not load.awaited:
-            self.to_device.wait_for(load)
+        self.to_device.wait_for(load)
         self.to_device.forget(load)
         if zero:
             self.copies.zero(load.units)
@@ -339,19 +337,3 @@ class Mover:
             f"host tier: {sizes.pages} pages of {sizes.page_bytes / 2**20:.3f} MiB, "
             f"{sizes.kv_pages} for a KV block, {sizes.state_pages} for a state{behind}"
         )
-
-
-def _carry_out(
-    copies: Sequence[Copy], memory: SharedMemory | None, more: Mapping[type, Callable[[list[Any]], None]]
-) -> None:
-    """Carries out copies in order. ``more``: those that are not of the memory on the device, by type."""
-    if not copies:
-        return
-    run = dict(more)
-    if memory is not None and memory.layout is not None:
-        layout = memory.layout
-        copies = stores_first(copies, layout.page_blocks, layout.page_states, memory.first_page_slot)
-        run[BlockMove] = memory.move_blocks
-        run[PageClear] = lambda clears: memory.clear_pages([clear.page for clear in clears])
-    for kind, group in groupby(copies, key=type):
-        run[kind](list(group))

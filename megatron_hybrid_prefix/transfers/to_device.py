@@ -29,6 +29,10 @@ STAGING_BYTES = 128 * 2**20
 _LOADS = 4096  # at most this many loads are known at a time
 
 
+type Awaited = tuple[BlockTransfer, Job | None]
+"""A copy to the device, and the read of its entry from the tier behind the host, if there was one."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transfer:
     """All that this rank knows of the copies of a load.
@@ -36,8 +40,7 @@ class Transfer:
     Attributes:
         load_id: The load.
         units: Its copies to the device.
-        left: Those of them that wait for an entry that is being read from the tier behind the host.
-        jobs: Reads of entries from there, by first page.
+        left: Those of them that are not launched, because entries are being read from the tier behind the host.
         fetches: Whether it waits for the tier behind. The same on all ranks.
         deadline_s: Until when its request waits for these (`time.monotonic`).
         places: Pages, blocks and slots that launched copies use.
@@ -49,8 +52,7 @@ class Transfer:
 
     load_id: int
     units: list[BlockTransfer] = field(default_factory=list)
-    left: list[BlockTransfer] = field(default_factory=list)
-    jobs: dict[int, Job] = field(default_factory=dict)
+    left: list[Awaited] = field(default_factory=list)
     fetches: bool = False
     deadline_s: float = 0.0
     places: set[int] = field(default_factory=set)
@@ -146,7 +148,7 @@ class ToDevice:
 
     def wait_for(self, load: Transfer) -> None:
         """The model's later launches run after this transfer."""
-        if load.is_launched:
+        if load.is_launched and not load.awaited:
             self.queue.wait(load.end)
         load.awaited = True
 
@@ -154,7 +156,6 @@ class ToDevice:
         """The transfer is over, and the model has waited for it."""
         if load in self.running:
             self.running.remove(load)
-        load.jobs.clear()
 
     def is_wrong(self, load: Transfer) -> bool:
         """Whether an entry of the load differs from what was stored, or its launch raised, or it was never launched. Forgets it.

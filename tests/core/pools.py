@@ -13,11 +13,11 @@ import torch
 
 from megatron_hybrid_prefix.tiers.base import Entry, Tier, TierBehind
 from megatron_hybrid_prefix.tiers.settings import TierSettings
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, EntryKind, Tag
 from megatron_hybrid_prefix.transfers import entry_copies, to_device, to_host
 from megatron_hybrid_prefix.transfers.entry_copies import Tensors
 from megatron_hybrid_prefix.transfers.host_pages import HostSizes
-from megatron_hybrid_prefix.transfers.mover import Mover
+from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
 from megatron_hybrid_prefix.transfers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.transfers.queue import HostQueue
 from megatron_hybrid_prefix.transfers.to_device import Transfer
@@ -42,13 +42,8 @@ def a_mover(
     counts = {kind: sum(each[:, 0].nbytes for each in of_kind) for kind, of_kind in tensors.items()}
     kv_pages, state_pages = (max(least_pages, -(-counts.get(kind, 0) // page_bytes)) for kind in (KV, STATE))
     sizes = HostSizes(pages=pages, page_bytes=page_bytes, kv_pages=kv_pages, state_pages=state_pages)
-
-    def nothing(*, published: bool = False) -> list[Copy]:
-        return []
-
     return Mover(
-        nothing,
-        lambda: None,
+        DeviceMover(lambda **_: [], lambda: None),
         lambda: tensors,
         sizes=sizes,
         device=torch.device(device),

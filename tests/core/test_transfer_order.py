@@ -11,7 +11,7 @@ import torch
 
 from megatron_hybrid_prefix.tiers.units import Copy, LoadOver
 from megatron_hybrid_prefix.transfers import entry_copies, to_device, to_host
-from megatron_hybrid_prefix.transfers.mover import Mover
+from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
 from megatron_hybrid_prefix.transfers.queue import BUFFERS, DeviceQueue
 from megatron_hybrid_prefix.transfers.to_device import Transfer
 from tests.core.pools import KV, STATE, Pools
@@ -257,7 +257,7 @@ class Queue:
         self.queued: list[Copy] = []
         self.published = list(published)
         memory: Any = SimpleNamespace(layout=None, row=lambda slot: slot)
-        mover._take_copies, mover._memory = self, lambda: memory
+        mover._on_device = DeviceMover(self, lambda: memory)
 
     def __call__(self, *, published: bool = False) -> list[Copy]:
         copies = list(self.published if published else self.queued)

@@ -42,14 +42,8 @@ def open_mover(context: Any, prefix: HybridPrefixConfig) -> tuple[Mover | Device
     Raises:
         ValueError: The shared tier cannot be used.
     """
-
-    def take_copies(*, published: bool = False) -> Any:
-        return context.prefix_cache.take_copies(published=published)
-
-    def memory() -> Any:
-        return context.shared_memory
-
-    without_host = DeviceMover(take_copies, memory), Secrets()
+    device = DeviceMover(lambda **options: context.prefix_cache.take_copies(**options), lambda: context.shared_memory)
+    without_host = device, Secrets()
     if not prefix.host_gb or not context.checkpoint_slots:
         return without_host
     groups = context.config.pg_collection
@@ -75,8 +69,7 @@ def open_mover(context: Any, prefix: HybridPrefixConfig) -> tuple[Mover | Device
         if sizes.pages < sizes.kv_pages + sizes.state_pages:
             raise MemoryError("it has no room for a state and a KV block")
         mover = Mover(
-            take_copies,
-            memory,
+            device,
             partial(_tensors, context),
             sizes=sizes,
             device=context.shared_memory.kv_rows.device,
