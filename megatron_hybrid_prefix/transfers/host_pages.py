@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from megatron_hybrid_prefix.tiers.units import BlockTransfer, Tag
+from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind, Tag
 from megatron_hybrid_prefix.transfers.pinned import allocate, pin, unpin
 
 
@@ -19,14 +19,12 @@ class HostSizes:
     Attributes:
         pages: Number of pages.
         page_bytes: Bytes per page.
-        kv_pages: Pages per KV block.
-        state_pages: Pages per state.
+        pages_of: Pages per entry, by kind.
     """
 
     pages: int = 0
     page_bytes: int = 0
-    kv_pages: int = 1
-    state_pages: int = 1
+    pages_of: Mapping[EntryKind, int] = field(default_factory=lambda: dict.fromkeys(EntryKind, 1))
 
 
 class HostPages:
@@ -51,9 +49,8 @@ class HostPages:
     """
 
     def __init__(self, sizes: HostSizes, device: torch.device, *, for_threads: bool) -> None:
-        self.sizes = sizes
+        self.sizes, self.page_bytes = sizes, sizes.page_bytes
         count, page_bytes = sizes.pages, sizes.page_bytes
-        self.page_bytes = page_bytes
         size, on_gpu = count * page_bytes, device.type == "cuda"
         self.memory = allocate(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
         self.rows = self.memory.view(count, page_bytes)

@@ -41,7 +41,6 @@ from megatron_hybrid_prefix.tiers.units import (
 from megatron_hybrid_prefix.transfers.behind import BehindCopies
 from megatron_hybrid_prefix.transfers.entry_copies import EntryCopies, Tensors
 from megatron_hybrid_prefix.transfers.host_pages import HostPages, HostSizes
-from megatron_hybrid_prefix.transfers.order import stores_first
 from megatron_hybrid_prefix.transfers.to_device import ToDevice, Transfer
 from megatron_hybrid_prefix.transfers.to_host import ToHost
 
@@ -78,6 +77,12 @@ class DeviceMover:
     def __init__(self, take_copies: TakeCopies, memory: Callable[[], SharedMemory | None]) -> None:
         self._take_copies, self.memory = take_copies, memory
 
+    def tensors(self) -> Tensors:
+        """Those on the device, by kind, each (1, KV blocks or rows of states, bytes). Their addresses change when the engine is suspended."""
+        memory = self.memory()
+        assert memory is not None
+        return {EntryKind.KV: [memory.kv_rows], EntryKind.STATE: [memory.state_rows]}
+
     def launch(self, *, send: bool = True) -> None:
         """See `Mover.launch`."""
         self.run({})
@@ -105,9 +110,7 @@ class Mover:
     """Copies of a cache with a host tier, and perhaps a tier behind it.
 
     Args:
-        on_device: Copies within the memory on the device.
-        tensors: Called at each transfer. Returns the device tensors by kind, each (layers, KV blocks or slots, *shape) and
-            contiguous inside a block or slot. (Their addresses change when the engine is suspended.)
+        on_device: Copies within the memory on the device; asked for its tensors at each transfer.
         sizes: What the ranks agreed on.
         device: Device of the tensors.
         tier: The tier behind the host, or None.
@@ -128,7 +131,6 @@ class Mover:
     def __init__(
         self,
         on_device: DeviceMover,
-        tensors: Callable[[], Tensors],
         *,
         sizes: HostSizes,
         device: torch.device,
@@ -138,7 +140,7 @@ class Mover:
         self._on_device, self._max_of_ranks = on_device, max_of_ranks
         self.sizes, self.tier = sizes, tier
         self.pages = HostPages(sizes, device, for_threads=tier is not None)
-        self.copies = EntryCopies(tensors, self.pages, device=device)
+        self.copies = EntryCopies(on_device.tensors, self.pages, device)
         self.to_host = ToHost(self.copies)
         self.to_device = ToDevice(self.to_host)
         self.behind = None if tier is None else BehindCopies(tier, self.to_host, self.to_device)
@@ -335,5 +337,43 @@ class Mover:
         sizes, behind = self.sizes, "" if self.tier is None else f"; behind it: {type(self.tier.tier).__name__}"
         return (
             f"host tier: {sizes.pages} pages of {sizes.page_bytes / 2**20:.3f} MiB, "
-            f"{sizes.kv_pages} for a KV block, {sizes.state_pages} for a state{behind}"
+            f"{sizes.pages_of[EntryKind.KV]} for a KV block, {sizes.pages_of[EntryKind.STATE]} for a state{behind}"
         )
+
+
+def stores_first(copies: Sequence[Copy], page_blocks: int, page_states: int, first_page_slot: int) -> list[Copy]:
+    """Puts stores before moves and clears, unless they read what those write: then more stores are launched together.
+
+    Args:
+        copies: Queued copies, in order.
+        page_blocks: KV blocks in a page.
+        page_states: States in a page: the slots of page p follow ``first_page_slot + p * page_states``.
+        first_page_slot: First slot of the first page.
+
+    Returns:
+        The copies in an order with the same result.
+    """
+    stores: list[Copy] = []
+    others: list[Copy] = []
+    moved: set[int] = set()  # blocks that the moves and clears read or write
+    slots: set[int] = set()  # of their pages
+    no_transfer_yet = True
+    for copy in copies:
+        if isinstance(copy, BlockMove | PageClear):
+            if isinstance(copy, BlockMove):
+                blocks = {copy.source_block, copy.target_block}
+            else:
+                blocks = set(range(copy.page * page_blocks, (copy.page + 1) * page_blocks))
+            moved |= blocks
+            for page in {block // page_blocks for block in blocks}:
+                first = first_page_slot + page * page_states
+                slots.update(range(first, first + page_states))
+        elif isinstance(copy, BlockTransfer):
+            # Transfers keep their order: they may use the same pages on the host.
+            reads_moved = copy.device_id in (moved if copy.tag.kind == EntryKind.KV else slots)
+            no_transfer_yet = no_transfer_yet and copy.source == DEVICE and not reads_moved
+            if no_transfer_yet:
+                stores.append(copy)
+                continue
+        others.append(copy)
+    return stores + others

@@ -46,14 +46,7 @@ class ToHost:
         self.stored: Mark = None
         self.bytes = 0
 
-    def run(
-        self,
-        units: Sequence[BlockTransfer],
-        after: Mark,
-        *,
-        send: bool = True,
-        beside: bool = False,
-    ) -> None:
+    def run(self, units: Sequence[BlockTransfer], after: Mark, *, send: bool = True, beside: bool = False) -> None:
         """Launch stores, in order. The model may overwrite the entries after `wait`.
 
         A copy that fails is logged. Its entries are not on the host then.

@@ -40,11 +40,12 @@ def a_mover(
 ) -> Mover:
     """Of these tensors, with so many pages for an entry at least; nothing is queued for it. It is the only rank."""
     counts = {kind: sum(each[:, 0].nbytes for each in of_kind) for kind, of_kind in tensors.items()}
-    kv_pages, state_pages = (max(least_pages, -(-counts.get(kind, 0) // page_bytes)) for kind in (KV, STATE))
-    sizes = HostSizes(pages=pages, page_bytes=page_bytes, kv_pages=kv_pages, state_pages=state_pages)
+    pages_of = {kind: max(least_pages, -(-size // page_bytes)) for kind, size in counts.items()}
+    sizes = HostSizes(pages=pages, page_bytes=page_bytes, pages_of=pages_of)
+    on_device = DeviceMover(lambda **_: [], lambda: None)
+    on_device.tensors = lambda: tensors  # type: ignore[method-assign]
     return Mover(
-        DeviceMover(lambda **_: [], lambda: None),
-        lambda: tensors,
+        on_device,
         sizes=sizes,
         device=torch.device(device),
         tier=tier,

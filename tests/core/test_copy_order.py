@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.tiers.units import (
     PageClear,
     Tag,
 )
-from megatron_hybrid_prefix.transfers.order import stores_first
+from megatron_hybrid_prefix.transfers.mover import stores_first
 
 PAGE_BLOCKS, PAGE_STATES, BLOCKS, HOST_PAGES = 3, 2, 12, 6
 SLOTS = BLOCKS // PAGE_BLOCKS * PAGE_STATES

@@ -258,7 +258,7 @@ def test_nobody_samples_from_a_wrong_load(model, fault, monkeypatch):
     served.send(prompt)
     push_out(served, count=5)
     if fault == "load raises":
-        for tensors in served.context.host_moves.copies._tensors().values():
+        for tensors in served.context.host_moves.copies.tensors().values():
             for tensor in tensors:
                 tensor.fill_(255)  # NaN in any floating type
         monkeypatch.setattr(mover.to_device, "_load", raising(RuntimeError("the copy engine is on fire")))

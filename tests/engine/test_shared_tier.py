@@ -291,7 +291,7 @@ def test_what_did_not_arrive_cannot_stop_a_step(model, folder, in_time):
     """The forward of the failed load reads its blocks: not what was there before. Nobody samples from NaN."""
     computed(model, folder)
     served = start(model, folder, {} if in_time else {"wait_s": 0.05})
-    for tensors in served.context.host_moves.copies._tensors().values():
+    for tensors in served.context.host_moves.copies.tensors().values():
         for tensor in tensors:
             tensor.fill_(255)
     if in_time:

@@ -50,8 +50,8 @@ from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
-from megatron_hybrid_prefix.tiers.units import HOST
-from megatron_hybrid_prefix.transfers.mover import Mover
+from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
+from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.config import InferenceConfig
@@ -141,7 +141,8 @@ class HybridPrefixContext(SlotContext):
         self.enable_prefix_caching = True
         self.decisions = DecisionLog(self.config.pg_collection, is_on=prefix.check_ranks)
         assert self._budget is not None
-        self.moves, secrets = open_mover(self, prefix)
+        on_device = DeviceMover(lambda **options: self.prefix_cache.take_copies(**options), lambda: self.shared_memory)
+        self.moves, secrets = open_mover(self, prefix, on_device)
         sizes = self.moves.sizes
         cache = self.prefix_cache = HybridPrefixCache(
             CacheSettings(
@@ -156,8 +157,8 @@ class HybridPrefixContext(SlotContext):
                 on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
                 routing_of=self._routing_of if self.moe_enable_routing_replay else None,
                 host_pages=sizes.pages,
-                host_kv_pages=sizes.kv_pages,
-                host_state_pages=sizes.state_pages,
+                host_kv_pages=sizes.pages_of[EntryKind.KV],
+                host_state_pages=sizes.pages_of[EntryKind.STATE],
                 behind=self.moves.tier,
                 secret=secrets.keys,
                 adapter_secret=secrets.adapters,

@@ -20,8 +20,6 @@ from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
 from megatron_hybrid_prefix.transfers.pinned import choose_page_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_hybrid_prefix.config import HybridPrefixConfig
 
 logger = logging.getLogger(__name__)
@@ -34,7 +32,7 @@ class Secrets(NamedTuple):
     adapters: bytes = b""
 
 
-def open_mover(context: Any, prefix: HybridPrefixConfig) -> tuple[Mover | DeviceMover, Secrets]:
+def open_mover(context: Any, prefix: HybridPrefixConfig, on_device: DeviceMover) -> tuple[Mover | DeviceMover, Secrets]:
     """The mover of a context, and the secrets of its cache, which is made afterwards. A collective.
 
     Without a host tier, if ``host_gb`` is 0, the cache has no states, or some rank lacks the memory; then there is a warning.
@@ -42,12 +40,10 @@ def open_mover(context: Any, prefix: HybridPrefixConfig) -> tuple[Mover | Device
     Raises:
         ValueError: The shared tier cannot be used.
     """
-    device = DeviceMover(lambda **options: context.prefix_cache.take_copies(**options), lambda: context.shared_memory)
-    without_host = device, Secrets()
     if not prefix.host_gb or not context.checkpoint_slots:
-        return without_host
+        return on_device, Secrets()
     groups = context.config.pg_collection
-    own_bytes = {kind: sum(tensor[:, 0].nbytes for tensor in of_kind) for kind, of_kind in _tensors(context).items()}
+    own_bytes = {kind: sum(tensor[:, 0].nbytes for tensor in of_kind) for kind, of_kind in on_device.tensors().items()}
     # Pipeline stages differ in their layers. All use the largest entry size, so that they decide alike.
     entry_bytes = {kind: max_over_model_ranks(size, groups) for kind, size in own_bytes.items()}
     page_bytes = choose_page_bytes(entry_bytes.values())
@@ -61,16 +57,14 @@ def open_mover(context: Any, prefix: HybridPrefixConfig) -> tuple[Mover | Device
     sizes = HostSizes(
         pages=min_over_model_ranks(int(prefix.host_gb * 2**30) // page_bytes, groups),
         page_bytes=page_bytes,
-        kv_pages=max(1, ceil_div(entry_bytes[EntryKind.KV], page_bytes)),
-        state_pages=max(1, ceil_div(entry_bytes[EntryKind.STATE], page_bytes)),
+        pages_of={kind: max(1, ceil_div(size, page_bytes)) for kind, size in entry_bytes.items()},
     )
     mover = None
     try:
-        if sizes.pages < sizes.kv_pages + sizes.state_pages:
+        if sizes.pages < sum(sizes.pages_of.values()):
             raise MemoryError("it has no room for a state and a KV block")
         mover = Mover(
-            device,
-            partial(_tensors, context),
+            on_device,
             sizes=sizes,
             device=context.shared_memory.kv_rows.device,
             tier=behind,
@@ -85,13 +79,7 @@ def open_mover(context: Any, prefix: HybridPrefixConfig) -> tuple[Mover | Device
         mover.close()
     elif behind is not None:
         behind.tier.close()
-    return without_host
-
-
-def _tensors(context: Any) -> dict[EntryKind, list[torch.Tensor]]:
-    """The device tensors by kind, each (1, KV blocks or rows of states, bytes)."""
-    memory = context.shared_memory
-    return {EntryKind.KV: [memory.kv_rows], EntryKind.STATE: [memory.state_rows]}
+    return on_device, Secrets()
 
 
 def _open_tier(context: Any, prefix: HybridPrefixConfig, url: str, state_blocks: int) -> tuple[Tier, bytes]:
@@ -127,7 +115,7 @@ def name_entries(context: Any, model: Any) -> None:
         return
     shapes = {
         kind.name: [(tensor.shape[0], *tensor.shape[2:], str(tensor.dtype), tensor.device.type) for tensor in of_kind]
-        for kind, of_kind in _tensors(context).items()
+        for kind, of_kind in context.host_moves.copies.tensors().items()
     }
     # All that entries depend on, but for the model.
     layout = (
