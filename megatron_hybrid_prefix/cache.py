@@ -53,7 +53,7 @@ from megatron_hybrid_prefix.requests.loads import Loads, room_for
 from megatron_hybrid_prefix.requests.matcher import Match, Matcher
 from megatron_hybrid_prefix.requests.planner import StepPlanner
 from megatron_hybrid_prefix.tiers.device import DeviceTier, MemoryUse
-from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy, LoadState
+from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy, LoadOver, LoadState
 
 
 class HybridPrefixCache:
@@ -292,7 +292,9 @@ class HybridPrefixCache:
         """
         if published:
             device = self._device
-            alone = device.host.behind.takes and all(isinstance(copy, BlockTransfer) for copy in device.copies)
+            alone = device.host.behind.takes and all(
+                isinstance(copy, BlockTransfer | LoadOver) for copy in device.copies
+            )
             return device.take_copies() if alone else []
         copies = self._device.take_copies()
         self._device.end_protection()
@@ -546,11 +548,13 @@ class HybridPrefixCache:
 
     def reset(self) -> None:
         """Drops all requests, plans, blocks and states. Keeps the counters."""
+        over = [LoadOver(load.load_id) for load in (*self._requests.loads, *self._requests.fetches.values())]
         self._requests.clear()
         self._keys.forget()
         self._planner.writing.clear()
         self.blocks.unattached.clear()
         self._device.reset()
+        self._device.copies += over
 
     # -- queries, statistics, integrity --------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from megatron_hybrid_prefix.requests.book import LiveRequest, RequestBook, Swapp
 from megatron_hybrid_prefix.requests.matcher import Match, Matcher
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.host import HostEntry
-from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, Load, LoadState, Tag
+from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, Load, LoadOver, LoadState, Tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +131,7 @@ class Loads:
             del self._requests.swapped_out[request_id]
         load = self._new_load(request_id, pinned, source, slot=slot)
         self._requests.loads.append(load)
-        fetch = self.fetches.pop(request_id, None)
-        if fetch is not None:
-            self._host.unpin(fetch.pinned)
-            load.deadline_s = fetch.deadline_s
+        self._end_fetch(request_id)
         return load
 
     def copy(self, load: Load, shared_blocks: int, block_ids: Sequence[int]) -> None:
@@ -149,8 +146,8 @@ class Loads:
         if load.swapped_out is not None:
             entries = (*load.pinned[shared_blocks:], *load.swapped_out.private)
         for entry, block_id in zip(entries[:-1], block_ids, strict=False):
-            load.payloads[block_id] = self._host.load(entry, block_id, load)
-        self._host.load(entries[-1], load.slot, load)
+            load.payloads[block_id] = self._host.load(entry, block_id, load.load_id)
+        self._host.load(entries[-1], load.slot, load.load_id)
 
     def fetch(self, request_id: int, match: Match) -> Load | None:
         """Has the tier behind the host bring what a waiting request needs of it. Takes room on the host only.
@@ -208,6 +205,7 @@ class Loads:
                 self._stats.count_fallback(state)
         live.load = None
         self._requests.loads.remove(load)
+        self._device.copies.append(LoadOver(load.load_id))
         blocks = load.depth_tokens // self._block_tokens
         node = live.path[blocks - 1] if kept and load.swapped_out is None and blocks <= len(live.path) else None
         if node is not None and node.slot == NO_SLOT and node in self._host.of_states:
@@ -260,12 +258,17 @@ class Loads:
 
     def drop_fetch(self, request_id: int) -> None:
         """The request does not wait for its fetch any more. What arrives stays on the host."""
+        fetch = self._end_fetch(request_id)
+        if fetch is not None and fetch.state is LoadState.FETCHING:
+            fetch.state = LoadState.GIVEN_UP
+            self._stats.count_fallback(fetch.state)
+
+    def _end_fetch(self, request_id: int) -> Load | None:
         fetch = self.fetches.pop(request_id, None)
         if fetch is not None:
             self._host.unpin(fetch.pinned)
-            if fetch.state is LoadState.FETCHING:
-                fetch.state = LoadState.GIVEN_UP
-                self._stats.count_fallback(fetch.state)
+            self._device.copies.append(LoadOver(fetch.load_id))
+        return fetch
 
     def _count_missing(self, load: Load) -> None:
         for reason in (load.state, LoadState.GIVEN_UP):

@@ -29,7 +29,7 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
 from megatron_hybrid_prefix.tiers.base import DepthTier
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from megatron_hybrid_prefix.tiers.host import HostTier
-from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockMove, Copy, PageClear
+from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockMove, Copy, LoadOver, PageClear
 
 _depth = attrgetter("depth_blocks")
 
@@ -239,7 +239,7 @@ class DeviceTier:
         self.blocks.reset()
         self.protected.clear()
         self.slots.reset()
-        self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear)]
+        self.copies[:] = [copy for copy in self.copies if isinstance(copy, PageClear | LoadOver)]
         self.ghosts.clear()
 
     # -- states --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 A file has a header and the bytes of the entry. The header names the content: format, namespace, kind, key, depth, size,
 and the checksum that was made on the device. The header has a digest of its own. A file that does not fit is not here: one that
 is torn, truncated or of another model is a counted miss, and is deleted. The bytes are checked on the device when they have
-arrived there (``tiers/arena.py``).
+arrived there (``transfers/mover.py``).
 
 Two processes that write one key write the same content, but maybe other bytes, because sums depend on the batch. The file that
 is renamed last stays; a reader has all of one or all of the other.

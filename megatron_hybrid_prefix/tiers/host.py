@@ -26,7 +26,7 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex, is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.behind import END_OF_CHAIN
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Load, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, Copy, EntryKind, Tag
 
 
 @dataclass(slots=True, eq=False)
@@ -284,9 +284,9 @@ class HostTier(TierIndex[Node]):
 
     # -- back to the device --------------------------------------------------------------------------------------------
 
-    def load(self, entry: HostEntry, device_id: int, load: Load) -> Any:
+    def load(self, entry: HostEntry, device_id: int, load_id: int) -> Any:
         """Queues the copy of a pinned entry into a block or slot. Returns the entry's payload."""
-        self._copies.append(BlockTransfer(HOST, DEVICE, entry.pages, entry.tag, device_id, load))
+        self._copies.append(BlockTransfer(HOST, DEVICE, entry.pages, entry.tag, device_id, load_id))
         self._figures.loads += 1
         return entry.payload
 

@@ -1,13 +1,12 @@
 """`BlockTransfer`: one move between two tiers, of a KV block or of a state. `Load`: what comes back from the host for one request.
 
-``tiers/host.py`` and ``requests/loads.py`` decide on transfers and loads, `arena.py` runs them; they share nothing else. Transfers
+``index/host_tier.py`` and ``index/loads.py`` decide on transfers and loads, ``transfers/`` runs them; they share nothing else. Transfers
 run in the order of their queue, so a page or slot may be reused as soon as its transfer is queued. The tiers are the device, the
 host, and at most one tier below the host. Every transfer begins or ends on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from hashlib import blake2b
@@ -66,7 +65,7 @@ class BlockTransfer(NamedTuple):
         pages: Pages on the host, in the order of the bytes.
         tag: Of the entry that is moved.
         device_id: KV block or slot (by the tag's kind) if the device is one end; else None.
-        load: The load it belongs to; None unless the target is the device.
+        load_id: The load it belongs to; None unless the target is the device.
     """
 
     source: str
@@ -74,7 +73,7 @@ class BlockTransfer(NamedTuple):
     pages: tuple[int, ...]
     tag: Tag
     device_id: int | None = None
-    load: Load | None = None
+    load_id: int | None = None
 
 
 class LoadState(StrEnum):
@@ -86,12 +85,14 @@ class LoadState(StrEnum):
     FAILED = "host_load_failed"  # other bytes than what was stored
     MISSING = "tier_load_missing"  # the tier below did not have an entry that it promised
     LATE = "tier_load_late"  # the tier below took longer than a request waits
-    GIVEN_UP = "host_load_given_up"  # its request does not need it any more, or had to give up its blocks
+    GIVEN_UP = "host_load_given_up"  # its request does not need it any more
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Load:
     """KV and a state that come back from the host for one request; or that the tier behind brings to it, a *fetch*.
+
+    All of it is the same on all ranks. The `Mover` knows the copies of a load by its number.
 
     Attributes:
         load_id: Its number.
@@ -103,15 +104,6 @@ class Load:
         coming: Those of ``pinned`` that are being read from the tier below.
         slot: Slot on the device that the state goes to; below 0: none, it is a fetch.
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
-        deadline_s: While it fetches: until when the request waits (`time.monotonic` of this rank).
-        transfers: Its copies to the device, on this rank.
-        left: Those of them that wait for an entry that is being read.
-        jobs: Reads of ``coming``, on this rank, by first page.
-        places: Pages, blocks and slots that launched transfers use, on this rank.
-        is_launched: Whether a transfer was launched, on this rank.
-        end: Mark after the last of them.
-        awaited: Whether the model's later launches run after it.
-        is_wrong: An entry was missing, or a copy could not be launched, on this rank.
     """
 
     load_id: int
@@ -123,22 +115,13 @@ class Load:
     coming: tuple[HostEntry, ...] = ()
     slot: int = -1
     payloads: dict[int, Any] = field(default_factory=dict)
-    deadline_s: float = 0.0
-    transfers: list[BlockTransfer] = field(default_factory=list)
-    left: list[BlockTransfer] = field(default_factory=list)
-    jobs: dict[int, Any] = field(default_factory=dict)
-    places: set[int] = field(default_factory=set)
-    is_launched: bool = False
-    end: Any = None
-    awaited: bool = False
-    is_wrong: bool = False
 
     def __repr__(self) -> str:
-        return f"Load({self.load_id} of request {self.request_id}: {self.state})"  # what is the same on all ranks
+        return f"Load({self.load_id} of request {self.request_id}: {self.state})"
 
     @property
     def is_running(self) -> bool:
-        """Whether it holds blocks and a slot on the device."""
+        """Whether it has not ended."""
         return self.state in (LoadState.FETCHING, LoadState.COPYING)
 
 
@@ -161,43 +144,11 @@ class PageClear(NamedTuple):
     page: int
 
 
-type Copy = BlockTransfer | BlockMove | PageClear
+class LoadOver(NamedTuple):
+    """The load has ended. Its blocks and its slot may be reused, so the model's later launches wait for what was launched of it."""
+
+    load_id: int
+
+
+type Copy = BlockTransfer | BlockMove | PageClear | LoadOver
 """What the cache decided to write on the device or to another tier. Copies run in the order of their queue."""
-
-
-def stores_first(copies: Sequence[Copy], page_blocks: int, page_states: int, first_page_slot: int) -> list[Copy]:
-    """Puts stores before moves and clears, unless they read what those write: then more stores are launched together.
-
-    Args:
-        copies: Queued copies, in order.
-        page_blocks: KV blocks in a page.
-        page_states: States in a page: the slots of page p follow ``first_page_slot + p * page_states``.
-        first_page_slot: First slot of the first page.
-
-    Returns:
-        The copies in an order with the same result.
-    """
-    stores: list[Copy] = []
-    others: list[Copy] = []
-    moved: set[int] = set()  # blocks that the moves and clears read or write
-    slots: set[int] = set()  # of their pages
-    no_transfer_yet = True
-    for copy in copies:
-        if isinstance(copy, BlockMove | PageClear):
-            if isinstance(copy, BlockMove):
-                blocks = {copy.source_block, copy.target_block}
-            else:
-                blocks = set(range(copy.page * page_blocks, (copy.page + 1) * page_blocks))
-            moved |= blocks
-            for page in {block // page_blocks for block in blocks}:
-                first = first_page_slot + page * page_states
-                slots.update(range(first, first + page_states))
-        else:
-            # Transfers keep their order: they may use the same pages on the host.
-            reads_moved = copy.device_id in (moved if copy.tag.kind == EntryKind.KV else slots)
-            no_transfer_yet = no_transfer_yet and copy.source == DEVICE and not reads_moved
-            if no_transfer_yet:
-                stores.append(copy)
-                continue
-        others.append(copy)
-    return stores + others

@@ -26,7 +26,17 @@ from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.settings import TierSettings
-from megatron_hybrid_prefix.tiers.units import DEVICE, SHARED, BlockMove, EntryKind, Load, LoadState, PageClear
+from megatron_hybrid_prefix.tiers.units import (
+    DEVICE,
+    SHARED,
+    BlockMove,
+    BlockTransfer,
+    EntryKind,
+    Load,
+    LoadOver,
+    LoadState,
+    PageClear,
+)
 from tests.core.naive_memory import NaiveMemory
 from tests.harness.cached import on_device
 from tests.harness.plugins.dictionary_tier import DictionaryTier
@@ -170,6 +180,8 @@ class ModelEngine:
                 for block_id in self.blocks_of(unit.page):
                     self.put_block(block_id, GARBAGE)
                 continue
+            if isinstance(unit, LoadOver):
+                continue
             device = self.blocks if unit.tag.kind == EntryKind.KV else self.slots
             if unit.source == DEVICE:
                 self.seen["stored"] += 1
@@ -187,12 +199,13 @@ class ModelEngine:
                 self.seen["given back" if number == checksum else "not given back"] += 1
             else:
                 self.seen["loaded"] += 1
-                if unit.load.state is LoadState.FETCHING:
-                    self.cache.loads.end_fetch(unit.load, LoadState.COPYING)
+                load = next((load for load in self.cache._requests.loads if load.load_id == unit.load_id), None)
+                if load is not None and load.state is LoadState.FETCHING:
+                    self.cache.loads.end_fetch(load, LoadState.COPYING)
                 put = self.put_block if unit.tag.kind == EntryKind.KV else self.put_state
                 put(unit.device_id, self.host[unit.pages])
-                if self.host[unit.pages] == GARBAGE:
-                    self.bad_loads.add(unit.load)
+                if self.host[unit.pages] == GARBAGE and load is not None:
+                    self.bad_loads.add(load)
 
     def on_move(self, source: int, target: int) -> None:
         assert source not in self.held_blocks() and target not in self.held_blocks(), "a held block moves"
@@ -580,7 +593,9 @@ class ModelEngine:
         published = self.cache.take_copies(published=True) if self.publishes_early else []
         self.write(request, plan, succeeds, writes)
         self.carry_out_units(published)
-        self.seen["stored when written"] += sum(unit.source == DEVICE for unit in published)
+        self.seen["stored when written"] += sum(
+            isinstance(unit, BlockTransfer) and unit.source == DEVICE for unit in published
+        )
         if succeeds and load in self.bad_loads:
             self.cache.fail_load(plan)
             self.seen["load failed"] += 1

@@ -1,4 +1,4 @@
-"""An arena over small pools, tiers behind it that are slow or wait to be told, and random moves in all of them."""
+"""An mover over small pools, tiers behind it that are slow or wait to be told, and random moves in all of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron_hybrid_prefix.tiers import entry_copies, loads, stores
-from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.behind import TierBehind
-from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
-from megatron_hybrid_prefix.tiers.queue import HostQueue
 from megatron_hybrid_prefix.tiers.settings import TierSettings
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, EntryKind, Load, LoadState, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.transfers import entry_copies, to_device, to_host
+from megatron_hybrid_prefix.transfers.entry_copies import Tensors
+from megatron_hybrid_prefix.transfers.host_pages import HostSizes
+from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
+from megatron_hybrid_prefix.transfers.pinned import choose_page_bytes
+from megatron_hybrid_prefix.transfers.queue import HostQueue
+from megatron_hybrid_prefix.transfers.to_device import Transfer
 from tests.harness.limits import HANG_S
 from tests.harness.plugins.dictionary_tier import DictionaryTier
 
@@ -27,12 +30,32 @@ BLOCKS, SLOTS, PAGES = 12, 10, 60
 NAMESPACE = bytes(range(16))
 
 
-def a_load(load_id: int = 0, state: LoadState = LoadState.COPYING) -> Load:
-    return Load(load_id=load_id, request_id=load_id, state=state, depth_tokens=1, pinned=())
+def a_mover(
+    tensors: Tensors,
+    device: str = "cpu",
+    *,
+    pages: int,
+    page_bytes: int,
+    least_pages: int = 1,
+    tier: TierBehind | None = None,
+) -> Mover:
+    """Of these tensors, with so many pages for an entry at least; nothing is queued for it. It is the only rank."""
+    counts = {kind: sum(each[:, 0].nbytes for each in of_kind) for kind, of_kind in tensors.items()}
+    pages_of = {kind: max(least_pages, -(-size // page_bytes)) for kind, size in counts.items()}
+    sizes = HostSizes(pages=pages, page_bytes=page_bytes, pages_of=pages_of)
+    on_device = DeviceMover(lambda **_: [], lambda: None)
+    on_device.tensors = lambda: tensors  # type: ignore[method-assign]
+    return Mover(
+        on_device,
+        sizes=sizes,
+        device=torch.device(device),
+        tier=tier,
+        max_of_ranks=lambda values: values,
+    )
 
 
 class Pools:
-    """KV and two components of a state on a device, and an arena for them; with ``tier``, a tier behind it."""
+    """KV and two components of a state on a device, and an mover for them; with ``tier``, a tier behind it."""
 
     def __init__(self, device: str = "cpu", scale: int = 1, *, mamba_layers: int = 3, tier: Tier | None = None) -> None:
         kv = torch.zeros(4, BLOCKS, 6 * scale, 2, dtype=torch.bfloat16, device=device)
@@ -45,14 +68,8 @@ class Pools:
         behind = None if tier is None else TierBehind(tier)
         if behind is not None:
             behind.name_entries(lambda: NAMESPACE)
-        self.arena = HostArena(
-            lambda: self.tensors,
-            pages=PAGES * max(self.pages_of.values()),
-            page_bytes=self.page_bytes,
-            pages_of=self.pages_of,
-            device=device,
-            behind=behind,
-        )
+        pages = PAGES * max(self.pages_of.values())
+        self.mover = a_mover(self.tensors, device, pages=pages, page_bytes=self.page_bytes, tier=behind)
         self._load_ids = itertools.count(100)
 
     # -- contents ------------------------------------------------------------------------------------------------------
@@ -79,13 +96,13 @@ class Pools:
 
     def flip_a_bit(self, kind: EntryKind, entry: int, page: int = -1) -> None:
         """On the host, in this page of the entry."""
-        self.arena.finish()
-        self.arena.pages.memory[self.unit(kind, 0, entry).pages[page] * self.page_bytes] ^= 2
+        self.mover.drain_queues()
+        self.mover.pages.memory[self.unit(kind, 0, entry).pages[page] * self.page_bytes] ^= 2
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 
     def unit(
-        self, kind: EntryKind, index: int, entry: int, load: Load | None = None, key: bytes = b"k"
+        self, kind: EntryKind, index: int, entry: int, load: Transfer | None = None, key: bytes = b"k"
     ) -> BlockTransfer:
         """A store, or a transfer of a load."""
         count = max(self.pages_of.values())
@@ -98,7 +115,7 @@ class Pools:
             device_id=index,
             pages=tuple(reversed(pages)),
             tag=tag,
-            load=load,
+            load_id=None if load is None else load.load_id,
         )
 
     def behind_unit(self, kind: EntryKind, entry: int, key: bytes, *, take: bool) -> BlockTransfer:
@@ -107,40 +124,40 @@ class Pools:
         return self.unit(kind, 0, entry, key=key)._replace(source=source, target=target, device_id=None)
 
     def store(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> None:
-        self.arena.carry_out([self.unit(kind, index, entry, key=key)])
+        self.mover.carry_out([self.unit(kind, index, entry, key=key)])
 
     def load(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> bool:
         """Whether it is right."""
         load = self.new_load()
-        self.arena.carry_out([self.unit(kind, index, entry, load, key)])
+        self.mover.carry_out([self.unit(kind, index, entry, load, key)])
         return self.is_right(load)
 
-    def is_right(self, load: Load) -> bool:
-        self.arena.loads.wait_for(load)
-        return not self.arena.loads.is_wrong(load)
+    def is_right(self, load: Transfer) -> bool:
+        self.mover.to_device.wait_for(load)
+        return not self.mover.to_device.is_wrong(load)
 
-    def new_load(self, state: LoadState = LoadState.COPYING) -> Load:
-        return a_load(next(self._load_ids), state)
+    def new_load(self, load_id: int | None = None) -> Transfer:
+        return self.mover.to_device.transfer(next(self._load_ids) if load_id is None else load_id)
 
     def offer(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> None:
         """Stores an entry, and begins to write it to the tier behind."""
-        self.arena.carry_out([self.unit(kind, index, entry, key=key), self.behind_unit(kind, entry, key, take=True)])
+        self.mover.carry_out([self.unit(kind, index, entry, key=key), self.behind_unit(kind, entry, key, take=True)])
 
     def give_to_tier(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> None:
         """Stores an entry, and writes it to the tier behind."""
         self.offer(index, entry, key, kind)
-        assert self.arena.behind is not None and self.arena.behind.threads.drain(HANG_S)
+        assert self.mover.behind is not None and self.mover.behind.threads.drain(HANG_S)
 
-    def bring(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> Load:
+    def bring(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> Transfer:
         """Begins to read an entry from the tier behind, and a load that waits for it."""
-        load = self.new_load(LoadState.FETCHING)
-        self.arena.carry_out([self.behind_unit(kind, entry, key, take=False), self.unit(kind, index, entry, load, key)])
+        load = self.new_load()
+        self.mover.carry_out([self.behind_unit(kind, entry, key, take=False), self.unit(kind, index, entry, load, key)])
         return load
 
-    def arrives(self, load: Load, wait_s: float = HANG_S) -> bool | None:
+    def arrives(self, load: Transfer, wait_s: float = HANG_S) -> bool | None:
         """Whether all that the load waits for has arrived; None: not all of it is known yet."""
-        assert self.arena.behind is not None
-        return self.arena.behind.fetched(load, wait_s)
+        assert self.mover.behind is not None
+        return self.mover.behind.fetched(load, wait_s)
 
 
 class OnItsWay:
@@ -223,8 +240,8 @@ class AnyOrder:
         scale = 1 if device == "cpu" else 20_000
         if seed % 2:  # by the copy engines
             monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
-        monkeypatch.setattr(stores, "STAGING_BYTES", 3 * 30 * scale * 8)
-        monkeypatch.setattr(loads, "STAGING_BYTES", 2 * 30 * scale * 8)
+        monkeypatch.setattr(to_host, "STAGING_BYTES", 3 * 30 * scale * 8)
+        monkeypatch.setattr(to_device, "STAGING_BYTES", 2 * 30 * scale * 8)
         self.pools = Pools(device, scale, tier=tier)
         self.dice, self._delays = random.Random(seed), random.Random(seed)
         self.places = [(KV, i) for i in range(BLOCKS)] + [(STATE, i) for i in range(SLOTS)]
@@ -233,15 +250,15 @@ class AnyOrder:
             self.write(place, number)
 
     def carry_out(self, units: list[BlockTransfer]) -> None:
-        arena = self.pools.arena
-        if isinstance(arena.stores.queue, HostQueue):
-            arena.stores.stored = self._delays.choice([None, OnItsWay()])
-        for queue in (arena.stores.queue, arena.loads.queue):
+        mover = self.pools.mover
+        if isinstance(mover.to_host.queue, HostQueue):
+            mover.to_host.stored = self._delays.choice([None, OnItsWay()])
+        for queue in (mover.to_host.queue, mover.to_device.queue):
             if not isinstance(queue, HostQueue) and self._delays.random() < 0.3:  # what does not wait for it shows
                 with torch.cuda.stream(queue._stream):
                     torch.cuda._sleep(2_000_000)
-        arena.carry_out(units, send=self._delays.random() < 0.5)
-        arena.stores.wait()
+        mover.carry_out(units, send=self._delays.random() < 0.5)
+        mover.to_host.wait()
 
     def place_of(self, kind: EntryKind) -> tuple[EntryKind, int]:
         """Any place where such an entry may be loaded."""
@@ -251,7 +268,7 @@ class AnyOrder:
         for _ in range(self.dice.randint(0, 4)):
             self.write(self.dice.choice(self.places), value)
         if self._delays.random() < 0.5:  # else what needs the copies launches them
-            self.pools.arena.stores.send()
+            self.pools.mover.to_host.send()
 
     def check(self) -> None:
         for place, value in self.on_device.items():

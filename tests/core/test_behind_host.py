@@ -1,4 +1,4 @@
-"""The arena with a tier behind it whose threads run when they are told: what arrives, what is written, and what is not."""
+"""The mover with a tier behind it whose threads run when they are told: what arrives, what is written, and what is not."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_hybrid_prefix.mcore.state import moves
-from megatron_hybrid_prefix.tiers import jobs, tier_moves
 from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.units import LoadState, Tag
-from tests.core.pools import KV, STATE, OnItsWay, Pools, SteadyTier, a_load
+from megatron_hybrid_prefix.transfers import behind, jobs
+from tests.core.pools import KV, STATE, OnItsWay, Pools, SteadyTier
 from tests.harness.limits import HANG_S, wait_until
 
 
@@ -31,7 +29,7 @@ def pools(tier: SteadyTier) -> Iterator[Pools]:
     yield made
     tier.may_read.set()
     tier.may_write.set()
-    made.arena.close()
+    made.mover.close()
 
 
 # -- loads -------------------------------------------------------------------------------------------------------------
@@ -41,14 +39,14 @@ def test_a_load_whose_page_went_to_another_entry_is_a_miss(pools):
     """Two requests waited for one entry. It was late for the first, so its page went to another entry."""
     for key in (b"a", b"b"):
         pools.give_to_tier(0, 0, key)
-    own = [pools.new_load(LoadState.FETCHING) for _ in range(3)]
+    own = [pools.new_load() for _ in range(3)]
     fetch = [pools.behind_unit(KV, 1, key, take=False) for key in (b"a", b"b")]
-    pools.arena.carry_out([fetch[0], pools.unit(KV, 3, 1, own[0], key=b"a"), fetch[1]])
+    pools.mover.carry_out([fetch[0], pools.unit(KV, 3, 1, own[0], key=b"a"), fetch[1]])
     assert pools.arrives(own[0]) is False
-    pools.arena.drop(own[0])
-    pools.arena.carry_out([pools.unit(KV, 3, 1, own[1], key=b"b")])
+    pools.mover.drop(own[0])
+    pools.mover.carry_out([pools.unit(KV, 3, 1, own[1], key=b"b")])
     assert pools.arrives(own[1]) is True and pools.is_right(own[1])
-    pools.arena.carry_out([pools.unit(KV, 3, 1, own[2], key=b"a")])
+    pools.mover.carry_out([pools.unit(KV, 3, 1, own[2], key=b"a")])
     assert pools.arrives(own[2]) is False
 
 
@@ -58,13 +56,13 @@ def test_an_entry_that_arrived_for_one_load_and_is_gone_is_a_miss_for_the_other(
     for index in range(2):
         pools.write(KV, index, 1.0 + index)
     pools.give_to_tier(0, 0, b"a")
-    first, second = (pools.new_load(LoadState.FETCHING) for _ in range(2))
+    first, second = (pools.new_load() for _ in range(2))
     units = [pools.unit(KV, index, 1, load, key=b"a") for index, load in ((3, first), (4, second))]
-    pools.arena.carry_out([pools.behind_unit(KV, 1, b"a", take=False), *units])
+    pools.mover.carry_out([pools.behind_unit(KV, 1, b"a", take=False), *units])
     assert pools.arrives(first) is True and pools.is_right(first)
     if written_again:
-        pools.arena.carry_out([pools.behind_unit(KV, 1, b"a", take=True)])
-        assert pools.arena.behind.threads.drain(HANG_S)
+        pools.mover.carry_out([pools.behind_unit(KV, 1, b"a", take=True)])
+        assert pools.mover.behind.threads.drain(HANG_S)
     pools.store(1, 1, b"b")
     assert pools.arrives(second) is False
     assert pools.load(5, 1, b"b") and pools.value(5) == 2.0
@@ -81,32 +79,26 @@ def test_an_entry_is_not_here_until_it_has_arrived(tier, mamba_layers):
         assert pools.arrives(load, 0.0) is None
         tier.may_read.set()
         assert pools.arrives(load) and pools.is_right(load)
-    pools.arena.close()
+    pools.mover.close()
 
 
-def test_a_load_that_fetches_also_needs_what_was_just_stored(pools, monkeypatch):
+def test_a_load_that_fetches_also_needs_what_was_just_stored(pools):
     """Its copy to the host need not be launched yet."""
     for index in range(2):
         pools.write(KV, index, 1.0 + index)
     pools.give_to_tier(0, 0)
-    pools.arena.carry_out([pools.behind_unit(KV, 1, b"k", take=False)])
-    load = pools.new_load(LoadState.FETCHING)
+    pools.mover.carry_out([pools.behind_unit(KV, 1, b"k", take=False)])
+    load = pools.new_load()
     units = [pools.unit(KV, 3, 1, load), pools.unit(KV, 4, 2, load, key=b"new")]
-    pools.arena.carry_out([pools.unit(KV, 1, 2, key=b"new"), *units], send=False)
-    monkeypatch.setattr(moves, "max_over_model_ranks", lambda values, groups: values)
-    load.deadline_s, ended = time.monotonic() + HANG_S, []
-    cache = SimpleNamespace(loads=SimpleNamespace(end_fetch=lambda *end: ended.append(end)))
-    host_moves = moves.HostMoves.__new__(moves.HostMoves)
-    context = SimpleNamespace(prefix_cache=cache)
-    vars(host_moves).update(arena=pools.arena, _context=context, _groups=None, _page_bytes=pools.page_bytes)
-    assert host_moves.fetch(load, wait=True) is LoadState.COPYING and ended == [(load, LoadState.COPYING)]
+    pools.mover.carry_out([pools.unit(KV, 1, 2, key=b"new"), *units], send=False)
+    assert pools.mover.fetch(load.load_id, time.monotonic() + HANG_S, wait=True, zero=True) is LoadState.COPYING
     assert pools.is_right(load) and [pools.value(index) for index in (3, 4)] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("end", ["arrives", "dropped", "dropped before", "zeros"])
 def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, monkeypatch):
     """If the load is given up, the model waits for what was launched of it."""
-    monkeypatch.setattr(tier_moves, "GROUP_BYTES", 1)
+    monkeypatch.setattr(behind, "GROUP_BYTES", 1)
     keys = (b"a", b"b")
     for index, key in enumerate(keys):
         pools.write(KV, index, 1.0 + index)
@@ -115,11 +107,11 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, mon
     waits: list[Any] = []
     tier.slow = {b"b"} if end != "dropped before" else {b"a", b"b"}
     tier.may_read.clear()
-    monkeypatch.setattr(pools.arena.loads.queue, "wait", waits.append)
-    load = pools.new_load(LoadState.FETCHING)
+    monkeypatch.setattr(pools.mover.to_device.queue, "wait", waits.append)
+    load = pools.new_load()
     fetch = [pools.behind_unit(KV, 2 + index, key, take=False) for index, key in enumerate(keys)]
     units = [pools.unit(KV, 5 + index, 2 + index, load, key=key) for index, key in enumerate(keys)]
-    pools.arena.carry_out([*fetch, *units])
+    pools.mover.carry_out([*fetch, *units])
 
     def is_loaded() -> bool:
         assert pools.arrives(load, 0.1) is None
@@ -128,23 +120,13 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, mon
     wait_until(is_loaded, "what has arrived is loaded, and nothing else")
     if end == "arrives":
         tier.may_read.set()
-        assert pools.arrives(load) is True and not pools.arena.loads.is_wrong(load)
+        assert pools.arrives(load) is True and not pools.mover.to_device.is_wrong(load)
         assert (pools.value(5), pools.value(6)) == (1.0, 2.0)
         return
-    pools.arena.drop(load, zero=end == "zeros")
-    assert len(waits) == (end != "dropped before") and not pools.arena.loads.running
+    pools.mover.drop(load, zero=end == "zeros")
+    assert len(waits) == (end != "dropped before") and not pools.mover.to_device.running
     left = {"dropped": (1.0, 9.0), "zeros": (0.0, 0.0), "dropped before": (9.0, 9.0)}
     assert (pools.value(5), pools.value(6)) == left[end]
-
-
-def test_a_load_that_is_over_before_it_is_launched_is_not_launched(pools):
-    """Its block may be another's by then."""
-    pools.write(KV, 0, 3.0)
-    pools.give_to_tier(0, 0)
-    own = [a_load(number, state) for number, state in enumerate((LoadState.COPYING, LoadState.GIVEN_UP))]
-    pools.arena.carry_out([pools.unit(KV, 3 + number, 0, load) for number, load in enumerate(own)])
-    assert [pools.value(index) for index in (3, 4)] == [3.0, 0.0]
-    assert [pools.arena.loads.is_wrong(load) for load in own] == [False, True]
 
 
 def test_a_page_that_is_being_read_into_takes_nothing_else(pools, tier, caplog):
@@ -154,17 +136,17 @@ def test_a_page_that_is_being_read_into_takes_nothing_else(pools, tier, caplog):
     tier.may_read.clear()
     load = pools.bring(3, 1, b"a")
     assert tier.began.wait(HANG_S) and pools.arrives(load, 0.01) is None
-    pools.arena.drop(load)
+    pools.mover.drop(load)
     for _ in range(2):  # the page stays taken
-        pools.arena.carry_out([pools.unit(KV, 0, 1, key=b"b"), pools.unit(KV, 0, 2, key=b"c")])
+        pools.mover.carry_out([pools.unit(KV, 0, 1, key=b"b"), pools.unit(KV, 0, 2, key=b"c")])
     assert "have no place" in caplog.text
     assert not pools.load(4, 1, b"b") and pools.load(4, 2, b"c")
     load = pools.bring(3, 1, b"a")
     tier.may_read.set()
     assert pools.arrives(load) is False
-    pools.arena.drop(load)
+    pools.mover.drop(load)
     pages = pools.unit(KV, 0, 1).pages
-    wait_until(lambda: not pools.arena.behind.threads.overwrite(pages), "the disk answers")
+    wait_until(lambda: not pools.mover.behind.threads.overwrite(pages), "the disk answers")
     pools.store(0, 1, b"b")
     assert pools.load(5, 1, b"b") and pools.value(5) == 3.0
 
@@ -178,11 +160,11 @@ def test_the_checksum_of_an_entry_from_behind_goes_back_with_it(pools, tier, mon
     pools.give_to_tier(0, 0)
     stored = dict(tier.entries)
     assert pools.arrives(pools.bring(3, 1))
-    sums = torch.zeros_like(pools.arena.pages.sums)
-    monkeypatch.setattr(pools.arena.pages, "sums_seen", sums)  # as of before it arrived
+    sums = torch.zeros_like(pools.mover.pages.sums)
+    monkeypatch.setattr(pools.mover.pages, "sums_seen", sums)  # as of before it arrived
     tier.entries.clear()
-    pools.arena.carry_out([pools.behind_unit(KV, 1, b"k", take=True)])
-    assert pools.arena.behind.threads.drain(HANG_S) and tier.entries == stored
+    pools.mover.carry_out([pools.behind_unit(KV, 1, b"k", take=True)])
+    assert pools.mover.behind.threads.drain(HANG_S) and tier.entries == stored
 
 
 def test_the_checksum_of_an_entry_from_behind_does_not_go_back_with_another_of_its_name(pools, tier):
@@ -202,35 +184,35 @@ def test_the_checksum_of_an_entry_from_behind_does_not_go_back_with_another_of_i
 def test_what_is_not_on_the_host_is_not_written(pools, tier):
     """Else other bytes would get this name, with a checksum that is right for them."""
     pools.store(0, 0, b"other")
-    pools.arena.carry_out([pools.behind_unit(KV, 0, b"k", take=True)])
-    assert pools.arena.behind.threads.drain(HANG_S) and tier.entries == {} and pools.arena.behind.stats.full == 1
+    pools.mover.carry_out([pools.behind_unit(KV, 0, b"k", take=True)])
+    assert pools.mover.behind.threads.drain(HANG_S) and tier.entries == {} and pools.mover.behind.stats.full == 1
 
 
 def test_an_entry_that_is_offered_twice_is_written_once(pools, tier):
     tier.may_write.clear()
     pools.offer(0, 0)
-    pools.arena.carry_out([pools.behind_unit(KV, 0, b"k", take=True)])
+    pools.mover.carry_out([pools.behind_unit(KV, 0, b"k", take=True)])
     tier.may_write.set()
-    assert pools.arena.behind.threads.drain(HANG_S)
+    assert pools.mover.behind.threads.drain(HANG_S)
     (stored,) = tier.entries.values()
-    assert pools.arena.behind.stats.bytes_stored == len(stored[1]) and pools.arena.behind.stats.full == 0
+    assert pools.mover.behind.stats.bytes_stored == len(stored[1]) and pools.mover.behind.stats.full == 0
 
 
 @pytest.mark.parametrize("way", ["write", "read"])
 def test_a_thread_waits_for_the_transfers_that_use_its_pages(pools, tier, way, monkeypatch):
     """For those that are on their way when it is asked: stores write there, and loads read there."""
-    arena, done, marks = pools.arena, [], (OnItsWay(), OnItsWay())
+    mover, done, marks = pools.mover, [], (OnItsWay(), OnItsWay())
     pools.give_to_tier(0, 0, b"a")
     pools.store(0, 1, b"b")
-    arena.stores.stored, arena.loads.last = marks
-    for queue, name in ((arena.stores.queue, "stores"), (arena.loads.queue, "loads")):
+    mover.to_host.stored, mover.to_device.last = marks
+    for queue, name in ((mover.to_host.queue, "stores"), (mover.to_device.queue, "loads")):
         monkeypatch.setattr(queue, "finish", lambda mark, name=name: done.append((name, mark)))
     for name in ("put", "get"):
         original = getattr(tier, name)
         monkeypatch.setattr(tier, name, lambda *args, f=original, name=name: (done.append(name), f(*args))[1])
     if way == "write":
-        arena.carry_out([pools.behind_unit(KV, 1, b"b", take=True)])
-        assert arena.behind.threads.drain(HANG_S) and done == [("stores", marks[0]), "put"]
+        mover.carry_out([pools.behind_unit(KV, 1, b"b", take=True)])
+        assert mover.behind.threads.drain(HANG_S) and done == [("stores", marks[0]), "put"]
     else:
         assert pools.arrives(pools.bring(3, 2, b"a"))
         assert done == [("stores", marks[0]), ("loads", marks[1]), "get"]
@@ -238,15 +220,15 @@ def test_a_thread_waits_for_the_transfers_that_use_its_pages(pools, tier, way, m
 
 def test_what_is_overwritten_while_a_thread_copies_it_is_not_written(pools, tier, monkeypatch):
     """The thread looks again after it has copied the bytes and the checksum."""
-    arena, seen_checksum = pools.arena, pools.arena.pages.seen_checksum
+    mover, seen_checksum = pools.mover, pools.mover.pages.seen_checksum
 
     def overwritten(page: int, tag: Tag) -> int:
-        assert not arena.behind.threads.overwrite([page])
+        assert not mover.behind.threads.overwrite([page])
         return seen_checksum(page, tag)
 
-    monkeypatch.setattr(arena.pages, "seen_checksum", overwritten)
+    monkeypatch.setattr(mover.pages, "seen_checksum", overwritten)
     pools.give_to_tier(0, 0)
-    assert tier.entries == {} and arena.behind.stats.full == 1 and arena.behind.stats.bytes_stored == 0
+    assert tier.entries == {} and mover.behind.stats.full == 1 and mover.behind.stats.bytes_stored == 0
 
 
 @pytest.mark.parametrize("page", [0, -1])
@@ -257,9 +239,9 @@ def test_what_is_written_late_is_what_was_stored_or_nothing(pools, tier, page):
         pools.offer(index, index, str(index).encode(), STATE)
     other = pools.unit(KV, 0, 9, key=b"other")
     pages = (pools.unit(STATE, 0, 3).pages[page], *other.pages[1:])
-    pools.arena.carry_out([other._replace(pages=pages)])
+    pools.mover.carry_out([other._replace(pages=pages)])
     tier.may_write.set()
-    assert pools.arena.behind.threads.drain(HANG_S) and pools.arena.behind.stats.full == 1
+    assert pools.mover.behind.threads.drain(HANG_S) and pools.mover.behind.stats.full == 1
     assert sorted(key for _, _, key in tier.entries) == [b"0", b"1", b"2"]
 
 
@@ -279,11 +261,11 @@ def test_a_tier_that_raises_loses_this_entry_only(pools, tier, method, monkeypat
         pools.write(KV, entry, 1.0 + entry)
         pools.give_to_tier(entry, entry, key)
     assert len(tier.entries) == (5 if method == "get" else 1)
-    assert pools.arena.behind.stats.full == (0 if method == "get" else 4)
+    assert pools.mover.behind.stats.full == (0 if method == "get" else 4)
     for key in keys[:-1]:
         load = pools.bring(7, 9, key)
         assert pools.arrives(load) is False
-        pools.arena.drop(load)
+        pools.mover.drop(load)
     load = pools.bring(7, 9, b"good")
     assert pools.arrives(load) and pools.is_right(load) and pools.value(7) == 5.0
     assert caplog.text.count("the disk is on fire") == 4
@@ -292,13 +274,13 @@ def test_a_tier_that_raises_loses_this_entry_only(pools, tier, method, monkeypat
 def test_entries_of_other_weights_are_not_moved(pools, tier):
     """Nor is the tier asked for them."""
     pools.give_to_tier(0, 0)
-    behind: TierBehind = pools.arena.behind._behind
+    behind: TierBehind = pools.mover.behind._behind
     behind.invalidate(1)
     load = pools.bring(3, 1)
     assert pools.arrives(load) is False and not tier.began.is_set()
-    pools.arena.drop(load)
+    pools.mover.drop(load)
     pools.give_to_tier(0, 2, b"late")
-    assert len(tier.entries) == 1 and pools.arena.behind.stats.full == 1
+    assert len(tier.entries) == 1 and pools.mover.behind.stats.full == 1
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -318,16 +300,16 @@ def test_an_arena_that_ends_writes_what_is_left_and_ends_its_threads(tier, how, 
     monkeypatch.setattr(tier, "wait_s", HANG_S)
     monkeypatch.setattr(jobs, "_END_S", HANG_S)
     pools = offered(tier)
-    threads = pools.arena.behind.threads._threads
+    threads = pools.mover.behind.threads._threads
     assert len(threads) == 4 and all(thread.is_alive() for thread in threads)
     threading.Timer(0.05, tier.may_write.set).start()
     if how == "closed":
-        pools.arena.close()
+        pools.mover.close()
     elif how == "forgotten":
         del pools
         gc.collect()
     else:
-        pools.arena.behind.threads.finish()
+        pools.mover.behind.threads.finish()
         assert len(tier.entries) == 4
     for thread in threads:
         thread.join(HANG_S)
@@ -337,6 +319,6 @@ def test_an_arena_that_ends_writes_what_is_left_and_ends_its_threads(tier, how, 
 def test_a_process_that_ends_does_not_wait_for_a_disk_that_hangs(tier, monkeypatch):
     monkeypatch.setattr(tier, "wait_s", 0.01)
     monkeypatch.setattr(jobs, "_END_S", 0.01)
-    offered(tier).arena.behind.threads.finish()
+    offered(tier).mover.behind.threads.finish()
     assert tier.entries == {}
     tier.may_write.set()

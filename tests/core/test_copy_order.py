@@ -10,25 +10,23 @@ from megatron_hybrid_prefix.tiers.units import (
     BlockMove,
     BlockTransfer,
     EntryKind,
-    Load,
-    LoadState,
+    LoadOver,
     PageClear,
     Tag,
-    stores_first,
 )
+from megatron_hybrid_prefix.transfers.mover import stores_first
 
 PAGE_BLOCKS, PAGE_STATES, BLOCKS, HOST_PAGES = 3, 2, 12, 6
 SLOTS = BLOCKS // PAGE_BLOCKS * PAGE_STATES
 FIRST_SLOT = 2  # of the first page; those before it are the engine's
 LAYOUT = PAGE_BLOCKS, PAGE_STATES, FIRST_SLOT
-LOAD = Load(load_id=0, request_id=0, state=LoadState.COPYING, depth_tokens=0, pinned=())
 
 
 def transfer(kind, device_id, page, *, load=False):
     source, target = (HOST, DEVICE) if load else (DEVICE, HOST)
     tag = Tag(kind=kind, key=b"", depth_tokens=0, epoch=0)
     return BlockTransfer(
-        source=source, target=target, pages=(page,), tag=tag, device_id=device_id, load=LOAD if load else None
+        source=source, target=target, pages=(page,), tag=tag, device_id=device_id, load_id=0 if load else None
     )
 
 
@@ -42,6 +40,8 @@ def carry_out(copies):
         return slice(number * size, (number + 1) * size)
 
     for copy in copies:
+        if isinstance(copy, LoadOver):
+            continue
         if isinstance(copy, BlockMove):
             device[part(EntryKind.KV, copy.target_block)] = device[part(EntryKind.KV, copy.source_block)]
             continue
@@ -63,8 +63,10 @@ def test_the_result_is_the_same():
     for _ in range(4000):
         copies = []
         for _ in range(dice.randrange(8)):
-            what = dice.choice(("move", "move", "clear", "store", "store", "store", "load"))
-            if what == "clear":
+            what = dice.choice(("move", "move", "clear", "store", "store", "store", "load", "over"))
+            if what == "over":
+                copies.append(LoadOver(0))
+            elif what == "clear":
                 copies.append(PageClear(dice.randrange(BLOCKS // PAGE_BLOCKS)))
             elif what == "move":
                 source, target = dice.sample(range(BLOCKS), 2)

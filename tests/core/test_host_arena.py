@@ -1,4 +1,4 @@
-"""The arena alone: what is stored comes back bit by bit, whatever is written in between. On a GPU beside a busy stream."""
+"""The mover alone: what is stored comes back bit by bit, whatever is written in between. On a GPU beside a busy stream."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.tiers import entry_copies, loads, tier_moves
-from megatron_hybrid_prefix.tiers.arena import HostArena
-from megatron_hybrid_prefix.tiers.pinned import allocate, choose_page_bytes, pin, unpin
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Load, LoadState, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.transfers import behind, entry_copies, to_device
+from megatron_hybrid_prefix.transfers.pinned import allocate, choose_page_bytes, pin, unpin
+from megatron_hybrid_prefix.transfers.to_device import Transfer
 from tests.core.pools import (
     KV,
     NAMESPACE,
@@ -27,7 +27,7 @@ from tests.core.pools import (
     Pools,
     SlowTier,
     SteadyTier,
-    a_load,
+    a_mover,
 )
 from tests.harness.limits import HANG_S, wait_until
 
@@ -45,7 +45,7 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
         units, own = [], []
         for _ in range(dice.randint(0, 12)):
             if on_host and dice.random() < 0.4:
-                if not units or units[-1].load is None or dice.random() < 0.3:
+                if not units or units[-1].load_id is None or dice.random() < 0.3:
                     own.append(pools.new_load())
                 entry = dice.choice(sorted(on_host))
                 kind, value = on_host[entry]
@@ -62,8 +62,8 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
             if dice.random() < 0.7:
                 assert pools.is_right(load)
             else:
-                pools.arena.loads.wait_for(load)
-                pools.arena.loads.forget(load)
+                pools.mover.to_device.wait_for(load)
+                pools.mover.to_device.forget(load)
         world.write_some(1000 + step)
     world.check()
 
@@ -74,13 +74,13 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
     """Pages are given away while threads read and write them. What arrives is what was stored, or it does not arrive."""
     tier = SlowTier(seed)
     world = AnyOrder(device, seed, monkeypatch, tier=tier)
-    monkeypatch.setattr(tier_moves, "GROUP_BYTES", 1 if seed % 4 < 2 else 1000)  # a group for each entry, or for some
+    monkeypatch.setattr(behind, "GROUP_BYTES", 1 if seed % 4 < 2 else 1000)  # a group for each entry, or for some
     pools, dice, places, on_device = world.pools, world.dice, world.places, world.on_device
-    arena, on_host, taken, ends = pools.arena, {}, set(), Counter()
+    mover, on_host, taken, ends = pools.mover, {}, set(), Counter()
     here: set[int] = set()  # entries on the host that come from the device, or have arrived
     refused: set[int] = set()  # pages of stores that were not done, because a thread read there
     refused_now: set[int] = set()  # the same, and those of this step
-    overwrite = arena.behind.overwrite
+    overwrite = mover.behind.overwrite
 
     def noted(run: Sequence[BlockTransfer]) -> list[BlockTransfer]:
         done = overwrite(run)
@@ -89,16 +89,16 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
         refused_now.update(refused)
         return done
 
-    def load_of(entry: int, load: Load) -> tuple[tuple[EntryKind, int], BlockTransfer]:
+    def load_of(entry: int, load: Transfer) -> tuple[tuple[EntryKind, int], BlockTransfer]:
         kind, value = on_host[entry]
         place = world.place_of(kind)
         return place, pools.unit(*place, entry, load, key=str(value).encode())
 
-    monkeypatch.setattr(arena.behind, "overwrite", noted)
+    monkeypatch.setattr(mover.behind, "overwrite", noted)
     for step in range(60):
         units: list[BlockTransfer] = []
         loaded: dict[tuple[EntryKind, int], float] = {}
-        own: dict[Load, dict[tuple[EntryKind, int], float]] = {}
+        own: dict[Transfer, dict[tuple[EntryKind, int], float]] = {}
         refused_now.clear()
         refused_now.update(refused)
         for _ in range(dice.randint(0, 12)):
@@ -129,24 +129,23 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
                 units.append(unit)
                 entries.add(entry)
                 own.setdefault(load, {})[place] = loaded[place] = on_host[entry][1]
-        if not here.issuperset(entries):
-            load.state = LoadState.FETCHING
+        fetching = None if here.issuperset(entries) else load
         world.carry_out(units)
         for load, values in own.items():
-            is_fetch, arrived = load.state is LoadState.FETCHING, True
+            is_fetch, arrived = load is fetching, True
             if is_fetch:
-                arena.stores.send()
+                mover.to_host.send()
                 arrived = pools.arrives(load, dice.choice([0.0, HANG_S]))
             failed = bool(arrived) and not pools.is_right(load)
             if failed:
-                assert not is_fetch and any(not refused_now.isdisjoint(unit.pages) for unit in load.transfers)
+                assert not is_fetch and any(not refused_now.isdisjoint(unit.pages) for unit in load.units)
             elif arrived:
                 ends["waited" if is_fetch else "here"] += 1
                 here.update(entries if is_fetch else ())
                 on_device |= values
                 continue
             ends["refused" if failed else "late" if arrived is None else "missing"] += 1
-            arena.drop(load)
+            mover.drop(load)
             for place in values:  # part of it may have been loaded; what the model writes now comes after that
                 world.write(place, 2000 + step)
             for entry in entries if is_fetch else ():  # the cache drops what did not arrive
@@ -157,18 +156,18 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
     assert min(ends["here"], ends["waited"]) > 0
     # However long the threads took before: once they have done what they can, an entry comes back.
     tier.dice = Never()
-    assert arena.behind.threads.drain(HANG_S)
+    assert mover.behind.threads.drain(HANG_S)
     first, second = (pools.unit(KV, 0, entry, key=b"end") for entry in (0, 1))
-    threads = arena.behind.threads
+    threads = mover.behind.threads
     wait_until(lambda: not threads.overwrite([*first.pages, *second.pages]), "no page is being read into")
     world.carry_out([first, pools.behind_unit(KV, 0, b"end", take=True)])
-    assert arena.behind.threads.drain(HANG_S) and arena.behind.stats.bytes_stored > 0
+    assert mover.behind.threads.drain(HANG_S) and mover.behind.stats.bytes_stored > 0
     load = pools.bring(1, 1, b"end")
     assert pools.arrives(load) and pools.is_right(load)
     on_device[KV, 1] = on_device[KV, 0]
     world.check()
-    assert arena.behind.stats.bytes_loaded > 0
-    arena.close()
+    assert mover.behind.stats.bytes_loaded > 0
+    mover.close()
 
 
 # -- what is wrong -----------------------------------------------------------------------------------------------------
@@ -184,12 +183,12 @@ def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
     pools = Pools(device)
     for index in range(SLOTS):
         pools.write(kind, index, 3.0 + index)
-    pools.arena.carry_out([pools.unit(kind, index, index) for index in (1, 2)])
+    pools.mover.carry_out([pools.unit(kind, index, index) for index in (1, 2)])
     if fault == "bit":
         pools.flip_a_bit(kind, 1)
-    own = a_load(1), a_load(2)
+    own = pools.new_load(1), pools.new_load(2)
     wrong = pools.unit(kind, 5, 1, own[0], key=b"other" if fault == "tag" else b"k")
-    copies, name = pools.arena.copies, "to_staging" if fault == "copy engine" else "to_places"
+    copies, name = pools.mover.copies, "to_staging" if fault == "copy engine" else "to_places"
     original = getattr(copies, name)
 
     def fails(batch):
@@ -200,8 +199,8 @@ def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
     if fault.startswith("copy"):
         monkeypatch.setattr(copies, name, fails)
     # Before it another wrong entry goes to the place of a right one, which is loaded later.
-    pools.arena.carry_out([wrong._replace(device_id=6), wrong])
-    pools.arena.carry_out([pools.unit(kind, 6, 2, own[1])])
+    pools.mover.carry_out([wrong._replace(device_id=6), wrong])
+    pools.mover.carry_out([pools.unit(kind, 6, 2, own[1])])
     assert [pools.is_right(load) for load in own] == [False, True]
     assert not any(tensor.any() for tensor in pools.read(kind, 5)) and pools.holds(kind, 6, 5.0)
     pools.store(1, 1, kind=kind)
@@ -212,7 +211,7 @@ def test_what_is_wrong_or_missing_is_zeros(device, kind, fault, monkeypatch):
 @pytest.mark.parametrize("kind", list(EntryKind))
 def test_a_wrong_bit_behind_the_host_fails_the_load(device, kind, monkeypatch):
     """In any of the entries of a load, each of which goes to the device in a group of its own."""
-    monkeypatch.setattr(tier_moves, "GROUP_BYTES", 1)
+    monkeypatch.setattr(behind, "GROUP_BYTES", 1)
     tier, keys = SteadyTier(), (b"a", b"b", b"c")
     pools = Pools(device, tier=tier)
     for wrong in (*keys, b"none"):
@@ -222,13 +221,13 @@ def test_a_wrong_bit_behind_the_host_fails_the_load(device, kind, monkeypatch):
             pools.give_to_tier(index, index, key, kind)
         if wrong in keys:
             tier.entries[NAMESPACE, kind, wrong][1][1] ^= 2
-        load = pools.new_load(LoadState.FETCHING)
+        load = pools.new_load()
         units = [pools.behind_unit(kind, 3 + index, key, take=False) for index, key in enumerate(keys)]
         units += [pools.unit(kind, 5 + index, 3 + index, load, key=key) for index, key in enumerate(keys)]
-        pools.arena.carry_out(units)
+        pools.mover.carry_out(units)
         assert pools.arrives(load) and pools.is_right(load) == (wrong == b"none")
     assert pools.arrives(pools.bring(4, 7, b"missing", kind)) is False
-    pools.arena.close()
+    pools.mover.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -236,17 +235,17 @@ def test_a_wrong_bit_behind_the_host_fails_the_load(device, kind, monkeypatch):
 def test_a_load_whose_launch_raises_is_wrong(device, name, monkeypatch):
     """Also if another part of it was launched before; other loads are right. One that was never launched is wrong, too."""
     pools = Pools(device)
-    own = [a_load(load_id) for load_id in range(4)]
-    pools.arena.carry_out([pools.unit(KV, index, index) for index in (1, 2)])
-    pools.arena.carry_out([pools.unit(KV, 5 + number, 1, own[number]) for number in range(2)])
+    own = [pools.new_load() for _ in range(4)]
+    pools.mover.carry_out([pools.unit(KV, index, index) for index in (1, 2)])
+    pools.mover.carry_out([pools.unit(KV, 5 + number, 1, own[number]) for number in range(2)])
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise SystemError("no memory for a launch")  # of no kind that counts as a failed copy
 
     with monkeypatch.context() as patch, pytest.raises(SystemError):
-        patch.setattr(pools.arena.copies, name, fails)
-        pools.arena.carry_out([pools.unit(KV, 7, 2, own[number]) for number in (0, 2)])
-    assert [pools.arena.loads.is_wrong(load) for load in own] == [True, False, True, True]
+        patch.setattr(pools.mover.copies, name, fails)
+        pools.mover.carry_out([pools.unit(KV, 7, 2, own[number]) for number in (0, 2)])
+    assert [pools.mover.to_device.is_wrong(load) for load in own] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -255,10 +254,10 @@ def test_zeros_for_a_wrong_entry_do_not_hit_a_later_one_in_its_place(device):
     pools = Pools(device)
     for index in (1, 2):
         pools.write(KV, index, index)
-    pools.arena.carry_out([pools.unit(KV, index, index) for index in (1, 2)])
+    pools.mover.carry_out([pools.unit(KV, index, index) for index in (1, 2)])
     pools.flip_a_bit(KV, 1, page=0)
-    own = a_load(1), a_load(2)
-    pools.arena.carry_out([pools.unit(KV, 6, load.load_id, load) for load in own])
+    own = pools.new_load(1), pools.new_load(2)
+    pools.mover.carry_out([pools.unit(KV, 6, load.load_id, load) for load in own])
     assert [pools.is_right(load) for load in own] == [False, True] and pools.value(6) == 2.0
 
 
@@ -283,7 +282,7 @@ def test_what_could_not_be_brought_is_not_loaded(monkeypatch):
 
 def test_later_loads_do_not_fail_for_earlier_ones(monkeypatch):
     """The flags of loads are used again."""
-    monkeypatch.setattr(loads, "_LOADS", 2)
+    monkeypatch.setattr(to_device, "_LOADS", 2)
     pools = Pools()
     for entry in (5, 6):
         pools.store(1, entry)
@@ -296,8 +295,8 @@ def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
     """Some of the earlier entry there may be overwritten."""
     pools = Pools()
     pools.store(1, 5, b"old")
-    pools.arena.stores.stored = OnItsWay()
-    monkeypatch.setattr(pools.arena.copies, copy, raises)
+    pools.mover.to_host.stored = OnItsWay()
+    monkeypatch.setattr(pools.mover.copies, copy, raises)
     pools.store(2, 5, b"new")
     assert not pools.load(3, 5, b"old") and not pools.load(3, 5, b"new")
 
@@ -309,15 +308,16 @@ def test_a_store_that_fails_leaves_nothing_in_its_pages(copy, monkeypatch):
 def test_many_entries_of_one_batch_arrive(device, monkeypatch):
     """More than are launched at first, in pages that are apart."""
     monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
-    pools, count, load = Pools(device), 2 * entry_copies.FIRST_RANGES + 1, a_load()
+    pools, count = Pools(device), 2 * entry_copies.FIRST_RANGES + 1
+    load = pools.new_load()
     for index in range(count):
         pools.write(KV, index, 5 + index)
     entries = random.Random(0).sample(range(0, PAGES, 2), count)
-    pools.arena.carry_out([pools.unit(KV, index, entry) for index, entry in enumerate(entries)])
-    pools.arena.stores.wait()
+    pools.mover.carry_out([pools.unit(KV, index, entry) for index, entry in enumerate(entries)])
+    pools.mover.to_host.wait()
     for index in range(count):
         pools.write(KV, index, 0)
-    pools.arena.carry_out([pools.unit(KV, index, entry, load) for index, entry in enumerate(entries)])
+    pools.mover.carry_out([pools.unit(KV, index, entry, load) for index, entry in enumerate(entries)])
     assert pools.is_right(load) and [pools.value(index) for index in range(count)] == [*range(5, 5 + count)]
 
 
@@ -326,20 +326,20 @@ def test_neighbouring_pages_of_two_entries_are_no_neighbours_in_the_buffer(monke
     monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
     kv = torch.arange(4 * 512).view(1, 4, 512).to(torch.uint8)
     kv += torch.arange(4, dtype=torch.uint8)[None, :, None]
-    arena = HostArena(lambda: {KV: [kv]}, pages=8, page_bytes=512, pages_of={KV: 2}, device="cpu")
+    mover = a_mover({KV: [kv]}, pages=8, page_bytes=512, least_pages=2)
     tag = Tag(kind=KV, key=b"k", depth_tokens=1, epoch=0)
-    load = a_load()
+    load = mover.to_device.transfer(0)
     for source, target, first, of_load in ((DEVICE, HOST, 0, None), (HOST, DEVICE, 2, load)):
-        ends = {"source": source, "target": target, "tag": tag, "load": of_load}
-        arena.carry_out([BlockTransfer(device_id=first + n, pages=(n, 4 + n), **ends) for n in range(2)])
-    assert not arena.loads.is_wrong(load)
+        ends = {"source": source, "target": target, "tag": tag, "load_id": of_load and of_load.load_id}
+        mover.carry_out([BlockTransfer(device_id=first + n, pages=(n, 4 + n), **ends) for n in range(2)])
+    assert not mover.to_device.is_wrong(load)
     assert torch.equal(kv[:, :2], kv[:, 2:]) and not torch.equal(kv[:, 0], kv[:, 1])
 
 
 def test_a_stage_without_recurrent_layers_moves_nothing_of_states():
     pools = Pools(mamba_layers=0)
     pools.store(1, 5, kind=STATE)
-    assert pools.load(2, 5, kind=STATE) and pools.arena.stores.bytes == pools.arena.loads.bytes == 0
+    assert pools.load(2, 5, kind=STATE) and pools.mover.to_host.bytes == pools.mover.to_device.bytes == 0
 
 
 # -- memory of the host ------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_memory_to_pin():
 @pytest.mark.gpu(gib=1)
 def test_the_end_of_an_arena_unpins_its_memory():
     pools = Pools("cuda")
-    memory, device = pools.arena.pages.memory, torch.device("cuda")
+    memory, device = pools.mover.pages.memory, torch.device("cuda")
     with pytest.raises(RuntimeError):
         pin(memory, device)
     assert torch.ones(3, device=device).sum().item() == 3  # the error is gone with its exception
@@ -400,16 +400,17 @@ def test_pages_waste_little(kv_bytes, state_bytes):
 
 @pytest.mark.gpu(gib=1)
 def test_the_cpu_does_not_wait_for_transfers():
-    pools, load = Pools("cuda", 1000), a_load()
+    pools = Pools("cuda", 1000)
+    load = pools.new_load()
     ids = [(KV, 1, 5), (STATE, 2, 6)]
     stores, loads = ([pools.unit(*entry, of_load) for entry in ids] for of_load in (None, load))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pools.arena.carry_out(stores)
-        pools.arena.stores.wait()
-        pools.arena.carry_out(loads)
-        pools.arena.loads.wait_for(load)
+        pools.mover.carry_out(stores)
+        pools.mover.to_host.wait()
+        pools.mover.carry_out(loads)
+        pools.mover.to_device.wait_for(load)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert pools.is_right(load)

@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
-from megatron_hybrid_prefix.tiers.units import EntryKind, LoadState, Tag
+from megatron_hybrid_prefix.tiers.units import EntryKind, LoadOver, LoadState, Tag
 from tests.core.model import NAMESPACE, tier_behind
 
 MAKER = KeyMaker(4, b"of the tests")
@@ -128,4 +128,5 @@ def test_a_preempted_request_waits_for_entries_that_are_still_read_for_another()
     assert len(again.coming) == 2 and set(again.coming) < set(loading.coming)
     cache.check_integrity()
     cache.reset()
-    assert again.state is LoadState.GIVEN_UP, "who runs its copies has to know"
+    assert again.state is LoadState.GIVEN_UP
+    assert LoadOver(again.load_id) in cache.take_copies(), "who runs its copies has to know"

@@ -1,4 +1,4 @@
-"""Which launches of the arena wait for which, on simulated CUDA streams: what no test of the bytes can show without a GPU."""
+"""Which launches of the mover wait for which, on simulated CUDA streams: what no test of the bytes can show without a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megatron_hybrid_prefix.mcore.state.moves import HostMoves
-from megatron_hybrid_prefix.tiers import entry_copies, loads, stores
-from megatron_hybrid_prefix.tiers.queue import BUFFERS, DeviceQueue
-from megatron_hybrid_prefix.tiers.units import BlockTransfer, Load, LoadState
-from tests.core.pools import KV, STATE, Pools, a_load
+from megatron_hybrid_prefix.tiers.units import Copy, LoadOver
+from megatron_hybrid_prefix.transfers import entry_copies, to_device, to_host
+from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
+from megatron_hybrid_prefix.transfers.queue import BUFFERS, DeviceQueue
+from megatron_hybrid_prefix.transfers.to_device import Transfer
+from tests.core.pools import KV, STATE, Pools
 
 
 class Stream:
@@ -59,7 +60,7 @@ class Event:
 
 
 class Launches:
-    """An arena over simulated streams. Each launch has a name and, in `before`, all launches that it runs after."""
+    """An mover over simulated streams. Each launch has a name and, in `before`, all launches that it runs after."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = Stream()
@@ -69,19 +70,22 @@ class Launches:
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream.current[-1])
         monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
-        for module in (stores, loads):
+        for module in (to_host, to_device):
             monkeypatch.setattr(module, "STAGING_BYTES", 1)  # half of a buffer holds one entry
         self.pools = Pools()
-        self.arena = self.pools.arena
+        self.mover = self.pools.mover
         device = torch.device("cpu")
-        self.arena.stores.queue, self.arena.loads.queue = DeviceQueue(device), DeviceQueue(device, BUFFERS)
-        self.arena.stores.stored = Event()  # a store that is on its way
-        for owner, names in ((self.arena.copies, ("gather", "to_pages", "to_staging")), (self.arena.loads, ("_load",))):
+        self.mover.to_host.queue, self.mover.to_device.queue = DeviceQueue(device), DeviceQueue(device, BUFFERS)
+        self.mover.to_host.stored = Event()  # a store that is on its way
+        for owner, names in (
+            (self.mover.copies, ("gather", "to_pages", "to_staging")),
+            (self.mover.to_device, ("_load",)),
+        ):
             for name in names:
                 monkeypatch.setattr(owner, name, self._launches(name, getattr(owner, name)))
         self.options: dict[str, dict[str, Any]] = {}  # by launch
         self._uploaded: dict[str, str] = {}  # by place on the device: the upload of its ids
-        upload = self.arena.copies.upload
+        upload = self.mover.copies.upload
 
         def launch_upload(batches: Any, *more: Any) -> Any:
             name = f"_upload {len(self.before)}"
@@ -89,15 +93,15 @@ class Launches:
             self._uploaded |= {str(unit.device_id): name for batch in batches for unit in batch.units}
             return upload(batches, *more)
 
-        monkeypatch.setattr(self.arena.copies, "upload", launch_upload)
-        put_sums = self.arena.pages.put_sums
+        monkeypatch.setattr(self.mover.copies, "upload", launch_upload)
+        put_sums = self.mover.pages.put_sums
 
         def launch_put_sums(first_pages: torch.Tensor, sums: torch.Tensor) -> None:
             self.launch(*(f"put_sums {page}" for page in first_pages.tolist()))
             put_sums(first_pages, sums)
 
-        monkeypatch.setattr(self.arena.pages, "put_sums", launch_put_sums)
-        monkeypatch.setattr(self.arena.pages, "show_sums", lambda: self.launch("show_sums"))
+        monkeypatch.setattr(self.mover.pages, "put_sums", launch_put_sums)
+        monkeypatch.setattr(self.mover.pages, "show_sums", lambda: self.launch("show_sums"))
 
     def launch(self, *names: str) -> None:
         """One launch, which does several things at a time."""
@@ -110,18 +114,18 @@ class Launches:
 
     def store(self, *entries: int, send: bool = True) -> None:
         """Stores KV blocks, each in an entry with its number."""
-        self.arena.carry_out([self.pools.unit(KV, n, n) for n in entries], send=send)
+        self.mover.carry_out([self.pools.unit(KV, n, n) for n in entries], send=send)
 
-    def load(self, device_id: int, *entries: int, load_id: int = 0, send: bool = True) -> Load:
+    def load(self, device_id: int, *entries: int, load_id: int = 0, send: bool = True) -> Transfer:
         """A load of these entries, to this block and those after it."""
-        load = a_load(load_id)
+        load = self.pools.new_load(load_id)
         units = [self.pools.unit(KV, device_id + n, entry, load) for n, entry in enumerate(entries)]
-        self.arena.carry_out(units, send=send)
+        self.mover.carry_out(units, send=send)
         return load
 
     def next_forward(self) -> None:
         """The model waits for the stores."""
-        self.arena.stores.wait()
+        self.mover.to_host.wait()
         self.launch("next forward")
 
     def first_page(self, entry: int) -> int:
@@ -147,7 +151,7 @@ def world() -> Iterator[Launches]:
 @pytest.fixture
 def idle(world: Launches) -> Launches:
     """No store is on its way."""
-    world.arena.stores.stored.is_over = True
+    world.mover.to_host.stored.is_over = True
     return world
 
 
@@ -174,7 +178,7 @@ def test_checksums_are_noted_after_they_are_computed_and_before_they_are_compare
         noted = f"put_sums {idle.first_page(n)}"
         assert f"gather {n}" in idle.before[noted]
         assert noted in idle.before["_load 5"]
-    assert not idle.arena.loads.is_wrong(load)
+    assert not idle.mover.to_device.is_wrong(load)
     noted = {name for name in idle.before if name.startswith("put_sums")}
     assert len(noted) == 3 and noted <= idle.before["show_sums"], "threads see the checksums of this store"
 
@@ -182,15 +186,15 @@ def test_checksums_are_noted_after_they_are_computed_and_before_they_are_compare
 def test_stores_to_the_same_pages_run_one_after_the_other(idle: Launches) -> None:
     """Also their checksums are noted in this order: no order is defined within one launch."""
     noted: list[list[int]] = []
-    put_sums = idle.arena.pages.put_sums
-    idle.arena.pages.put_sums = lambda pages, sums: (noted.append(pages.tolist()), put_sums(pages, sums))  # type: ignore[assignment]
+    put_sums = idle.mover.pages.put_sums
+    idle.mover.pages.put_sums = lambda pages, sums: (noted.append(pages.tolist()), put_sums(pages, sums))  # type: ignore[assignment]
     for device_id in range(3):
         idle.pools.write(KV, device_id, 1.0 + device_id)
-    idle.arena.carry_out([idle.pools.unit(KV, n, 5) for n in range(3)])
+    idle.mover.carry_out([idle.pools.unit(KV, n, 5) for n in range(3)])
     assert noted == [[idle.first_page(5)]] * 3
     assert "to_pages 0" in idle.before["to_pages 1"] and "to_pages 1" in idle.before["to_pages 2"]
     assert {"to_pages 1", "to_pages 2"} <= idle.before.keys()  # the model does not wait until they are on the host
-    assert not idle.arena.loads.is_wrong(idle.load(7, 5)) and idle.pools.value(7) == 3.0
+    assert not idle.mover.to_device.is_wrong(idle.load(7, 5)) and idle.pools.value(7) == 3.0
 
 
 def test_what_an_error_kept_from_the_host_is_not_there(idle: Launches) -> None:
@@ -200,18 +204,18 @@ def test_what_an_error_kept_from_the_host_is_not_there(idle: Launches) -> None:
         raise RuntimeError("out of memory")
 
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(idle.arena.copies, "upload", fails)
+        broken.setattr(idle.mover.copies, "upload", fails)
         units = [idle.pools.unit(KV, n, n) for n in range(2)]
         with pytest.raises(RuntimeError, match="out of memory"):
-            idle.arena.carry_out(units)
-    assert not any(idle.arena.pages.holds(unit) for unit in units), "no checksum was computed"
+            idle.mover.carry_out(units)
+    assert not any(idle.mover.pages.holds(unit) for unit in units), "no checksum was computed"
     load = idle.load(5, 0)
-    assert idle.arena.loads.is_wrong(load)
+    assert idle.mover.to_device.is_wrong(load)
 
 
 def test_small_pages_are_gathered(idle: Launches) -> None:
     """The engines pause after each copy."""
-    idle.arena.copies.by_engine = False
+    idle.mover.copies.by_engine = False
     idle.store(*range(5))
     idle.next_forward()
     stored = {name for name in idle.before if name.startswith("to_pages")}
@@ -220,9 +224,9 @@ def test_small_pages_are_gathered(idle: Launches) -> None:
 
 
 def test_what_shares_a_half_of_the_buffer_is_gathered_while_the_rest_is_copied(world: Launches) -> None:
-    pools, staging = world.pools, world.arena.stores._staging
+    pools, staging = world.pools, world.mover.to_host._staging
     staging.half_bytes, staging.memory = 2 * staging.half_bytes, staging.memory.repeat(2)
-    world.arena.carry_out([pools.unit(KV, 0, 0), pools.unit(STATE, 1, 1)])
+    world.mover.carry_out([pools.unit(KV, 0, 0), pools.unit(STATE, 1, 1)])
     assert {"gather 0", "to_pages 0", "gather 1"} <= world.before["to_pages 1"]
     assert "to_pages 0" not in world.before["gather 1"]
 
@@ -235,78 +239,71 @@ def test_copies_that_are_sent_later_do_not_wait_for_the_forward(idle: Launches) 
     idle.next_forward()
     assert {name.split()[0] for name in before} == {"forward", "_upload", "gather", "next"}
     assert {"forward", "gather 0", "gather 1"} <= before["next forward"]
-    idle.arena.stores.send()
+    idle.mover.to_host.send()
     for n in range(2):
         assert f"gather {n}" in before[f"to_pages {n}"]
         assert "next forward" not in before[f"to_pages {n}"]
         assert f"gather {n}" in before[f"put_sums {idle.first_page(n)}"]
-    assert {"to_pages 0", "to_pages 1"} <= idle.arena.stores.stored.known
+    assert {"to_pages 0", "to_pages 1"} <= idle.mover.to_host.stored.known
     launches = len(before)
-    idle.arena.stores.send()
+    idle.mover.to_host.send()
     assert len(before) == launches, "they are sent once"
 
 
-class Published:
-    """A cache without copies, but for what publication queued."""
+class Queue:
+    """What a cache has queued: at each launch, and by publication."""
 
-    layout = None
+    def __init__(self, mover: Mover, *published: Copy) -> None:
+        self.queued: list[Copy] = []
+        self.published = list(published)
+        memory: Any = SimpleNamespace(layout=None, row=lambda slot: slot)
+        mover._on_device = DeviceMover(self, lambda: memory)
 
-    def __init__(self, *copies: BlockTransfer) -> None:
-        self.copies = list(copies)
-
-    def take_copies(self, published: bool = False) -> list[BlockTransfer]:
-        if not published:
-            return []
-        copies, self.copies = self.copies, []
+    def __call__(self, *, published: bool = False) -> list[Copy]:
+        copies = list(self.published if published else self.queued)
+        (self.published if published else self.queued).clear()
         return copies
-
-
-def moves_of(world: Launches, cache: Any) -> HostMoves:
-    moves = HostMoves.__new__(HostMoves)
-    memory = SimpleNamespace(layout=None, row=lambda slot: slot)
-    vars(moves).update(
-        arena=world.arena, sends_later=True, _context=SimpleNamespace(shared_memory=memory, prefix_cache=cache)
-    )
-    return moves
 
 
 def test_what_publication_queued_is_stored_after_the_forward_that_writes_it(idle: Launches) -> None:
     """What comes later waits until it is gathered, though nothing else is stored."""
-    before, pools = idle.before, idle.pools
-    moves = moves_of(idle, Published(pools.unit(KV, 1, 1)))
-    moves.launch(send=False)
+    before, mover = idle.before, idle.mover
+    Queue(mover, idle.pools.unit(KV, 1, 1))
+    mover.launch(send=False)
     idle.launch("forward")
-    moves.forward_launched()
+    mover.forward_launched()
     idle.launch("sampling")
     assert "gather 1" not in before["sampling"], "it is not known yet whether it is finite"
-    moves.step_ended()
+    mover.step_ended()
     assert "forward" in before["gather 1"] and "gather 1" in before["to_pages 1"]
     assert idle.options["gather 1"]["beside"], "what follows does not wait for its programs"
-    moves.launch(send=False)
+    mover.launch(send=False)
     idle.launch("next forward")
     assert "gather 1" in before["next forward"] and "to_pages 1" not in before["next forward"]
 
 
-def test_what_publication_queued_waits_for_a_controller_that_does_not_say_when_a_forward_is(world: Launches) -> None:
-    moves = moves_of(world, Published(world.pools.unit(KV, 0, 0)))
-    moves.sends_later = False
-    moves.launch()
-    moves.forward_launched()
-    assert not world.before
+def test_what_is_left_is_sent_at_the_end_of_a_step(idle: Launches) -> None:
+    """With a controller that does not say when a forward is launched."""
+    queue = Queue(idle.mover)
+    queue.queued.append(idle.pools.unit(KV, 0, 0))
+    idle.mover.launch(send=False)
+    assert "gather 0" in idle.before and "to_pages 0" not in idle.before
+    idle.mover.step_ended()
+    assert "to_pages 0" in idle.before
 
 
 def test_what_comes_after_a_load_that_was_given_up_waits_for_it(world: Launches) -> None:
     """Its blocks and its slot may be another's. A load that still runs holds its own, and is not waited for."""
-    before, moves = world.before, moves_of(world, Published())
+    before, mover, queue = world.before, world.mover, Queue(world.mover)
     own = [world.load(8 + load_id, 20, load_id=load_id) for load_id in (1, 0)][::-1]
-    moves.launch(send=False)
+    mover.launch(send=False)
     world.launch("forward")
-    assert not {"_load 8", "_load 9"} & before["forward"] and set(world.arena.loads.running) == set(own)
-    own[1].state = LoadState.GIVEN_UP
-    moves.launch(send=False)
+    assert not {"_load 8", "_load 9"} & before["forward"] and set(mover.to_device.running) == set(own)
+    queue.queued.append(LoadOver(1))
+    mover.launch(send=False)
     world.launch("next forward")
     assert "_load 9" in before["next forward"] and "_load 8" not in before["next forward"]
-    assert world.arena.loads.running == own[:1]
+    assert mover.to_device.running == own[:1] and set(mover.to_device.transfers) == {0}
 
 
 def test_what_needs_the_copies_to_the_host_sends_them(idle: Launches) -> None:
@@ -317,20 +314,20 @@ def test_what_needs_the_copies_to_the_host_sends_them(idle: Launches) -> None:
     assert "to_pages 0" not in before, "a load of another entry"
     load = idle.load(10, 1, load_id=2, send=False)
     assert {"to_pages 0", "to_pages 1"} <= before["to_staging 10"]
-    assert not idle.arena.loads.is_wrong(load)
+    assert not idle.mover.to_device.is_wrong(load)
     idle.store(2, 3, send=False)
     idle.launch("forward")
-    idle.arena.carry_out([pools.unit(KV, 4, 2)], send=False)
+    idle.mover.carry_out([pools.unit(KV, 4, 2)], send=False)
     assert "to_pages 2" in before["gather 4"], "it takes its half of the buffer, and its pages"
     assert not any("forward" in before[name] for name in ("to_pages 2", "to_pages 3")) and "to_pages 4" not in before
-    idle.arena.carry_out([pools.unit(KV, 5, 6)], send=False)
+    idle.mover.carry_out([pools.unit(KV, 5, 6)], send=False)
     assert "gather 5" in before and "to_pages 4" not in before, "there is room beside it"
     idle.load(11, 3, load_id=3, send=False)
     assert "to_pages 3" in before["to_staging 11"] and "to_pages 4" not in before, "a load of what was sent"
     idle.load(8, 2, load_id=4, send=False)
     assert {"to_pages 4", "to_pages 5"} <= before["to_staging 8"]
-    idle.arena.carry_out([pools.unit(KV, 6, 7)], send=False)
-    idle.arena.finish()
+    idle.mover.carry_out([pools.unit(KV, 6, 7)], send=False)
+    idle.mover.drain_queues()
     assert "to_pages 6" in before
 
 
@@ -340,11 +337,11 @@ def test_copies_are_sent_where_the_buffer_or_a_page_is_needed_again(world: Launc
         pools.write(KV, n, 1.0 + n)
     world.store(*range(3), send=False)
     assert "to_pages 0" in before["gather 2"] and not {"to_pages 1", "to_pages 2"} & before.keys()
-    world.arena.carry_out([pools.unit(KV, n, 5) for n in (3, 4, 5)], send=False)
+    world.mover.carry_out([pools.unit(KV, n, 5) for n in (3, 4, 5)], send=False)
     assert {"to_pages 2", "to_pages 3"} <= before["to_pages 4"] and "to_pages 5" not in before
     load = world.load(7, 5, send=False)
     assert "to_pages 5" in before["to_staging 7"]
-    assert not world.arena.loads.is_wrong(load) and pools.value(7) == 6.0
+    assert not world.mover.to_device.is_wrong(load) and pools.value(7) == 6.0
 
 
 def test_loads_wait_for_what_they_need(world: Launches) -> None:
@@ -360,9 +357,9 @@ def test_loads_wait_for_what_they_need(world: Launches) -> None:
         loaded = {name for name in before[f"to_staging {n}"] if name.startswith("_load")}
         assert loaded == {f"_load {m}" for m in range(5, n - 1)}
         assert f"to_staging {n + 1}" not in before[f"_load {n}"]
-    world.arena.loads.wait_for(load)
+    world.mover.to_device.wait_for(load)
     world.launch("next forward")
     assert {f"_load {n}" for n in range(5, 10)} <= before["next forward"]
     # A store to a page, or from a block, that an unfinished load uses.
-    world.arena.carry_out([pools.unit(KV, 3, 1)])
+    world.mover.carry_out([pools.unit(KV, 3, 1)])
     assert "_load 10" in before["gather 3"]

@@ -22,16 +22,15 @@ from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers import mooncake
-from megatron_hybrid_prefix.tiers.arena import HostArena
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.listing import FileName
-from megatron_hybrid_prefix.tiers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.tiers.registry import parse_url
 from megatron_hybrid_prefix.tiers.settings import TierSettings
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.transfers.pinned import choose_page_bytes
 from tests.core.entries import BLOCK, NAME, SIZE
-from tests.core.pools import a_load
+from tests.core.pools import a_mover
 from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.plugins.dictionary_tier import DictionaryTier
@@ -83,9 +82,7 @@ class HostTier(Tier):
         size = choose_page_bytes(SIZE.values())
         pages_of = {kind: ceil_div(each, size) for kind, each in SIZE.items()}
         device = {kind: [tensor] for kind, tensor in self.device.items()}
-        self.arena = HostArena(
-            lambda: device, pages=room_bytes // size, page_bytes=size, pages_of=pages_of, device="cpu"
-        )
+        self.mover = a_mover(device, pages=room_bytes // size, page_bytes=size)
         self.page_bytes, self.pages_of, self.count = size, pages_of, max(pages_of.values())
         self.free = list(range(room_bytes // size))
         self.entries: dict[Any, tuple[tuple[int, ...], int]] = {}  # pages and checksum
@@ -100,16 +97,16 @@ class HostTier(Tier):
             return False
         pages = tuple(self.free.pop() for _ in range(self.count))
         self.device[tag.kind][0, 0] = torch.frombuffer(bytearray(entry.data), dtype=torch.uint8)
-        self.arena.carry_out([BlockTransfer(DEVICE, HOST, pages, tag, 0)])
+        self.mover.carry_out([BlockTransfer(DEVICE, HOST, pages, tag, 0)])
         self.entries[tag.kind, tag.key] = pages, entry.checksum
         return True
 
     def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
         if (tag.kind, tag.key) not in self.entries:
             return None
-        load, (pages, checksum) = a_load(next(self.load_ids)), self.entries[tag.kind, tag.key]
-        self.arena.carry_out([BlockTransfer(HOST, DEVICE, pages[: self.pages_of[tag.kind]], tag, 0, load)])
-        if self.arena.loads.is_wrong(load):
+        load, (pages, checksum) = self.mover.to_device.transfer(next(self.load_ids)), self.entries[tag.kind, tag.key]
+        self.mover.carry_out([BlockTransfer(HOST, DEVICE, pages[: self.pages_of[tag.kind]], tag, 0, load.load_id)])
+        if self.mover.to_device.is_wrong(load):
             return None
         data, at = self.device[tag.kind][0, 0].numpy().tobytes(), 0
         for buffer in buffers:
@@ -135,7 +132,7 @@ class Host(Dictionary):
         return of.kind, of.key
 
     def flip_a_bit(self, of: Tag) -> None:
-        self.only.arena.pages.memory[self.content(of)[0][0] * self.only.page_bytes + 17] ^= 4
+        self.only.mover.pages.memory[self.content(of)[0][0] * self.only.page_bytes + 17] ^= 4
 
 
 class Stored(Dictionary):

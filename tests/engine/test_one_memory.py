@@ -20,13 +20,13 @@ from megatron_hybrid_prefix import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine, build_upstream_engine
-from megatron_hybrid_prefix.mcore.state.moves import Moves
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.pool.slots import SlotPool
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from megatron_hybrid_prefix.tiers.device import DeviceTier
+from megatron_hybrid_prefix.transfers.mover import DeviceMover
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from tests.harness.cached import keys_on_device, on_device
 from tests.harness.engine_helpers import cache_gb_for, state_bytes
@@ -151,13 +151,13 @@ def zeroed_before_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copied_after_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, update = Moves.launch, HybridPrefixContext.update_requests
+    launch, update = DeviceMover.launch, HybridPrefixContext.update_requests
 
     def update_requests(self: Any, *args: Any, **fields: Any) -> Any:
         launch(self.moves)
         return update(self, *args, **fields)
 
-    monkeypatch.setattr(Moves, "launch", lambda self, **options: None)
+    monkeypatch.setattr(DeviceMover, "launch", lambda self, **options: None)
     monkeypatch.setattr(HybridPrefixContext, "update_requests", update_requests)
 
 

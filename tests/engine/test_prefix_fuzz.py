@@ -13,7 +13,7 @@ from megatron.core.inference.config import KVCacheManagementMode
 
 from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.tiers import entry_copies
+from megatron_hybrid_prefix.transfers import entry_copies
 from tests.harness.drafts import forced_drafts
 from tests.harness.engine_helpers import assert_matches, cache_gb_for, random_tokens, state_bytes
 from tests.harness.lifecycle_helpers import EngineHarness
@@ -135,7 +135,7 @@ class Traffic(EngineHarness):
         entries = sorted(tier.entries(), key=lambda entry: (entry.tag.depth_tokens, entry.pages))
         if moves is not None and entries:
             page = self.tier.choice(entries).pages[0]
-            moves.arena.pages.memory[page * moves.arena.pages.page_bytes + self.tier.randrange(400)] ^= 16
+            moves.pages.memory[page * moves.pages.page_bytes + self.tier.randrange(400)] ^= 16
 
     def run(self) -> None:
         if self.plain is None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.mcore.state import moves as host
-from megatron_hybrid_prefix.tiers import entry_copies, loads
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
+from megatron_hybrid_prefix.transfers import entry_copies, to_device
 from tests.harness.cached import on_device as block_of
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
@@ -80,7 +80,7 @@ def noted_launches(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> li
     for owner, name in (
         (entry_copies.EntryCopies, "gather"),
         (entry_copies.EntryCopies, "to_pages"),
-        (loads.LoadCopies, "run"),
+        (to_device.ToDevice, "run"),
         (model, "run_one_forward_step"),
     ):
         run = getattr(owner, name)
@@ -104,14 +104,14 @@ def test_a_forward_does_not_wait_until_copies_to_the_host_are_launched(model, mo
     served.check()
 
 
-def test_copies_to_the_host_are_launched_at_once_if_nobody_says_when_a_forward_is(model, monkeypatch):
+def test_copies_to_the_host_are_launched_if_nobody_says_when_a_forward_is(model, monkeypatch):
     """With a controller of somebody else."""
     served = small(model)
-    served.context.host_moves.sends_later = False
+    monkeypatch.setattr(served.context.host_moves, "forward_launched", lambda: None)
     push_out(served)
     order = noted_launches(served, monkeypatch)
     served.send(tokens(6, 7, seed=990), count=1)
-    assert order.index("gather") < order.index("pages") < order.index("step")
+    assert order.index("gather") < order.index("step") < order.index("pages")
 
 
 def test_a_load_does_not_wait_until_copies_to_the_host_are_launched(model, monkeypatch):
@@ -185,10 +185,10 @@ def test_a_load_takes_place_while_others_run(model):
 
 def spoil(served: EngineHarness, prompt: list[int], what: EntryKind) -> None:
     """Flips one bit of an entry on the host."""
-    arena, tier = served.context.host_moves.arena, served.cache._device.host
+    mover, tier = served.context.host_moves, served.cache._device.host
     node = served.cache.node(served.cache.chain(prompt).keys[-1])
     entry = (tier.kv if what == EntryKind.KV else tier.of_states)[node]
-    arena.pages.memory[entry.pages[0] * arena.pages.page_bytes + 17] ^= 4
+    mover.pages.memory[entry.pages[0] * mover.pages.page_bytes + 17] ^= 4
 
 
 FAULTS = [
@@ -203,13 +203,13 @@ def test_a_fault_costs_time_only(model, fault, mode, chunk, caplog, monkeypatch)
     if fault == "store raises":  # by the copy engines, too
         monkeypatch.setattr(entry_copies, "ENGINE_BYTES", 1)
     served = small(model, async_sched_mode=mode, blocks=16, slots=3, **chunked)
-    arena = served.context.host_moves.arena
+    mover = served.context.host_moves
     prompt = tokens(4, 9, seed=1)
     served.send(prompt)
 
     fails = raising(RuntimeError("the copy engine is on fire"))
     if fault == "store raises":
-        monkeypatch.setattr(arena.copies, "to_pages", fails)
+        monkeypatch.setattr(mover.copies, "to_pages", fails)
     push_out(served, count=5)
     monkeypatch.undo()
     assert on_device(served, prompt) == 0
@@ -220,9 +220,9 @@ def test_a_fault_costs_time_only(model, fault, mode, chunk, caplog, monkeypatch)
     elif fault == "tag":
         node = served.cache.node(served.cache.chain(prompt).keys[-1])
         page = served.cache._device.host.of_states[node].pages[0]
-        arena.pages.tags[page] = Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
+        mover.pages.tags[page] = Tag(kind=EntryKind.STATE, key=node.key, depth_tokens=3 * BLOCK, epoch=0)
     elif fault == "load raises":
-        monkeypatch.setattr(arena.loads, "_load", fails)
+        monkeypatch.setattr(mover.to_device, "_load", fails)
     running = served.add(random_tokens(30, seed=7), 30)
     served.step(2)
     with caplog.at_level(logging.ERROR):
@@ -249,19 +249,19 @@ def test_a_fault_costs_time_only(model, fault, mode, chunk, caplog, monkeypatch)
 def test_nobody_samples_from_a_wrong_load(model, fault, monkeypatch):
     """A forward runs on the entries of a load before it is known that they are wrong. With NaN there, sampling raised."""
     served = small(model, async_sched_mode="async", blocks=16)
-    arena, prompt = served.context.host_moves.arena, tokens(4, 9, seed=1)
+    mover, prompt = served.context.host_moves, tokens(4, 9, seed=1)
     served.send(prompt)
     push_out(served, count=5)
     if fault == "load raises":
-        for tensors in served.context.host_moves._tensors().values():
+        for tensors in served.context.host_moves.copies.tensors().values():
             for tensor in tensors:
                 tensor.fill_(255)  # NaN in any floating type
-        monkeypatch.setattr(arena.loads, "_load", raising(RuntimeError("the copy engine is on fire")))
+        monkeypatch.setattr(mover.to_device, "_load", raising(RuntimeError("the copy engine is on fire")))
     else:
         node = served.cache.node(served.cache.chain(prompt).keys[-1])
         tier = served.cache._device.host
         for page in (tier.kv if fault == "kv" else tier.of_states)[node].pages:
-            arena.pages.rows[page].fill_(255)  # NaN in any floating type
+            mover.pages.rows[page].fill_(255)  # NaN in any floating type
     hit = served.add(prompt, 4, params={"top_k": 0, "top_p": 0.9, "temperature": 1.0})
     served.run()
     assert len(served.finished[hit].generated_tokens) == 4
@@ -270,7 +270,7 @@ def test_nobody_samples_from_a_wrong_load(model, fault, monkeypatch):
 
 
 def test_no_pinned_memory_no_tier(model, monkeypatch, caplog):
-    monkeypatch.setattr(host, "HostArena", raising(RuntimeError("cannot allocate memory")))
+    monkeypatch.setattr(host, "Mover", raising(RuntimeError("cannot allocate memory")))
     with caplog.at_level(logging.WARNING):
         served = small(model)
     assert sum("no host tier" in record.message for record in caplog.records) == 1
@@ -283,7 +283,7 @@ def test_no_pinned_memory_no_tier(model, monkeypatch, caplog):
 
 
 def test_without_host_memory_there_is_nothing(model, monkeypatch):
-    monkeypatch.setattr(host, "HostArena", None)  # would be called
+    monkeypatch.setattr(host, "Mover", None)  # would be called
     served = small(model, host_gb=0.0)
     assert served.context.host_moves is None and not served.cache._device.below
     served.send(tokens(4, 9, seed=1))
@@ -363,10 +363,10 @@ def test_swapped_out_data_is_private_to_its_request(model):
 def test_a_preempted_request_that_cannot_go_on_starts_over(model):
     served, _ = four_at_once(model, host_gb=HOST_GB)
     served.step_until(lambda: served.context.prefix_stats().tiers["host"].preempted)
-    arena, tier = served.context.host_moves.arena, served.cache._device.host
-    arena.stores.send()
+    mover, tier = served.context.host_moves, served.cache._device.host
+    mover.to_host.send()
     for entry in tier.private:
-        arena.pages.memory[entry.pages[0] * arena.pages.page_bytes] ^= 1
+        mover.pages.memory[entry.pages[0] * mover.pages.page_bytes] ^= 1
     served.run()
     assert served.context.prefix_stats().fallbacks == {"host_load_failed": 1}
     served.finish()

@@ -221,8 +221,8 @@ def test_back_from_the_host(tiny, reference, case):
     cache = traffic.context.prefix_cache
     assert not cache.match(cache.chain(first)).path
     if fault:
-        arena, node = traffic.context.host_moves.arena, cache.node(cache.chain(first).keys[1])
-        arena.pages.memory[cache._device.host.kv[node].pages[0] * arena.pages.page_bytes + 17] ^= 4
+        mover, node = traffic.context.host_moves, cache.node(cache.chain(first).keys[1])
+        mover.pages.memory[cache._device.host.kv[node].pages[0] * mover.pages.page_bytes + 17] ^= 4
     asked = traffic.add(ending(128, 9), 2, top_n_logprobs=1)
     traffic.run()
     stats = traffic.context.prefix_stats()

@@ -19,7 +19,8 @@ from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
-from megatron_hybrid_prefix.tiers.units import Load, LoadState
+from megatron_hybrid_prefix.tiers.units import LoadState
+from megatron_hybrid_prefix.transfers.to_device import Transfer
 from tests.distributed.test_prefix_parallel import model_of, session
 from tests.harness.engine_helpers import assert_same, random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
@@ -192,10 +193,10 @@ def test_a_fault_is_a_counted_miss(model, name, fault, request):
 def late(served: EngineHarness, store: Folder) -> Iterator[None]:
     """The next load is late: the thread that reads has asked the disk before the request gives up, however late it runs."""
     store.close_gate()
-    behind = served.context.host_moves.arena.behind
+    behind = served.context.host_moves.behind
     fetched = behind.fetched
 
-    def fetched_once_asked(load: Load, wait_s: float = 0.0) -> bool | None:
+    def fetched_once_asked(load: Transfer, wait_s: float = 0.0) -> bool | None:
         assert store.asked.wait(HANG_S)
         return fetched(load, wait_s)
 
@@ -290,7 +291,7 @@ def test_what_did_not_arrive_cannot_stop_a_step(model, folder, in_time):
     """The forward of the failed load reads its blocks: not what was there before. Nobody samples from NaN."""
     computed(model, folder)
     served = start(model, folder, {} if in_time else {"wait_s": 0.05})
-    for tensors in served.context.host_moves._tensors().values():
+    for tensors in served.context.host_moves.copies.tensors().values():
         for tensor in tensors:
             tensor.fill_(255)
     if in_time:
@@ -315,7 +316,7 @@ def test_a_load_that_is_late_before_its_request_is_admitted_fails_no_forward(mod
     served.step()
     load = served.cache.loads.fetches[missed]
     assert load.state is LoadState.FETCHING and missed not in served.cache.live
-    load.deadline_s = 1e-9  # late by now
+    served.context.prefix_request(served.engine.get_request(missed)).deadline_s = 0.0  # late by now
     monkeypatch.setattr(served.cache, "fail_load", lambda plan: pytest.fail("a forward ran without its entries"))
     served.run()
     assert served.finished[missed].num_cached_tokens == 0
@@ -368,7 +369,7 @@ def test_a_load_that_ends_while_the_disk_is_read(model, folder, end):
     for _ in range(2):
         served.send(PROMPT)
     served.send(tokens(5, 5, seed=81))
-    assert not served.context.host_moves.arena.loads.running
+    assert not served.context.host_moves.to_device.running
     served.check(*(number for number in served.finished if number != waiting))
     served.check_drained()
 

@@ -66,7 +66,7 @@ def main(args) -> None:
 
     def stored_mib(engine):
         moves = getattr(engine.context, "host_moves", None)
-        return 0 if moves is None else moves.arena.stores.bytes / 2**20
+        return 0 if moves is None else moves.to_host.bytes / 2**20
 
     for number in range(args.warm_up + args.prompts):
         for name in dice.sample(list(engines), len(engines)):

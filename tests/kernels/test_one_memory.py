@@ -23,9 +23,9 @@ from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_stat
 from megatron_hybrid_prefix.ops.mamba_scan import pass_states
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda, kv_append
-from megatron_hybrid_prefix.tiers.arena import HostArena
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Load, LoadState, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 from megatron_hybrid_prefix.upstream.modules import COMMON_KERNELS
+from tests.core.pools import a_mover
 from tests.harness.one_memory import FAR_PAGE_BYTES, FAR_PAGES, PAGE_BLOCKS, OneMemory, bits, check_same
 from tests.kernels.steps import SLOTS, Step
 from tests.kernels.test_paged_attention import flash_attention_4
@@ -421,24 +421,18 @@ def test_to_the_host_and_back(place, kind):
     for seed, view in enumerate(own):
         numbers = torch.randint(-99, 99, (len(view), 1, *view.shape[2:]), generator=torch.Generator().manual_seed(seed))
         view[:, [entry]] = numbers.to(device, view.dtype)
-    arena = HostArena(
-        lambda: {EntryKind.KV: [kv], EntryKind.STATE: states},
-        pages=8,
-        page_bytes=4096,
-        pages_of=dict.fromkeys(EntryKind, 2),
-        device=device,
-    )
+    mover = a_mover({EntryKind.KV: [kv], EntryKind.STATE: states}, device, pages=8, page_bytes=4096, least_pages=2)
     tag = Tag(kind=kind, key=b"k", depth_tokens=1, epoch=0)
-    arena.carry_out([BlockTransfer(source=DEVICE, target=HOST, pages=(3, 5), tag=tag, device_id=entry)])
-    arena.stores.wait()
-    load = Load(load_id=0, request_id=0, state=LoadState.COPYING, depth_tokens=1, pinned=())
-    arena.carry_out([BlockTransfer(source=HOST, target=DEVICE, pages=(3, 5), tag=tag, device_id=other, load=load)])
-    arena.loads.wait_for(load)
-    arena.finish()
-    assert not arena.loads.is_wrong(load)
+    mover.carry_out([BlockTransfer(source=DEVICE, target=HOST, pages=(3, 5), tag=tag, device_id=entry)])
+    mover.to_host.wait()
+    load = mover.to_device.transfer(0)
+    mover.carry_out([BlockTransfer(source=HOST, target=DEVICE, pages=(3, 5), tag=tag, device_id=other, load_id=0)])
+    mover.to_device.wait_for(load)
+    mover.drain_queues()
+    assert not mover.to_device.is_wrong(load)
     for view in own:
         assert torch.equal(bits(view[:, entry]), bits(view[:, other]))
-    arena.close()
+    mover.close()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only Triton's interpreter checks for overflows")

@@ -42,7 +42,7 @@ from megatron_hybrid_prefix.mcore.context.verify import verify_plan
 from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
 from megatron_hybrid_prefix.mcore.state.budget import Budget, agree_on_budget, for_cache_gb
 from megatron_hybrid_prefix.mcore.state.layout import DESCRIBE_ALL, states_of_config, with_state_dtype
-from megatron_hybrid_prefix.mcore.state.moves import HostMoves, Moves
+from megatron_hybrid_prefix.mcore.state.moves import open_mover
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
@@ -50,7 +50,8 @@ from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, 
 from megatron_hybrid_prefix.requests.book import StepPlan
 from megatron_hybrid_prefix.requests.explain import Explanation
 from megatron_hybrid_prefix.requests.scores import ScoreTable
-from megatron_hybrid_prefix.tiers.units import HOST
+from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
+from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
 from megatron_hybrid_prefix.upstream.blocks import block_counts
 from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.config import InferenceConfig
@@ -140,8 +141,9 @@ class HybridPrefixContext(SlotContext):
         self.enable_prefix_caching = True
         self.decisions = DecisionLog(self.config.pg_collection, is_on=prefix.check_ranks)
         assert self._budget is not None
-        host = HostMoves.open(self, prefix) if prefix.host_gb and self.checkpoint_slots else None
-        self.moves = host or Moves(self)
+        on_device = DeviceMover(lambda **options: self.prefix_cache.take_copies(**options), lambda: self.shared_memory)
+        self.moves, secrets = open_mover(self, prefix, on_device)
+        sizes = self.moves.sizes
         cache = self.prefix_cache = HybridPrefixCache(
             CacheSettings(
                 block_tokens=self.block_size_tokens,
@@ -154,19 +156,24 @@ class HybridPrefixContext(SlotContext):
                 beside=self._events,
                 on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
                 routing_of=self._routing_of if self.moe_enable_routing_replay else None,
-                **self.moves.cache_settings(),
+                host_pages=sizes.pages,
+                host_kv_pages=sizes.pages_of[EntryKind.KV],
+                host_state_pages=sizes.pages_of[EntryKind.STATE],
+                behind=self.moves.tier,
+                secret=secrets.keys,
+                adapter_secret=secrets.adapters,
             )
         )
         total_blocks, paused = self.layout.total_blocks, block_counts(self.kv_block_allocator).paused
         self.kv_block_allocator: HybridPrefixBlockAllocator = HybridPrefixBlockAllocator(
             self, total_blocks + 1, min(paused, total_blocks - 1), cache=cache
         )
-        if self.checkpoint_slots and (prefix.caches_answers or host is not None):
+        if self.checkpoint_slots and (prefix.caches_answers or self.host_moves is not None):
             self._decodes = DecodedStates(self, cache, self._events, keep=prefix.caches_answers)
         self.scored = ScoredPrompts(self, cache, self._scores)
         self._admissions = Admissions(self, cache, self._requests)
-        if host is not None:
-            self.loads = RequestLoads(self, cache, host, self._requests)
+        if self.host_moves is not None:
+            self.loads = RequestLoads(self, cache, self.host_moves, self._requests)
         reports.report_start(self)
 
     def _routing_of(self, block_id: int) -> Any:
@@ -190,9 +197,9 @@ class HybridPrefixContext(SlotContext):
         return self.prefix_config.exact is not None
 
     @property
-    def host_moves(self) -> HostMoves | None:
+    def host_moves(self) -> Mover | None:
         """The host tier, or None."""
-        return self.moves if isinstance(self.moves, HostMoves) else None
+        return self.moves if isinstance(self.moves, Mover) else None
 
     def allocate_kv(self) -> bool:
         """KV is a view of the memory that it shares with the states."""
@@ -365,7 +372,8 @@ class HybridPrefixContext(SlotContext):
         """The CPU waits for upstream's copies, and so for all launches before them. Loads are waited for afterwards."""
         self.moves.launch(send=False)
         done = super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
-        self.moves.wait_for_loads(self.step_plans())
+        if self.loads is not None:
+            self.loads.wait()
         return done
 
     def forward_launched(self) -> None:

@@ -14,6 +14,8 @@ through megatron's data-parallel coordinator:
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +29,14 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
-from megatron_hybrid_prefix.mcore.state.moves import HostMoves
 from megatron_hybrid_prefix.requests.book import StepPlan
 from megatron_hybrid_prefix.requests.explain import Explanation, Question
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.requests.scores import ScoreTable
-from megatron_hybrid_prefix.tiers.units import LoadState
+from megatron_hybrid_prefix.tiers.units import Load, LoadState
+from megatron_hybrid_prefix.transfers.mover import Mover
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -57,6 +61,7 @@ class PrefixRequest:
         scored: Its prompt's log-probs, from its admission on; None without ``top_n``.
         counted_tokens: Tokens that the statistics have: forwards of them, or of the request that it continues, were published.
         gave_up_fetch: Whether a load from the tier below the host was late or missing. The request tries no other.
+        deadline_s: Until when it waits for the tier below the host (`time.monotonic` of this rank); None: it does not.
     """
 
     prompt: NDArray[np.int64]
@@ -75,6 +80,7 @@ class PrefixRequest:
     scored: ScoredPrompt | None = None
     counted_tokens: int = 0
     gave_up_fetch: bool = False
+    deadline_s: float | None = None
 
     def match(self, cache: HybridPrefixCache, length_tokens: int) -> Match:
         """Match the first ``length_tokens`` with the cache; at least one token remains to be computed."""
@@ -234,7 +240,7 @@ class RequestLoads:
         requests: Its requests.
     """
 
-    def __init__(self, context: Any, cache: HybridPrefixCache, moves: HostMoves, requests: KnownRequests) -> None:
+    def __init__(self, context: Any, cache: HybridPrefixCache, moves: Mover, requests: KnownRequests) -> None:
         self._context, self._cache, self._moves, self._requests = context, cache, moves, requests
 
     def waits(self, req: Any, others_run: bool) -> bool:
@@ -256,12 +262,35 @@ class RequestLoads:
             fetch = cache.loads.fetch(req.request_id, known.match(cache, req.remaining_prompt_length))
             if fetch is None:
                 return False
-            self._moves.begin_fetch(fetch)
-        state = self._moves.fetch(fetch, wait=False) if fetch.state is LoadState.FETCHING else fetch.state
+            self._moves.begin_fetch(fetch.load_id, [(entry.pages, entry.tag) for entry in fetch.coming])
+        state = self._fetch(known, fetch, wait=False)
         if state in (LoadState.MISSING, LoadState.LATE):
             self._context.decisions.note(lambda: f"request {req.request_id} does not wait for its load: {state}")
             known.last, known.gave_up_fetch = None, True
         return others_run and state is LoadState.FETCHING
+
+    def wait(self) -> None:
+        """Make the next forward run after the loads that it uses.
+
+        The CPU waits for entries that still come from the tier below: a collective, if there are any.
+        """
+        for known, plan in self._requests.in_step.values():
+            if plan.load is not None and self._fetch(known, plan.load, wait=True) is LoadState.COPYING:
+                self._moves.wait_for(plan.load.load_id)
+
+    def _fetch(self, known: PrefixRequest, load: Load, *, wait: bool) -> LoadState:
+        """See `Mover.fetch`. A request waits once: its load goes on where its fetch was."""
+        if load.state is not LoadState.FETCHING:
+            return load.state
+        tier = self._moves.tier
+        assert tier is not None
+        if known.deadline_s is None:
+            known.deadline_s = time.monotonic() + tier.tier.wait_s
+        state = self._moves.fetch(load.load_id, known.deadline_s, wait=wait, zero=load.slot >= 0)
+        if state is not LoadState.FETCHING:
+            known.deadline_s = None
+            self._cache.loads.end_fetch(load, state)
+        return state
 
     def forget(self, request_id: int) -> None:
         """Drop what a request without a row holds on the host: it ended."""
@@ -274,8 +303,14 @@ class RequestLoads:
         All ranks call it after each forward, before one with loads is published. The requests must be recomputed.
         """
         in_step = self._requests.in_step.values()
-        failed = self._moves.failed([plan for _, plan in in_step])
-        for known, plan in in_step:
-            if plan.load is not None and plan.load.state in (LoadState.MISSING, LoadState.LATE):
+        loads = [(known, plan.load) for known, plan in in_step if plan.load is not None]
+        copied = {load.load_id: load for _, load in loads if load.state is LoadState.COPYING}
+        for load_id, state in self._moves.verdicts(copied).items():
+            load = copied[load_id]
+            load.state = state
+            if state is LoadState.FAILED:
+                logger.error("the load of request %d failed verification: the request is recomputed", load.request_id)
+        for known, load in loads:
+            if load.state in (LoadState.MISSING, LoadState.LATE):
                 known.last, known.gave_up_fetch = None, True
-        return failed
+        return {load.request_id for _, load in loads if load.state is not LoadState.ARRIVED}

@@ -29,6 +29,7 @@ from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator, meet_subscribers
 from megatron_hybrid_prefix.mcore.state.layout import check_described
+from megatron_hybrid_prefix.mcore.state.moves import name_entries
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
 from megatron_hybrid_prefix.platform.side_by_side import compiled_side_by_side
@@ -113,8 +114,7 @@ class HybridPrefixEngine(EngineSeam):
             self._weights = WeightSamples(controller.inference_wrapped_model.model, context.config.pg_collection)
         self._rules = RequestRules(self, samples_rows=isinstance(controller, HybridPrefixController))
         if self._has_cache and context.host_moves is not None:
-            context.host_moves.sends_later = isinstance(controller, HybridPrefixController)
-            context.host_moves.name_entries(controller.inference_wrapped_model.model)
+            name_entries(context, controller.inference_wrapped_model.model)
 
     def reset(self) -> None:
         """Also resets the statistics of an unfinished step, and forgets the drafts that it accepted.

@@ -37,7 +37,7 @@ from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
-from megatron_hybrid_prefix.tiers.tier_moves import TierMoves
+from megatron_hybrid_prefix.transfers.behind import BehindCopies
 from tests.harness.engine_helpers import described
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness
 from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S, wait_until
@@ -290,11 +290,11 @@ class Session(EngineHarness):
         """Flips a bit of each entry that the host has of these."""
         if not self.caching:
             return
-        tier, arena = self.cache._device.host, self.context.host_moves.arena
-        arena.finish()  # on a GPU, what is changed could still be on its way
+        tier, mover = self.cache._device.host, self.context.host_moves
+        mover.drain_queues()  # on a GPU, what is changed could still be on its way
         keys = {key for prompt in prompts for key in self.cache.chain(prompt).keys}
         for entry in [entry for entry in tier.entries() if entry.tag.key in keys]:
-            arena.pages.memory[entry.pages[0] * arena.pages.page_bytes + 5] ^= 1
+            mover.pages.memory[entry.pages[0] * mover.pages.page_bytes + 5] ^= 1
 
     def slow(self) -> None:
         """No read comes back in time. A request that waits gives up once that is known, however slow the machine is."""
@@ -346,7 +346,7 @@ class Session(EngineHarness):
 
 @contextmanager
 def _slow(tier: Any) -> Iterator[None]:
-    over, get, fetched = threading.Event(), tier.get, TierMoves.fetched
+    over, get, fetched = threading.Event(), tier.get, BehindCopies.fetched
 
     def get_late(*arguments: Any) -> Any:
         with tier._reading():
@@ -360,7 +360,7 @@ def _slow(tier: Any) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tier, "get", get_late)
-        patched.setattr(TierMoves, "fetched", fetched_late)
+        patched.setattr(BehindCopies, "fetched", fetched_late)
         yield
     over.set()
 

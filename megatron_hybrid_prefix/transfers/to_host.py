@@ -1,9 +1,9 @@
-"""`StoreCopies`: runs transfers from the device to host memory.
+"""`ToHost`: runs transfers from the device to host memory.
 
 A store gathers entries into a staging buffer on the device, and copies that to the pages: by the copy engines, or by a kernel if pages
 are small. A forward or a load that overwrites a stored block waits until it is gathered, but not for the copies to the host.
 
-These copies can also be launched later (`StoreCopies.send`): a forward that needs the room, and the GPU with it, would wait while the CPU
+These copies can also be launched later (`ToHost.send`): a forward that needs the room, and the GPU with it, would wait while the CPU
 launches them.
 """
 
@@ -17,14 +17,14 @@ from operator import attrgetter
 
 import torch
 
-from megatron_hybrid_prefix.tiers.entry_copies import Batch, EntryCopies, succeeds, without_shared_pages
-from megatron_hybrid_prefix.tiers.queue import Mark, queue_for
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
+from megatron_hybrid_prefix.transfers.entry_copies import Batch, EntryCopies, succeeds, without_shared_pages
+from megatron_hybrid_prefix.transfers.queue import Mark, queue_for
 
 STAGING_BYTES = 640 * 2**20  # this much can be evicted at once without waiting for the host link
 
 
-class StoreCopies:
+class ToHost:
     """Copies entries to the host.
 
     Attributes:
@@ -46,14 +46,7 @@ class StoreCopies:
         self.stored: Mark = None
         self.bytes = 0
 
-    def run(
-        self,
-        units: Sequence[BlockTransfer],
-        after: Mark,
-        *,
-        send: bool = True,
-        beside: bool = False,
-    ) -> None:
+    def run(self, units: Sequence[BlockTransfer], after: Mark, *, send: bool = True, beside: bool = False) -> None:
         """Launch stores, in order. The model may overwrite the entries after `wait`.
 
         A copy that fails is logged. Its entries are not on the host then.

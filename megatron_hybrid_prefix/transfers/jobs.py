@@ -19,8 +19,8 @@ from queue import SimpleQueue
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes, finish_at_exit
-from megatron_hybrid_prefix.tiers.queue import Mark
 from megatron_hybrid_prefix.tiers.units import Tag
+from megatron_hybrid_prefix.transfers.queue import Mark
 
 logger = logging.getLogger(__name__)
 

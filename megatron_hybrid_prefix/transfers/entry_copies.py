@@ -19,8 +19,8 @@ from megatron_hybrid_prefix.ops.slot_copies import as_words
 from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
 from megatron_hybrid_prefix.support.arithmetic import ceil_div, round_up
-from megatron_hybrid_prefix.tiers.host_pages import HostPages
 from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
+from megatron_hybrid_prefix.transfers.host_pages import HostPages
 
 logger = logging.getLogger(__name__)
 
@@ -67,27 +67,19 @@ class EntryCopies:
     Args:
         tensors: Called at each copy: the tensors' addresses change when the engine is suspended.
         pages: The pages on the host.
-        pages_of: Pages per entry, by kind.
         device: Device of the tensors.
 
     Attributes:
-        pages, device: See Args.
+        tensors, pages, device: See Args.
         entry_bytes: Bytes of an entry on this rank, by kind, rounded up to whole checksum words.
         row_bytes: Bytes of the pages of an entry, by kind.
         by_engine: Whether pages are large enough for the copy engines.
     """
 
-    def __init__(
-        self,
-        tensors: Callable[[], Tensors],
-        pages: HostPages,
-        *,
-        pages_of: Mapping[EntryKind, int],
-        device: torch.device,
-    ) -> None:
-        self._tensors, self.pages, self.device = tensors, pages, device
+    def __init__(self, tensors: Callable[[], Tensors], pages: HostPages, device: torch.device) -> None:
+        self.tensors, self.pages, self.device = tensors, pages, device
         self.by_engine = pages.page_bytes >= ENGINE_BYTES
-        self.row_bytes = {kind: count * pages.page_bytes for kind, count in pages_of.items()}
+        self.row_bytes = {kind: count * pages.page_bytes for kind, count in pages.sizes.pages_of.items()}
         sizes = {kind: [each[:, 0].nbytes for each in own] for kind, own in tensors().items()}
         self.entry_bytes = {kind: round_up(sum(own), WORD_BYTES) for kind, own in sizes.items()}
         self._used_pages = {kind: ceil_div(size, pages.page_bytes) for kind, size in self.entry_bytes.items()}
@@ -170,7 +162,7 @@ class EntryCopies:
         if staged:
             memory, row_ids = self._rows(batch)
             pages = row_ids[:, None]
-        for tensor, start in zip(self._tensors()[batch.kind], self._starts[batch.kind], strict=True):
+        for tensor, start in zip(self.tensors()[batch.kind], self._starts[batch.kind], strict=True):
             where = tensor, memory, batch.device_ids, pages
             copy_pages(*where, to_pages=to_pages, start_bytes=start, sums=batch.sums, beside=beside)
 
@@ -197,12 +189,12 @@ class EntryCopies:
 
     def zero_wrong(self, batch: Batch, sums: torch.Tensor) -> None:
         """Fills the places of the batch's entries with zeros if they have other checksums than ``sums``, by first page."""
-        for tensor in self._tensors()[batch.kind]:
+        for tensor in self.tensors()[batch.kind]:
             zero_wrong(tensor, batch.device_ids, batch.sums, sums, batch.pages[:, 0])
 
     def zero(self, units: Sequence[BlockTransfer]) -> None:
         """Fills the places of these transfers with zeros."""
-        for kind, tensors in self._tensors().items():
+        for kind, tensors in self.tensors().items():
             (ids,) = self.ids(device_ids([unit for unit in units if unit.tag.kind == kind]))
             for tensor in tensors:
                 (words,) = as_words(tensor)  # not every type can be filled

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from megatron_hybrid_prefix.tiers.pinned import allocate, pin, unpin
-from megatron_hybrid_prefix.tiers.units import BlockTransfer, Tag
+from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.transfers.pinned import allocate, pin, unpin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSizes:
+    """Sizes of a host tier: the same on all ranks. Without arguments: there is none.
+
+    Attributes:
+        pages: Number of pages.
+        page_bytes: Bytes per page.
+        pages_of: Pages per entry, by kind.
+    """
+
+    pages: int = 0
+    page_bytes: int = 0
+    pages_of: Mapping[EntryKind, int] = field(default_factory=lambda: dict.fromkeys(EntryKind, 1))
 
 
 class HostPages:
     """Memory in pages of one size, and what is known of the entries there.
 
     Args:
-        count: Number of pages.
-        page_bytes: Bytes per page.
+        sizes: Their number and size.
         device: Device that copies to and from the pages.
         for_threads: Whether threads read checksums.
 
     Attributes:
+        sizes: See Args.
         memory: (bytes of all pages,) uint8.
         rows: The same, (pages, bytes).
         page_bytes: Bytes per page.
@@ -32,8 +48,9 @@ class HostPages:
         RuntimeError, MemoryError: The host lacks the memory, or the driver refuses to pin it.
     """
 
-    def __init__(self, count: int, page_bytes: int, device: torch.device, *, for_threads: bool) -> None:
-        self.page_bytes = page_bytes
+    def __init__(self, sizes: HostSizes, device: torch.device, *, for_threads: bool) -> None:
+        self.sizes, self.page_bytes = sizes, sizes.page_bytes
+        count, page_bytes = sizes.pages, sizes.page_bytes
         size, on_gpu = count * page_bytes, device.type == "cuda"
         self.memory = allocate(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
         self.rows = self.memory.view(count, page_bytes)

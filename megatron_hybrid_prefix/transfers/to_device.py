@@ -1,4 +1,4 @@
-"""`LoadCopies`: runs transfers from host memory to the device, and compares checksums of what arrived with those of what was stored.
+"""`ToDevice`: runs transfers from host memory to the device, and compares checksums of what arrived with those of what was stored.
 
 The copy engines copy entries to a staging buffer on the device, and a kernel copies them from there to their places. Pages that are
 too small for the engines are read by the kernel, directly into their places.
@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import attrgetter
 
 import torch
 
-from megatron_hybrid_prefix.tiers.entry_copies import Batch, places, succeeds
-from megatron_hybrid_prefix.tiers.queue import BUFFERS, Mark, queue_for
-from megatron_hybrid_prefix.tiers.stores import StoreCopies
-from megatron_hybrid_prefix.tiers.units import BlockTransfer, Load
+from megatron_hybrid_prefix.tiers.units import BlockTransfer
+from megatron_hybrid_prefix.transfers.entry_copies import Batch, places, succeeds
+from megatron_hybrid_prefix.transfers.jobs import Job
+from megatron_hybrid_prefix.transfers.queue import BUFFERS, Mark, queue_for
+from megatron_hybrid_prefix.transfers.to_host import ToHost
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +29,55 @@ STAGING_BYTES = 128 * 2**20
 _LOADS = 4096  # at most this many loads are known at a time
 
 
-class LoadCopies:
+type Awaited = tuple[BlockTransfer, Job | None]
+"""A copy to the device, and the read of its entry from the tier behind the host, if there was one."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Transfer:
+    """All that this rank knows of the copies of a load.
+
+    Attributes:
+        load_id: The load.
+        units: Its copies to the device.
+        left: Those of them, or of a fetch its reads, that wait for entries from the tier behind the host.
+        places: Pages, blocks and slots that launched copies use.
+        is_launched: Whether a copy was launched.
+        end: Mark after the last of them.
+        awaited: Whether the model's later launches run after it.
+        is_wrong: An entry was missing, or a copy could not be launched.
+    """
+
+    load_id: int
+    units: list[BlockTransfer] = field(default_factory=list)
+    left: list[Awaited] = field(default_factory=list)
+    places: set[int] = field(default_factory=set)
+    is_launched: bool = False
+    end: Mark = None
+    awaited: bool = False
+    is_wrong: bool = False
+
+
+class ToDevice:
     """See the top of this file. Entries of the stores are loaded, and these read from where loads write to.
 
     Attributes:
         queue: Where the copies run.
         bytes: Bytes loaded.
         last: End of the last loads.
-        running: Loads of which something was launched, until `forget`.
+        transfers: Copies of the loads that are not over, by load id.
+        running: Transfers of which something was launched, until `forget`.
     """
 
-    def __init__(self, stores: StoreCopies) -> None:
+    def __init__(self, stores: ToHost) -> None:
         self._stores, self._copies, self._pages = stores, stores.copies, stores.copies.pages
         device = self._copies.device
         self.queue = queue_for(device, ahead=BUFFERS)
         self._staging = self._copies.staging(STAGING_BYTES)
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int64, device=device)  # by load
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.running: list[Load] = []
+        self.transfers: dict[int, Transfer] = {}
+        self.running: list[Transfer] = []
         self.last: Mark = None
         self.bytes = 0
 
@@ -56,12 +89,27 @@ class LoadCopies:
         if not units:
             return
         try:
-            self._run(units, _loads_of(units))
+            self._run(units, self._of(units))
         except BaseException:
-            _note_wrong(units)
+            self._note_wrong(units)
             raise
 
-    def _run(self, units: Sequence[BlockTransfer], loads: Sequence[Load]) -> None:
+    def transfer(self, load_id: int) -> Transfer:
+        """The copies of a load."""
+        return self.transfers.get(load_id) or self.transfers.setdefault(load_id, Transfer(load_id=load_id))
+
+    def _of(self, units: Sequence[BlockTransfer]) -> list[Transfer]:
+        """The transfer that each of these belongs to; all end on the device."""
+        of = [self.transfers[unit.load_id] for unit in units if unit.load_id is not None]
+        assert len(of) == len(units)
+        return of
+
+    def _note_wrong(self, units: Sequence[BlockTransfer]) -> None:
+        """The loads of these cannot be right, on this rank."""
+        for transfer in self._of(units):
+            transfer.is_wrong = True
+
+    def _run(self, units: Sequence[BlockTransfer], loads: Sequence[Transfer]) -> None:
         with self.queue.running(*self._stores.marks_before_loads(units)):
             later = groupby(self._copies.batches(units, self._staging), key=attrgetter("half"))
             rounds = [list(next(later)[1])]  # batches of one half of the buffer after the other
@@ -94,19 +142,18 @@ class LoadCopies:
                     load.is_launched, load.end = True, self.last
                     load.places.update(places(unit))
 
-    def wait_for(self, load: Load) -> None:
-        """The model's later launches run after this load."""
-        if load.is_launched:
+    def wait_for(self, load: Transfer) -> None:
+        """The model's later launches run after this transfer."""
+        if load.is_launched and not load.awaited:
             self.queue.wait(load.end)
         load.awaited = True
 
-    def forget(self, load: Load) -> None:
-        """The load is over, and the model has waited for it."""
+    def forget(self, load: Transfer) -> None:
+        """The transfer is over, and the model has waited for it."""
         if load in self.running:
             self.running.remove(load)
-        load.jobs.clear()
 
-    def is_wrong(self, load: Load) -> bool:
+    def is_wrong(self, load: Transfer) -> bool:
         """Whether an entry of the load differs from what was stored, or its launch raised, or it was never launched. Forgets it.
 
         Call it after the model has used the loaded entries: the load is over by then, and the call does not wait.
@@ -139,7 +186,7 @@ class LoadCopies:
         for unit in missing:
             page = unit.pages[0]
             logger.error("host entry in page %d is %s, expected %s", page, self._pages.tags.get(page), unit.tag)
-        _note_wrong(missing)
+        self._note_wrong(missing)
         if missing:
             self._copies.zero(missing)
         self.bytes += self._copies.entry_bytes[batch.kind] * len(batch.units)
@@ -147,18 +194,5 @@ class LoadCopies:
     def _fail(self, batch: Batch) -> None:
         """The batch could not be copied."""
         self._pages.drop(batch.units)
-        _note_wrong(batch.units)
+        self._note_wrong(batch.units)
         succeeds(lambda failed: self._copies.zero(failed.units), batch)
-
-
-def _loads_of(units: Sequence[BlockTransfer]) -> list[Load]:
-    """Each transfer's load; all end on the device."""
-    loads = [unit.load for unit in units if unit.load is not None]
-    assert len(loads) == len(units)
-    return loads
-
-
-def _note_wrong(units: Sequence[BlockTransfer]) -> None:
-    """The loads of these transfers cannot be right, on this rank."""
-    for load in _loads_of(units):
-        load.is_wrong = True

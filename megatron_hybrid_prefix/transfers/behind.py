@@ -1,7 +1,7 @@
-"""`TierMoves`: moves entries between the host's pages and the tier below the host, by threads (``jobs.py``).
+"""`BehindCopies`: moves entries between the host's pages and the tier below the host, by threads (``jobs.py``).
 
 Entries that a load needs go to the device in groups as they arrive, while others are read (`fetched`). The model uses them after all
-ranks have agreed that they are here (``mcore/state/moves.py``).
+ranks have agreed that they are here (`Mover.fetch`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import partial
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.behind import TierBehind
-from megatron_hybrid_prefix.tiers.entry_copies import without_shared_pages
-from megatron_hybrid_prefix.tiers.jobs import Job, JobGroup, TierThreads, marks
-from megatron_hybrid_prefix.tiers.loads import LoadCopies
-from megatron_hybrid_prefix.tiers.stores import StoreCopies
-from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind, Load
+from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
+from megatron_hybrid_prefix.transfers.entry_copies import without_shared_pages
+from megatron_hybrid_prefix.transfers.jobs import Job, JobGroup, TierThreads, marks
+from megatron_hybrid_prefix.transfers.to_device import Awaited, ToDevice, Transfer
+from megatron_hybrid_prefix.transfers.to_host import ToHost
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _GROUP_ENTRIES = 32
 GROUP_BYTES = 64 * 2**20  # entries from the tier go to the device in groups of this size, while others are read
 
 
-class TierMoves:
+class BehindCopies:
     """Moves of entries between the host's pages and the tier below.
 
     Args:
@@ -38,7 +38,7 @@ class TierMoves:
         threads: They move the entries.
     """
 
-    def __init__(self, behind: TierBehind, stores: StoreCopies, loads: LoadCopies) -> None:
+    def __init__(self, behind: TierBehind, stores: ToHost, loads: ToDevice) -> None:
         self._behind, self._stores, self._loads = behind, stores, loads
         self._copies, self._pages = stores.copies, stores.copies.pages
         self.threads = TierThreads(behind.tier, max(self._copies.entry_bytes.values()))
@@ -119,16 +119,13 @@ class TierMoves:
             after=after,
         )
 
+    def read_of(self, unit: BlockTransfer) -> Job | None:
+        """The read of this entry into its pages, if there was one, and no other bytes went there since."""
+        return self.threads.read_of(unit.tag, unit.pages[0])
+
     # -- loads whose entries come from the tier ------------------------------------------------------------------------
 
-    def begin(self, load: Load) -> None:
-        """The load's transfers wait for reads that have begun."""
-        for unit in load.left:
-            job = self.threads.read_of(unit.tag, unit.pages[0])
-            if job is not None:
-                load.jobs[unit.pages[0]] = job
-
-    def fetched(self, load: Load, wait_s: float = 0.0) -> bool | None:
+    def fetched(self, load: Transfer, wait_s: float = 0.0) -> bool | None:
         """Whether all entries that the load waits for have arrived on the host; None: not all are known yet.
 
         Entries that have arrived go to the device at once, the others group by group, while more are being read.
@@ -138,14 +135,14 @@ class TierMoves:
             wait_s: Wait at most this long for them.
         """
         late = time.perf_counter() + wait_s
-        arrived: list[BlockTransfer] = []
-        groups: dict[JobGroup, list[BlockTransfer]] = {}
-        for unit in load.left:
-            job = None if self._pages.holds(unit) else load.jobs.get(unit.pages[0])
-            if job is None or job.group.is_over:
-                arrived.append(unit)
+        arrived: list[Awaited] = []
+        groups: dict[JobGroup, list[Awaited]] = {}
+        for awaited in load.left:
+            unit, job = awaited
+            if job is None or job.group.is_over or self._pages.holds(unit):
+                arrived.append(awaited)
             else:
-                groups.setdefault(job.group, []).append(unit)
+                groups.setdefault(job.group, []).append(awaited)
         if arrived and not self._launch(load, arrived):
             return False
         for group, units in groups.items():
@@ -158,9 +155,9 @@ class TierMoves:
                 return False
         return True
 
-    def _launch(self, load: Load, units: list[BlockTransfer]) -> bool:
+    def _launch(self, load: Transfer, over: list[Awaited]) -> bool:
         """Launches transfers whose entries nothing reads any more, and takes them out of ``left``. Returns whether all have arrived."""
-        coming = [(unit, load.jobs.get(unit.pages[0])) for unit in units if not self._pages.holds(unit)]
+        coming = [(unit, job) for unit, job in over if not self._pages.holds(unit)]
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
         arrived = [(unit, job.checksum) for unit, job in coming if job is not None and not job.cancelled]
         here = [(unit, checksum) for unit, checksum in arrived if checksum is not None]
@@ -171,9 +168,10 @@ class TierMoves:
             self._pages.put_sums(first_pages, expected)
             self._pages.put_tags(unit for unit, _ in here)
             self._bytes_loaded += sum(self._copies.entry_bytes[unit.tag.kind] for unit, _ in here)
-        if not all(self._pages.holds(unit) for unit in units):
+        units = [unit for unit, _ in over]
+        if not all(map(self._pages.holds, units)):
             return False
         self._loads.run([unit for unit in units if unit.target == DEVICE])
-        launched = set(map(id, units))
-        load.left = [unit for unit in load.left if id(unit) not in launched]
+        launched = set(map(id, over))
+        load.left = [awaited for awaited in load.left if id(awaited) not in launched]
         return True
