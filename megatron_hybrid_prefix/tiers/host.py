@@ -286,7 +286,7 @@ class HostTier(TierIndex[Node]):
 
     def load(self, entry: HostEntry, device_id: int, load_id: int) -> Any:
         """Queues the copy of a pinned entry into a block or slot. Returns the entry's payload."""
-        self._copies.append(BlockTransfer(HOST, DEVICE, entry.pages, entry.tag, device_id, load_id))
+        self._copies.append(BlockTransfer(HOST, DEVICE, entry.pages, entry.tag, device_id, load_id, entry.is_coming))
         self._figures.loads += 1
         return entry.payload
 

@@ -66,6 +66,7 @@ class BlockTransfer(NamedTuple):
         tag: Of the entry that is moved.
         device_id: KV block or slot (by the tag's kind) if the device is one end; else None.
         load_id: The load it belongs to; None unless the target is the device.
+        is_coming: The entry is being read from the tier below the host.
     """
 
     source: str
@@ -74,6 +75,7 @@ class BlockTransfer(NamedTuple):
     tag: Tag
     device_id: int | None = None
     load_id: int | None = None
+    is_coming: bool = False
 
 
 class LoadState(StrEnum):

@@ -223,12 +223,10 @@ class Mover:
         for load_id, group in groupby(units, key=attrgetter("load_id")):
             own, load = list(group), self.to_device.transfer(load_id)
             load.units += own
-            for unit in own:
-                read = None if self.behind is None or self.pages.holds(unit) else self.behind.read_of(unit)
-                if read is None:
-                    launched.append(unit)
-                else:
-                    load.left.append((unit, read))
+            launched += [unit for unit in own if not unit.is_coming]
+            for unit in [unit for unit in own if unit.is_coming]:
+                assert self.behind is not None
+                load.left.append((unit, self.behind.read_of(unit)))
         self.to_device.run(launched)
 
     def drain_queues(self) -> None:

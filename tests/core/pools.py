@@ -63,6 +63,7 @@ class Pools:
         ssm = torch.zeros(mamba_layers, SLOTS, 7 * scale, dtype=torch.float32, device=device)
         self.tensors = {KV: [kv], STATE: [conv, ssm]}
         sizes = {k: sum(t[:, 0].numel() * t.element_size() for t in ts) for k, ts in self.tensors.items()}
+        self.fetching = set[int]()  # loads whose entries all come from the tier behind
         self.page_bytes = choose_page_bytes(sizes.values())
         self.pages_of = {kind: max(1, -(-size // self.page_bytes)) for kind, size in sizes.items()}
         behind = None if tier is None else TierBehind(tier)
@@ -116,6 +117,7 @@ class Pools:
             pages=tuple(reversed(pages)),
             tag=tag,
             load_id=None if load is None else load.load_id,
+            is_coming=load is not None and load.load_id in self.fetching,
         )
 
     def behind_unit(self, kind: EntryKind, entry: int, key: bytes, *, take: bool) -> BlockTransfer:
@@ -136,8 +138,11 @@ class Pools:
         self.mover.to_device.wait_for(load)
         return not self.mover.to_device.is_wrong(load)
 
-    def new_load(self, load_id: int | None = None) -> Transfer:
-        return self.mover.to_device.transfer(next(self._load_ids) if load_id is None else load_id)
+    def new_load(self, load_id: int | None = None, *, fetches: bool = False) -> Transfer:
+        load = self.mover.to_device.transfer(next(self._load_ids) if load_id is None else load_id)
+        if fetches:
+            self.fetching.add(load.load_id)
+        return load
 
     def offer(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> None:
         """Stores an entry, and begins to write it to the tier behind."""
@@ -150,7 +155,7 @@ class Pools:
 
     def bring(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> Transfer:
         """Begins to read an entry from the tier behind, and a load that waits for it."""
-        load = self.new_load()
+        load = self.new_load(fetches=True)
         self.mover.carry_out([self.behind_unit(kind, entry, key, take=False), self.unit(kind, index, entry, load, key)])
         return load
 

@@ -39,7 +39,7 @@ def test_a_load_whose_page_went_to_another_entry_is_a_miss(pools):
     """Two requests waited for one entry. It was late for the first, so its page went to another entry."""
     for key in (b"a", b"b"):
         pools.give_to_tier(0, 0, key)
-    own = [pools.new_load() for _ in range(3)]
+    own = [pools.new_load(fetches=True) for _ in range(3)]
     fetch = [pools.behind_unit(KV, 1, key, take=False) for key in (b"a", b"b")]
     pools.mover.carry_out([fetch[0], pools.unit(KV, 3, 1, own[0], key=b"a"), fetch[1]])
     assert pools.arrives(own[0]) is False
@@ -56,7 +56,7 @@ def test_an_entry_that_arrived_for_one_load_and_is_gone_is_a_miss_for_the_other(
     for index in range(2):
         pools.write(KV, index, 1.0 + index)
     pools.give_to_tier(0, 0, b"a")
-    first, second = (pools.new_load() for _ in range(2))
+    first, second = (pools.new_load(fetches=True) for _ in range(2))
     units = [pools.unit(KV, index, 1, load, key=b"a") for index, load in ((3, first), (4, second))]
     pools.mover.carry_out([pools.behind_unit(KV, 1, b"a", take=False), *units])
     assert pools.arrives(first) is True and pools.is_right(first)
@@ -88,7 +88,7 @@ def test_a_load_that_fetches_also_needs_what_was_just_stored(pools):
         pools.write(KV, index, 1.0 + index)
     pools.give_to_tier(0, 0)
     pools.mover.carry_out([pools.behind_unit(KV, 1, b"k", take=False)])
-    load = pools.new_load()
+    load = pools.new_load(fetches=True)
     units = [pools.unit(KV, 3, 1, load), pools.unit(KV, 4, 2, load, key=b"new")]
     pools.mover.carry_out([pools.unit(KV, 1, 2, key=b"new"), *units], send=False)
     assert pools.mover.fetch(load.load_id, time.monotonic() + HANG_S, wait=True, zero=True) is LoadState.COPYING
@@ -108,7 +108,7 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, mon
     tier.slow = {b"b"} if end != "dropped before" else {b"a", b"b"}
     tier.may_read.clear()
     monkeypatch.setattr(pools.mover.to_device.queue, "wait", waits.append)
-    load = pools.new_load()
+    load = pools.new_load(fetches=True)
     fetch = [pools.behind_unit(KV, 2 + index, key, take=False) for index, key in enumerate(keys)]
     units = [pools.unit(KV, 5 + index, 2 + index, load, key=key) for index, key in enumerate(keys)]
     pools.mover.carry_out([*fetch, *units])

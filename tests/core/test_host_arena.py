@@ -130,6 +130,7 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
                 entries.add(entry)
                 own.setdefault(load, {})[place] = loaded[place] = on_host[entry][1]
         fetching = None if here.issuperset(entries) else load
+        units = [unit._replace(is_coming=fetching is not None and unit.load_id == fetching.load_id) for unit in units]
         world.carry_out(units)
         for load, values in own.items():
             is_fetch, arrived = load is fetching, True
@@ -221,7 +222,7 @@ def test_a_wrong_bit_behind_the_host_fails_the_load(device, kind, monkeypatch):
             pools.give_to_tier(index, index, key, kind)
         if wrong in keys:
             tier.entries[NAMESPACE, kind, wrong][1][1] ^= 2
-        load = pools.new_load()
+        load = pools.new_load(fetches=True)
         units = [pools.behind_unit(kind, 3 + index, key, take=False) for index, key in enumerate(keys)]
         units += [pools.unit(kind, 5 + index, 3 + index, load, key=key) for index, key in enumerate(keys)]
         pools.mover.carry_out(units)
