@@ -91,7 +91,7 @@ class RowSampling(Sampling):
             self._source.wrong_rows = wrong
         tokens: torch.Tensor = self._backend.sample_kernel(logits, n, context, *args, **kwargs)
         drafts, source = context.num_speculative_tokens, self._source
-        if (drafts and token_to_request_index is None) or not (source.row_options or source.replays):
+        if (drafts and token_to_request_index is None) or not source.records:
             return tokens  # which become drafts, or which are right
         ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
         rows = [(request_id, 0) for request_id in ids]
@@ -99,14 +99,14 @@ class RowSampling(Sampling):
             decodes = context.num_decode_requests
             rows[:decodes] = [(request_id, ahead) for request_id in ids[:decodes] for ahead in range(drafts + 1)]
         for row, (request_id, drafts_before) in enumerate(rows[:n]):
-            replay = source.replays.get(request_id, ())
-            at = len(source.record_of(request_id)[-1].generated_tokens) if replay else 0
-            if at < len(replay):
-                tokens[row] = replay[at]
+            record = source.records.get(request_id)
+            if record is None:
                 continue
-            options = source.row_options.get(request_id)
-            if options is not None:
-                request = RowRequest.of(source.record_of(request_id), options, drafts_before)
+            at = len(record[-1].generated_tokens)
+            if at < len(record.replay):
+                tokens[row] = record.replay[at]
+            elif (options := record.options) is not None:
+                request = RowRequest.of(record, options, drafts_before)
                 if options.are_megatrons_later and not request.barred:
                     continue
                 own = logits[row] if gather_indices is None else logits[gather_indices[row : row + 1].long()][0]
@@ -122,13 +122,13 @@ class RowSampling(Sampling):
             logits, context, token_to_request_index=token_to_request_index
         )
         source = self._source
-        if source.row_options:
+        if source.records:
             ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
             of_rows = [*range(len(ids))] if token_to_request_index is None else token_to_request_index.tolist()
             for row, index in enumerate(of_rows):
-                options = source.row_options.get(ids[index])
-                if options is not None:
-                    request = RowRequest.of(source.record_of(ids[index]), options)
+                record = source.records.get(ids[index])
+                if record is not None and record.options is not None:
+                    request = RowRequest.of(record, record.options)
                     if of_rows[row + 1 : row + 2] == [index]:  # the next token is one of the prompt
                         request = replace(request, barred=())
                     log_probs[row] = processed_log_probs(logits[row], request)
