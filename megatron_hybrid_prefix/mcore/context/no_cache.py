@@ -31,6 +31,8 @@ class NoCache:
         keeps_on_resume: Whether what is cached stays when a suspended engine resumes with equal weights.
     """
 
+    __slots__ = ()  # `install` makes megatron's contexts ours: the layout of the objects must be the same
+
     states: Any = None
     scored: Any = _NoScores()
     is_exact = prompts_on_host = samples_weights = keeps_on_resume = False

@@ -29,7 +29,7 @@ from megatron_hybrid_prefix.upstream.mixer import replays_chunks
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
 
 
-class SlotContext(NoCache, ContextSeam):
+class SlotContext(ContextSeam, NoCache):
     """Megatron's context for models with recurrent layers of any kind; with fixes for short chunks, waiting chunks, and drafts at
     the end of a block.
 
