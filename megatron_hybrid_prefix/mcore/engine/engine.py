@@ -97,14 +97,14 @@ class HybridPrefixEngine(EngineSeam):
         self._records: dict[int, RequestRecord] = {}  # see `HybridPrefixController.records`
         if self._cached.is_exact:
             make_exact(controller)
-        if isinstance(controller, HybridPrefixController):
+        own = isinstance(controller, HybridPrefixController)
+        if own:
             controller.records = self._records
         super().__init__(controller, context)
         # That a request can have.
         self._most_blocks = min(block_counts(context.kv_block_allocator).active, self._cached.room_for(1))
         if self._cached.samples_weights:
             self._weights = WeightSamples(controller.inference_wrapped_model.model, context.config.pg_collection)
-        own = isinstance(controller, HybridPrefixController)
         self._rules = RequestRules(self, samples_rows=own, is_exact=self._cached.is_exact)
         self._cached.serve(
             controller.inference_wrapped_model.model,
@@ -500,7 +500,9 @@ class HybridPrefixEngine(EngineSeam):
         self.removals.failing |= wrong - stopped
         failed = self._cached.failed_requests(wrong, active_request_ids) - stopped
         if failed:
-            self.removals.restart(failed)
+            between_chunks = failed & {self.context.chunked_prefill_request_id}
+            self.removals.restarting_between_chunks |= between_chunks
+            self.removals.restarting |= failed - between_chunks
             self.stop_word_being_finished_ids = stopped | self.removals.restarting
         for request_id in stopped:
             cut_to_tokens(self.requests[request_id].record)

@@ -86,12 +86,6 @@ class Removals:
 
     # -- requests that start over ----------------------------------------------------------------------------------------
 
-    def restart(self, request_ids: set[int]) -> None:
-        """Restart requests of the last forward whose loads failed, or that resumed from what is wrong."""
-        between_chunks = request_ids & {self._engine.context.chunked_prefill_request_id}
-        self.restarting_between_chunks |= between_chunks
-        self.restarting |= request_ids - between_chunks
-
     def requeue(self, request_ids: set[int]) -> None:
         """Put requests that start over at the front of the queue, but after a prompt between two chunks."""
         engine = self._engine
