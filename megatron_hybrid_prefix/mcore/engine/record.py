@@ -77,7 +77,7 @@ def compute_again(request: DynamicInferenceRequest) -> None:
 def forget_chunks(requests: Iterable[DynamicInferenceRequest]) -> None:
     """Reset those of the requests whose prompts are partly computed, their log-probs included."""
     for request in requests:
-        if request.finished_chunk_token_count:
+        if request.finished_chunk_token_count and not request.generated_tokens:
             compute_again(request)
             request.prompt_log_probs = request.generated_log_probs = None
             request.prompt_top_n_logprobs = request.generated_top_n_logprobs = None
