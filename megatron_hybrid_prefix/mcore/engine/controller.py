@@ -64,7 +64,7 @@ class HybridPrefixController(ControllerSeam):
     def before_verification(self, drafts: torch.Tensor) -> None:
         """An answer ends at its first end token, also if that is a draft."""
         if self.records:
-            reject_ends(drafts, [self._ends_of(request_id) for request_id in self._request_ids()[: len(drafts)]])
+            reject_ends(drafts, [self._ends_of(request_id) for request_id in self.request_ids()[: len(drafts)]])
 
     def tokens_on_host(self, tokens: torch.Tensor, ends: torch.Tensor) -> None:
         """Megatron knows one end token: of several the sampled one, if it is among them."""
@@ -72,12 +72,12 @@ class HybridPrefixController(ControllerSeam):
         wrong = self._wrong_on_host[: len(tokens)]
         self.wrong_ids = frozenset()
         if wrong.any():
-            ids = self._request_ids()
+            ids = self.request_ids()
             self.wrong_ids = frozenset(ids[row] for row in wrong.nonzero()[:, 0].tolist())
         if not self.records:
             return
         known = ends.tolist()
-        for row, (request_id, token) in enumerate(zip(self._request_ids(), tokens.tolist(), strict=True)):
+        for row, (request_id, token) in enumerate(zip(self.request_ids(), tokens.tolist(), strict=True)):
             if own := self._ends_of(request_id):
                 known[row] = token if token in own else own[0]
         ends.copy_(torch.tensor(known))
@@ -86,7 +86,7 @@ class HybridPrefixController(ControllerSeam):
         record = self.records.get(request_id)
         return () if record is None else record.ends
 
-    def _request_ids(self) -> list[int]:
+    def request_ids(self) -> list[int]:
         """Ids of the active rows."""
         context = self.inference_wrapped_model.inference_context
         return context.request_ids[context.paused_request_count : context.total_request_count].tolist()

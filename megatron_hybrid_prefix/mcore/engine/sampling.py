@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.names import Sampling
 
 if TYPE_CHECKING:
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
+    from megatron_hybrid_prefix.mcore.engine.record import RequestRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +45,20 @@ class RowRequest:
         return len(self.prompt) + len(self.answer) + self.drafts_before
 
     @classmethod
-    def of(cls, record: DynamicInferenceRequestRecord, options: SamplingOptions, drafts_before: int = 0) -> RowRequest:
-        """The request of a record, preempted or not, which has these options."""
+    def of(cls, record: RequestRecord, drafts_before: int = 0) -> RowRequest:
+        """The request of a record with options, preempted or not."""
         first, *others = record.requests
+        assert record.options is not None
         answer = first.generated_tokens
         if others:
             answer = [token for part in record.requests for token in part.generated_tokens]
-        is_barred = len(answer) + drafts_before < options.min_tokens
+        is_barred = len(answer) + drafts_before < record.options.min_tokens
         return cls(
-            options=options,
+            options=record.options,
             prompt=first.prompt_tokens,
             answer=answer,
             drafts_before=drafts_before,
-            barred=end_tokens_of(first.sampling_params) if is_barred else (),
+            barred=record.ends if is_barred else (),
         )
 
 
@@ -93,7 +94,7 @@ class RowSampling(Sampling):
         drafts, source = context.num_speculative_tokens, self._source
         if (drafts and token_to_request_index is None) or not source.records:
             return tokens  # which become drafts, or which are right
-        ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+        ids = source.request_ids()
         rows = [(request_id, 0) for request_id in ids]
         if drafts:  # requests that decode come first, and have a row for each draft, too
             decodes = context.num_decode_requests
@@ -105,9 +106,9 @@ class RowSampling(Sampling):
             at = len(record[-1].generated_tokens)
             if at < len(record.replay):
                 tokens[row] = record.replay[at]
-            elif (options := record.options) is not None:
-                request = RowRequest.of(record, options, drafts_before)
-                if options.are_megatrons_later and not request.barred:
+            elif record.options is not None:
+                request = RowRequest.of(record, drafts_before)
+                if record.options.are_megatrons_later and not request.barred:
                     continue
                 own = logits[row] if gather_indices is None else logits[gather_indices[row : row + 1].long()][0]
                 tokens[row] = sample(own, request, self._generator)
@@ -123,12 +124,12 @@ class RowSampling(Sampling):
         )
         source = self._source
         if source.records:
-            ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+            ids = source.request_ids()
             of_rows = [*range(len(ids))] if token_to_request_index is None else token_to_request_index.tolist()
             for row, index in enumerate(of_rows):
                 record = source.records.get(ids[index])
                 if record is not None and record.options is not None:
-                    request = RowRequest.of(record, record.options)
+                    request = RowRequest.of(record)
                     if of_rows[row + 1 : row + 2] == [index]:  # the next token is one of the prompt
                         request = replace(request, barred=())
                     log_probs[row] = processed_log_probs(logits[row], request)
