@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -71,6 +71,15 @@ def platform():
     started = ensure_platform(device="cpu")
     gc.freeze()  # megatron collects at each suspension, and would look at all modules and tests: 0.15 s
     return started
+
+
+@pytest.fixture
+def own_models(platform: Any) -> Callable[[str], tuple[Any, Any]]:
+    """Makes a model that a test may modify, and what a trainer makes of it."""
+    from megatron_hybrid_prefix.models import build_hybrid_model
+    from tests.harness.named_models import named
+
+    return lambda name: tuple(build_hybrid_model(named(name), seed=seed, platform=platform) for seed in (5, 6))
 
 
 def _tiny(name: str) -> Any:

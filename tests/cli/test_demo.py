@@ -54,7 +54,7 @@ def test_a_wrong_state_is_called_wrong(short, tmp_path, capsys, monkeypatch):
 
     def damaging(context, **kwargs):
         if context.prefix_cache is not None:
-            for plan in context.step_plans():
+            for plan in context._step.plans():
                 if plan.source_slot is not None:
                     context.shared_memory.state(plan.source_slot)["ssm"].zero_()
         return original(context, **kwargs)

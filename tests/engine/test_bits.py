@@ -16,8 +16,9 @@ from megatron_hybrid_prefix.layers.invariant import invariant_problem
 from megatron_hybrid_prefix.layers.step import ChunkGrid
 from megatron_hybrid_prefix.mcore.context.exact import end_on_grid
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
+from megatron_hybrid_prefix.mcore.engine.record import RequestRecord
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
-from megatron_hybrid_prefix.upstream.names import KVCacheManagementMode
+from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord, KVCacheManagementMode
 from tests.harness.bits import Alone, BitsTraffic, bits, by_rows, differing, exact_harness
 from tests.harness.engine_helpers import greedy
 from tests.harness.lifecycle_helpers import EngineHarness, tokens
@@ -130,7 +131,7 @@ SPOILED = {
     # The second goes on from what the first left.
     "chunks that end anywhere": (HybridPrefixEngine, "tokens_of_chunk", lambda self, request: None, {1, 2}),
     "cached answers": (HybridPrefixConfig, "caches_answers", True, {4}),
-    "prefilled answers": (HybridPrefixEngine, "_use_own_record", lambda self, request_id: None, {6, 8}),
+    "prefilled answers": (RequestRecord, "checkpoint", DynamicInferenceRequestRecord.checkpoint, {6, 8}),
 }
 
 
@@ -248,7 +249,8 @@ def test_an_unseeded_sample_survives_a_preemption(tiny):
     for number in ids:
         request = harness.finished[number]
         own = calm.add(request.prompt_tokens.tolist(), 20)
-        calm.engine._replays.answers[own] = list(request.generated_tokens)
+        record = calm.engine._records[own] = calm.engine.requests[own].record
+        record.replay = list(request.generated_tokens)
         calm.run()
         assert bits(calm.finished[own]) == bits(request)
 
@@ -257,10 +259,10 @@ def test_the_id_of_an_aborted_request_that_was_to_replay_can_be_used_again(tiny)
     harness = exact_harness(tiny, blocks=7, slots=0)
     for seed in range(4):
         harness.add(tokens(1, 60, seed=seed), 70)
-    answers = harness.engine._replays.answers
-    while not answers and harness.engine.has_unfinished_requests():
+    replaying = harness.engine._records
+    while not replaying and harness.engine.has_unfinished_requests():
         harness.step()
-    number = next(iter(answers))
+    number = next(iter(replaying))
     harness.engine.abort_request(number)
     harness.step()
     assert number in harness.finished

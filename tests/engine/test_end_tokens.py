@@ -61,11 +61,15 @@ class Ending(Drafting):
 
 
 CASES = [(0, "legacy"), (0, "async"), (1, "async"), (2, "legacy"), (3, "legacy"), (3, "async")]
+EXACT = (0, "async", {"exact": "bits"})
 
 
-@pytest.mark.parametrize(("drafts", "mode"), mostly_slow_rows(CASES, (0, "legacy"), (3, "async")))
-def test_every_position_of_the_end(tiny_mtp, drafts, mode):
-    served = Ending(tiny_mtp, drafts, async_sched_mode=mode)
+@pytest.mark.parametrize(
+    ("drafts", "mode", "fields"),
+    mostly_slow_rows([*((*case, {}) for case in CASES), EXACT], (0, "legacy", {}), (3, "async", {}), EXACT),
+)
+def test_every_position_of_the_end(tiny_mtp, drafts, mode, fields):
+    served = Ending(tiny_mtp, drafts, async_sched_mode=mode, **fields)
     prompt = tokens(1, -3, seed=drafts)  # the end lies before, at and after the end of a block
     firsts = different(known_answer(served.plain, prompt, COUNT))
     assert len(firsts) > 5
@@ -103,15 +107,6 @@ def test_top_log_probs_end_with_the_answer(tiny_mtp):
     served.run()
     served.check_ends(number)
     assert len(served.finished[number].generated_top_n_logprobs) == len(served.finished[number].generated_tokens)
-
-
-def test_where_bits_have_to_be_equal(tiny):
-    served = Ending(tiny, 0, async_sched_mode="async", exact="bits")
-    prompt = tokens(1, 5, seed=7)
-    token = different(known_answer(served.plain, prompt, COUNT))[4]
-    numbers = [served.ask(prompt, **way) for way in ways(token)]
-    served.run()
-    served.check_ends(*numbers)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -13,39 +13,32 @@ from tests.harness.drafts import Drafting, forced_drafts
 from tests.harness.engine_helpers import assert_matches, random_tokens, run_to_end
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, known_answer, tokens
 from tests.harness.mutants import MUTANTS, mutated_resume
+from tests.harness.named_models import named
 from tests.harness.selection import mostly_slow_rows
 
 CASES = [(1, "legacy"), (2, "async"), (3, "legacy"), (3, "async")]
+ACCEPTED = [
+    *(("tiny-mtp", {}, *case, range(1, 6)) for case in CASES),
+    (
+        "tiny-gdn-mtp",
+        {},
+        3,
+        "async",
+        range(2, 4),
+    ),  # beside Mamba2: the states of both go back to the last accepted token
+    ("tiny-nemotron-3", {}, 3, "async", range(2, 4)),  # one head of attention and latent experts drafts three tokens
+    # Gated attention and experts, in the layers that draft, too.
+    ("tiny-qwen3-next", {"mtp_num_layers": 2, "mtp_layer_pattern": "*E"}, 2, "async", range(2, 3)),
+    # A Mamba2 layer that drafts keeps no state; the states of the cache are those of the other layers.
+    ("tiny", {"mtp_num_layers": 2, "mtp_layer_pattern": "M-"}, 2, "async", range(2, 3)),
+]
 
 
-@pytest.mark.parametrize(("drafts", "mode"), mostly_slow_rows(CASES, (3, "async")))
-def test_every_number_of_accepted_drafts_around_a_blocks_end(tiny_mtp, drafts, mode):
-    check_accepted_drafts(tiny_mtp, drafts, mode)
-
-
-def test_drafts_of_gated_delta_net(tiny_gdn_mtp):
-    """Beside Mamba2: the states of both go back to the last accepted token."""
-    check_accepted_drafts(tiny_gdn_mtp, 3, "async", range(2, 4))
-
-
-def test_drafts_of_qwen3_next(platform):
-    """Gated attention and experts, in the layers that draft, too."""
-    config = get_preset("tiny-qwen3-next", mtp_num_layers=2, mtp_layer_pattern="*E")
-    check_accepted_drafts(build_hybrid_model(config, seed=0, platform=platform), 2, "async", range(2, 3))
-
-
-def test_drafts_of_nemotron_3(tiny_nemotron_3):
-    """One head of attention and latent experts drafts three tokens."""
-    check_accepted_drafts(tiny_nemotron_3, 3, "async", range(2, 4))
-
-
-def test_drafts_of_mamba2(platform):
-    """A Mamba2 layer that drafts keeps no state; the states of the cache are those of the other layers."""
-    config = get_preset("tiny", mtp_num_layers=2, mtp_layer_pattern="M-")
-    check_accepted_drafts(build_hybrid_model(config, seed=0, platform=platform), 2, "async", range(2, 3))
-
-
-def check_accepted_drafts(model, drafts, mode, tokens_before_end=range(1, 6)):
+@pytest.mark.parametrize(
+    ("name", "fields", "drafts", "mode", "tokens_before_end"), mostly_slow_rows(ACCEPTED, *ACCEPTED[3:])
+)
+def test_every_number_of_accepted_drafts_around_a_blocks_end(platform, name, fields, drafts, mode, tokens_before_end):
+    model = build_hybrid_model(get_preset(name, **fields) if fields else named(name), seed=0, platform=platform)
     served = Drafting(model, drafts, lambda *_: 0, async_sched_mode=mode)
     shared = tokens(2, 0, seed=1)
     served.ask(shared + random_tokens(5, seed=2))

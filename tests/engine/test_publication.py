@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_hybrid_prefix.models import build_hybrid_model
 from tests.engine.test_prefix_host import HOST_GB, push_out, small
@@ -55,10 +56,10 @@ def test_a_forward_of_a_capture_publishes_nothing(model):
     prompt = tokens(4, 9, seed=1)
     served.add(prompt)
     served.engine.schedule_waiting_requests()
-    assert served.context.step_plans()
+    assert served.context._step.plans()
     served.context.is_creating_cuda_graphs = True
-    served.context.forward_launched()
-    assert served.context.step_plans() and not list(served.cache.nodes())
+    served.context.forward_launched(torch.zeros(1, 64, 8))
+    assert served.context._step.plans() and not list(served.cache.nodes())
     served.context.is_creating_cuda_graphs = False
     served.run()
     served.check()

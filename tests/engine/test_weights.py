@@ -9,27 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.quantization.mxfp8_tensor import MXFP8Tensor
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
-from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.ops.samples import SampledSums
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
-from tests.harness.named_models import named
 from tests.harness.refits import WAYS, assign_data, copy_in_place
 
 PROMPT = tokens(2, 30, seed=1)
 ON_HOST = {"slots": 4, "blocks": 20, "host_gb": 0.02}
-
-
-@pytest.fixture
-def own_models(platform: Any) -> Callable[[str], tuple[Any, Any]]:
-    """Makes a model that a test may modify, and what a trainer makes of it."""
-    return lambda name: tuple(build_hybrid_model(named(name), seed=seed, platform=platform) for seed in (5, 6))
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------------
@@ -59,27 +50,6 @@ def test_an_idle_engine_notices_at_the_next_request(own_models, name, way, mode,
     (said,) = [record.message for record in caplog.records if "nobody announced" in record.message]
     assert "tensors differ, first " in said and "engine.invalidate()" in said
     served.check_drained()
-
-
-def test_a_suspension_is_no_excuse(own_models):
-    """With ``keep_on_resume``, in each management; requests in flight publish nothing of the old weights."""
-    for management in KVCacheManagementMode:
-        model, trained = own_models("tiny")
-        served = EngineHarness(model, kv_cache_management_mode=management, keep_on_resume=True)
-        served.send(PROMPT)
-        running = served.add(tokens(1, 40, seed=2), BLOCK)
-        served.step(4)
-        served.engine.suspend()
-        copy_in_place(model, trained)
-        served.engine.resume()
-        served.run()
-        answer = served.finished[running]
-        first = served.next_id + 1
-        for prompt in (PROMPT, answer.prompt_tokens.tolist() + list(answer.generated_tokens)):
-            served.send(prompt)
-        served.check(*range(first, served.next_id + 1))
-        assert served.finished[first].num_cached_tokens == 0
-        assert served.context.prefix_stats().invalidations == 1, management
 
 
 @pytest.mark.parametrize("announced", ["before", "after"])
@@ -158,30 +128,22 @@ def test_it_looks_once_per_idle_time_and_never_while_suspended(own_models, monke
     served.check(served.next_id)
 
 
-def test_a_refused_request_is_no_work(own_models):
-    """The engine stays idle while a step has still to return it."""
-    model, trained = own_models("tiny")
-    served = EngineHarness(model)
-    served.send(PROMPT)
-    with pytest.warns(UserWarning, match="failed to be added"):
-        served.add(tokens(100, 0, seed=5))
-    copy_in_place(model, trained)
-    assert served.send(PROMPT).num_cached_tokens == 0
-    served.check(served.next_id)
-
-
-def test_an_engine_whose_requests_were_all_aborted_is_idle(own_models):
+@pytest.mark.parametrize(("left", "mode"), [("refused", "async"), ("aborted", "legacy"), ("aborted", "async")])
+def test_an_engine_that_has_only_requests_to_return_is_idle(own_models, left, mode):
     """A step has still to take them out."""
-    for mode in ("legacy", "async"):
-        model, trained = own_models("tiny")
-        served = EngineHarness(model, async_sched_mode=mode)
-        served.send(PROMPT)
+    model, trained = own_models("tiny")
+    served = EngineHarness(model, async_sched_mode=mode)
+    served.send(PROMPT)
+    if left == "refused":
+        with pytest.warns(UserWarning, match="failed to be added"):
+            served.add(tokens(100, 0, seed=5))
+    else:
         running = served.add(tokens(1, 40, seed=2), BLOCK)
         served.step(4)
         served.engine.abort_request(running)
-        copy_in_place(model, trained)
-        assert served.send(PROMPT).num_cached_tokens == 0
-        served.check(served.next_id)
+    copy_in_place(model, trained)
+    assert served.send(PROMPT).num_cached_tokens == 0
+    served.check(served.next_id)
 
 
 @pytest.mark.parametrize(("state", "expected"), [("PAUSED", 1), ("RUNNING", 0)])

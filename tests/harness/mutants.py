@@ -27,7 +27,7 @@ def mutated_resume(engine: Any, mutant: str | None) -> Iterator[None]:
 
     def damaging(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        for plan in context.step_plans():
+        for plan in context._step.plans():
             if plan.source_slot is None:
                 continue
             assert plan.start_tokens != deepest.depth_blocks * context.block_size_tokens

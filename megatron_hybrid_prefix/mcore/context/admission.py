@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
-from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest
+from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest, StepState
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
 from megatron_hybrid_prefix.upstream.names import (
@@ -25,10 +26,15 @@ _SHORT_PROMPTS = 64
 
 
 class Admissions:
-    """Admits prompts to a `HybridPrefixContext`, whole or chunk by chunk."""
+    """Admits prompts to a `HybridPrefixContext`, whole or chunk by chunk.
 
-    def __init__(self, context: Any, cache: HybridPrefixCache, requests: KnownRequests) -> None:
-        self._context, self._cache, self._requests = context, cache, requests
+    Attributes:
+        may_start: Whether the engine lets a request start now; gets the request.
+    """
+
+    def __init__(self, context: Any, cache: HybridPrefixCache, requests: KnownRequests, step: StepState) -> None:
+        self._context, self._cache, self._requests, self._step = context, cache, requests, step
+        self.may_start: Callable[[Any], bool] = lambda req: True
         self._short_prompts = 0  # the first ones in a row
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks:
@@ -42,7 +48,7 @@ class Admissions:
         """Whether there is room for the request, its tokens, its KV. Read-only."""
         context, length = self._context, req.remaining_prompt_length
         rows = context.total_request_count < context.max_requests and context.paused_request_count == 0
-        rows = rows and context.may_start(req)
+        rows = rows and self.may_start(req)
         if req.finished_chunk_token_count:
             tokens = context.active_token_count + length <= context.max_tokens
             return rows, tokens, context.new_blocks_of_chunk(req, length) <= self._cache.blocks.available_count
@@ -63,7 +69,7 @@ class Admissions:
                 f"request {req.request_id}: a chunk of {length} of {req.remaining_prompt_length} prompt tokens"
             )
         context, cache, request_id = self._context, self._cache, req.request_id
-        known = context.prefix_request(req)
+        known = self._requests.of(req)
         first = not req.finished_chunk_token_count
         chunk = self._admit_first(req, known, length) if first else self._grow(req, length)
         row = context.total_request_count
@@ -80,7 +86,7 @@ class Admissions:
             req.num_cached_tokens = chunk.skip_tokens
         start = int(context.request_kv_length_offsets[row])
         plan = cache.plan(request_id, start, start + int(context.request_query_lengths[row]))
-        self._requests.in_step[request_id] = known, plan
+        self._step.parts[request_id] = known, plan
         context.decisions.note(
             lambda: (
                 f"request {request_id} shares KV blocks {chunk.shared}, gets {chunk.own}, computes [{start}, "
@@ -95,7 +101,7 @@ class Admissions:
         A hit needs a slot more than a miss, the one that it starts from. If nothing runs, no memory
         becomes free: a request that only fits without its load, or without the hit, does without.
         """
-        cache, known, request_id = self._cache, self._context.prefix_request(req), req.request_id
+        cache, known, request_id = self._cache, self._requests.of(req), req.request_id
         match = known.match(cache, length)
         source = None if known.gave_up_fetch else cache.loads.source(request_id, match)
         alone = not (self._context.total_request_count or cache.live)

@@ -35,19 +35,18 @@ from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocat
 from megatron_hybrid_prefix.mcore.context.decode import DecodedStates
 from megatron_hybrid_prefix.mcore.context.events import KVEvents
 from megatron_hybrid_prefix.mcore.context.exact import check_exact_config, end_on_grid
-from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest, RequestLoads
+from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest, RequestLoads, StepState
 from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan
 from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
 from megatron_hybrid_prefix.mcore.state.budget import Budget, agree_on_budget, for_cache_gb
 from megatron_hybrid_prefix.mcore.state.layout import DESCRIBE_ALL, states_of_config, with_state_dtype
-from megatron_hybrid_prefix.mcore.state.moves import open_mover
+from megatron_hybrid_prefix.mcore.state.moves import name_entries, open_mover
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
-from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
+from megatron_hybrid_prefix.pool.pages import own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
-from megatron_hybrid_prefix.requests.book import StepPlan
 from megatron_hybrid_prefix.requests.explain import Explanation
 from megatron_hybrid_prefix.requests.scores import ScoreTable
 from megatron_hybrid_prefix.tiers.units import HOST, EntryKind
@@ -74,32 +73,17 @@ class HybridPrefixContext(SlotContext):
         prefix_cache: The cache.
         layout: How KV and states share memory on this rank.
         moves: Copies on the device and to the host.
+        host_moves: The same with a host tier, or None.
         loads: Loads from the host tier, or None.
+        coalesces: Whether requests wait for prefixes that other requests are computing.
         scored: Prompts whose log-probs are wanted.
         checkpoint_slots: Most cached states; the same number on all ranks.
-        may_start: Whether the engine lets a request start now; gets the request.
-        verified_hits: Hits that were computed again (``verify_hits``); ``verify_mismatches``: those that differed.
 
     Raises:
         ValueError: As `SlotContext`; or the config describes no recurrent layers; or the model's experts drop tokens; or the memory
             is too small.
         PlatformError: The model was made for other parallel sizes than those that run.
     """
-
-    # These values hold while megatron's constructor runs, too.
-    loads: RequestLoads | None = None
-    checkpoint_slots = 0
-    may_start: Callable[[Any], bool] = staticmethod(lambda request: True)
-    prefix_cache: HybridPrefixCache
-    prefix_config: HybridPrefixConfig
-    _budget: Budget | None = None
-    _decodes: DecodedStates | None = None
-    _is_made = False
-    _step_failed = False
-    _published_plans = 0  # of the running forward
-    _failed_plans = 0  # published when their forward was launched, and its step failed afterwards
-    verified_hits = verify_mismatches = 0
-    _swapping_out = False  # True while megatron preempts requests
 
     def __init__(
         self,
@@ -121,29 +105,34 @@ class HybridPrefixContext(SlotContext):
         inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
         if prefix.exact:
             check_exact_config(prefix, inference_config, states_of_config(state_config).quanta)
-        self.prefix_config = prefix
-        # Processed log-probs depend on a request's temperature and filters, so they are not shared.
-        shared = inference_config.logprobs_mode == "raw_logprobs"
-        scores_bytes = int(prefix.prompt_log_probs_gb * 2**30) if shared else 0
-        self._scores = ScoreTable(scores_bytes, inference_config.block_size_tokens)
-        self._requests = KnownRequests(self._scores, prefix.verify_hits)
-        self._events = KVEvents(self, self._scores)
         reports.report_ignored(inference_config, prefix.eviction_policy)
         # Keep megatron from allocating its own cache, and from warning about it.
         inference_config = dataclasses.replace(inference_config, enable_prefix_caching=False, mamba_memory_ratio=None)
         if prefix.cache_gb is not None:
             inference_config = for_cache_gb(inference_config, prefix.cache_gb, model_config)
+        # Megatron's constructor allocates memory and resets the context: it needs the settings, and there is no cache yet.
+        self.prefix_config, self._is_made = prefix, False
+        self.is_exact, self.samples_weights = prefix.exact is not None, prefix.check_weights
+        self.keeps_on_resume = prefix.keep_on_resume
         super().__init__(model_config, inference_config)
         self._make_cache(prefix)
         self._is_made = True
+        reports.report_start(self)
 
     def _make_cache(self, prefix: HybridPrefixConfig) -> None:
         self.enable_prefix_caching = True
         self.decisions = DecisionLog(self.config.pg_collection, is_on=prefix.check_ranks)
-        assert self._budget is not None
+        self._step = StepState()
+        # Processed log-probs depend on a request's temperature and filters, so they are not shared.
+        shared = self.config.logprobs_mode == "raw_logprobs"
+        scores_bytes = int(prefix.prompt_log_probs_gb * 2**30) if shared else 0
+        self._scores = ScoreTable(scores_bytes, self.block_size_tokens)
+        self._events = KVEvents(self, self._scores)
         on_device = DeviceMover(lambda **options: self.prefix_cache.take_copies(**options), lambda: self.shared_memory)
         self.moves, secrets = open_mover(self, prefix, on_device)
+        self.host_moves = self.moves if isinstance(self.moves, Mover) else None
         sizes = self.moves.sizes
+        self.coalesces = prefix.coalesce_prefixes and self.checkpoint_slots > 0
         cache = self.prefix_cache = HybridPrefixCache(
             CacheSettings(
                 block_tokens=self.block_size_tokens,
@@ -168,52 +157,35 @@ class HybridPrefixContext(SlotContext):
         self.kv_block_allocator: HybridPrefixBlockAllocator = HybridPrefixBlockAllocator(
             self, total_blocks + 1, min(paused, total_blocks - 1), cache=cache
         )
+        self._decodes: DecodedStates | None = None
         if self.checkpoint_slots and (prefix.caches_answers or self.host_moves is not None):
             self._decodes = DecodedStates(self, cache, self._events, keep=prefix.caches_answers)
         self.scored = ScoredPrompts(self, cache, self._scores)
-        self._admissions = Admissions(self, cache, self._requests)
+        self._requests = KnownRequests(cache, self._scores, prefix.verify_hits)
+        self._admissions = Admissions(self, cache, self._requests, self._step)
+        self.loads = None
         if self.host_moves is not None:
-            self.loads = RequestLoads(self, cache, self.host_moves, self._requests)
-        reports.report_start(self)
+            self.loads = RequestLoads(self, cache, self.host_moves, self._requests, self._step)
 
     def _routing_of(self, block_id: int) -> Any:
         return self.kv_block_allocator.block_routing.get(block_id)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    @property
-    def layout(self) -> PageLayout:
-        assert self._budget is not None
-        return self._budget.layout
-
-    @property
-    def coalesces(self) -> bool:
-        """Whether requests wait for prefixes that other requests are computing."""
-        return self.prefix_config.coalesce_prefixes and self.checkpoint_slots > 0
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether steps are exact bit for bit (``HybridPrefixConfig.exact``)."""
-        return self.prefix_config.exact is not None
-
-    @property
-    def host_moves(self) -> Mover | None:
-        """The host tier, or None."""
-        return self.moves if isinstance(self.moves, Mover) else None
-
     def allocate_kv(self) -> bool:
         """KV is a view of the memory that it shares with the states."""
         before, after = self.kv_shape
         block = BlockShape(before=before, after=after, dtype=self.params_dtype)
-        if self._budget is None:
-            self._budget = self._agree_on_budget(block)
+        if not self._is_made:
+            self._budget: Budget = self._agree_on_budget(block)
+            self.layout = self._budget.layout
         self.live_states = self._budget.live_states
         try:
             self.shared_memory = SharedMemory(
                 self.state_layout,
                 own_slots=self._budget.own_slots,
                 drafts=self.num_speculative_tokens,
-                layout=self._budget.layout,
+                layout=self.layout,
                 block=block,
                 device=torch.cuda.current_device(),
             )
@@ -257,7 +229,7 @@ class HybridPrefixContext(SlotContext):
             option=self._memory_option,
             groups=config.pg_collection,
         )
-        self.checkpoint_slots = budget.layout.slots
+        self.checkpoint_slots: int = budget.layout.slots
         if prefix.mamba_gb is not None:
             slots = self.state_layout.slots_within(int(prefix.mamba_gb * 2**30))
             # A stage without recurrent layers has room for any number.
@@ -275,17 +247,25 @@ class HybridPrefixContext(SlotContext):
 
     # -- match, admit, plan --------------------------------------------------------------------------------------------
 
-    def prefix_request(self, req: DynamicInferenceRequest) -> PrefixRequest:
-        """Keys and cache options of a request; made once, and again after the weights change."""
-        return self._requests.of(req, self.prefix_cache)
+    def serve(self, model: Any, *, may_start: Callable[[Any], bool]) -> None:
+        self._admissions.may_start = may_start
+        if self.host_moves is not None:
+            name_entries(self, model)
 
+    @override
+    def room_for(self, requests: int) -> int:
+        return min(block_counts(self.kv_block_allocator).active, self.prefix_cache.blocks.room_for(requests))
+
+    def prefix_request(self, req: DynamicInferenceRequest) -> PrefixRequest:
+        """Made once, and again after the weights change."""
+        return self._requests.of(req)
+
+    @override
     def continue_request(self, old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> None:
-        """A preempted request, or one that starts over, goes on as ``new``: its prompt is counted once."""
-        self._requests.carry_over(old, new, self.prefix_cache)
+        self._requests.carry_over(old, new)
 
     def explain(self, tokens: torch.Tensor, params: Any) -> Explanation:
-        """What a request with these tokens (tokens,) and sampling parameters would reuse now, and why not more."""
-        return self._requests.explain(tokens, params, self.prefix_cache)
+        return self._requests.explain(tokens, params)
 
     def lost_tokens(self, req: DynamicInferenceRequest) -> int:
         """Prompt tokens with cached KV at admission that were computed because there was no state."""
@@ -349,15 +329,11 @@ class HybridPrefixContext(SlotContext):
         self.decisions.compare()
         return super().initialize_attention_state(*args, **kwargs)
 
-    def step_plans(self) -> list[StepPlan]:
-        """Plans of the cache for the next or running forward."""
-        return [plan for _, plan in self._requests.in_step.values()]
-
     def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int) -> PrefillSpan:
         """By the cache's plan."""
-        if request_id not in self._requests.in_step:  # rows that warm up CUDA graphs
+        if request_id not in self._step.parts:  # rows that warm up CUDA graphs
             return super().prefill_span(request_id, start_tokens, tokens, live_row)
-        _, plan = self._requests.in_step[request_id]
+        _, plan = self._step.parts[request_id]
         assert self.shared_memory is not None
         row_of = self.shared_memory.row
         return PrefillSpan(
@@ -376,12 +352,13 @@ class HybridPrefixContext(SlotContext):
             self.loads.wait()
         return done
 
-    def forward_launched(self) -> None:
-        """Do what need not precede a forward, nor wait for it: the device is busy now. Publish, and launch copies to the host."""
-        plans = len(self._requests.in_step)
+    def forward_launched(self, logits: torch.Tensor) -> None:
+        """Also does what need not precede a forward, nor wait for it: publishes, and launches copies to the host."""
+        super().forward_launched(logits)
+        plans = len(self._step.parts)
         if self._can_be_published():
             self._publish(failed=set())
-            self._published_plans = plans
+            self._step.published_plans = plans
         self.moves.forward_launched()
 
     def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
@@ -389,8 +366,8 @@ class HybridPrefixContext(SlotContext):
 
     def step_sampled(self, logits: torch.Tensor) -> None:
         """Keeps what later prompts need of a forward's logits."""
-        if self._requests.in_step:
-            self.scored.capture(self._requests.in_step.values(), logits)
+        if self._step.parts:
+            self.scored.capture(self._step.parts.values(), logits)
 
     # -- publish -------------------------------------------------------------------------------------------------------
 
@@ -405,51 +382,38 @@ class HybridPrefixContext(SlotContext):
         if self._decodes is not None:
             self._decodes.follow()
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
-        if self.prefix_cache.blocks.unattached:
-            rows.attach_blocks(self, self.prefix_cache)
-        self._published_plans = 0
+        rows.attach_blocks(self, self.prefix_cache)
+        self._step.published_plans = 0
         return result
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See upstream and `update_requests`. Called after a forward succeeded, with asynchronous scheduling."""
         self._publish_rest()
         finished, continuing = super().resolve_requests(active_requests_mask)
-        self._published_plans = 0
+        self._step.published_plans = 0
         return finished, continuing
 
     def forget_request(self, request_id: int) -> None:
-        """Drop what a request without a row holds on the host: it ended."""
         if self.loads is not None:
             self.loads.forget(request_id)
 
     @property
     def loads_wait(self) -> bool:
-        """Whether requests wait for the tier behind the host."""
         return bool(self.prefix_cache.loads.fetches)
 
-    def failed_loads(self) -> set[int]:
-        """Requests of the last forward that must be recomputed; see `RequestLoads.failed`.
-
-        Also those whose prompt's log-probs another request promised and did not deliver.
+    def failed_requests(self, wrong_ids: Collection[int], active_ids: Collection[int]) -> set[int]:
+        """Also those whose load failed (`RequestLoads.failed`), whose prompt's log-probs another request promised and did not deliver,
+        or that hold what ``wrong_ids`` computed.
         """
         failed = set() if self.loads is None else set(self.loads.failed())
-        for request_id, (known, _) in self._requests.in_step.items():
+        for request_id, (known, _) in self._step.parts.items():
             if known.scored is not None and known.scored.waits_for_promises:
                 known.scored.lose_step()
                 failed.add(request_id)
-        return failed
-
-    def withdraw(self, request_ids: Collection[int]) -> set[int]:
-        """What these active requests computed in the last forward is not finite: nobody may use it.
-
-        Returns:
-            Other requests that hold some of it. Those that are active must start over.
-        """
-        used: set[int] = set()
-        for request_id in sorted(request_ids):
-            self._requests.in_step.pop(request_id, None)
-            used |= self.prefix_cache.withdraw(request_id, rows.wrong_from(self, request_id))
-        return used - set(request_ids)
+        for request_id in sorted(wrong_ids):
+            self._step.parts.pop(request_id, None)
+            failed |= self.prefix_cache.withdraw(request_id, rows.wrong_from(self, request_id)) & {*active_ids}
+        return failed | {*wrong_ids}
 
     def _can_be_published(self) -> bool:
         """Whether what a forward that was just launched computes may be matched.
@@ -459,19 +423,19 @@ class HybridPrefixContext(SlotContext):
         """
         if self.prefix_config.verify_hits or self.moe_enable_routing_replay or self.is_creating_cuda_graphs:
             return False
-        return all(known.scored is None and plan.load is None for known, plan in self._requests.in_step.values())
+        return all(known.scored is None and plan.load is None for known, plan in self._step.parts.values())
 
     def _publish_rest(self) -> None:
         self._publish(failed=set() if self.loads is None else self.loads.failed())
         self.moves.step_ended()
 
     def _publish(self, *, failed: set[int]) -> None:
-        for known, plan in self._requests.take_step():
+        for known, plan in self._step.take():
             if plan.request_id in failed:
                 self.prefix_cache.fail_load(plan)
                 continue
             if self.prefix_config.verify_hits:
-                verify_plan(self, plan)
+                verify_plan(self, plan, self._step)
             cached = self.prefix_cache.publish(plan)
             if self.has_kv_listeners and (cached or plan.load is not None):
                 size = self.block_size_tokens
@@ -485,13 +449,12 @@ class HybridPrefixContext(SlotContext):
 
     def fail_step(self) -> None:
         """A step raised: rows, states and tokens may not belong together. Frees reserved slots. `reset` empties the cache."""
-        self._step_failed = True
-        self._failed_plans, self._published_plans = self._failed_plans + self._published_plans, 0
+        self._step.fail()
         self._abandon_plans("forward_failed")
 
     def _abandon_plans(self, reason: str) -> None:
         self.scored.forget_step()
-        for _, plan in self._requests.take_step():
+        for _, plan in self._step.take():
             self.prefix_cache.abandon(plan, reason)
 
     # -- decode --------------------------------------------------------------------------------------------------------
@@ -501,33 +464,32 @@ class HybridPrefixContext(SlotContext):
         if self._decodes is not None:
             self._decodes.follow()
         super().prepare_requests()
-        if self.prefix_cache.blocks.unattached:
-            rows.attach_blocks(self, self.prefix_cache)
+        rows.attach_blocks(self, self.prefix_cache)
 
     # -- release -------------------------------------------------------------------------------------------------------
 
     def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Preempted requests swap out to the host."""
         # Exact ones start over: a prefill of their answer would differ from what their decode computed.
-        self._swapping_out = self.loads is not None and not self.is_exact
+        self._step.swaps_out = self.loads is not None and not self.is_exact
         try:
             return super().evict_overflow_paused_requests(*args, **kwargs)
         finally:
-            self._swapping_out = False
+            self._step.swaps_out = False
 
     @override
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
         """Finished, preempted and aborted requests release everything; blocks with a key stay cached."""
         request_ids = self.request_ids[request_indexes].tolist()
-        if self._swapping_out:
+        if self._step.swaps_out:
             assert self.host_moves is not None and self._decodes is not None and self.states is not None
             for request_id, live_index in zip(request_ids, self.live_indices[request_indexes].tolist(), strict=True):
                 slot = self.states.live.slot(live_index)
                 self.prefix_cache.loads.swap_out(request_id, self._decodes.processed(live_index), slot)
             self.host_moves.launch(send=False)
         for request_id in request_ids:
-            if request_id in self._requests.in_step:
-                self.prefix_cache.abandon(self._requests.in_step.pop(request_id)[1], "released")
+            if request_id in self._step.parts:
+                self.prefix_cache.abandon(self._step.parts.pop(request_id)[1], "released")
             self.prefix_cache.release(request_id)
         self.request_to_kv_block_ids[request_indexes] = -1
         assert self.states is not None
@@ -538,36 +500,41 @@ class HybridPrefixContext(SlotContext):
 
     def reset_metadata(self, preserve_prefix_cache: bool = False, *args: Any, **kwargs: Any) -> None:
         """KV and states are kept together or dropped together; after a forward that failed, they are dropped."""
-        preserve_prefix_cache = preserve_prefix_cache and not self._step_failed
         if self._is_made:
+            preserve_prefix_cache = preserve_prefix_cache and not self._step.failed
             # Plans end here in either case: their requests are gone, so nothing may be published.
             self._abandon_plans("reset")
             self.prefix_cache.release_all()
             self.forget_pending_zeros()
-            self._published_plans, self._step_failed = 0, False
+            self._step.published_plans, self._step.failed = 0, False
             if self.states is not None:
                 self.states.live.reset()
         super().reset_metadata(preserve_prefix_cache, *args, **kwargs)
 
-    def log_dropped(self, why: str) -> None:
-        """Log what new weights drop, if there is anything. (Nothing is left if they were announced before.)"""
-        blocks, on_host = self.prefix_cache.blocks.cached_count, self.prefix_stats().tiers[HOST].kv_blocks
-        if blocks or on_host:
+    def flush(self) -> None:
+        self.moves.launch()
+
+    def invalidate(self, why: str = "") -> None:
+        """The weights changed: older KV and states no longer match, and running requests stop caching.
+
+        Args:
+            why: Log what is dropped, if there is anything, and this. (Nothing is left if new weights were announced before.)
+        """
+        stats = self.prefix_cache.stats()
+        blocks, on_host = self.prefix_cache.blocks.cached_count, stats.tiers[HOST].kv_blocks
+        if why and (blocks or on_host):
             logger.warning(
                 "%d cached KV blocks and %d on the host are dropped, with their states: %s", blocks, on_host, why
             )
-
-    def invalidate(self) -> None:
-        """The weights changed: older KV and states no longer match, and running requests stop caching."""
         self.prefix_cache.invalidate()
 
     # -- statistics and checks -----------------------------------------------------------------------------------------
 
     def prefix_stats(self) -> PrefixStats:
         stats = self.prefix_cache.stats()
-        if self._failed_plans:
-            stats.count_fallback("forward_failed", self._failed_plans)
-        stats.verified_hits, stats.verify_mismatches = self.verified_hits, self.verify_mismatches
+        if self._step.failed_plans:
+            stats.count_fallback("forward_failed", self._step.failed_plans)
+        stats.verified_hits, stats.verify_mismatches = self._step.verified_hits, self._step.verify_mismatches
         stats.bytes_budget = self.layout.total_blocks * self.layout.block_bytes
         if self.host_moves is not None:
             self.host_moves.count(stats)

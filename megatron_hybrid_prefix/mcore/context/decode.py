@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,23 +11,6 @@ from numpy.typing import NDArray
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.mcore.context.events import KVEvents
 from megatron_hybrid_prefix.upstream.context import ContextSeam
-
-
-class FilledBlock(NamedTuple):
-    """A request in decode filled a block in the last forward.
-
-    Attributes:
-        request_id: The request.
-        live_index: Its live index (`LiveSlots`).
-        end_tokens: Position where the block ends.
-        forward_token: Index, from 0, of the block's last token among the request's tokens in that forward. It is the last
-            accepted token, unless drafts beyond the end of the block were accepted, too.
-    """
-
-    request_id: int
-    live_index: int
-    end_tokens: int
-    forward_token: int
 
 
 class _DecodeRows:
@@ -95,25 +78,31 @@ class DecodedStates:
             return
         # By target slot: with few slots, a request may take the slot that another just got.
         copies: dict[int, tuple[int, int]] = {}
-        for block in blocks:
-            chain = self._cache.live[block.request_id].chain
+        for request_id, live_index, end_tokens, forward_token in blocks:
+            chain = self._cache.live[request_id].chain
             known = chain.tokens
-            tokens = self._recent[block.live_index, np.arange(known, block.end_tokens) % self._ring_tokens]
-            filled = self._cache.append(block.request_id, tokens, computed_tokens=block.end_tokens)
+            tokens = self._recent[live_index, np.arange(known, end_tokens) % self._ring_tokens]
+            filled = self._cache.append(request_id, tokens, computed_tokens=end_tokens)
             self._events.stored(chain, known // self._block_tokens, filled)
-            slot = self._cache.checkpoint_decoded(block.request_id, block.end_tokens)
+            slot = self._cache.checkpoint_decoded(request_id, end_tokens)
             if slot is not None:
-                copies[slot] = self._context.states.live.slot(block.live_index), block.forward_token
+                copies[slot] = self._context.states.live.slot(live_index), forward_token
             words = "request {} filled a block at {}, slot {}"
-            self._context.decisions.note(partial(words.format, block.request_id, block.end_tokens, slot))
+            self._context.decisions.note(partial(words.format, request_id, end_tokens, slot))
         if not copies:
             return
         self._context.moves.launch(send=False)  # what was in these slots goes elsewhere first
         live_slots, forward_tokens = zip(*copies.values(), strict=True)
         self._context.states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))
 
-    def _advance(self) -> list[FilledBlock]:
-        """Note the tokens of the last forward; returns the blocks that it filled, in row order."""
+    def _advance(self) -> list[tuple[int, int, int, int]]:
+        """Note the tokens of the last forward.
+
+        Returns:
+            The blocks that it filled, in row order: the request, its live index, the position where the block ends, and the index, from
+            0, of its last token among the request's tokens in that forward. That is the last accepted token, unless drafts beyond the
+            end of the block were accepted, too.
+        """
         context = self._context
         first, last = context.paused_request_count, context.total_request_count
         if first == last:
@@ -140,14 +129,8 @@ class DecodedStates:
         now = self._processed[own[: len(before)]]
         for row in np.flatnonzero(now // self._block_tokens > before // self._block_tokens).tolist():
             end_tokens = int(now[row]) // self._block_tokens * self._block_tokens
-            found.append(
-                FilledBlock(
-                    request_id=int(rows.request_ids[first + row]),
-                    live_index=int(own[row]),
-                    end_tokens=end_tokens,
-                    forward_token=end_tokens - int(before[row]) - 1,
-                )
-            )
+            forward_token = end_tokens - int(before[row]) - 1
+            found.append((int(rows.request_ids[first + row]), int(own[row]), end_tokens, forward_token))
         processed = self._processed[own] = rows.processed(first, last)
         self._indices = indices
         room = self._block_tokens - processed % self._block_tokens

@@ -1,4 +1,5 @@
 """`PrefixRequest`: what the context knows about a megatron request: its keys, cache options and match. `RequestLoads`: its loads.
+`StepState`: what it knows of its next or running forward.
 
 Set cache options as attributes of a request's sampling parameters (``sampling_params.add_attributes({...})``). So they pass
 through megatron's data-parallel coordinator:
@@ -86,7 +87,14 @@ class PrefixRequest:
         """Match the first ``length_tokens`` with the cache; at least one token remains to be computed."""
         limit = length_tokens - 1
         last = self.last
-        if last is None or last.resume_tokens > limit or last.limit_tokens < limit or not self._is_current(last, cache):
+        scores_changed = self.top_n is not None and self.scores.version != self.scores_version
+        if (
+            last is None
+            or last.resume_tokens > limit
+            or last.limit_tokens < limit
+            or scores_changed
+            or not cache.is_current(last)
+        ):
             resume_at = None
             if self.top_n is not None:
                 resume_at = self.scores.positions(self.chain, self.top_n)
@@ -99,45 +107,72 @@ class PrefixRequest:
                 self.take_sample = None
         return last
 
-    def _is_current(self, last: Match, cache: HybridPrefixCache) -> bool:
-        if self.top_n is not None and self.scores.version != self.scores_version:
-            return False
-        return cache.is_current(last)
+
+@dataclass(slots=True)
+class StepState:
+    """The next or running forward, and counts of earlier ones.
+
+    Attributes:
+        parts: What it computes: requests and their plans, by request id, in the order of their rows.
+        published_plans: Plans that were published when it was launched.
+        failed: Whether a step raised since the last reset.
+        failed_plans: Plans that were published when their forward was launched, and whose step failed afterwards.
+        swaps_out: Whether requests that are released now were preempted, and go to the host.
+        verified_hits: Hits that were computed again (``verify_hits``); ``verify_mismatches``: those that differed.
+    """
+
+    parts: dict[int, tuple[PrefixRequest, StepPlan]] = field(default_factory=dict)
+    published_plans: int = 0
+    failed: bool = False
+    failed_plans: int = 0
+    swaps_out: bool = False
+    verified_hits: int = 0
+    verify_mismatches: int = 0
+
+    def plans(self) -> list[StepPlan]:
+        """Plans of the forward."""
+        return [plan for _, plan in self.parts.values()]
+
+    def take(self) -> list[tuple[PrefixRequest, StepPlan]]:
+        """Remove all parts, as the forward is published or failed; returns them."""
+        taken = list(self.parts.values())
+        self.parts.clear()
+        return taken
+
+    def fail(self) -> None:
+        """The step raised."""
+        self.failed = True
+        self.failed_plans, self.published_plans = self.failed_plans + self.published_plans, 0
 
 
 class KnownRequests:
     """One `PrefixRequest` per request. Not stored on the request: its attributes would travel with the reply.
 
     Args:
+        cache: The cache that makes their keys.
         scores: Log-probs of cached prompts.
         verify_hits: Share of the hits to recompute and compare.
-
-    Attributes:
-        in_step: What the next or running forward computes: requests and their plans, by request id, in the order of their rows.
     """
 
-    def __init__(self, scores: ScoreTable, verify_hits: float = 0.0) -> None:
-        self._scores, self._verify_hits = scores, verify_hits
+    def __init__(self, cache: HybridPrefixCache, scores: ScoreTable, verify_hits: float = 0.0) -> None:
+        self._cache, self._scores, self._verify_hits = cache, scores, verify_hits
         self._hits = 0
         self._entries: dict[int, PrefixRequest] = {}  # by id(), while the request lives
-        self.in_step: dict[int, tuple[PrefixRequest, StepPlan]] = {}
 
     def __len__(self) -> int:
         """Number of known requests: those that are still referenced."""
         return len(self._entries)
 
-    def of(self, req: Any, cache: HybridPrefixCache) -> PrefixRequest:
+    def of(self, req: Any) -> PrefixRequest:
         """The `PrefixRequest` of ``req``; made on first use, and again after the weights change.
 
         Raises:
             ValueError: A cache option is invalid.
         """
         old = self._entries.get(id(req))
-        if old is not None and old.chain.epoch == cache.epoch:
+        if old is not None and old.chain.epoch == self._cache.epoch:
             return old
-        known = self._entries[id(req)] = _read_request(
-            req.request_id, req.prompt_tokens, req.sampling_params, cache, self._scores
-        )
+        known = self._entries[id(req)] = self._read(req.request_id, req.prompt_tokens, req.sampling_params)
         known.take_sample = self._take_sample if self._verify_hits else None
         if old is None:
             weakref.finalize(req, self._entries.pop, id(req)).atexit = False
@@ -147,13 +182,13 @@ class KnownRequests:
         req.precomputed_block_hashes = [key.hex() for key in known.chain.keys]  # replies carry them as JSON
         return known
 
-    def explain(self, tokens: torch.Tensor, params: Any, cache: HybridPrefixCache) -> Explanation:
+    def explain(self, tokens: torch.Tensor, params: Any) -> Explanation:
         """What a request with these tokens and parameters would reuse now. No request becomes known, and nothing changes.
 
         Raises:
             ValueError: A cache option is invalid.
         """
-        known = _read_request(0, tokens, params, cache, self._scores, remember=False)
+        known = self._read(0, tokens, params, remember=False)
         plain = [getattr(params, name, None) for name in ("cache_salt", "cache_adapter")] == [None, None]
         refused_by = None
         if not getattr(params, "cache_read", True):
@@ -162,63 +197,50 @@ class KnownRequests:
             refused_by = "prompt_log_probs_gb"
         elif self._verify_hits == 1:
             refused_by = "verify_hits"
-        return cache.explain(
+        return self._cache.explain(
             Question(
                 chain=known.chain,
                 refused_by=refused_by,
                 write=known.write,
                 resume_at=None if known.top_n is None else self._scores.positions(known.chain, known.top_n),
                 breakpoints=known.breakpoints,
-                plain=None if plain else cache.chain(known.prompt, remember=False),
+                plain=None if plain else self._cache.chain(known.prompt, remember=False),
             )
         )
 
-    def carry_over(self, old: Any, new: Any, cache: HybridPrefixCache) -> None:
+    def carry_over(self, old: Any, new: Any) -> None:
         """The request ``new`` continues ``old``, which was preempted or starts over."""
-        known = self.of(new, cache)
-        known.counted_tokens = len(new.prompt_tokens) if old.generated_tokens else self.of(old, cache).counted_tokens
-
-    def take_step(self) -> list[tuple[PrefixRequest, StepPlan]]:
-        """Empty ``in_step``, as the forward is published or failed; returns what was there."""
-        taken = list(self.in_step.values())
-        self.in_step.clear()
-        return taken
+        known = self.of(new)
+        known.counted_tokens = len(new.prompt_tokens) if old.generated_tokens else self.of(old).counted_tokens
 
     def _take_sample(self) -> bool:
         # Counted, not random: all ranks choose the same hits.
         self._hits += 1
         return int(self._hits * self._verify_hits) > int((self._hits - 1) * self._verify_hits)
 
-
-def _read_request(
-    request_id: int,
-    tokens: torch.Tensor,
-    params: Any,
-    cache: HybridPrefixCache,
-    scores: ScoreTable,
-    *,
-    remember: bool = True,
-) -> PrefixRequest:
-    salt, adapter = (getattr(params, name, None) for name in ("cache_salt", "cache_adapter"))
-    # Log-probs of the prompt need the logits of every position. Only what has them in the cache can be skipped.
-    wants_prompt = getattr(params, "return_log_probs", False) and not getattr(params, "skip_prompt_log_probs", False)
-    keeps_scores = scores.budget_bytes > 0
-    write = bool(getattr(params, "cache_write", True))
-    prompt: NDArray[np.int64] = tokens.detach().to("cpu", torch.int64).contiguous().numpy()
-    return PrefixRequest(
-        prompt=prompt,
-        chain=cache.chain(
-            prompt,
-            salt=None if salt is None else str(salt),
-            adapter=None if adapter is None else str(adapter),
-            remember=write and remember,
-        ),
-        read=bool(getattr(params, "cache_read", True)) and (keeps_scores or not wants_prompt),
-        write=write,
-        top_n=int(getattr(params, "top_n_logprobs", 0) or 0) if wants_prompt and keeps_scores else None,
-        scores=scores,
-        breakpoints=_breakpoints(request_id, getattr(params, "cache_breakpoints", None)),
-    )
+    def _read(self, request_id: int, tokens: torch.Tensor, params: Any, *, remember: bool = True) -> PrefixRequest:
+        salt, adapter = (getattr(params, name, None) for name in ("cache_salt", "cache_adapter"))
+        # Log-probs of the prompt need the logits of every position. Only what has them in the cache can be skipped.
+        wants_prompt = getattr(params, "return_log_probs", False) and not getattr(
+            params, "skip_prompt_log_probs", False
+        )
+        keeps_scores = self._scores.budget_bytes > 0
+        write = bool(getattr(params, "cache_write", True))
+        prompt: NDArray[np.int64] = tokens.detach().to("cpu", torch.int64).contiguous().numpy()
+        return PrefixRequest(
+            prompt=prompt,
+            chain=self._cache.chain(
+                prompt,
+                salt=None if salt is None else str(salt),
+                adapter=None if adapter is None else str(adapter),
+                remember=write and remember,
+            ),
+            read=bool(getattr(params, "cache_read", True)) and (keeps_scores or not wants_prompt),
+            write=write,
+            top_n=int(getattr(params, "top_n_logprobs", 0) or 0) if wants_prompt and keeps_scores else None,
+            scores=self._scores,
+            breakpoints=_breakpoints(request_id, getattr(params, "cache_breakpoints", None)),
+        )
 
 
 def _breakpoints(request_id: int, value: Any) -> tuple[int, ...]:
@@ -238,10 +260,13 @@ class RequestLoads:
         cache: Its cache, which decides.
         moves: Runs the transfers.
         requests: Its requests.
+        step: Its next or running forward.
     """
 
-    def __init__(self, context: Any, cache: HybridPrefixCache, moves: Mover, requests: KnownRequests) -> None:
-        self._context, self._cache, self._moves, self._requests = context, cache, moves, requests
+    def __init__(
+        self, context: Any, cache: HybridPrefixCache, moves: Mover, requests: KnownRequests, step: StepState
+    ) -> None:
+        self._context, self._cache, self._moves, self._requests, self._step = context, cache, moves, requests, step
 
     def waits(self, req: Any, others_run: bool) -> bool:
         """Have the tier behind the host bring what a waiting request can resume from.
@@ -254,7 +279,7 @@ class RequestLoads:
             Whether the request waits in this round until that is on the host. If no others run it does not: it is admitted, and the
             CPU waits before it launches the forward.
         """
-        cache, known = self._cache, self._requests.of(req, self._cache)
+        cache, known = self._cache, self._requests.of(req)
         fetch = cache.loads.fetches.get(req.request_id)
         if fetch is None:
             if not others_run or known.gave_up_fetch:
@@ -274,7 +299,7 @@ class RequestLoads:
 
         The CPU waits for entries that still come from the tier below: a collective, if there are any.
         """
-        for known, plan in self._requests.in_step.values():
+        for known, plan in self._step.parts.values():
             if plan.load is not None and self._fetch(known, plan.load, wait=True) is LoadState.COPYING:
                 self._moves.wait_for(plan.load.load_id)
 
@@ -302,8 +327,8 @@ class RequestLoads:
 
         All ranks call it after each forward, before one with loads is published. The requests must be recomputed.
         """
-        in_step = self._requests.in_step.values()
-        loads = [(known, plan.load) for known, plan in in_step if plan.load is not None]
+        parts = self._step.parts.values()
+        loads = [(known, plan.load) for known, plan in parts if plan.load is not None]
         copied = {load.load_id: load for _, load in loads if load.state is LoadState.COPYING}
         for load_id, state in self._moves.verdicts(copied).items():
             load = copied[load_id]

@@ -119,6 +119,8 @@ def add_dummy_blocks(context: ContextSeam, rows: torch.Tensor) -> None:
 def attach_blocks(context: ContextSeam, cache: HybridPrefixCache) -> None:
     """Attach newly allocated blocks to the requests in whose rows they are the last block."""
     unattached = list(cache.blocks.unattached)
+    if not unattached:
+        return
     # Resumed rows are already among the active rows.
     rows = slice(0, context.total_request_count)
     columns = (context.request_last_kv_block_id[rows].tolist(), context.request_ids[rows].tolist())

@@ -28,11 +28,6 @@ class Scores(NamedTuple):
     top_values: array[float]
     top_ids: array[int]
 
-    @classmethod
-    def empty(cls) -> Scores:
-        """Of no tokens."""
-        return cls(array("f"), array("f"), array("i"))
-
     @property
     def size_bytes(self) -> int:
         """Bytes of the values."""
@@ -83,7 +78,7 @@ class ScoredPrompt:
         self._tokens, self._resume, self._kept, self.lost_tokens = tokens, resume_tokens, kept, lost_tokens
         self.next_logits: dict[int, torch.Tensor] = {}
         self.promises: list[Kept] = []
-        self._scores = Scores.empty()  # of tokens from `_resume` on
+        self._scores = Scores(array("f"), array("f"), array("i"))  # of tokens from `_resume` on
         self._lost = False  # whether a step's log-probs are missing in them
         if not self._resume:  # nothing says how likely the first token is
             self._scores.add(float("nan"), [float("nan")] * top_n, [-1] * top_n)

@@ -14,10 +14,10 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore.context import rows
+from megatron_hybrid_prefix.mcore.context.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_on_device, model_groups
 from megatron_hybrid_prefix.mcore.state.layout import ModelStates, states_of_config, with_state_dtype
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
-from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.layout import SlotLayout
 from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
@@ -29,7 +29,7 @@ from megatron_hybrid_prefix.upstream.mixer import replays_chunks
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
 
 
-class SlotContext(ContextSeam):
+class SlotContext(ContextSeam, NoCache):
     """Megatron's context for models with recurrent layers of any kind; with fixes for short chunks, waiting chunks, and drafts at
     the end of a block.
 
@@ -43,7 +43,6 @@ class SlotContext(ContextSeam):
     Attributes:
         model_states: The states of the model's recurrent layers, or None.
         states: The recurrent states, or None.
-        prefill_step: The next step's prefills, for the recurrent layers; None if the model has none.
         shared_memory: The memory of the states, or None.
         live_states: Whether a cache gives slots of it to running requests.
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
@@ -54,12 +53,7 @@ class SlotContext(ContextSeam):
         PlatformError: The model was made for other parallel sizes than those that run.
     """
 
-    # These values hold while megatron's constructor runs, too.
-    states: StateMemory | None = None
-    prefill_step: PrefillStep | None = None
-    shared_memory: SharedMemory | None = None
-    live_states = False
-    next_prompt_token = 0
+    samples_weights = True
 
     def __init__(self, model_config: TransformerConfig, inference_config: InferenceConfig) -> None:
         check_overrides()
@@ -83,10 +77,20 @@ class SlotContext(ContextSeam):
                 cuda_graph_impl=model_config.cuda_graph_impl,
                 drafts=inference_config.num_speculative_tokens,
             )
+        self.prompts_on_host = not inference_config.enable_prefix_caching  # megatron's
+        # Megatron's constructor allocates the memory.
+        self.states: StateMemory | None = None
+        self.shared_memory: SharedMemory | None = None
+        self.live_states, self.next_prompt_token = False, 0
         super().__init__(model_config=model_config, inference_config=inference_config)
         self._model_groups = model_groups(inference_config.pg_collection)
 
     # -- memory --------------------------------------------------------------------------------------------------------
+
+    @property
+    def prefill_step(self) -> PrefillStep | None:
+        """The next step's prefills, for the recurrent layers; None if the model has none."""
+        return None if self.states is None else self.states.step
 
     @property
     def state_layout(self) -> SlotLayout:
@@ -104,7 +108,7 @@ class SlotContext(ContextSeam):
                 drafts=self.num_speculative_tokens,
                 device=torch.cuda.current_device(),
             )
-        states = self.states = StateMemory(
+        self.states = StateMemory(
             self.model_states,
             self.shared_memory,
             max_requests=self.max_requests,
@@ -113,7 +117,6 @@ class SlotContext(ContextSeam):
             max_tokens=self.max_tokens,
         )
         self.make_state_metadata()
-        self.prefill_step = states.step
         for name, tensor in self.shared_memory.states.items():  # megatron reads these attributes
             setattr(self, f"mamba_{name}_states", tensor)
         for name, tensor in self.shared_memory.drafted.items():
@@ -151,7 +154,7 @@ class SlotContext(ContextSeam):
         """Drops the tensors of states if megatron deletes them."""
         super().deallocate_inference_state_buffers()
         if not self.has_tensors:
-            self.states = self.prefill_step = self.shared_memory = None
+            self.states = self.shared_memory = None
 
     # -- admit ---------------------------------------------------------------------------------------------------------
 
@@ -218,7 +221,7 @@ class SlotContext(ContextSeam):
         return super().calculate_log_probs_tensors(logits, new_tokens, only_last_token_logits, *args, **kwargs)
 
     @torch.inference_mode()
-    def mark_logits(self, logits: torch.Tensor) -> None:
+    def forward_launched(self, logits: torch.Tensor) -> None:
         """Requests with a token that was not finite get NaN logits, on all ranks. Does not wait for the device.
 
         Args:
@@ -292,12 +295,6 @@ class SlotContext(ContextSeam):
         self.release_memory_blocks_from_request_indexes(torch.tensor([row]))
         rows.take_out_waiting_row(self, row)
         return True
-
-    # -- statistics ----------------------------------------------------------------------------------------------------
-
-    def prefix_stats(self) -> PrefixStats:
-        """Statistics of the cache since the start, and its fill; all zero without a cache."""
-        return PrefixStats()
 
     def check_integrity(self) -> None:
         """Raises CacheCorruptionError if the cache is corrupt, or disagrees with megatron's tables; for tests."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
+from megatron_hybrid_prefix.mcore.context.request import StepState
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.requests.book import StepPlan
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 
-def verify_plan(context: Any, plan: StepPlan) -> None:
-    """Compare the states that ``plan`` computed for verification, and the KV before them, with the cached ones.
+def verify_plan(context: Any, plan: StepPlan, step: StepState) -> None:
+    """Compare the states that ``plan`` computed for verification, and the KV before them, with the cached ones; ``step`` counts.
 
     The forward of this plan just succeeded; nothing of it is published yet.
     """
@@ -51,8 +52,8 @@ def verify_plan(context: Any, plan: StepPlan) -> None:
                 context.memory_buffer.index_select(block_dim, kept),
             )
         wrong = {name: value for name, (value, tolerance) in differences.items() if not value <= tolerance}
-        context.verified_hits += 1
-        context.verify_mismatches += bool(wrong)
+        step.verified_hits += 1
+        step.verify_mismatches += bool(wrong)
         if wrong:
             logger.warning(
                 "request %d: the cache for its first %d tokens differs from recomputing them; %s %s",

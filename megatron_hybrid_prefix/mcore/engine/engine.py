@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, override
 
 import torch
@@ -17,11 +18,10 @@ import torch
 from megatron_hybrid_prefix.errors import RequestDroppedError
 from megatron_hybrid_prefix.layers.kinds import invalidate_layers, use_slot_mixers
 from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
-from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
+from megatron_hybrid_prefix.mcore.context.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
-from megatron_hybrid_prefix.mcore.engine.exact import Replays, make_exact
+from megatron_hybrid_prefix.mcore.engine.exact import make_exact, may_start
 from megatron_hybrid_prefix.mcore.engine.log_probs import StepLogProbs, add_cached, cut_to_tokens
-from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import RequestRecord, forget_chunks, whole_answer
 from megatron_hybrid_prefix.mcore.engine.removals import Removals
 from megatron_hybrid_prefix.mcore.engine.requests import Answer, Prompt, RequestRules
@@ -29,7 +29,6 @@ from megatron_hybrid_prefix.mcore.engine.sampling import end_tokens_of
 from megatron_hybrid_prefix.mcore.engine.scheduling import PrefixScheduling
 from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator, meet_subscribers
 from megatron_hybrid_prefix.mcore.state.layout import check_described
-from megatron_hybrid_prefix.mcore.state.moves import name_entries
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
 from megatron_hybrid_prefix.platform.kernel_caches import kernel_folders
 from megatron_hybrid_prefix.platform.side_by_side import compiled_side_by_side
@@ -88,33 +87,29 @@ class HybridPrefixEngine(EngineSeam):
         self._announced = False  # new weights, since the engine was suspended
         check_overrides()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
-        if isinstance(context, SlotContext) and context.states is not None:
+        self._cached = context if isinstance(context, NoCache) else NoCache()
+        if self._cached.states is not None:
             use_slot_mixers(controller.inference_wrapped_model.model)
         count_tokens_of_drafts(controller.inference_wrapped_model.model)
-        self._has_cache = isinstance(context, HybridPrefixContext)
-        self._cached: HybridPrefixContext | NoCache = context if isinstance(context, HybridPrefixContext) else NoCache()
-        self._scheduling = PrefixScheduling(self, context) if self._has_cache else None
+        with_cache = isinstance(context, HybridPrefixContext)
+        self._schedule = PrefixScheduling(self, context).schedule if with_cache else lambda admit: admit()
         self.removals = Removals(self, self._cached)
-        self._row_options: dict[int, SamplingOptions] = {}  # of unfinished requests that have some
-        self._end_tokens: dict[int, tuple[int, ...]] = {}  # with drafts
-        self._other_ends: dict[int, tuple[int, ...]] = {}  # where `termination_id` does not say all
-        self._replays = Replays(self)
+        self._records: dict[int, RequestRecord] = {}  # see `HybridPrefixController.records`
         if self._cached.is_exact:
             make_exact(controller)
-            context.may_start = self._replays.may_start
-        if isinstance(controller, HybridPrefixController):
-            controller.row_options, controller.replays = self._row_options, self._replays.answers
-            controller.end_tokens, controller.other_ends = self._end_tokens, self._other_ends
-            controller.record_of = lambda request_id: self.requests[request_id].record
+        own = isinstance(controller, HybridPrefixController)
+        if own:
+            controller.records = self._records
         super().__init__(controller, context)
-        self._most_blocks = block_counts(context.kv_block_allocator).active  # that a request can have
-        if self._has_cache:
-            self._most_blocks = min(self._most_blocks, context.prefix_cache.blocks.room_for(1))
-        if isinstance(context, SlotContext) and (not self._has_cache or context.prefix_config.check_weights):
+        # That a request can have.
+        self._most_blocks = min(block_counts(context.kv_block_allocator).active, self._cached.room_for(1))
+        if self._cached.samples_weights:
             self._weights = WeightSamples(controller.inference_wrapped_model.model, context.config.pg_collection)
-        self._rules = RequestRules(self, samples_rows=isinstance(controller, HybridPrefixController))
-        if self._has_cache and context.host_moves is not None:
-            name_entries(context, controller.inference_wrapped_model.model)
+        self._rules = RequestRules(self, samples_rows=own, is_exact=self._cached.is_exact)
+        self._cached.serve(
+            controller.inference_wrapped_model.model,
+            may_start=partial(may_start, self, self._records),
+        )
 
     def reset(self) -> None:
         """Also resets the statistics of an unfinished step, and forgets the drafts that it accepted.
@@ -130,8 +125,7 @@ class HybridPrefixEngine(EngineSeam):
         if isinstance(self.controller, HybridPrefixController):
             self.controller.clear_accepted_drafts()
         self.removals.clear()
-        for by_id in self._by_request:
-            by_id.clear()
+        self._records.clear()
         self._step_failed = False
         context = self.context
         context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
@@ -181,7 +175,7 @@ class HybridPrefixEngine(EngineSeam):
         With several ranks (tensor, pipeline or expert parallelism) call this on each.
         """
         if self._is_suspended:
-            if self._has_cache and self.context.prefix_config.keep_on_resume:
+            if self._cached.keeps_on_resume:
                 self._look_at_weights(experts=True)  # a collective, so also where new weights were announced
             elif not self._announced:
                 self._drop_old_weights(
@@ -201,7 +195,7 @@ class HybridPrefixEngine(EngineSeam):
 
         Resuming captures again if offloaded buffers changed their addresses. Megatron would lose the running requests.
         """
-        if self.cuda_graph_impl == "local" and self._has_cache and self._is_suspended:
+        if self.cuda_graph_impl == "local" and self._is_suspended:
             self._prepare_for_reset()
         kinds = kinds_of_step(self)
         if kinds:
@@ -218,7 +212,7 @@ class HybridPrefixEngine(EngineSeam):
 
     def _prepare_for_reset(self) -> None:
         running = sorted(set(self.requests) - {*self.resume_request_ids, *self.failed_request_ids})
-        stats = self.context.prefix_stats()
+        stats = self._cached.prefix_stats()
         if running or stats.slots_used:
             logger.warning(
                 "capturing CUDA graphs drops %d cached states and restarts %d running requests; "
@@ -295,8 +289,8 @@ class HybridPrefixEngine(EngineSeam):
             raise ValueError(
                 f"request {request_id}: this id is in use until a step returns its request: choose another"
             )
-        megatrons_cache = self.context.enable_prefix_caching and not self._has_cache
-        if megatrons_cache or not isinstance(self.context, SlotContext):
+        on_host, caches = self._cached.prompts_on_host, self.context.enable_prefix_caching
+        if not on_host:
             tokens = tokens.to(torch.cuda.current_device())  # megatron's context copies them there
         request = DynamicInferenceRequest(
             request_id=request_id,
@@ -304,10 +298,9 @@ class HybridPrefixEngine(EngineSeam):
             prompt_tokens=tokens,
             sampling_params=params,
             block_size_tokens=self.context.block_size_tokens,
-            enable_prefix_caching=megatrons_cache,
+            enable_prefix_caching=caches and not on_host,
         )
-        if self._has_cache:
-            request.enable_prefix_caching = True  # set after construction: our keys replace megatron's hashes
+        request.enable_prefix_caching = caches  # after construction: our keys replace megatron's hashes
         return request
 
     def _accept_new(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
@@ -378,42 +371,34 @@ class HybridPrefixEngine(EngineSeam):
             own = getattr(asked, "stop_token_ids", None) or ()
             asked.add_attributes({"stop_token_ids": [*own, *other_ends(self.controller.tokenizer)]})
         if request.request_id not in self.requests:  # one that resumes after a suspension keeps its answer
-            for by_id in self._by_request:
-                by_id.pop(request.request_id, None)  # of an earlier request with this id
+            self._records.pop(request.request_id, None)  # of an earlier request with this id
         if self.requests.keys() <= {*self.failed_request_ids, *self.removals.aborting}:
             self._was_idle = True
         self._cached.prefix_request(request)
         wants_tokens = asked.num_tokens_to_generate != 0 and asked.num_tokens_total != len(request.prompt_tokens)
         super().accept_request(request)
-        ends = end_tokens_of(request.sampling_params)  # megatron has set the default of its own
-        if ends and self.num_speculative_tokens:
-            self._end_tokens[request.request_id] = ends
-        if ends and ends != (request.sampling_params.termination_id,):
-            self._other_ends[request.request_id] = ends
         self._refuse_if_it_cannot_run(request, wants_tokens=wants_tokens)
-        self._use_own_record(request.request_id)
-        options = SamplingOptions.of(request.sampling_params)
-        if options is not None:
-            self._row_options[request.request_id] = options
+        record = self._own_record(request.request_id)
+        record.options = SamplingOptions.of(asked)
+        record.ends = end_tokens_of(asked)  # megatron has set the default of its own
+        ends_otherwise = record.ends and (self.num_speculative_tokens or record.ends != (asked.termination_id,))
+        if record.options is not None or ends_otherwise:
+            self._records[request.request_id] = record
         return self.requests[request.request_id].future
 
-    @property
-    def _by_request(self) -> tuple[dict[int, Any], ...]:
-        """The records of unfinished requests, by id."""
-        return self._row_options, self._end_tokens, self._other_ends, self._replays.answers
-
     def refuse_request(self, request_id: int) -> None:
-        self._use_own_record(request_id)
+        self._own_record(request_id)
         super().refuse_request(request_id)
 
-    def _use_own_record(self, request_id: int) -> None:
+    def _own_record(self, request_id: int) -> RequestRecord:
         entry = self.requests[request_id]
         if not isinstance(entry.record, RequestRecord):
             entry.record = RequestRecord(requests=entry.record.requests, latency=entry.record.latency)
-            entry.record.replays = self._replays.answers if self._cached.is_exact else None
+            entry.record.replays = self._records if self._cached.is_exact else None
             entry.record.continued = self._cached.continue_request
         if not isinstance(entry.future, Answer) and not entry.future.done():
             entry.future = Answer(loop=entry.future.get_loop())
+        return entry.record
 
     @property
     def _rows_leave(self) -> bool:
@@ -469,10 +454,7 @@ class HybridPrefixEngine(EngineSeam):
         if self._was_idle and not self.expert_ranks_agree_on_work:
             self._look_at_weights(experts=False)
         self._was_idle = False
-        if self._scheduling is None:
-            super().schedule_waiting_requests()
-        else:
-            self._scheduling.schedule(super().schedule_waiting_requests)
+        self._schedule(super().schedule_waiting_requests)
 
     def may_overlap_steps(self) -> bool:
         """False if an aborted request must leave between two forwards, or a request waits for its load."""
@@ -495,8 +477,8 @@ class HybridPrefixEngine(EngineSeam):
             if self._rows_leave:
                 self.removals.take_out()
             result = await super().async_step()
-            if self._has_cache and self.context.host_moves is not None and not self.has_unfinished_requests():
-                self.context.host_moves.launch()  # as a rule the next forward does, but it may be far off
+            if not self.has_unfinished_requests():
+                self._cached.flush()
         except BaseException:
             self._step_failed = True
             self._cached.fail_step()
@@ -513,14 +495,13 @@ class HybridPrefixEngine(EngineSeam):
         that is not finite, and those that resumed from it.
         """
         stopped = super().take_stopped_ids(active_request_ids)
-        failed = self._cached.failed_loads()
         wrong: frozenset[int] = getattr(self.controller, "wrong_ids", frozenset())
-        if wrong:
-            self.removals.failing |= wrong - stopped
-            failed |= wrong | self._cached.withdraw(wrong) & {*active_request_ids}
-        failed -= stopped
+        self.removals.failing |= wrong - stopped
+        failed = self._cached.failed_requests(wrong, active_request_ids) - stopped
         if failed:
-            self.removals.restart(failed)
+            between_chunks = failed & {self.context.chunked_prefill_request_id}
+            self.removals.restarting_between_chunks |= between_chunks
+            self.removals.restarting |= failed - between_chunks
             self.stop_word_being_finished_ids = stopped | self.removals.restarting
         for request_id in stopped:
             cut_to_tokens(self.requests[request_id].record)
@@ -564,8 +545,7 @@ class HybridPrefixEngine(EngineSeam):
         if log_probs:
             requests = [self.get_request(request_id) for request_id in request_ids.tolist()]
             of_rows, tops_of_rows = log_probs, top_n_logprobs or {}
-            if scored is not None:
-                add_cached(requests, scored, self.controller.tokenizer)
+            add_cached(requests, scored.of_step, self.controller.tokenizer)
             given = StepLogProbs(requests, log_probs, top_n_logprobs, consumed_chunked_prefill_request_id)
             log_probs, top_n_logprobs = given.selected, given.top_n
         result = super().post_process_requests(
@@ -583,17 +563,15 @@ class HybridPrefixEngine(EngineSeam):
         )
         if given is not None:
             given.name_all_tokens(self.controller.tokenizer)
-            if scored is not None:
-                for row, request in enumerate(requests):
-                    scored.collect(request.request_id, of_rows[row], tops_of_rows.get(row))
+            for row, request in enumerate(requests):
+                scored.collect(request.request_id, of_rows[row], tops_of_rows.get(row))
             for record in result[1]:
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
         if restarting:
             self.removals.requeue(restarting)
         self.removals.aborting.intersection_update(self.requests)  # ids of those that finished may be reused
-        for by_id in self._by_request:
-            for request_id in [each for each in by_id if each not in self.requests]:
-                del by_id[request_id]
+        for request_id in self._records.keys() - self.requests.keys():
+            del self._records[request_id]
         return result
 
     # -- exactness -----------------------------------------------------------------------------------------------------
@@ -620,8 +598,7 @@ class HybridPrefixEngine(EngineSeam):
             self._read_new_weights()
 
     def _drop_old_weights(self, why: str) -> None:
-        self._cached.log_dropped(why)
-        self._cached.invalidate()
+        self._cached.invalidate(why)
         self._read_new_weights()
 
     def _read_new_weights(self) -> None:

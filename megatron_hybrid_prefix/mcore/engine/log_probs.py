@@ -5,11 +5,11 @@ If one request of a step asks for log-probs, megatron computes them for all requ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
+from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
 from megatron_hybrid_prefix.text.tokenizer import Tokenizer
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
@@ -70,10 +70,12 @@ class StepLogProbs:
                 entry.update(_named(values.tolist(), ids.tolist(), tokenizer, by_id=by_id))
 
 
-def add_cached(requests: Sequence[DynamicInferenceRequest], scored: ScoredPrompts, tokenizer: Tokenizer) -> None:
+def add_cached(
+    requests: Sequence[DynamicInferenceRequest], prompts: Mapping[int, ScoredPrompt], tokenizer: Tokenizer
+) -> None:
     """Give requests of a step the log-probs of prompt tokens that they skipped. Call it before megatron adds the step's."""
     for request in requests:
-        prompt = scored.of_step.get(request.request_id)
+        prompt = prompts.get(request.request_id)
         if prompt is None or prompt.waits_for_promises:  # these start over
             continue
         log_probs, tops = prompt.take()

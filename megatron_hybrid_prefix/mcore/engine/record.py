@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
 
@@ -13,12 +14,18 @@ class RequestRecord(DynamicInferenceRequestRecord):
     """A request's record; on preemption it keeps what megatron's record drops.
 
     Attributes:
-        replays: If set, a preempted request computes only its prompt again, and then decodes its answer again, whose tokens go
-            here by request id. Otherwise it prefills both.
+        options: Sampling options of the request that megatron does not have, or None.
+        ends: Its end tokens; empty: only its length ends it.
+        replay: Tokens that it decodes again, after it was preempted.
+        replays: If set, a preempted request computes only its prompt again, and then decodes its answer again; its record goes here,
+            by request id. Otherwise it prefills both.
         continued: Called with a request and the one that continues it.
     """
 
-    replays: dict[int, Sequence[int]] | None = None
+    options: SamplingOptions | None = None
+    ends: tuple[int, ...] = ()
+    replay: Sequence[int] = ()
+    replays: dict[int, RequestRecord] | None = None
     continued: Callable[[Any, Any], None] = staticmethod(lambda old, new: None)
 
     def checkpoint(self, tokenizer: Any = None) -> None:
@@ -26,7 +33,8 @@ class RequestRecord(DynamicInferenceRequestRecord):
         old = self[-1]
         if self.replays is not None and old.generated_tokens:
             # A request that is preempted while it replays has more tokens there.
-            self.replays[old.request_id] = max(self.replays.get(old.request_id, ()), old.generated_tokens, key=len)
+            self.replay = max(self.replay, old.generated_tokens, key=len)
+            self.replays[old.request_id] = self
             old.generated_tokens = []
         super().checkpoint(tokenizer)
         new = self[-1]
@@ -69,7 +77,7 @@ def compute_again(request: DynamicInferenceRequest) -> None:
 def forget_chunks(requests: Iterable[DynamicInferenceRequest]) -> None:
     """Reset those of the requests whose prompts are partly computed, their log-probs included."""
     for request in requests:
-        if request.finished_chunk_token_count:
+        if request.finished_chunk_token_count and not request.generated_tokens:
             compute_again(request)
             request.prompt_log_probs = request.generated_log_probs = None
             request.prompt_top_n_logprobs = request.generated_top_n_logprobs = None

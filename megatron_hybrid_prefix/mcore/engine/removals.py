@@ -12,9 +12,7 @@ from collections.abc import MutableSequence
 
 import torch
 
-from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
-from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
-from megatron_hybrid_prefix.mcore.engine.no_cache import NoCache
+from megatron_hybrid_prefix.mcore.context.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.engine.record import compute_again
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.names import ContextOverflowError, Status
@@ -39,7 +37,7 @@ class Removals:
         failing: Those of both that do not start over, but have failed, because they computed something that is not finite.
     """
 
-    def __init__(self, engine: EngineSeam, cached: HybridPrefixContext | NoCache) -> None:
+    def __init__(self, engine: EngineSeam, cached: NoCache) -> None:
         self._engine = engine
         self._cached = cached
         self.clear()
@@ -88,12 +86,6 @@ class Removals:
 
     # -- requests that start over ----------------------------------------------------------------------------------------
 
-    def restart(self, request_ids: set[int]) -> None:
-        """Restart requests of the last forward whose loads failed, or that resumed from what is wrong."""
-        between_chunks = request_ids & {self._engine.context.chunked_prefill_request_id}
-        self.restarting_between_chunks |= between_chunks
-        self.restarting |= request_ids - between_chunks
-
     def requeue(self, request_ids: set[int]) -> None:
         """Put requests that start over at the front of the queue, but after a prompt between two chunks."""
         engine = self._engine
@@ -128,19 +120,16 @@ class Removals:
     def take_out(self) -> None:
         """Remove the rows that are in no running forward."""
         engine, context = self._engine, self._engine.context
-        if not isinstance(context, SlotContext):
-            self.restarting_between_chunks.clear()
-            return  # with megatron's context they end in a later step
         for request_id in sorted(self.restarting_between_chunks):
             # One that starts over is still first in the queue.
-            if context.remove_waiting_row(request_id) and not self._starts_over(request_id):
+            if self._cached.remove_waiting_row(request_id) and not self._starts_over(request_id):
                 engine.waiting_request_ids.remove(request_id)
         self.restarting_between_chunks.clear()
         chunk_runs = context.get_index_of_chunked_prefill_request() != -1
         for request_id in sorted(self.aborting):
             if chunk_runs and request_id == context.chunked_prefill_request_id:
                 continue
-            if context.remove_waiting_row(request_id):
+            if self._cached.remove_waiting_row(request_id):
                 if request_id in engine.waiting_request_ids:
                     engine.waiting_request_ids.remove(request_id)
                 self._finish(request_id)

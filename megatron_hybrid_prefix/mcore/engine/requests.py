@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from megatron_hybrid_prefix.errors import FieldError, shown
-from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
 from megatron_hybrid_prefix.sampling import SamplingOptions, check_integer, check_params, check_tokens
 from megatron_hybrid_prefix.text.tokenizer import prompt_tokens
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
@@ -41,13 +40,12 @@ class RequestRules:
     Args:
         engine: The engine.
         samples_rows: Whether single requests can have `SamplingOptions` that megatron's sampling lacks.
+        is_exact: Whether steps are exact bit for bit.
     """
 
-    def __init__(self, engine: EngineSeam, *, samples_rows: bool) -> None:
+    def __init__(self, engine: EngineSeam, *, samples_rows: bool, is_exact: bool) -> None:
         self._engine, self._controller, self._samples_rows = engine, engine.controller, samples_rows
-        context = engine.context
-        is_exact = isinstance(context, HybridPrefixContext) and context.is_exact
-        self._only_raw_log_probs = is_exact and context.config.logprobs_mode != "raw_logprobs"
+        self._only_raw_log_probs = is_exact and engine.context.config.logprobs_mode != "raw_logprobs"
 
     def accept(self, request_id: int, prompt: Any, params: Any) -> tuple[str | None, torch.Tensor, SamplingParams]:
         """Check a request.

@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.sampling import SamplingOptions
 from megatron_hybrid_prefix.upstream.names import Sampling
 
 if TYPE_CHECKING:
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequestRecord
+    from megatron_hybrid_prefix.mcore.engine.record import RequestRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +45,20 @@ class RowRequest:
         return len(self.prompt) + len(self.answer) + self.drafts_before
 
     @classmethod
-    def of(cls, record: DynamicInferenceRequestRecord, options: SamplingOptions, drafts_before: int = 0) -> RowRequest:
-        """The request of a record, preempted or not, which has these options."""
+    def of(cls, record: RequestRecord, drafts_before: int = 0) -> RowRequest:
+        """The request of a record with options, preempted or not."""
         first, *others = record.requests
+        assert record.options is not None
         answer = first.generated_tokens
         if others:
             answer = [token for part in record.requests for token in part.generated_tokens]
-        is_barred = len(answer) + drafts_before < options.min_tokens
+        is_barred = len(answer) + drafts_before < record.options.min_tokens
         return cls(
-            options=options,
+            options=record.options,
             prompt=first.prompt_tokens,
             answer=answer,
             drafts_before=drafts_before,
-            barred=end_tokens_of(first.sampling_params) if is_barred else (),
+            barred=record.ends if is_barred else (),
         )
 
 
@@ -91,23 +92,23 @@ class RowSampling(Sampling):
             self._source.wrong_rows = wrong
         tokens: torch.Tensor = self._backend.sample_kernel(logits, n, context, *args, **kwargs)
         drafts, source = context.num_speculative_tokens, self._source
-        if (drafts and token_to_request_index is None) or not (source.row_options or source.replays):
+        if (drafts and token_to_request_index is None) or not source.records:
             return tokens  # which become drafts, or which are right
-        ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+        ids = source.request_ids()
         rows = [(request_id, 0) for request_id in ids]
         if drafts:  # requests that decode come first, and have a row for each draft, too
             decodes = context.num_decode_requests
             rows[:decodes] = [(request_id, ahead) for request_id in ids[:decodes] for ahead in range(drafts + 1)]
         for row, (request_id, drafts_before) in enumerate(rows[:n]):
-            replay = source.replays.get(request_id, ())
-            at = len(source.record_of(request_id)[-1].generated_tokens) if replay else 0
-            if at < len(replay):
-                tokens[row] = replay[at]
+            record = source.records.get(request_id)
+            if record is None:
                 continue
-            options = source.row_options.get(request_id)
-            if options is not None:
-                request = RowRequest.of(source.record_of(request_id), options, drafts_before)
-                if options.are_megatrons_later and not request.barred:
+            at = len(record[-1].generated_tokens)
+            if at < len(record.replay):
+                tokens[row] = record.replay[at]
+            elif record.options is not None:
+                request = RowRequest.of(record, drafts_before)
+                if record.options.are_megatrons_later and not request.barred:
                     continue
                 own = logits[row] if gather_indices is None else logits[gather_indices[row : row + 1].long()][0]
                 tokens[row] = sample(own, request, self._generator)
@@ -122,13 +123,13 @@ class RowSampling(Sampling):
             logits, context, token_to_request_index=token_to_request_index
         )
         source = self._source
-        if source.row_options:
-            ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+        if source.records:
+            ids = source.request_ids()
             of_rows = [*range(len(ids))] if token_to_request_index is None else token_to_request_index.tolist()
             for row, index in enumerate(of_rows):
-                options = source.row_options.get(ids[index])
-                if options is not None:
-                    request = RowRequest.of(source.record_of(ids[index]), options)
+                record = source.records.get(ids[index])
+                if record is not None and record.options is not None:
+                    request = RowRequest.of(record)
                     if of_rows[row + 1 : row + 2] == [index]:  # the next token is one of the prompt
                         request = replace(request, barred=())
                     log_probs[row] = processed_log_probs(logits[row], request)

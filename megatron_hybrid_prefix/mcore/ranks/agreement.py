@@ -73,16 +73,14 @@ def _groups(pg_collection: Any) -> tuple[Any, Any]:
 
 def model_groups(pg_collection: Any, *, experts: bool = False) -> list[Any]:
     """Process groups of more than one rank, whose ranks run the same requests; with ``experts``, also those with other experts."""
-    groups = [*_groups(pg_collection), *([_expert_group(pg_collection)] if experts else [])]
-    return [group for group in groups if group is not None and torch.distributed.get_world_size(group) > 1]
-
-
-def _expert_group(pg_collection: Any) -> Any:
     from megatron.core import parallel_state
 
-    if pg_collection is not None:
-        return getattr(pg_collection, "ep", None)
-    return parallel_state.get_expert_model_parallel_group(check_initialized=False)
+    groups = [*_groups(pg_collection)]
+    if experts and pg_collection is not None:
+        groups.append(getattr(pg_collection, "ep", None))
+    elif experts:
+        groups.append(parallel_state.get_expert_model_parallel_group(check_initialized=False))
+    return [group for group in groups if group is not None and torch.distributed.get_world_size(group) > 1]
 
 
 def _reduce[T: (int, list[int])](values: T, operation: Any, pg_collection: Any, *, experts: bool = False) -> T:

@@ -268,7 +268,7 @@ class Session(EngineHarness):
         context, initialize = self.context, self.context.initialize_attention_state
 
         def damaging(**kwargs: Any) -> Any:
-            context.shared_memory.zero([p.source_slot for p in context.step_plans() if p.source_slot is not None])
+            context.shared_memory.zero([p.source_slot for p in context._step.plans() if p.source_slot is not None])
             return initialize(**kwargs)
 
         context.initialize_attention_state = damaging
