@@ -13,6 +13,7 @@ import tempfile
 import weakref
 from contextlib import suppress
 from functools import cache
+from io import FileIO
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -50,12 +51,20 @@ class Directory:
         if problem := who_else_writes(path, self._status):
             raise OSError(errno.EPERM, f"{problem}: chmod -R go-w or chown it, or name a new folder in it")
 
+    def below(self, name: str, *, make: bool = False) -> Directory:
+        """A folder in it."""
+        return Directory(self.path / name, self, make=make)
+
     def is_in_place(self) -> bool:
         """Whether its name still leads to it from the folder above."""
         try:
             return os.path.samestat(self._status, os.stat(self._name, dir_fd=self._at, follow_symlinks=False))
         except OSError:
             return False
+
+    def status(self, name: str) -> os.stat_result:
+        """Of a file in it, or of a link. Raises OSError."""
+        return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def open(self, name: str, how: int) -> int:
         """A file in it; a new one has mode 0600. No link is followed, no pipe is waited for. Raises OSError."""
@@ -72,6 +81,30 @@ class Directory:
         except (FileNotFoundError, IsADirectoryError):
             return False
         return True
+
+    def lock(self, *, shared: bool) -> FileIO:
+        """Lock the file ``lock`` in it, which is made if need be. The lock is held until the result is closed, or the process ends.
+
+        Args:
+            shared: Whether others may hold it, too.
+
+        Raises:
+            BlockingIOError: Another process holds it.
+            OSError: The file cannot be made, or is a link or no file; or the file system has no locks.
+        """
+        while True:
+            file = FileIO(self.open("lock", os.O_RDWR | os.O_CREAT))
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError(errno.EINVAL, "is no file", str(self.path / "lock"))
+                if status.st_nlink:
+                    return file
+            except BaseException:
+                file.close()
+                raise
+            file.close()  # deleted by the process that held it before
 
 
 @cache  # one line for a file

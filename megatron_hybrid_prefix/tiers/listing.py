@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -41,14 +39,26 @@ class FileName(NamedTuple):
         return PARTS[self.key[0] % len(PARTS)]
 
     @classmethod
-    def of(cls, text: str, part: str | None = None) -> FileName | None:
-        """The reverse of ``str``; None if the file is no entry, or not one of this part."""
+    def of(cls, text: str) -> FileName | None:
+        """The reverse of ``str``; None if the file is no entry."""
         try:
             kind, depth, key, parent = text.split("-")
             name = cls(_KIND_OF[kind], int(depth), bytes.fromhex(key), bytes.fromhex(parent))
         except (ValueError, KeyError):
             return None
-        return name if name.key and str(name) == text and part in (None, name.part) else None
+        return name if name.key and str(name) == text else None
+
+
+class Found(NamedTuple):
+    """A file that a look found."""
+
+    name: FileName
+    size: int
+    used_ns: int
+
+    def by_need(self) -> tuple[bool, int]:
+        """KV before states; KV from the front, states in the order of their use."""
+        return (True, self.used_ns) if self.name.kind == EntryKind.STATE else (False, self.name.depth_blocks)
 
 
 class Listing:
@@ -60,72 +70,67 @@ class Listing:
         self._looks: dict[str, tuple[int, float, bool]] = {}
         self.bytes = 0
 
-    def add(self, part: str, name: str, size: int) -> bool:
+    def add(self, name: FileName, size: int) -> bool:
         """A file is there. Returns whether it is new."""
-        if name in self.sizes[part]:
+        files, text = self.sizes[name.part], str(name)
+        if text in files:
             return False
-        self.sizes[part][name] = size
+        files[text] = size
         self.bytes += size
         return True
 
-    def remove(self, part: str, name: str) -> int | None:
-        """A file is gone. Returns its bytes; None if it was not there."""
-        size = self.sizes[part].pop(name, None)
-        self.bytes -= size or 0
+    def remove(self, name: FileName) -> int:
+        """A file is gone. Returns its bytes; 0 if it was not there."""
+        size = self.sizes[name.part].pop(str(name), 0)
+        self.bytes -= size
         return size
 
-    def read(
-        self, folder: Directory, lock: threading.RLock
-    ) -> Iterator[tuple[str, set[str], dict[FileName, os.stat_result]]]:
+    def changes(self, folder: Directory) -> tuple[list[FileName], list[Found]]:
         """Read the parts that changed. What is no regular file, or has no name of an entry, is not there.
 
         Args:
             folder: That of the namespace.
-            lock: Held by whoever calls `add` and `remove`.
 
-        Yields:
-            Name of a part, files that are gone, files that are new. Files that changed since the part was read are in neither.
+        Returns:
+            Files that are gone, and that are new. Files that this process changed meanwhile are in neither.
         """
+        gone: list[str] = []
+        new: list[Found] = []
         for part, sizes in self.sizes.items():
-            before, kept = set[str](), set[str]()
-            new: dict[FileName, os.stat_result] = {}
+            before, kept = set(sizes), set[str]()
             try:
-                changed_ns = os.stat(part, dir_fd=folder.fd, follow_symlinks=False).st_mtime_ns
-                now = time.monotonic()
+                changed_ns, now = folder.status(part).st_mtime_ns, time.monotonic()
                 last_ns, since, settled = self._looks.get(part, (None, now, False))
                 if last_ns != changed_ns:
                     since, settled = now, False
                 if settled:
                     continue
-                with lock:
-                    before = set(sizes)
-                opened = Directory(folder.path / part, folder)
+                opened = folder.below(part)
                 with os.scandir(opened.fd) as entries:
                     for entry in entries:
-                        if entry.name in before:
+                        name = None if entry.name in before else FileName.of(entry.name)
+                        if name is None and entry.name in before:
                             kept.add(entry.name)
-                        elif (name := FileName.of(entry.name, part)) and entry.is_file(follow_symlinks=False):
+                        elif name is not None and name.part == part and entry.is_file(follow_symlinks=False):
                             with suppress(FileNotFoundError):
-                                new[name] = entry.stat(follow_symlinks=False)
+                                status = entry.stat(follow_symlinks=False)
+                                new.append(Found(name, status.st_size, status.st_mtime_ns))
                         else:
                             leave(opened.path / entry.name)
                 # Two changes within one tick of the file system's clock have the same time: read it again later.
                 self._looks[part] = changed_ns, since, now - since > _TICK_S
             except (FileNotFoundError, NotADirectoryError):
                 self._looks.pop(part, None)
-                with lock:
-                    before = set(sizes)
-            if before - kept or new:
-                yield part, before - kept, new
+            gone += before - kept
+        return [name for name in map(FileName.of, gone) if name is not None], new
 
-    def look(self, folder: Directory, lock: threading.RLock) -> None:
+    def look(self, folder: Directory) -> None:
         """Read the parts that changed, and note what is there."""
-        for part, gone, new in self.read(folder, lock):
-            with lock:
-                for text in gone:
-                    self.remove(part, text)
-                for name, status in new.items():
-                    self.add(part, str(name), status.st_size)
+        gone, new = self.changes(folder)
+        for name in gone:
+            self.remove(name)
+        for found in new:
+            self.add(found.name, found.size)
 
 
 def names_in(folder: Directory, ours: str) -> list[str]:
@@ -146,9 +151,3 @@ def leave(what: Path | OSError) -> None:
     if not is_usual and str(what) not in _LEFT:
         _LEFT.add(str(what))
         logger.warning("shared: not of this package, left alone: %s", what)
-
-
-def by_need(found: tuple[FileName, os.stat_result]) -> tuple[bool, int]:
-    """KV before states; KV from the front, states in the order of their use."""
-    name, status = found
-    return (True, status.st_mtime_ns) if name.kind == EntryKind.STATE else (False, name.depth_blocks)

@@ -22,7 +22,7 @@ from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers import folder as folders
-from megatron_hybrid_prefix.tiers import listing, locks
+from megatron_hybrid_prefix.tiers import listing
 from megatron_hybrid_prefix.tiers import space as spaces
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings
 from megatron_hybrid_prefix.tiers.listing import FileName
@@ -52,7 +52,7 @@ def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes | None = NAM
 
 
 def path_of(tier: FileTier, of: Tag) -> Path:
-    folder, name = tier.folder.place(tier._file_name(of))
+    folder, name = tier.folder.space.place(tier._file_name(of))
     return folder.path / name
 
 
@@ -65,13 +65,16 @@ def check(folder: Path, *tiers: FileTier) -> None:
     """Each index holds exactly the entries of the folder, and counts their bytes."""
     found = files(folder)
     for tier in tiers:
-        tier.folder.refresh()
+        tier.folder.look()
         assert tier.folder.space is not None
         assert tier.folder.bytes_used == sum(found.values())
         sizes, nodes = tier.folder.space.listing.sizes.values(), tier.folder.space._nodes.values()
         listed = {name: size for part in sizes for name, size in part.items()}
         assert listed.items() <= found.items()
-        indexed = [*tier.folder.space._orphans, *(name for node in nodes for name in node.names.values())]
+        indexed = [
+            *(name for each in tier.folder.space._orphans.values() for name in each),
+            *(name for node in nodes for name in node.names.values()),
+        ]
         assert sorted(map(str, indexed)) == sorted(listed)
 
 
@@ -123,9 +126,9 @@ def test_a_namespace_that_is_not_open_has_nothing_and_takes_nothing(tmp_path):
     tier.remove(other, [of])
     assert tier.counts == {"gone": 1, "old_weights": 1}
     tier.counts.clear()
-    tier._name = b""
+    tier.folder.wanted = other
     assert not holds(tier, of) and tier.counts == {"gone": 1}
-    tier._name = NAME
+    tier.folder.wanted = NAME
     assert holds(tier, of)
 
 
@@ -281,7 +284,7 @@ def test_a_look_that_fails_is_repeated(tmp_path, monkeypatch, error):
     tags = prompt_tags(1, 2)
     put(tier_on(tmp_path), *tags)
     with monkeypatch.context() as broken:
-        broken.setattr(folders.SharedFolder, "refresh", lambda self: raises(error("broken")))
+        broken.setattr(folders.SharedFolder, "look", lambda self: raises(error("broken")))
         tier = tier_on(tmp_path, refresh_s=0.05)
         wait_until(lambda: tier.counts["look_error"] > 2, "more looks")
     wait_until(lambda: holds(tier, tags[-1]), "a look that succeeds")
@@ -289,9 +292,9 @@ def test_a_look_that_fails_is_repeated(tmp_path, monkeypatch, error):
 
 def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
     """Many prompts whose first block is gone do not slow down the others."""
-    placed, place = [], spaces.Space._place
-    monkeypatch.setattr(spaces.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
-    space = spaces.Space(make_eviction_policy("recompute_cost"), "space")
+    placed, place = [], spaces.Space._put_in_tree
+    monkeypatch.setattr(spaces.Space, "_put_in_tree", lambda self, *args: placed.append(args) or place(self, *args))
+    space = spaces.Space(make_eviction_policy("recompute_cost"), NAME)
     for prompt in range(100):
         space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 1, 0)
     for prompt in range(100, 200):
@@ -306,7 +309,7 @@ def test_the_budget_holds_whatever_is_written(tmp_path, no_grace):
     tiers = [tier_on(tmp_path, budget_bytes=budget) for _ in range(3)]
     for _ in range(60):
         tier = dice.choice(tiers)
-        tier.folder.refresh()
+        tier.folder.look()
         put(tier, *prompt_tags(dice.randrange(12), dice.randint(1, 4)))
         assert sum(files(tmp_path).values()) <= budget
     check(tmp_path, *tiers)
@@ -319,7 +322,7 @@ def test_the_budget_holds_whatever_is_written(tmp_path, no_grace):
 def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
     tier, other = (tier_on(tmp_path, budget_bytes=26_000) for _ in range(2))
     put(tier, *prompt_tags(1, 2))
-    other.folder.refresh()
+    other.folder.look()
     for number in range(2, 30):
         assert holds(other, tag(STATE, 1, 2)), number  # used by another process than the one that deletes
         put(tier, *prompt_tags(number, 2))
@@ -331,9 +334,9 @@ def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
 def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch, seed):
     """Against all nodes, after random changes. Each change looks at the nodes above the entry at most."""
     noted = []
-    note = spaces.Space._note
-    monkeypatch.setattr(spaces.Space, "_note", lambda *args, **kwargs: noted.append(1) or note(*args, **kwargs))
-    space, dice = spaces.Space(make_eviction_policy("lru"), "space"), random.Random(seed)
+    note = spaces.Space.note_kv
+    monkeypatch.setattr(spaces.Space, "note_kv", lambda *args, **kwargs: noted.append(1) or note(*args, **kwargs))
+    space, dice = spaces.Space(make_eviction_policy("lru"), NAME), random.Random(seed)
 
     def name(kind: EntryKind, prompt: int, depth: int) -> FileName:
         keys = [b"", *(bytes([at, prompt // 3 ** (4 - at)]) * 8 for at in range(1, 5))]  # three blocks after each block
@@ -351,8 +354,6 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
         if step % 3 == 0:
             node = dice.choice([node for node in space._nodes.values() if node.names])
             space.remove(dice.choice(list(node.names.values())))
-        while space.grow_up(3):
-            pass
         space.check_needs(space._nodes.values())
     assert len(noted) < 200 * 2 * (4 + 2 * 4)
     expected, found = unneeded(), []
@@ -365,26 +366,19 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
 
 
 def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
-    """The engine's thread takes no lock for a query, and a look at a large folder releases it again and again."""
+    """The engine's thread waits for no lock, and a look at a large folder lets others in again and again."""
     first, count = tier_on(tmp_path), 3 * folders.AT_ONCE + 1
     tags = [tag(KV, 1 + number % 200, 1 + number // 200) for number in range(count)]
     put(first, *tags)
     added = [0]
     add = spaces.Space.add
     monkeypatch.setattr(spaces.Space, "add", lambda *args: added.append(added.pop() + 1) or add(*args))
-    tier = tier_on(tmp_path, name=None)
-
-    class Lock:
-        def __enter__(self) -> None:
-            added.append(0)
-
-        def __exit__(self, *error: Any) -> None:
-            pass
-
-    monkeypatch.setattr(tier.folder, "lock", Lock())
-    tier.use_namespace(NAME)
+    monkeypatch.setattr(time, "sleep", lambda pause_s: added.append(0))
+    tier = tier_on(tmp_path)
     assert sum(added) == count and max(added) == folders.AT_ONCE
-    monkeypatch.setattr(tier.folder, "lock", None)
+    for holder, lock in ((tier.folder, "_looking"), (tier.folder, "_room"), (tier.folder.space, "_lock")):
+        monkeypatch.setattr(holder, lock, None)
+    tier.describe(TierStats())
     assert tier.contains(NAME, KV, key(1, 1)) and tier.kv_depth(NAME, [key(1, 1)], 0) == 1
     assert not tier.state_depth(NAME, [key(1, 1)], 0, 1)
 
@@ -393,7 +387,6 @@ def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
     tier = tier_on(tmp_path, budget_bytes=20_000)
     put(tier, *prompt_tags(1, 3), tag(STATE, 1, 1))
     space = tier.folder.space
-    space.grow_up(10)
     assert space.next_unneeded() is None
 
     def gone() -> list[bytes]:
@@ -401,7 +394,7 @@ def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
         deleted, remove = [], space.remove
         space.remove = lambda name: deleted.append(name.key) or remove(name)
         before = tier.folder.bytes_used
-        assert tier.folder._delete_state() == before - tier.folder.bytes_used
+        assert tier.folder._delete_state(space) == before - tier.folder.bytes_used
         del space.remove
         return deleted
 
@@ -434,7 +427,7 @@ def test_namespaces_that_nobody_uses_go_before_states(tmp_path):
 def test_an_entry_whose_parent_was_deleted_has_no_place(tmp_path):
     tier = tier_on(tmp_path)
     put(tier, *prompt_tags(1, 3))
-    tier.folder.delete(tier._file_name(tag(KV, 1, 2)))
+    tier._drop(tier.folder.space, tier._file_name(tag(KV, 1, 2)))
     other = tier_on(tmp_path)
     prompt = keys(1, 3)
     assert tier.kv_depth(NAME, prompt, 0) == 1 == other.kv_depth(NAME, prompt, 0)
@@ -472,7 +465,7 @@ def test_processes_write_read_and_delete_side_by_side(tmp_path, no_grace):
         for _ in range(40):
             prompt, depth = dice.randrange(20), dice.randint(1, 4)
             put(tier, *prompt_tags(prompt, depth))
-            tier.folder.refresh()
+            tier.folder.look()
             for each in prompt_tags(dice.randrange(20), dice.randint(1, 4)):
                 holds(tier, each)
         assert set(tier.counts) <= {"gone"}, tier.counts
@@ -496,11 +489,11 @@ def test_half_written_files_of_killed_processes_are_deleted(tmp_path, monkeypatc
     living = tier_on(tmp_path)
     pid = in_child(work)
     wait_until(lambda: 7 in files(tmp_path).values(), "the child writes")
-    living.folder.refresh()
+    living.folder.look()
     assert 7 in files(tmp_path).values()  # it lives
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    living.folder.refresh()
+    living.folder.look()
     assert files(tmp_path) == {} and len(os.listdir(tmp_path / "v1" / "writing")) == 1
 
 
@@ -509,10 +502,10 @@ def test_two_changes_within_one_tick_are_both_seen(tmp_path):
     put(tier, tag(KV, 1, 1))
     part = path_of(tier, tag(KV, 1, 1)).parent
     changed = part.stat().st_mtime_ns
-    other.folder.refresh()
-    tier.folder.delete(tier._file_name(tag(KV, 1, 1)))
+    other.folder.look()
+    tier._drop(tier.folder.space, tier._file_name(tag(KV, 1, 1)))
     os.utime(part, ns=(changed, changed))  # the same time
-    other.folder.refresh()
+    other.folder.look()
     assert not other.contains(NAME, KV, key(1, 1))
 
 
@@ -520,9 +513,9 @@ def test_a_settled_folder_is_not_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(listing, "_TICK_S", -1.0)
     tier = tier_on(tmp_path)
     put(tier, tag(KV, 1, 1))
-    tier.folder.refresh()
+    tier.folder.look()
     monkeypatch.setattr(os, "scandir", lambda path: 1 / 0)
-    tier.folder.refresh()
+    tier.folder.look()
     assert holds(tier, tag(KV, 1, 1))
 
 
@@ -535,7 +528,7 @@ def test_a_process_that_is_stopped_while_it_holds_a_lock(tmp_path):
     space = tmp_path / f"v{folders.VERSION}" / NAME.hex()
 
     def work() -> None:
-        held = locks.Lock(Directory(space), shared=False)
+        held = Directory(space).lock(shared=False)
         assert held
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -588,7 +581,7 @@ def a_cache(folder: Path) -> Path:
     put(tier, *prompt_tags(1, 2))
     for name in (b"o" * 16, NAME):
         tier.use_namespace(name)
-        wait_until(lambda: tier._name, "the namespace is open")
+        wait_until(lambda name=name: tier._space(name), "the namespace is open")
         put(tier, *prompt_tags(3, 2), name=name)
     tier.close()
     for below in (f"writing/{DEAD}", f"writing/{DEAD[::-1]}", SPACE, SPACE + "/03"):
