@@ -34,8 +34,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from io import FileIO
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,7 @@ class SharedFolder:
         self.wanted = b""
         self.space: Space | None = None
         self._others: dict[str, Listing] = {}
-        self._locks: dict[
-            str, FileIO
-        ] = {}  # of the folder for half-written files ("own"), and of the namespace ("space")
+        self._own_lock, self._space_lock = ExitStack(), ExitStack()  # of the own folder in ``writing``, and of `space`
         self._temporary = map(str, itertools.count(1))  # names of half-written files
         self._reserved_bytes = self.evictions = 0
         self._full_until = 0.0  # the disk is full (monotonic)
@@ -146,21 +143,23 @@ class SharedFolder:
         top = Directory(self._top, make=True)
         root = top.below(f"v{VERSION}", make=True)
         writing = root.below("writing", make=True)
-        self._unlock("own")
-        while "own" not in self._locks:
+        self._own_lock.close()
+        while True:
             # Another process may take it for that of a dead one before it is locked.
             with suppress(FileNotFoundError, BlockingIOError):
                 own = writing.below(os.urandom(8).hex(), make=True)
-                self._locks["own"] = own.lock(shared=False)
-                self._above = top, root, writing, own
+                self._own_lock.enter_context(own.lock(shared=False))
+                break
+        self._above = top, root, writing, own
 
     def _open_space(self, space: Space) -> None:
-        self._unlock("space")
+        self._space_lock.close()
         root, name, late = self._above[1], space.namespace.hex(), time.monotonic() + self._wait_s
-        while "space" not in self._locks:
+        while True:
             try:
                 folder = root.below(name, make=True)
-                self._locks["space"] = folder.lock(shared=True)
+                self._space_lock.enter_context(folder.lock(shared=True))
+                break
             except (FileNotFoundError, BlockingIOError):  # another process deletes from it, or was stopped meanwhile
                 if time.monotonic() > late:
                     raise TimeoutError(
@@ -168,10 +167,6 @@ class SharedFolder:
                     ) from None
                 time.sleep(0.01)
         space.folders = {"": folder} | {part: folder.below(part, make=True) for part in PARTS}
-
-    def _unlock(self, which: str) -> None:
-        if which in self._locks:
-            self._locks.pop(which).close()
 
     def _clean(self) -> None:
         """Delete the half-written files of dead processes."""
@@ -190,8 +185,8 @@ class SharedFolder:
     def close(self) -> None:
         """Let go of the locks, and of the folder for half-written files."""
         self.closed, self.space = True, None
-        for which in ("space", "own"):
-            self._unlock(which)
+        self._space_lock.close()
+        self._own_lock.close()
         with suppress(OSError):
             self._clean()
 
@@ -218,28 +213,23 @@ class SharedFolder:
         if time.monotonic() < self._full_until or not self._make_room(space, size):
             return False
         try:
-            self._write_with_room(space, name, pieces, size)
+            for left in reversed(range(_TRIES)):
+                try:
+                    self._write_and_rename(*space.place(name), pieces)
+                    break
+                except OSError as error:
+                    if left and error.errno in (errno.ENOENT, errno.ESTALE):  # somebody has deleted the folder
+                        self.look()
+                    elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    elif not left or not self._delete_bytes(space, size):
+                        self._full_until = time.monotonic() + _PAUSE_S
+                        raise
             space.add(name, size, time.time_ns())
         finally:
             with self._room:
                 self._reserved_bytes -= size
         return True
-
-    def _write_with_room(self, space: Space, name: FileName, pieces: Sequence[Any], size: int) -> None:
-        """Write a file. Makes room if the disk is full, and the folder if somebody has deleted it."""
-        for left in reversed(range(_TRIES)):
-            try:
-                self._write_and_rename(*space.place(name), pieces)
-                return
-            except OSError as error:
-                if left and error.errno in (errno.ENOENT, errno.ESTALE):
-                    self.look()
-                    continue
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                if not left or not self._delete_bytes(space, size):
-                    self._full_until = time.monotonic() + _PAUSE_S
-                    raise
 
     def _write_and_rename(self, folder: Directory, name: str, pieces: Sequence[Any]) -> None:
         own, beside = self._above[-1], next(self._temporary)

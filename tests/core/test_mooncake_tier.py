@@ -74,7 +74,7 @@ def test_what_is_here_is_not_wanted_again(store, cluster):
 def test_memory_is_registered_once_per_thread(store, cluster):
     """It grows to the largest entry. What is not used any more stays: a late transfer may write there."""
     tier, tags = store.tier(), prompt_tags(1, 3)
-    memory = tier._client._store.memory
+    memory = tier._client._opened.store.memory
     assert put(tier, *tags) == [True] * 4 and all(holds(tier, each) for each in tags)
     sizes = sorted(HEADER_BYTES + size for size in SIZE.values())
     assert sorted(memory.values()) == sizes
@@ -187,7 +187,7 @@ def test_the_engine_waits_once_for_an_answer_that_is_late(store, cluster):
 def test_the_client_is_closed_after_its_last_call(store, cluster, end):
     tier, of = store.tier(), tag(KV, 1, 1)
     client = tier._client
-    store = client._store
+    store = client._opened.store
     put(tier, of)
     tier.remove(NAME, [of])
     wait_until(lambda: cluster.removals, "the thread has removed it", pause_s=0.001)
@@ -197,7 +197,7 @@ def test_the_client_is_closed_after_its_last_call(store, cluster, end):
     wait_until(lambda: cluster.waiting, "the call has begun", pause_s=0.001)
     if end == "close":
         tier.close()
-        wait_until(lambda: client._closed, "the thread has been told", pause_s=0.001)
+        wait_until(lambda: client._opened is None, "the thread has been told", pause_s=0.001)
         assert put(tier, of) == [False] and not holds(tier, of)
     else:
         del tier  # the thread is the last who has the tier
