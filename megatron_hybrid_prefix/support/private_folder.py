@@ -149,15 +149,15 @@ def make_private(folder: Path, *, locks: bool) -> Path:
     if not folder.is_absolute():
         raise OSError(f"{folder} is not an absolute path")
     folder = Path(os.path.realpath(folder))
-    trusted = (_ROOT, *_unmapped())
-    for parent in reversed(folder.parents):
-        _make(parent)
+    for each in (*reversed(folder.parents), folder):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)  # another process may have made it
+        status, is_parent = each.stat(), each != folder
         # With the sticky bit, as in /tmp, others cannot rename or delete what this user owns.
-        status = parent.stat()
-        is_sticky = status.st_mode & stat.S_ISVTX
-        _check(_foreign(parent, status, *trusted) or (None if is_sticky else _open_to(parent, status)))
-    _make(folder)
-    _check(who_else_writes(folder))
+        is_sticky = is_parent and status.st_mode & stat.S_ISVTX
+        problem = _foreign(each, status, _ROOT, *(_unmapped() if is_parent else ()))
+        if problem := problem or (None if is_sticky else _open_to(each, status)):
+            raise OSError(problem)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0")
@@ -167,16 +167,6 @@ def make_private(folder: Path, *, locks: bool) -> Path:
     except OSError as error:
         raise OSError(f"cannot write{' and lock' if locks else ''} files in {folder}: {error.strerror}") from None
     return folder
-
-
-def _make(folder: Path) -> None:
-    if not folder.exists():
-        folder.mkdir(mode=0o700, exist_ok=True)  # another process may have made it
-
-
-def _check(problem: str | None) -> None:
-    if problem is not None:
-        raise OSError(problem)
 
 
 def _unmapped() -> tuple[int, ...]:

@@ -8,7 +8,7 @@ entry is one object: the header of ``header.py``, then the bytes. What the store
 - A transfer may end late, or in the middle. So bytes go through the memory of our threads, which is registered once, and
   the device compares the checksum of all that arrives.
 - A call may take half a minute: if the master hangs, or a holder. So the engine's thread makes none. What the store holds is
-  asked by one thread (`Asker`), in one question for all keys of a prompt; the engine waits for the answer at most ``ask_s``,
+  asked by one thread (`Client`), in one question for all keys of a prompt; the engine waits for the answer at most ``ask_s``,
   and not at all while an earlier question is late or the master is away. Threads read, write and remove.
 
 The package ``mooncake`` is imported when a tier is made.
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, VERSION, checksum_in, make_header
-from megatron_hybrid_prefix.tiers.mooncake_client import NO_MASTER, Asker, Client, MooncakeSettings
+from megatron_hybrid_prefix.tiers.mooncake_client import NO_MASTER, Client, MooncakeSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ class MooncakeTier(Tier):
         self._mine = threading.local()  # ``memory``: registered memory of a thread
         self._client = Client(settings)
         self._about = f"shared: Mooncake at {self._client.master}"
-        self._asker = Asker(self._client, settings.ask_s, settings.refresh_s)
-        self._close = weakref.finalize(self, self._asker.end)
+        self._close = weakref.finalize(self, self._client.end)
         self._close.atexit = False  # the client ends with the process
 
     # -- queries: on the engine's thread -------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ class MooncakeTier(Tier):
         known = self._recall(names)
         if len(known) < len(names):
             asked = [*names, *others]
-            found = self._asker.ask(asked)
+            found = self._client.ask(asked)
             if isinstance(found, str):
                 self.count(found, "what the store holds is not known")
             else:
@@ -134,7 +133,7 @@ class MooncakeTier(Tier):
     def wants(self, namespace: bytes, tag: Tag) -> bool:
         """The KV of a prompt is offered with each new state, as nobody says what the master evicts."""
         name = _object(namespace, tag.kind, tag.key)
-        if self._asker.is_down or not self._close.alive or name in self._wrong:
+        if self._client.is_down or not self._close.alive or name in self._wrong:
             return True  # `put` knows what to do
         exists = bool(self._client.call("batch_is_exist", [name]) == [1])
         if exists:
@@ -186,7 +185,7 @@ class MooncakeTier(Tier):
 
     def _can_be_used(self) -> bool:
         """Whether the master is there. Else it is counted."""
-        if self._asker.is_down:
+        if self._client.is_down:
             self.count("no_master")
             return False
         return self._close.alive
@@ -200,7 +199,7 @@ class MooncakeTier(Tier):
 
     def _note_failure(self, what: str, code: int) -> None:
         if code in NO_MASTER:
-            self._asker.note_down()
+            self._client.note_down()
             self.count("no_master", f"a {what} failed, error {code}")
         elif code == _NOT_FOUND:
             self.count("gone")
@@ -220,7 +219,7 @@ class MooncakeTier(Tier):
     def _discard(self, name: str) -> None:
         """Remove an object, soon. It does not exist for us until it is written again."""
         self._wrong.add(name)
-        self._asker.later(lambda: self._take_out(name))
+        self._client.later(lambda: self._take_out(name))
 
     def _take_out(self, name: str) -> bool:
         """Remove the object if it is wrong, also if somebody reads it. Returns whether no wrong one is left."""

@@ -1,4 +1,4 @@
-"""Settings and client of a Mooncake Store, and the thread that asks it what exists, so that the engine's thread never waits for long."""
+"""Settings and client of a Mooncake Store. A thread asks it what exists, so that the engine's thread never waits for long."""
 
 from __future__ import annotations
 
@@ -116,17 +116,22 @@ class _Opened:
 
 
 class Client:
-    """A client that is closed after its last call: a call on a closed one would end the process.
+    """A client of the store, and a thread that asks it for objects and removes them. It asks again while the master is away.
+
+    The client is closed after its last call: a call on a closed one would end the process.
 
     Args:
         settings: See `MooncakeTier`.
+
+    Attributes:
+        is_down: The last call did not reach the master.
 
     Raises:
         ValueError: See `MooncakeTier`.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        self.settings, self.master = settings, f"{settings.master_host}:{settings.master_port}"
+        self._settings, self.master = settings, f"{settings.master_host}:{settings.master_port}"
         host = settings.own_address()  # `setup` would try for 90 s
         try:
             store = new_store()
@@ -141,6 +146,12 @@ class Client:
             raise ValueError(f"shared: Mooncake at {self.master} refuses this client: error {code}; its log says why")
         self._opened: _Opened | None = _Opened(store)
         self._registered: list[np.ndarray[Any, Any]] = []  # transfers that end late may still write there
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._last: Future[list[bool] | str] | None = None  # the answer to the last question
+        self.is_down = False
+        self._thread = threading.Thread(target=self._serve, name="mooncake", daemon=True)
+        self._thread.start()
+        finish_at_exit(self)
 
     def register(self, memory: np.ndarray[Any, Any]) -> int:
         """Register memory for transfers. Returns an error code, or 0."""
@@ -155,34 +166,8 @@ class Client:
             raise RuntimeError("the client of Mooncake is closed")
         return getattr(opened.store, method)(*arguments)
 
-    def close(self) -> None:
-        """Close it, now or after the last call."""
-        self._opened = None
-
-
-class Asker:
-    """A thread that asks for objects and removes them. It asks again while the master is away.
-
-    Args:
-        client: The client; closed by `end`.
-        wait_s: `ask` waits at most this long.
-        retry_s: Pause between two tries to reach the master.
-
-    Attributes:
-        is_down: The last call did not reach the master.
-    """
-
-    def __init__(self, client: Client, wait_s: float, retry_s: float) -> None:
-        self._client, self._wait_s, self._retry_s = client, wait_s, retry_s
-        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._last: Future[list[bool] | str] | None = None  # the answer to the last question
-        self.is_down = False
-        self._thread = threading.Thread(target=self._serve, name="mooncake", daemon=True)
-        self._thread.start()
-        finish_at_exit(self)
-
     def ask(self, names: list[str]) -> list[bool] | str:
-        """Which of these objects exist; or why that is not known. Waits at most ``wait_s``."""
+        """Which of these objects exist; or why that is not known. Waits at most ``ask_s``."""
         if self.is_down:
             return "no_master"
         if self._last is not None and not self._last.done():
@@ -190,7 +175,7 @@ class Asker:
         answer = self._last = Future()
         self._work.put(lambda: self._answer(names, answer))
         try:
-            return answer.result(self._wait_s)
+            return answer.result(self._settings.ask_s)
         except TimeoutError:
             return "late_answer"
 
@@ -204,8 +189,8 @@ class Asker:
         self._work.put(lambda: None)  # the thread begins to try
 
     def end(self) -> None:
-        """End the thread, and the client. Does not wait, as the garbage collector may call it, anywhere."""
-        self._work.put(self._client.close)
+        """End the thread, and close the client after the last call. Does not wait: the garbage collector may call it, anywhere."""
+        self._work.put(self._close)
         self._work.put(None)
 
     def finish(self) -> None:
@@ -216,7 +201,7 @@ class Asker:
     def _serve(self) -> None:
         while True:
             try:
-                job = self._work.get(timeout=self._retry_s if self.is_down else None)
+                job = self._work.get(timeout=self._settings.refresh_s if self.is_down else None)
             except Empty:
                 job = self._try
             if job is None:
@@ -224,13 +209,16 @@ class Asker:
             try:
                 job()
             except Exception as error:
-                logger.error("shared: Mooncake at %s: %r", self._client.master, error)
+                logger.error("shared: Mooncake at %s: %r", self.master, error)
             del job  # it may be the last that has the tier
+
+    def _close(self) -> None:
+        self._opened = None
 
     def _answer(self, names: list[str], answer: Future[list[bool] | str]) -> None:
         found: list[bool] | str = "ask_failed"
         try:
-            codes = self._client.call("batch_is_exist", names)
+            codes = self.call("batch_is_exist", names)
             self.is_down = any(code in NO_MASTER for code in codes)
             found = "no_master" if self.is_down else [code == 1 for code in codes]
         finally:
@@ -238,7 +226,7 @@ class Asker:
 
     def _try(self) -> None:
         try:
-            self._client.settings.own_address()  # unlike a call, this does not hold up the end of the process
+            self._settings.own_address()  # unlike a call, this does not hold up the end of the process
         except ValueError:
             return
         self._answer(["whether the master is there"], Future())

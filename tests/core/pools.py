@@ -27,7 +27,7 @@ BLOCKS, SLOTS, PAGES = 12, 10, 60
 NAMESPACE = bytes(range(16))
 
 
-def a_load(load_id: int = 0, state: LoadState = LoadState.ASKED) -> Load:
+def a_load(load_id: int = 0, state: LoadState = LoadState.COPYING) -> Load:
     return Load(load_id=load_id, request_id=load_id, state=state, depth_tokens=1, pinned=())
 
 
@@ -119,7 +119,7 @@ class Pools:
         self.arena.loads.wait_for(load)
         return not self.arena.loads.is_wrong(load)
 
-    def new_load(self, state: LoadState = LoadState.ASKED) -> Load:
+    def new_load(self, state: LoadState = LoadState.COPYING) -> Load:
         return a_load(next(self._load_ids), state)
 
     def offer(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> None:

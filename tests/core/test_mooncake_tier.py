@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,14 +143,14 @@ def test_a_master_that_is_away_and_returns(store, cluster):
     tier, tags = store.tier(), prompt_tags(1, 1)
     put(tier, *tags)
     cluster.is_away = True
-    assert not holds(tier, tags[0]) and tier._asker.is_down
+    assert not holds(tier, tags[0]) and tier._client.is_down
     cluster.questions.clear()
     assert tier.kv_depth(NAME, keys(1, 1), 0) == 0 and put(tier, *tags) == [False] * 2 and not holds(tier, tags[0])
     assert tier.counts == {"no_master": 5}
     wait_until(lambda: len(cluster.questions) > 1, "it is looked for", pause_s=0.001)
     assert all(len(names) == 1 for names in cluster.questions)  # by the thread alone
     cluster.restart()
-    wait_until(lambda: not tier._asker.is_down, "it is found", pause_s=0.001)
+    wait_until(lambda: not tier._client.is_down, "it is found", pause_s=0.001)
     assert tier.kv_depth(NAME, keys(1, 1), 0) == 0 and not holds(tier, tags[0])  # it has forgotten all
     assert put(tier, *tags) == [True] * 2 and tier.kv_depth(NAME, keys(1, 1), 0) == 1
     assert tier.counts == {"no_master": 5, "gone": 1}
@@ -164,11 +165,11 @@ def test_a_master_whose_port_is_closed_is_not_called(store, cluster, monkeypatch
         raise ValueError("cannot reach it")
 
     monkeypatch.setattr(MooncakeSettings, "own_address", closed)
-    tier._asker.note_down()
+    tier._client.note_down()
     wait_until(lambda: len(looks) > 2, "it is looked for", pause_s=0.001)
-    assert cluster.questions == [] and tier._asker.is_down
-    tier._asker.finish()
-    assert not tier._asker._thread.is_alive()
+    assert cluster.questions == [] and tier._client.is_down
+    tier._client.finish()
+    assert not tier._client._thread.is_alive()
 
 
 def test_the_engine_waits_once_for_an_answer_that_is_late(store, cluster):
@@ -176,7 +177,7 @@ def test_the_engine_waits_once_for_an_answer_that_is_late(store, cluster):
     put(tier, *prompt_tags(1, 1))
     cluster.gate.clear()
     assert tier.kv_depth(NAME, keys(1, 1), 0) == 0 and tier.counts == {"late_answer": 1}
-    tier._asker._wait_s = HANG_S
+    tier._client._settings = replace(tier._client._settings, ask_s=HANG_S)
     assert tier.kv_depth(NAME, keys(1, 1), 0) == 0 and tier.counts == {"late_answer": 2}  # did not wait
     cluster.gate.set()
     store.settle(tier)

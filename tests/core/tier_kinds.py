@@ -306,7 +306,7 @@ class Mooncake(Stored):
 
     def settle(self, tier: Any) -> None:
         over = threading.Event()
-        tier._asker.later(over.set)
+        tier._client.later(over.set)
         assert over.wait(HANG_S)
 
     def break_calls(self) -> None:
