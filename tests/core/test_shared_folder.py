@@ -7,12 +7,12 @@ import fcntl
 import os
 import random
 import re
-import resource
 import signal
 import socket
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,48 +96,39 @@ def open_files(folder: Path) -> list[str]:
     return sorted(path for path in found if path.startswith(str(folder)))
 
 
-def test_no_file_stays_open(tmp_path, monkeypatch):
-    tier, tags = tier_on(tmp_path), prompt_tags(1, 3)
+def raises(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EMFILE, errno.EACCES, errno.EISDIR])
+def test_a_read_that_fails(tmp_path, monkeypatch, code):
+    """No file stays open. What cannot be read tomorrow either is written again."""
+    tier, tags, stays = tier_on(tmp_path), prompt_tags(1, 1), code in (errno.EAGAIN, errno.EMFILE)
     put(tier, *tags)
     before = open_files(tmp_path)
-    path_of(tier, tags[0]).unlink()
-    assert [holds(tier, each) for each in tags] == [False, True, True, True]
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.close(free := os.open(tmp_path, os.O_RDONLY))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-    try:
-        assert not any(holds(tier, each) for each in tags)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert tier.counts == {"gone": 2, "read_EMFILE": 3}
     with monkeypatch.context() as broken:
-        broken.setattr(os, "preadv", lambda *arguments: raises(OSError(errno.EAGAIN, "later")))
-        assert not holds(tier, tags[-1])
-    assert open_files(tmp_path) == before and not tier._reads
-    assert all(holds(tier, each) for each in tags[1:])
+        broken.setattr(os, "preadv", lambda *arguments: raises(OSError(code, "broken")))
+        assert not holds(tier, tags[-1]) and open_files(tmp_path) == before
+    assert tier.counts == {f"read_{errno.errorcode[code]}": 1} and tier.contains(NAME, STATE, tags[-1].key) == stays
+    assert put(tier, tags[-1], writer=1) == [True] and holds(tier, tags[-1], writer=int(not stays))
+    check(tmp_path, tier)
 
 
-def test_a_namespace_that_is_not_open_has_nothing_and_takes_nothing(tmp_path):
-    """Also while it is being opened: its index is filled by then, but no header would be right."""
+def test_new_weights_have_nothing_and_take_nothing_until_a_look(tmp_path):
+    """Nobody waits for a disk that hangs, and the old weights have nothing any more."""
     tier, of, other = tier_on(tmp_path), tag(KV, 1, 1), b"m" * 16
     put(tier, of)
     assert not tier.contains(other, KV, of.key) and not holds(tier, of, name=other)
-    assert put(tier, tag(KV, 9, 1), name=other) == [False]  # a thread was late
-    tier.remove(other, [of])
-    assert tier.counts == {"gone": 1, "old_weights": 1}
-    tier.counts.clear()
-    tier.folder.wanted = other
-    assert not holds(tier, of) and tier.counts == {"gone": 1}
-    tier.folder.wanted = NAME
-    assert holds(tier, of)
-
-
-def test_new_weights_do_not_wait_for_a_disk_that_hangs(tmp_path):
-    tier = tier_on(tmp_path)
-    put(tier, *prompt_tags(1, 1))
     with tier.folder._looking:  # as a look that does not come back
-        tier.use_namespace(b"m" * 16)
-        assert tier.kv_depth(b"m" * 16, [key(1, 1)], 0) == 0 == tier.kv_depth(NAME, [key(1, 1)], 0)
+        tier.use_namespace(other)
+        for name in (NAME, other):
+            assert tier.kv_depth(name, [of.key], 0) == 0 and not holds(tier, of, name=name)
+            assert put(tier, tag(KV, 9, 1), name=name) == [False]  # a thread was late
+            tier.remove(name, [of])
+    assert tier.counts == {"gone": 3, "old_weights": 2}
+    wait_until(lambda: tier._space(other), "the namespace is open")
+    tier.use_namespace(NAME)
+    wait_until(lambda: holds(tier, of), "the first namespace is open again")
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -246,37 +237,6 @@ def test_a_clock_that_jumps_changes_no_answer(tmp_path, monkeypatch):
 
 
 # -- budget ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch):
-    tier, tags = tier_on(tmp_path), prompt_tags(1, 1)
-    put(tier, *tags)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "preadv", lambda *arguments: raises(OSError(errno.EACCES, "broken")))
-        assert not holds(tier, tags[-1])
-    assert not tier.contains(NAME, STATE, tags[-1].key) and tier.counts == {"read_EACCES": 1}
-    assert put(tier, tags[-1], writer=1) == [True] and holds(tier, tags[-1], writer=1)
-    check(tmp_path, tier)
-
-
-def raises(error: Exception) -> None:
-    raise error
-
-
-def test_files_of_others_are_left_alone(tmp_path):
-    """No name of a file ends the process, or the thread that looks."""
-    tags = prompt_tags(1, 2)
-    put(tier_on(tmp_path), *tags)
-    space = tmp_path / f"v{folders.VERSION}" / NAME.hex()
-    right = str(FileName(KV, 1, key(2, 1), b""))
-    strays = ["kv-1--", "kv-01" + right[4:], right.upper().lower().replace("kv-1", "kv- 1"), "notes.txt", right]
-    for stray in strays:  # the last one lies in the wrong folder
-        (space / "3e" / stray).write_bytes(b"x")
-    tier = tier_on(tmp_path)
-    for _ in range(2):
-        tier.look()
-        assert all(holds(tier, each) for each in tags) and not tier.contains(NAME, KV, key(2, 1))
-    assert all((space / "3e" / stray).exists() for stray in strays)
 
 
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
@@ -411,17 +371,22 @@ def test_kv_that_waits_for_its_state_stays(tmp_path):
 
 
 def test_namespaces_that_nobody_uses_go_before_states(tmp_path):
+    """What is deleted to make room is counted; not what is wrong."""
     old, used = (tier_on(tmp_path, name=name) for name in (b"o" * 16, b"u" * 16))
-    put(old, *prompt_tags(1, 2), name=b"o" * 16)
-    put(used, *prompt_tags(1, 2), name=b"u" * 16)
+    stored = sum(put(old, *prompt_tags(1, 2), name=b"o" * 16) + put(used, *prompt_tags(1, 2), name=b"u" * 16))
     old.close()
-    tier = tier_on(tmp_path, budget_bytes=25_000)
-    for number in range(9):
-        put(tier, *prompt_tags(number, 2))
+    tier, stats = tier_on(tmp_path, budget_bytes=25_000), TierStats()
+    stored += sum(sum(put(tier, *prompt_tags(number, 2))) for number in range(9))
     assert all(holds(used, each, name=b"u" * 16) for each in prompt_tags(1, 2))
     assert not (tmp_path / "v1" / (b"o" * 16).hex()).exists()
     assert sum(files(tmp_path).values()) <= 25_000
     check(tmp_path, tier)
+    wrong = next(tag(STATE, number, 2) for number in range(9) if tier.contains(NAME, STATE, key(number, 2)))
+    path_of(tier, wrong).write_bytes(b"")
+    assert not holds(tier, wrong)
+    tier.describe(stats)
+    assert stats.evictions == stored - 1 - len(files(tmp_path)) > 3
+    assert stats.bytes_used == sum(files(tmp_path).values()) and stats.bytes_budget == 25_000
 
 
 def test_an_entry_whose_parent_was_deleted_has_no_place(tmp_path):
@@ -623,7 +588,22 @@ def use(folder: Path, name: bytes = NAME) -> FileTier:
     return tier
 
 
-@pytest.mark.parametrize("where", ["", "v1", "v1/writing", f"v1/{SPACE}", f"v1/{SPACE}/03"])
+def plant(kind: str, place: Path, target: Path) -> None:
+    """Put something in the place of a file or folder. Links lead to ``target``."""
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as one, pytest.MonkeyPatch.context() as there:
+            there.chdir(place.parent)  # a socket's path is short
+            one.bind(place.name)
+        return
+    make = {"link": partial(place.symlink_to, target), "hard link": partial(place.hardlink_to, target)}
+    make |= {"file": place.touch, "fifo": partial(os.mkfifo, place), "folder": place.mkdir}
+    make[kind]()
+
+
+FOLDERS = pytest.mark.parametrize("where", ["", "v1", "v1/writing", f"v1/{SPACE}", f"v1/{SPACE}/03"])
+
+
+@FOLDERS
 @pytest.mark.parametrize(
     "kind", mostly_slow(["link", "another user's", "open to others", "file", "fifo"], "link", "open to others")
 )
@@ -631,20 +611,16 @@ def test_a_planted_folder_is_refused_in_one_line(tmp_path, no_grace, where, kind
     """Nothing outside of the folder changes, nor anything in it."""
     outside, top = a_cache(tmp_path / "outside"), a_cache(tmp_path / "cache")
     place = top / where
-    if kind in ("another user's", "open to others"):
-        place.chmod(0o777 if kind == "open to others" else 0o755)
-        if kind == "another user's":
-            if os.geteuid():
-                pytest.skip("only root can give a folder away")
-            os.chown(place, 12345, 12345)
+    if kind == "open to others":
+        place.chmod(0o777)
+    elif kind == "another user's":
+        if os.geteuid():
+            pytest.skip("only root can give a folder away")
+        place.chmod(0o755)
+        os.chown(place, 12345, 12345)
     else:
         place.rename(tmp_path / "moved")
-        plant = {
-            "link": lambda: place.symlink_to(outside / where),
-            "file": place.touch,
-            "fifo": lambda: os.mkfifo(place),
-        }
-        plant[kind]()
+        plant(kind, place, outside / where)
     before = all_below(outside), all_below(place)
     if SPACE not in where:
         with pytest.raises(OSError, match=re.escape(str(place))) as error:
@@ -669,28 +645,21 @@ def test_what_is_planted_in_the_place_of_a_file_harms_nothing(tmp_path, no_grace
     outside, top = a_cache(tmp_path / "outside"), a_cache(tmp_path / "cache")
     key_file = outside / "v1" / SPACE / "id_rsa"
 
-    def plant(place: Path) -> None:
-        """Links lead to what could be used: the entry, and what a lock would make."""
+    def replace(place: Path) -> None:
+        """Links lead to what could be used: the entry, a key, and what a lock would make."""
         place.unlink(missing_ok=True)
-        if kind == "socket":
-            with socket.socket(socket.AF_UNIX) as one, pytest.MonkeyPatch.context() as there:
-                there.chdir(place.parent)  # a socket's path is short
-                one.bind(place.name)
-        elif kind == "link":
-            place.symlink_to(outside / "made" if place.name == "lock" else outside / place.relative_to(top))
-        else:
-            others = {"hard link": lambda: place.hardlink_to(key_file), "fifo": lambda: os.mkfifo(place)}
-            others.get(kind, place.mkdir)()
+        target = outside / "made" if place.name == "lock" else outside / place.relative_to(top)
+        plant(kind, place, key_file if kind == "hard link" else target)
 
     tier = tier_on(top)
     for number in (1, 3):  # one before a look, one after it
         for each in prompt_tags(number, 2):
-            plant(path_of(tier, each))
+            replace(path_of(tier, each))
         if number == 1:
             tier.look()
-    plant(top / "v1" / "writing" / DEAD / "1")
-    plant(top / "v1" / "writing" / DEAD[::-1] / "lock")
-    plant(top / "v1" / OTHER / "lock")
+    replace(top / "v1" / "writing" / DEAD / "1")
+    replace(top / "v1" / "writing" / DEAD[::-1] / "lock")
+    replace(top / "v1" / OTHER / "lock")
     before = all_below(outside)
     tags = [*prompt_tags(1, 2), *prompt_tags(3, 2)]
     for _ in range(3):
@@ -707,7 +676,7 @@ def test_what_is_planted_in_the_place_of_a_file_harms_nothing(tmp_path, no_grace
     assert all_below(outside) == before and (top / "v1" / "writing" / DEAD / "id_rsa").exists()
 
 
-@pytest.mark.parametrize("where", ["", "v1", "v1/writing", f"v1/{SPACE}", f"v1/{SPACE}/03"])
+@FOLDERS
 def test_a_link_that_takes_the_place_of_an_open_folder(tmp_path, no_grace, where, caplog):
     outside, top = a_cache(tmp_path / "outside"), tmp_path / "cache"
     tier, tags = tier_on(top), prompt_tags(3, 2)
@@ -725,27 +694,19 @@ def test_a_link_that_takes_the_place_of_an_open_folder(tmp_path, no_grace, where
 
 
 def test_what_this_package_does_not_make_is_left_and_named_once(tmp_path, no_grace, caplog):
-    top = a_cache(tmp_path / "cache")
+    """No name of a file ends the process, or the thread that looks."""
+    top, right = a_cache(tmp_path / "cache"), str(FileName(KV, 1, key(2, 1), b""))
+    strays = [top / "v1" / SPACE / "3e" / name for name in ("kv-1--", "kv-01" + right[4:], "kv- 1" + right[4:], right)]
+    for stray in strays:  # the last one lies in the wrong folder
+        stray.write_bytes(b"x")
+    tier = tier_on(top)
+    tier.look()
+    assert all(holds(tier, each) for each in prompt_tags(1, 2)) and not tier.contains(NAME, KV, key(2, 1))
+    tier.close()
     for _ in range(2):
         in_time(lambda: use(top, name=b"p" * 16))
     dead = [top / "v1" / "writing" / name for name in (DEAD, DEAD[::-1])]
-    left = [folder / "id_rsa" for folder in dead] + [
-        top / "v1" / SPACE / "03" / name for name in ("1", "id_rsa", "lock")
-    ]
+    left = strays + [folder / "id_rsa" for folder in dead]
+    left += [top / "v1" / SPACE / "03" / name for name in ("1", "id_rsa", "lock")]
     assert all(path.exists() for path in left) and not any((folder / "1").exists() for folder in dead)
     assert sorted(record.args[0] for record in caplog.records if "left alone" in record.message) == sorted(left)
-
-
-def test_files_that_are_deleted_to_make_room_are_counted(tmp_path):
-    """Not those that are wrong, nor those that others deleted."""
-    old = tier_on(tmp_path, name=b"o" * 16)
-    put(old, *prompt_tags(40, 2), name=b"o" * 16)
-    old.close()
-    tier, stats = tier_on(tmp_path, budget_bytes=20_000), TierStats()
-    stored = 3 + sum(sum(put(tier, *prompt_tags(number, 2))) for number in range(1, 30))
-    wrong = next(tag(STATE, number, 2) for number in range(1, 30) if tier.contains(NAME, STATE, key(number, 2)))
-    path_of(tier, wrong).write_bytes(b"")
-    assert not holds(tier, wrong)
-    tier.describe(stats)
-    assert key(40, 1).hex() not in str(files(tmp_path)), "of the unused namespace, too"
-    assert stats.evictions == stored - 1 - len(files(tmp_path)) > 50
