@@ -41,10 +41,9 @@ from typing import Any
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.header import VERSION
-from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Found, Listing, leave, names_in
+from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, leave, names_in
 from megatron_hybrid_prefix.tiers.space import Space
 
-AT_ONCE = 64  # entries that are noted before other threads get their turn
 # A disk that is full although there is nothing to delete is left alone for this long.
 _PAUSE_S = 10.0
 _TRIES = 3  # others may use up what was made free
@@ -113,7 +112,7 @@ class SharedFolder:
             self._clean()
             self._look_at_others(space)
             if space is not None:
-                self._look_at(space)
+                space.look(space.folders[""])
                 self.space = space
 
     def _look_at_others(self, space: Space | None) -> None:
@@ -127,16 +126,6 @@ class SharedFolder:
                 except OSError as error:
                     leave(error)
         self._others = others
-
-    def _look_at(self, space: Space) -> None:
-        """Look at the namespace in use."""
-        gone, new = space.listing.changes(space.folders[""])
-        for name in gone:
-            space.remove(name)
-        for number, (name, size, used_ns) in enumerate(sorted(new, key=Found.by_need), 1):
-            space.add(name, size, used_ns)
-            if number % AT_ONCE == 0:
-                time.sleep(0)  # else others that wait for the lock do not get it
 
     def _open_above(self) -> None:
         os.makedirs(self._top.parent, exist_ok=True)
@@ -252,7 +241,7 @@ class SharedFolder:
     def bytes_used(self) -> int:
         """Bytes of all namespaces, as of the last look."""
         space = self.space
-        own_bytes = 0 if space is None else space.listing.bytes
+        own_bytes = 0 if space is None else space.bytes
         return own_bytes + sum(other.bytes for other in self._others.values())
 
     def _make_room(self, space: Space, size: int) -> bool:

@@ -19,6 +19,7 @@ _LEFT: set[str] = set()  # what `leave` has named
 PARTS = [f"{number:02x}" for number in range(64)]  # folders of a namespace
 _KINDS = {EntryKind.KV: "kv", EntryKind.STATE: "state"}
 _KIND_OF = {name: kind for kind, name in _KINDS.items()}
+AT_ONCE = 64  # entries that are noted before other threads get their turn
 _TICK_S = 1.0  # a change may leave a folder's time of change as it is within this time
 
 
@@ -70,8 +71,8 @@ class Listing:
         self._looks: dict[str, tuple[int, float, bool]] = {}
         self.bytes = 0
 
-    def add(self, name: FileName, size: int) -> bool:
-        """A file is there. Returns whether it is new."""
+    def add(self, name: FileName, size: int, used_ns: int) -> bool:
+        """There is a file of ``size`` bytes, used last at this time. Returns whether it is new."""
         files, text = self.sizes[name.part], str(name)
         if text in files:
             return False
@@ -80,24 +81,23 @@ class Listing:
         return True
 
     def remove(self, name: FileName) -> int:
-        """A file is gone. Returns its bytes; 0 if it was not there."""
+        """A file is gone, or about to be deleted. Returns its bytes; 0 if it was not known."""
         size = self.sizes[name.part].pop(str(name), 0)
         self.bytes -= size
         return size
 
-    def changes(self, folder: Directory) -> tuple[list[FileName], list[Found]]:
+    def look(self, folder: Directory) -> None:
         """Read the parts that changed. What is no regular file, or has no name of an entry, is not there.
+
+        Files that this process adds or removes meanwhile stay as it says.
 
         Args:
             folder: That of the namespace.
-
-        Returns:
-            Files that are gone, and that are new. Files that this process changed meanwhile are in neither.
         """
         gone: list[str] = []
         new: list[Found] = []
         for part, sizes in self.sizes.items():
-            before, kept = set(sizes), set[str]()
+            before, seen = set(sizes), set[str]()
             try:
                 changed_ns, now = folder.status(part).st_mtime_ns, time.monotonic()
                 last_ns, since, settled = self._looks.get(part, (None, now, False))
@@ -108,29 +108,28 @@ class Listing:
                 opened = folder.below(part)
                 with os.scandir(opened.fd) as entries:
                     for entry in entries:
-                        name = None if entry.name in before else FileName.of(entry.name)
-                        if name is None and entry.name in before:
-                            kept.add(entry.name)
-                        elif name is not None and name.part == part and entry.is_file(follow_symlinks=False):
-                            with suppress(FileNotFoundError):
-                                status = entry.stat(follow_symlinks=False)
-                                new.append(Found(name, status.st_size, status.st_mtime_ns))
-                        else:
+                        seen.add(entry.name)
+                        if entry.name in before:
+                            continue
+                        name = FileName.of(entry.name)
+                        if name is None or name.part != part or not entry.is_file(follow_symlinks=False):
                             leave(opened.path / entry.name)
+                            continue
+                        with suppress(FileNotFoundError):
+                            status = entry.stat(follow_symlinks=False)
+                            new.append(Found(name, status.st_size, status.st_mtime_ns))
                 # Two changes within one tick of the file system's clock have the same time: read it again later.
                 self._looks[part] = changed_ns, since, now - since > _TICK_S
             except (FileNotFoundError, NotADirectoryError):
                 self._looks.pop(part, None)
-            gone += before - kept
-        return [name for name in map(FileName.of, gone) if name is not None], new
-
-    def look(self, folder: Directory) -> None:
-        """Read the parts that changed, and note what is there."""
-        gone, new = self.changes(folder)
-        for name in gone:
-            self.remove(name)
-        for found in new:
-            self.add(found.name, found.size)
+            gone += before - seen
+        for name in map(FileName.of, gone):
+            if name is not None:
+                self.remove(name)
+        for number, found in enumerate(sorted(new, key=Found.by_need), 1):
+            self.add(*found)
+            if number % AT_ONCE == 0:
+                time.sleep(0)  # else others that wait for a lock do not get it
 
 
 def names_in(folder: Directory, ours: str) -> list[str]:

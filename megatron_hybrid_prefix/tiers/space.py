@@ -40,8 +40,8 @@ class KeptFile:
         self.since = time.monotonic()
 
 
-class Space(TierIndex[KeptFile]):
-    """Index of one namespace. It only notes; nothing is read or deleted here.
+class Space(Listing, TierIndex[KeptFile]):
+    """Index of the namespace in use. It only notes; nothing is read or deleted here.
 
     Thread-safe. No method takes longer if there are more entries.
 
@@ -51,7 +51,6 @@ class Space(TierIndex[KeptFile]):
 
     Attributes:
         namespace: As given.
-        listing: Its files.
         folders: Their folders, by part; "" is the namespace's own. Empty until they are open.
         counts: Entries by kind.
         wrong: Files to be deleted. They are not here any more.
@@ -59,8 +58,9 @@ class Space(TierIndex[KeptFile]):
     """
 
     def __init__(self, eviction: EvictionPolicy[KeptFile], namespace: bytes) -> None:
-        super().__init__(eviction)
-        self.namespace, self.listing = namespace, Listing()
+        Listing.__init__(self)
+        TierIndex.__init__(self, eviction)
+        self.namespace = namespace
         self.folders: dict[str, Directory] = {}
         self.counts: Counter[EntryKind] = Counter()
         self.wrong: set[FileName] = set()
@@ -79,11 +79,11 @@ class Space(TierIndex[KeptFile]):
         node = self._nodes.get(key)
         return None if node is None else node.names.get(kind)
 
-    def add(self, name: FileName, size: int, used_ns: int) -> None:
-        """There is a file of ``size`` bytes, used last at this time. Files below it that were waiting for it get their places."""
+    def add(self, name: FileName, size: int, used_ns: int) -> bool:
+        """Files below it that were waiting for it get their places, too."""
         with self._lock:
-            if not self.listing.add(name, size) or self.get(name.kind, name.key) is not None:
-                return
+            if not super().add(name, size, used_ns) or self.get(name.kind, name.key) is not None:
+                return False
             found = [(name, (used_ns, time.monotonic()))]
             while found:
                 name, seen = found.pop()
@@ -91,11 +91,11 @@ class Space(TierIndex[KeptFile]):
                     found += self._orphans.pop(name.key, {}).items()
                 else:
                     self._orphans.setdefault(name.parent, {})[name] = seen
+            return True
 
     def remove(self, name: FileName) -> int:
-        """A file is gone, or about to be deleted. Returns its bytes; 0 if it was not known."""
         with self._lock:
-            size, orphans = self.listing.remove(name), self._orphans.get(name.parent, {})
+            size, orphans = super().remove(name), self._orphans.get(name.parent, {})
             if orphans.pop(name, None) and not orphans:
                 del self._orphans[name.parent]
             node = self._nodes.get(name.key)

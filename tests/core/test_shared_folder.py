@@ -68,7 +68,7 @@ def check(folder: Path, *tiers: FileTier) -> None:
         tier.folder.look()
         assert tier.folder.space is not None
         assert tier.folder.bytes_used == sum(found.values())
-        sizes, nodes = tier.folder.space.listing.sizes.values(), tier.folder.space._nodes.values()
+        sizes, nodes = tier.folder.space.sizes.values(), tier.folder.space._nodes.values()
         listed = {name: size for part in sizes for name, size in part.items()}
         assert listed.items() <= found.items()
         indexed = [
@@ -327,7 +327,7 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
 
 def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
     """The engine's thread waits for no lock, and a look at a large folder lets others in again and again."""
-    first, count = tier_on(tmp_path), 3 * folders.AT_ONCE + 1
+    first, count = tier_on(tmp_path), 3 * listing.AT_ONCE + 1
     tags = [tag(KV, 1 + number % 200, 1 + number // 200) for number in range(count)]
     put(first, *tags)
     added = [0]
@@ -335,7 +335,7 @@ def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
     monkeypatch.setattr(spaces.Space, "add", lambda *args: added.append(added.pop() + 1) or add(*args))
     monkeypatch.setattr(time, "sleep", lambda pause_s: added.append(0))
     tier = tier_on(tmp_path)
-    assert sum(added) == count and max(added) == folders.AT_ONCE
+    assert sum(added) == count and max(added) == listing.AT_ONCE
     for holder, lock in ((tier.folder, "_looking"), (tier.folder, "_room"), (tier.folder.space, "_lock")):
         monkeypatch.setattr(holder, lock, None)
     tier.describe(TierStats())

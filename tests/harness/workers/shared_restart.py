@@ -109,7 +109,7 @@ def accounted(folder):
     opened = folders.SharedFolder(folder, budget_bytes=10**9, make_ranking=lambda: make_eviction_policy("lru"))
     opened.wanted = bytes.fromhex(space)
     opened.look()
-    named = {name: size for part in opened.space.listing.sizes.values() for name, size in part.items()}
+    named = {name: size for part in opened.space.sizes.values() for name, size in part.items()}
     return {"bytes": opened.bytes_used, "named": named, "found": files(folder)}
 
 
