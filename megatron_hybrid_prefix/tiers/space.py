@@ -43,7 +43,7 @@ class KeptFile:
 class Space(Listing, TierIndex[KeptFile]):
     """Index of the namespace in use. It only notes; nothing is read or deleted here.
 
-    Thread-safe. No method takes longer if there are more entries.
+    Thread-safe. No method but `look` takes longer if there are more entries.
 
     Args:
         eviction: Ranks the states.
@@ -51,7 +51,7 @@ class Space(Listing, TierIndex[KeptFile]):
 
     Attributes:
         namespace: As given.
-        folders: Their folders, by part; "" is the namespace's own. Empty until they are open.
+        folders: Folders of its files, by part; "" is the namespace's own. Empty until they are open.
         counts: Entries by kind.
         wrong: Files to be deleted. They are not here any more.
         blocked: Folders are in the places of these files: they are not tried again.

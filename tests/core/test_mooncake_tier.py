@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.tiers import mooncake, mooncake_client
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.mooncake_client import MooncakeSettings
-from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, holds, key, keys, prompt_tags, put, tag
+from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, holds, key, keys, prompt_tags, put, raises, tag
 from tests.core.tier_kinds import Mooncake
 from tests.harness.fake_mooncake import FakeCluster, FakeStore
 from tests.harness.limits import HANG_S, wait_until
@@ -224,7 +224,3 @@ def test_what_is_missing_is_one_line(monkeypatch):
         away.is_away = True
         with pytest.raises(ValueError, match="refuses this client: error -1"):
             tier_of(settings)
-
-
-def raises(error: Exception) -> None:
-    raise error

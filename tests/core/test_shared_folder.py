@@ -27,7 +27,7 @@ from megatron_hybrid_prefix.tiers import space as spaces
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings
 from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
-from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, tag
+from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, raises, tag
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
 
@@ -94,10 +94,6 @@ def open_files(folder: Path) -> list[str]:
         with suppress(FileNotFoundError):  # closed by another thread
             found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return sorted(path for path in found if path.startswith(str(folder)))
-
-
-def raises(error: Exception) -> None:
-    raise error
 
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EMFILE, errno.EACCES, errno.EISDIR])
@@ -222,6 +218,16 @@ def test_a_reader_keeps_the_file_that_it_opened(tmp_path, monkeypatch):
     assert one.counts == {"gone": 1}
 
 
+def test_a_wrong_file_that_was_replaced_stays(tmp_path, monkeypatch):
+    tier, of = tier_on(tmp_path), tag(KV, 1, 1)
+    put(tier, of)
+    monkeypatch.setattr(tier._wake, "set", lambda: None)  # a look that comes late
+    tier.remove(NAME, [of])
+    assert not tier.contains(NAME, KV, of.key) and put(tier, of, writer=1) == [True]
+    tier.look()
+    assert holds(tier, of, writer=1)
+
+
 def test_a_clock_that_jumps_changes_no_answer(tmp_path, monkeypatch):
     tier = tier_on(tmp_path, budget_bytes=16_000)
     now = time.time_ns()
@@ -277,6 +283,15 @@ def test_the_budget_holds_whatever_is_written(tmp_path, no_grace):
     for tier in tiers:
         for of in (tag(kind, prompt, depth) for kind in SIZE for prompt in range(12) for depth in range(1, 5)):
             assert holds(tier, of) == tier.contains(NAME, of.kind, of.key)
+
+
+def test_what_others_deleted_is_room(tmp_path):
+    tier, other = tier_on(tmp_path, budget_bytes=11_500), tier_on(tmp_path)
+    put(tier, *prompt_tags(1, 2), *prompt_tags(2, 2))
+    other.look()
+    other.remove(NAME, prompt_tags(2, 2))
+    other.look()
+    assert put(tier, *prompt_tags(3, 2)) == [True] * 3 and all(holds(tier, each) for each in prompt_tags(1, 2))
 
 
 def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
