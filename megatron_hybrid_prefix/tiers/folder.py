@@ -110,12 +110,12 @@ class SharedFolder:
                 if moved or not folders or not all(folder.is_in_place() for folder in folders):
                     self._open_space(space)
             self._clean()
-            self._look_at_others(space)
+            others = self._look_at_others(space)
             if space is not None:
                 space.look(space.folders[""])
-                self.space = space
+            self.space, self._others = space, others
 
-    def _look_at_others(self, space: Space | None) -> None:
+    def _look_at_others(self, space: Space | None) -> dict[str, Listing]:
         root, others = self._above[1], dict[str, Listing]()
         for name in names_in(root, _SPACE):
             if name != "writing" and (space is None or name != space.namespace.hex()):
@@ -125,7 +125,7 @@ class SharedFolder:
                     others[name] = other
                 except OSError as error:
                     leave(error)
-        self._others = others
+        return others
 
     def _open_above(self) -> None:
         os.makedirs(self._top.parent, exist_ok=True)
@@ -266,7 +266,9 @@ class SharedFolder:
         return size <= 0
 
     def _delete_some(self, space: Space) -> int:
-        """Delete what is worth least. Returns its bytes; 0 if there is nothing to delete."""
+        """Delete what is worth least. Returns its bytes; 0 if there is nothing to delete, or the namespace is not open any more."""
+        if space is not self.space:
+            return 0
         return self._delete_unneeded(space) or self._delete_unused_space() or self._delete_state(space)
 
     def _evict(self, space: Space, name: FileName) -> int:

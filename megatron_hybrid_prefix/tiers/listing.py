@@ -50,18 +50,6 @@ class FileName(NamedTuple):
         return name if name.key and str(name) == text else None
 
 
-class Found(NamedTuple):
-    """A file that a look found."""
-
-    name: FileName
-    size: int
-    used_ns: int
-
-    def by_need(self) -> tuple[bool, int]:
-        """KV before states; KV from the front, states in the order of their use."""
-        return (True, self.used_ns) if self.name.kind == EntryKind.STATE else (False, self.name.depth_blocks)
-
-
 class Listing:
     """Files of one namespace, and their sizes: as of the last look, and as this process has changed them since."""
 
@@ -95,7 +83,7 @@ class Listing:
             folder: That of the namespace.
         """
         gone: list[str] = []
-        new: list[Found] = []
+        new: list[tuple[FileName, int, int]] = []
         for part, sizes in self.sizes.items():
             before, seen = set(sizes), set[str]()
             try:
@@ -117,7 +105,7 @@ class Listing:
                             continue
                         with suppress(FileNotFoundError):
                             status = entry.stat(follow_symlinks=False)
-                            new.append(Found(name, status.st_size, status.st_mtime_ns))
+                            new.append((name, status.st_size, status.st_mtime_ns))
                 # Two changes within one tick of the file system's clock have the same time: read it again later.
                 self._looks[part] = changed_ns, since, now - since > _TICK_S
             except (FileNotFoundError, NotADirectoryError):
@@ -126,10 +114,16 @@ class Listing:
         for name in map(FileName.of, gone):
             if name is not None:
                 self.remove(name)
-        for number, found in enumerate(sorted(new, key=Found.by_need), 1):
+        for number, found in enumerate(sorted(new, key=_by_need), 1):
             self.add(*found)
             if number % AT_ONCE == 0:
                 time.sleep(0)  # else others that wait for a lock do not get it
+
+
+def _by_need(found: tuple[FileName, int, int]) -> tuple[bool, int]:
+    """KV before states; KV from the front, states in the order of their use."""
+    name, _, used_ns = found
+    return (True, used_ns) if name.kind == EntryKind.STATE else (False, name.depth_blocks)
 
 
 def names_in(folder: Directory, ours: str) -> list[str]:

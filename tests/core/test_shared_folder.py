@@ -127,6 +127,15 @@ def test_new_weights_have_nothing_and_take_nothing_until_a_look(tmp_path):
     wait_until(lambda: holds(tier, of), "the first namespace is open again")
 
 
+def test_a_late_write_deletes_nothing_of_old_weights(tmp_path, no_grace):
+    tier, other = tier_on(tmp_path, budget_bytes=6_000), b"m" * 16
+    put(tier, *prompt_tags(1, 2))
+    old, before = tier.folder.space, files(tmp_path)
+    tier.use_namespace(other)
+    wait_until(lambda: tier._space(other), "the namespace is open")
+    assert not tier.folder.write(old, tier._file_name(tag(KV, 1, 3)), [bytes(1_000)]) and files(tmp_path) == before
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
