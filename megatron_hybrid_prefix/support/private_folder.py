@@ -90,16 +90,13 @@ class Directory:
 
         Raises:
             BlockingIOError: Another process holds it.
-            OSError: The file cannot be made, or is a link or no file; or the file system has no locks.
+            OSError: The file cannot be made or opened; it is a link, a folder or a socket; or the file system has no locks.
         """
         while True:
             file = FileIO(self.open("lock", os.O_RDWR | os.O_CREAT))
             try:
                 fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    raise OSError(errno.EINVAL, "is no file", str(self.path / "lock"))
-                if status.st_nlink:
+                if os.fstat(file.fileno()).st_nlink:
                     return file
             except BaseException:
                 file.close()

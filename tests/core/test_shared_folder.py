@@ -539,6 +539,19 @@ def test_a_process_that_is_stopped_while_it_holds_a_lock(tmp_path):
     check(tmp_path, tier)
 
 
+def test_a_lock_whose_file_was_deleted_meanwhile_is_tried_again(tmp_path, monkeypatch):
+    folder, flock = Directory(tmp_path), fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        monkeypatch.undo()
+        folder.delete("lock")
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with folder.lock(shared=False), pytest.raises(BlockingIOError):
+        folder.lock(shared=True)
+
+
 # -- rights, start -----------------------------------------------------------------------------------------------------
 
 
