@@ -13,6 +13,7 @@ import tempfile
 import weakref
 from contextlib import suppress
 from functools import cache
+from io import FileIO
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -50,12 +51,20 @@ class Directory:
         if problem := who_else_writes(path, self._status):
             raise OSError(errno.EPERM, f"{problem}: chmod -R go-w or chown it, or name a new folder in it")
 
+    def below(self, name: str, *, make: bool = False) -> Directory:
+        """A folder in it."""
+        return Directory(self.path / name, self, make=make)
+
     def is_in_place(self) -> bool:
         """Whether its name still leads to it from the folder above."""
         try:
             return os.path.samestat(self._status, os.stat(self._name, dir_fd=self._at, follow_symlinks=False))
         except OSError:
             return False
+
+    def status(self, name: str) -> os.stat_result:
+        """Of a file in it, or of a link. Raises OSError."""
+        return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def open(self, name: str, how: int) -> int:
         """A file in it; a new one has mode 0600. No link is followed, no pipe is waited for. Raises OSError."""
@@ -72,6 +81,27 @@ class Directory:
         except (FileNotFoundError, IsADirectoryError):
             return False
         return True
+
+    def lock(self, *, shared: bool) -> FileIO:
+        """Lock the file ``lock`` in it, which is made if need be. The lock is held until the result is closed, or the process ends.
+
+        Args:
+            shared: Whether others may hold it, too.
+
+        Raises:
+            BlockingIOError: Another process holds it.
+            OSError: The file cannot be made or opened; it is a link, a folder or a socket; or the file system has no locks.
+        """
+        while True:
+            file = FileIO(self.open("lock", os.O_RDWR | os.O_CREAT))
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                if os.fstat(file.fileno()).st_nlink:
+                    return file
+            except BaseException:
+                file.close()
+                raise
+            file.close()  # deleted by the process that held it before
 
 
 @cache  # one line for a file
@@ -116,15 +146,15 @@ def make_private(folder: Path, *, locks: bool) -> Path:
     if not folder.is_absolute():
         raise OSError(f"{folder} is not an absolute path")
     folder = Path(os.path.realpath(folder))
-    trusted = (_ROOT, *_unmapped())
-    for parent in reversed(folder.parents):
-        _make(parent)
+    for each in (*reversed(folder.parents), folder):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)  # another process may have made it
+        status, is_parent = each.stat(), each != folder
         # With the sticky bit, as in /tmp, others cannot rename or delete what this user owns.
-        status = parent.stat()
-        is_sticky = status.st_mode & stat.S_ISVTX
-        _check(_foreign(parent, status, *trusted) or (None if is_sticky else _open_to(parent, status)))
-    _make(folder)
-    _check(who_else_writes(folder))
+        is_sticky = is_parent and status.st_mode & stat.S_ISVTX
+        problem = _foreign(each, status, _ROOT, *(_unmapped() if is_parent else ()))
+        if problem := problem or (None if is_sticky else _open_to(each, status)):
+            raise OSError(problem)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0")
@@ -134,16 +164,6 @@ def make_private(folder: Path, *, locks: bool) -> Path:
     except OSError as error:
         raise OSError(f"cannot write{' and lock' if locks else ''} files in {folder}: {error.strerror}") from None
     return folder
-
-
-def _make(folder: Path) -> None:
-    if not folder.exists():
-        folder.mkdir(mode=0o700, exist_ok=True)  # another process may have made it
-
-
-def _check(problem: str | None) -> None:
-    if problem is not None:
-        raise OSError(problem)
 
 
 def _unmapped() -> tuple[int, ...]:

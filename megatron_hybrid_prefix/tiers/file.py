@@ -18,8 +18,10 @@ import errno
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -110,12 +112,7 @@ class FileTier(Tier):
             wait_s=settings.wait_s,
         )
         self._about = "shared folder"
-        self._name = b""  # of the namespace that is open; empty if there is none
-        self._wanted = b""  # of the one that was asked for last
-        self._wrong: dict[FileName, None] = {}  # files to be deleted
-        self._blocked: set[FileName] = set()  # folders are in their places: not tried again in this namespace
         self._wake = threading.Event()
-        self._closed = False
         watch = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._wake, settings.refresh_s), name="shared-folder", daemon=True
         )
@@ -126,16 +123,10 @@ class FileTier(Tier):
 
     def look(self) -> None:
         """Look at what other processes have done. Opens the namespace of new weights, and deletes wrong files."""
-        for file in list(self._wrong):
-            if self._wrong.pop(file, False) is None:  # not replaced meanwhile
-                self._drop(file)
-        while (name := self._wanted) != self._name:
-            self.folder.use_space(name.hex())
-            with self.folder.lock:  # the weights may have changed again
-                if self._wanted == name and self.folder.space is not None:
-                    self._name = name
-        self.folder.open()
-        self.folder.refresh()
+        space = self.folder.space
+        while space is not None and space.wrong:
+            self._drop(space, space.wrong.pop())
+        self.folder.look()
 
     def _try_to_look(self) -> None:
         """`look`; if it fails, the tier has what was seen before, and the next look tries again."""
@@ -149,20 +140,16 @@ class FileTier(Tier):
 
     def use_namespace(self, namespace: bytes) -> None:
         """The thread that looks opens it, because that reads the disk; the first one is opened here."""
-        is_first, self._wanted = not self._wanted, namespace
-        with self.folder.lock:
-            self._name = b""
-            self._wrong.clear()
-            self._blocked.clear()
-            self.folder.leave_space()
+        is_first, self.folder.wanted = not self.folder.wanted, namespace
         if is_first:
             self._try_to_look()
         else:
             self._wake.set()
 
     def _space(self, namespace: bytes) -> Space | None:
-        """The index of a namespace; None if it is not open."""
-        return self.folder.space if namespace and namespace == self._name else None
+        """The index of a namespace; None if it is not in use, or not open yet."""
+        space = self.folder.space
+        return space if space is not None and namespace == space.namespace == self.folder.wanted else None
 
     # -- queries: the index only ---------------------------------------------------------------------------------------
 
@@ -176,24 +163,21 @@ class FileTier(Tier):
     # -- put, read: on other threads -----------------------------------------------------------------------------------
 
     def put(self, namespace: bytes, entry: Entry) -> bool:
-        tag = entry.tag
-        name = self._file_name(tag)
-        with self.folder.lock:
-            space = self._space(namespace)
-            if space is None:
-                self.count("old_weights")
-                return False
-            if space.get(tag.kind, tag.key) is not None:
-                return True
-            if name in self._blocked:
-                return False
-        self._wrong.pop(name, None)  # its file is about to be replaced
+        tag, space, name = entry.tag, self._space(namespace), self._file_name(entry.tag)
+        if space is None:
+            self.count("old_weights")
+            return False
+        if space.get(tag.kind, tag.key) is not None:
+            return True
+        if name in space.blocked:
+            return False
+        space.wrong.discard(name)  # its file is about to be replaced
         header = make_header(namespace, tag, len(entry.data), entry.checksum)
         try:
-            written = self.folder.write(name, [header, entry.data], space)
+            written = self.folder.write(space, name, [header, entry.data])
         except OSError as error:
             if isinstance(error, IsADirectoryError):
-                self._blocked.add(name)
+                space.blocked.add(name)
             self.count("write_" + _reason(error), error)
             return False
         if not written:
@@ -201,70 +185,70 @@ class FileTier(Tier):
         return written
 
     def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
-        header = memoryview(bytearray(HEADER_BYTES))
+        space, header = self._space(namespace), memoryview(bytearray(HEADER_BYTES))
+        file = None if space is None else space.get(tag.kind, tag.key)
+        if space is None or file is None:
+            self.count("gone")
+            return None
         try:
             with self._reading():
-                with self.folder.lock:
-                    space = self._space(namespace)
-                    file = None if space is None else space.get(tag.kind, tag.key)
-                    place = None if file is None else self.folder.place(file)
-                if place is None:
-                    self.count("gone")
-                    return None
-                is_whole = read_file(*place, [header, *buffers])
+                is_whole = read_file(*space.place(file), [header, *buffers])
         except FileNotFoundError:
             self.count("gone")
-            self.folder.forget(self._file_name(tag))
+            space.remove(file)
             return None
         except OSError as error:
             self.count("read_" + _reason(error), error)
             if error.errno in _LASTING:
-                self._drop(self._file_name(tag))
+                self._drop(space, file)
             return None
         checksum = checksum_in(bytes(header), namespace, tag, sum(map(len, buffers))) if is_whole else None
         if checksum is None:
             self.count("not_valid")
-            self._drop(self._file_name(tag))
-        elif tag.kind == EntryKind.STATE:
-            self.folder.touch(self._file_name(tag))
+            self._drop(space, file)
+        elif tag.kind == EntryKind.STATE:  # a request resumes from it: it goes later
+            now_ns, (folder, text) = time.time_ns(), space.place(file)
+            space.use(file, now_ns)
+            with suppress(OSError):
+                os.utime(text, ns=(now_ns, now_ns), dir_fd=folder.fd, follow_symlinks=False)
         return checksum
 
     # -- remove --------------------------------------------------------------------------------------------------------
 
     def remove(self, namespace: bytes, tags: Iterable[Tag]) -> None:
         """The entries were wrong when they arrived on the device. The thread that looks deletes their files."""
+        space = self._space(namespace)
         for tag in tags:
-            if self.contains(namespace, tag.kind, tag.key):
+            if space is not None and (file := space.get(tag.kind, tag.key)) is not None:
                 self.count("wrong")
-                name = self._file_name(tag)
-                self._wrong[name] = None
-                self.folder.forget(name)
+                space.wrong.add(file)
+                space.remove(file)
         self._wake.set()
 
     def describe(self, stats: TierStats) -> None:
         super().describe(stats)
-        with self.folder.lock:
-            space = self.folder.space
-            if space is not None:
-                stats.kv_blocks, stats.states = space.counts[EntryKind.KV], space.counts[EntryKind.STATE]
+        space = self.folder.space
+        if space is not None:
+            stats.kv_blocks, stats.states = space.counts[EntryKind.KV], space.counts[EntryKind.STATE]
         stats.evictions = self.folder.evictions
         stats.bytes_used, stats.bytes_budget = self.folder.bytes_used, self.folder.budget_bytes
 
     def close(self) -> None:
         """Stop the thread, and release the locks."""
-        self._closed = True
-        self._wake.set()
         self.folder.close()
+        self._wake.set()
 
     def _file_name(self, tag: Tag) -> FileName:
         return FileName(tag.kind, tag.depth_tokens // self._block_tokens, tag.key, tag.parent)
 
-    def _drop(self, name: FileName) -> None:
+    def _drop(self, space: Space, file: FileName) -> None:
+        """Delete a file that is no good."""
+        folder, text = space.place(file)
         try:
-            self.folder.delete(name)
+            folder.delete(text)
         except OSError as error:
-            self.folder.forget(name)
             self.count("delete_" + _reason(error), error)
+        space.remove(file)
 
 
 def read_file(folder: Directory, name: str, buffers: Sequence[memoryview]) -> bool:
@@ -295,7 +279,7 @@ def _watch(tier_of: Callable[[], FileTier | None], wake: threading.Event, refres
         wake.wait(refresh_s)
         wake.clear()
         tier = tier_of()
-        if tier is None or tier._closed:
+        if tier is None or tier.folder.closed:
             return
         tier._try_to_look()
         del tier

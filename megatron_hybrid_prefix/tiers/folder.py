@@ -22,30 +22,28 @@ The byte budget counts all namespaces. A process that needs room deletes, in thi
 of namespaces that no process uses, oldest first; and states of its own namespace, by the value that the eviction policy
 gives them, with the KV that only they need. It does the same if the disk is full before the budget is used up.
 
-All is in one class, because looks, writes and deletions share the index, the bytes that are counted, and the locks.
+Threads that write and the thread that looks share three locks: each `Space` has one for its index, held for a moment; one is
+held while folders are opened and read (`_looking`); and one thread at a time makes room (`_room`).
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import islice
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.header import VERSION
-from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, by_need, leave, names_in
-from megatron_hybrid_prefix.tiers.locks import Lock
+from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, leave, names_in
 from megatron_hybrid_prefix.tiers.space import Space
-from megatron_hybrid_prefix.tiers.units import EntryKind
 
-AT_ONCE = 64  # entries that are deleted, or noted, while others wait for the index
 # A disk that is full although there is nothing to delete is left alone for this long.
 _PAUSE_S = 10.0
 _TRIES = 3  # others may use up what was made free
@@ -53,7 +51,7 @@ _PROCESS, _FILE, _SPACE = "[0-9a-f]{16}", "[1-9][0-9]*|lock", "[0-9a-f]{32}|writ
 
 
 class SharedFolder:
-    """The files of a folder: looked at, used, written within a budget, and deleted. Thread-safe.
+    """The files of a folder: looked at, written within a budget, and deleted. Thread-safe.
 
     Args:
         folder: The folder.
@@ -62,8 +60,9 @@ class SharedFolder:
         wait_s: Longest time to wait for a lock that another process holds.
 
     Attributes:
-        lock: Held while `space` is used.
-        space: The namespace that this process uses; None until `use_space`.
+        wanted: The namespace to use; empty: none.
+        space: The namespace that is open: the wanted one, as of the last look. None: there is none.
+        closed: Nothing is looked at any more.
         evictions: Files that this process deleted to make room.
 
     Raises:
@@ -75,257 +74,154 @@ class SharedFolder:
     ) -> None:
         self.budget_bytes, self._make_ranking, self._wait_s = budget_bytes, make_ranking, wait_s
         self._top = folder
-        self.lock = threading.RLock()
-        self._looking = threading.Lock()  # held while the folder is read
+        self._looking, self._room = threading.Lock(), threading.Lock()
+        self.wanted = b""
         self.space: Space | None = None
         self._others: dict[str, Listing] = {}
-        self._others_bytes = 0
-        self._space_lock: Lock | None = None
-        self._above: tuple[Directory, ...] = ()  # what `_open_above` opened
-        self._writing_lock: Lock | None = None
-        self._reserved_bytes = self._written = self.evictions = 0
+        self._own_lock, self._space_lock = ExitStack(), ExitStack()  # of the own folder in ``writing``, and of `space`
+        self._temporary = map(str, itertools.count(1))  # names of half-written files
+        self._reserved_bytes = self.evictions = 0
         self._full_until = 0.0  # the disk is full (monotonic)
-        self.open()
+        self.closed = False
+        self._open_above()
 
-    # -- the namespace -------------------------------------------------------------------------------------------------
+    # -- looks ---------------------------------------------------------------------------------------------------------
 
-    def use_space(self, name: str) -> None:
-        """Use the entries of this namespace from now on."""
-        self.leave_space()
-        with self.lock:
-            self.space = Space(self._make_ranking(), name)
-        self.open()
-        self.refresh()
+    def look(self) -> None:
+        """Look at what other processes have written and deleted, and delete what dead ones left half-written.
 
-    def leave_space(self) -> None:
-        """Use no entries. Does not wait for the disk."""
-        with self.lock:
-            if self._space_lock is not None:
-                self._space_lock.release()
-            self._space_lock = self.space = None
-
-    def refresh(self) -> None:
-        """Look at what other processes have written and deleted, and delete what dead ones left half-written."""
-        with self._looking:
-            self._clean()
-            self._look_at_others()
-            self._look()
-
-    def _look_at_others(self) -> None:
-        root = self._above[1]
-        names, others, self._others = names_in(root, _SPACE), self._others, {}
-        for name in names:
-            if name != "writing" and (self.space is None or name != self.space.name):
-                other = others.get(name, Listing())
-                try:
-                    other.look(Directory(root.path / name, root), self.lock)
-                    self._others[name] = other
-                except OSError as error:
-                    leave(error)
-
-    def _look(self) -> None:
-        """Look at the namespace in use."""
-        space = self.space
-        with self.lock:
-            self._others_bytes = sum(other.bytes for other in self._others.values())
-        if space is None or not space.folders:
-            return
-        found: list[tuple[FileName, os.stat_result]] = []
-        for _, gone, new in space.listing.read(space.folders[""], self.lock):
-            with self.lock:
-                for name in map(FileName.of, gone):
-                    if name is not None:
-                        space.remove(name)
-            found += new.items()
-        new_names = iter(sorted(found, key=by_need))
-        while batch := list(islice(new_names, AT_ONCE)):
-            with self.lock:
-                for name, stat in batch:
-                    space.add(name, stat.st_size, stat.st_mtime_ns)
-            time.sleep(0)  # else others that wait for the lock do not get it
-
-    def place(self, name: FileName) -> tuple[Directory, str]:
-        """Where the entry of the namespace in use is, or would be."""
-        assert self.space is not None
-        return self.space.folders[name.part], str(name)
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of all namespaces, as of the last look."""
-        with self.lock:
-            return self._others_bytes + (0 if self.space is None else self.space.listing.bytes)
-
-    # -- files ---------------------------------------------------------------------------------------------------------
-
-    def forget(self, name: FileName) -> int:
-        """The file is gone, or is not to be read again. Returns its bytes; 0 if it was not known."""
-        with self.lock:
-            return 0 if self.space is None else self.space.remove(name)
-
-    def delete(self, name: FileName, *, evict: bool = False) -> int:
-        """Delete the file, and count that if it makes room. Returns its bytes; above 0, even if others were faster.
+        Opens, makes and locks the folders first, unless the open ones are in their places. Does nothing once closed.
 
         Raises:
-            OSError: It cannot be deleted.
+            TimeoutError: Another process keeps a lock.
+            OSError: A folder is a link or none, or others can write to it.
         """
-        with self.lock:
-            if self.space is None:
-                return 0
-            folder, text = self.place(name)
-        deleted = folder.delete(text)
-        with self.lock:
-            self.evictions += evict and deleted
-            return max(1, self.forget(name))
-
-    def touch(self, name: FileName) -> None:
-        """A request resumes from this state: it goes later."""
-        with self.lock:
-            node = None if self.space is None else self.space.node(name.key)
-            if self.space is None or node is None or EntryKind.STATE not in node.names:
+        with self._looking:
+            if self.closed:
                 return
-            now_ns = time.time_ns()
-            self.space.use(node, now_ns)
-            folder, text = self.place(name)
-        with suppress(OSError):
-            os.utime(text, ns=(now_ns, now_ns), dir_fd=folder.fd, follow_symlinks=False)
+            moved = not all(folder.is_in_place() for folder in self._above)
+            if moved:
+                self._open_above()
+            space, wanted = self.space, self.wanted
+            if wanted and (space is None or space.namespace != wanted):
+                space = Space(self._make_ranking(), wanted)
+            if space is not None:
+                folders = space.folders.values()
+                if moved or not folders or not all(folder.is_in_place() for folder in folders):
+                    self._open_space(space)
+            self._clean()
+            others = self._look_at_others(space)
+            if space is not None:
+                space.look(space.folders[""])
+            self.space, self._others = space, others
+
+    def _look_at_others(self, space: Space | None) -> dict[str, Listing]:
+        root, others = self._above[1], dict[str, Listing]()
+        for name in names_in(root, _SPACE):
+            if name != "writing" and (space is None or name != space.namespace.hex()):
+                other = self._others.get(name, Listing())
+                try:
+                    other.look(root.below(name))
+                    others[name] = other
+                except OSError as error:
+                    leave(error)
+        return others
+
+    def _open_above(self) -> None:
+        os.makedirs(self._top.parent, exist_ok=True)
+        top = Directory(self._top, make=True)
+        root = top.below(f"v{VERSION}", make=True)
+        writing = root.below("writing", make=True)
+        self._own_lock.close()
+        while True:
+            # Another process may take it for that of a dead one before it is locked.
+            with suppress(FileNotFoundError, BlockingIOError):
+                own = writing.below(os.urandom(8).hex(), make=True)
+                self._own_lock.enter_context(own.lock(shared=False))
+                break
+        self._above = top, root, writing, own
+
+    def _open_space(self, space: Space) -> None:
+        self._space_lock.close()
+        root, name, late = self._above[1], space.namespace.hex(), time.monotonic() + self._wait_s
+        while True:
+            try:
+                folder = root.below(name, make=True)
+                self._space_lock.enter_context(folder.lock(shared=True))
+                break
+            except (FileNotFoundError, BlockingIOError):  # another process deletes from it, or was stopped meanwhile
+                if time.monotonic() > late:
+                    raise TimeoutError(
+                        errno.ETIMEDOUT, "another process holds the lock", str(root.path / name)
+                    ) from None
+                time.sleep(0.01)
+        space.folders = {"": folder} | {part: folder.below(part, make=True) for part in PARTS}
+
+    def _clean(self) -> None:
+        """Delete the half-written files of dead processes."""
+        writing = self._above[2]
+        for name in names_in(writing, _PROCESS):
+            try:
+                folder = writing.below(name)
+                with folder.lock(shared=False):
+                    for entry in names_in(folder, _FILE):
+                        folder.delete(entry)
+                with suppress(OSError):  # not empty
+                    os.rmdir(name, dir_fd=writing.fd)
+            except OSError as error:
+                leave(error)
 
     def close(self) -> None:
         """Let go of the locks, and of the folder for half-written files."""
-        self.leave_space()
-        with self.lock:
-            if self._writing_lock is not None:
-                self._writing_lock.release()
-                self._writing_lock = None
+        self.closed, self.space = True, None
+        self._space_lock.close()
+        self._own_lock.close()
         with suppress(OSError):
             self._clean()
 
-    def write(self, name: FileName, pieces: Sequence[Any], space: Space) -> bool:
+    # -- write ---------------------------------------------------------------------------------------------------------
+
+    def write(self, space: Space, name: FileName, pieces: Sequence[Any]) -> bool:
         """Write a file under a temporary name, and rename it. Others see all of it or nothing.
 
         The file is not synced. If the machine fails (not only the process), what was written in the last seconds may be
         lost or half there. The checks of the reader make that a miss.
 
         Args:
+            space: The namespace it belongs to.
             name: The entry.
             pieces: Its bytes, in buffers.
-            space: The namespace it belongs to.
 
         Returns:
-            False: there is no room for it, or another namespace is in use by now.
+            False: there is no room for it.
 
         Raises:
             OSError: It cannot be written; nothing is left of it.
         """
         size = sum(len(piece) for piece in pieces)
-        if time.monotonic() < self._full_until or not self._make_room(size):
+        if time.monotonic() < self._full_until or not self._make_room(space, size):
             return False
         try:
-            with self.lock:
-                if self.space is not space:
-                    return False
-            self._write_with_room(space, name, pieces, size)
-            with self.lock:
-                if self.space is space:
-                    space.add(name, size, time.time_ns())
+            for left in reversed(range(_TRIES)):
+                try:
+                    self._write_and_rename(*space.place(name), pieces)
+                    break
+                except OSError as error:
+                    if left and error.errno in (errno.ENOENT, errno.ESTALE):  # somebody has deleted the folder
+                        self.look()
+                    elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    elif not left or not self._delete_bytes(space, size):
+                        self._full_until = time.monotonic() + _PAUSE_S
+                        raise
+            space.add(name, size, time.time_ns())
         finally:
-            with self.lock:
+            with self._room:
                 self._reserved_bytes -= size
         return True
 
-    # -- locks ---------------------------------------------------------------------------------------------------------
-
-    def open(self) -> None:
-        """Open, make and lock the folders, unless the open ones are in their places. Does nothing once closed.
-
-        Raises:
-            TimeoutError: Another process keeps a lock.
-            OSError: One is a link or no folder, or others can write to it.
-        """
-        with self._looking:
-            if self._above and self._writing_lock is None:
-                return
-            moved = not (self._above and all(folder.is_in_place() for folder in self._above))
-            if moved:
-                self._open_above()
-            space = self.space
-            if space is not None:
-                folders = space.folders.values()
-                if moved or not folders or not all(folder.is_in_place() for folder in folders):
-                    self._open_space(space, self._above[1])
-
-    def _open_above(self) -> None:
-        os.makedirs(self._top.parent, exist_ok=True)
-        top = Directory(self._top, make=True)
-        root = Directory(self._top / f"v{VERSION}", top, make=True)
-        writing = Directory(root.path / "writing", root, make=True)
-        if self._writing_lock is not None:
-            self._writing_lock.release()
-        while True:
-            name = os.urandom(8).hex()
-            os.mkdir(name, 0o700, dir_fd=writing.fd)
-            # Another process may take it for that of a dead one before it is locked.
-            with suppress(FileNotFoundError, BlockingIOError):
-                own = Directory(writing.path / name, writing)
-                self._writing_lock = Lock(own, shared=False)
-                break
-        self._above = top, root, writing, own
-
-    def _open_space(self, space: Space, root: Directory) -> None:
-        if self._space_lock is not None:
-            self._space_lock.release()
-            self._space_lock = None
-        path, late = root.path / space.name, time.monotonic() + self._wait_s
-        while self._space_lock is None:
-            try:
-                folder = Directory(path, root, make=True)
-                self._space_lock = Lock(folder, shared=True)
-            except (FileNotFoundError, BlockingIOError):  # another process deletes from it, or was stopped meanwhile
-                if time.monotonic() > late:
-                    raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", str(path)) from None
-                time.sleep(0.01)
-        space.folders = {"": folder} | {part: Directory(path / part, folder, make=True) for part in PARTS}
-
-    def _clean(self) -> None:
-        """Delete the half-written files of dead processes."""
-        *_, writing, own = self._above
-        for name in names_in(writing, _PROCESS):
-            if name == own.path.name and self._writing_lock is not None:
-                continue
-            try:
-                folder = Directory(writing.path / name, writing)
-                lock = Lock(folder, shared=False)
-                try:
-                    for entry in names_in(folder, _FILE):
-                        folder.delete(entry)
-                finally:
-                    lock.release()
-                with suppress(OSError):  # not empty
-                    os.rmdir(name, dir_fd=writing.fd)
-            except OSError as error:
-                leave(error)
-
-    # -- room ----------------------------------------------------------------------------------------------------------
-
-    def _write_with_room(self, space: Space, name: FileName, pieces: Sequence[Any], size: int) -> None:
-        """Write a file. Makes room if the disk is full, and the folder if somebody has deleted it."""
-        for left in reversed(range(_TRIES)):
-            try:
-                self._write_and_rename(space.folders[name.part], str(name), pieces)
-                return
-            except OSError as error:
-                if left and error.errno in (errno.ENOENT, errno.ESTALE):
-                    self.open()
-                    continue
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                if not left or not self._delete_bytes(size):
-                    self._full_until = time.monotonic() + _PAUSE_S
-                    raise
-
     def _write_and_rename(self, folder: Directory, name: str, pieces: Sequence[Any]) -> None:
-        with self.lock:
-            self._written += 1
-            beside, own = str(self._written), self._above[-1]
+        own, beside = self._above[-1], next(self._temporary)
         file = own.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             try:
@@ -339,107 +235,99 @@ class SharedFolder:
                 own.delete(beside)
             raise
 
-    def _make_room(self, size: int) -> bool:
-        """Reserve bytes, if need be by deleting files. False: there is not enough to delete."""
-        if size > self.budget_bytes:
-            return False
-        fresh = False
-        while True:
-            with self.lock:
-                if self.bytes_used + self._reserved_bytes + size <= self.budget_bytes:
-                    self._reserved_bytes += size
-                    return True
-            if not fresh:  # others may have deleted enough
-                self.refresh()
-                fresh = True
-                continue
-            if not self._delete_some():
-                return False
+    # -- room ----------------------------------------------------------------------------------------------------------
 
-    def _delete_bytes(self, size: int) -> bool:
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of all namespaces, as of the last look."""
+        space = self.space
+        own_bytes = 0 if space is None else space.bytes
+        return own_bytes + sum(other.bytes for other in self._others.values())
+
+    def _make_room(self, space: Space, size: int) -> bool:
+        """Reserve bytes, if need be by deleting files. False: there is not enough to delete."""
+        most_bytes = self.budget_bytes - size
+        if most_bytes < 0:
+            return False
+        with self._room:
+            if self.bytes_used + self._reserved_bytes > most_bytes:
+                self.look()  # others may have deleted enough
+            while self.bytes_used + self._reserved_bytes > most_bytes:
+                if not self._delete_some(space):
+                    return False
+            self._reserved_bytes += size
+            return True
+
+    def _delete_bytes(self, space: Space, size: int) -> bool:
         """Delete files of this many bytes. False: there are not that many."""
-        while size > 0 and (deleted := self._delete_some()):
-            size -= deleted
+        with self._room:
+            while size > 0 and (deleted := self._delete_some(space)):
+                size -= deleted
         return size <= 0
 
-    def _delete_some(self) -> int:
-        """Delete what is worth least. Returns its bytes; 0 if there is nothing to delete."""
-        return self._delete_unneeded() or self._delete_unused_space() or self._delete_state()
+    def _delete_some(self, space: Space) -> int:
+        """Delete what is worth least. Returns its bytes; 0 if there is nothing to delete, or the namespace is not open any more."""
+        if space is not self.space:
+            return 0
+        return self._delete_unneeded(space) or self._delete_unused_space() or self._delete_state(space)
 
-    def _delete_unneeded(self) -> int:
-        name, more = None, True
-        while more and name is None:
-            with self.lock:
-                if self.space is None:
-                    return 0
-                more = self.space.grow_up(AT_ONCE)
-                name = self.space.next_unneeded()
-        return 0 if name is None else self.delete(name, evict=True)
+    def _evict(self, space: Space, name: FileName) -> int:
+        """Delete a file. Returns its bytes; above 0, even if others were faster."""
+        folder, text = space.place(name)
+        self.evictions += folder.delete(text)
+        return max(1, space.remove(name))
 
-    def _delete_state(self) -> int:
+    def _delete_unneeded(self, space: Space) -> int:
+        name = space.next_unneeded()
+        return 0 if name is None else self._evict(space, name)
+
+    def _delete_state(self, space: Space) -> int:
         """Delete a state, and the KV that only it needed: whoever writes the state again writes that KV, too."""
-        while True:
-            with self.lock:
-                node = None if self.space is None else self.space.next_state()
-                if node is None or self.space is None:
-                    return 0
-                name = node.names[EntryKind.STATE]
-                folder, text = self.place(name)
-            try:
-                used_ns = os.stat(text, dir_fd=folder.fd, follow_symlinks=False).st_mtime_ns
-            except OSError:
-                self.forget(name)
-                return 1
-            with self.lock:
-                if self.space is None or self.space.node(name.key) is not node or EntryKind.STATE not in node.names:
+        while (found := space.next_used_least()) is not None:
+            name, used_ns = found
+            folder, text = space.place(name)
+            with suppress(OSError):
+                if (since_ns := folder.status(text).st_mtime_ns) > used_ns:  # another process used it
+                    space.use(name, since_ns)
                     continue
-                if used_ns > node.used_ns:  # another process used it
-                    self.space.use(node, used_ns)
-                    continue
-            deleted = self.delete(name, evict=True)
-            while more := self._delete_unneeded():
+            deleted = self._evict(space, name)
+            while more := self._delete_unneeded(space):
                 deleted += more
             return deleted
+        return 0
 
     def _delete_unused_space(self) -> int:
         """Delete the oldest files of a namespace that no process uses."""
         with self._looking:
-            root = self._above[1]
             for name, other in self._others.items():
                 if not other.bytes:
                     continue
                 try:
-                    folder = Directory(root.path / name, root)
-                    lock = Lock(folder, shared=False)
+                    folder = self._above[1].below(name)
+                    lock = folder.lock(shared=False)
                 except OSError:
                     continue
-                try:
+                with lock:
                     if deleted := self._delete_oldest(other, folder):
                         return deleted
-                finally:
-                    lock.release()
         return 0
 
     def _delete_oldest(self, other: Listing, folder: Directory) -> int:
         ages, before = [], other.bytes
         for part, names in other.sizes.items():
             with suppress(FileNotFoundError, NotADirectoryError):
-                opened = Directory(folder.path / part, folder)
+                opened = folder.below(part)
                 for text in names:
                     with suppress(FileNotFoundError):
-                        status = os.stat(text, dir_fd=opened.fd, follow_symlinks=False)
-                        ages.append((status.st_mtime_ns, text, opened))
-        deleted = sum(opened.delete(text) for _, text, opened in sorted(ages)[: max(1, len(ages) // 8)])
-        other.look(folder, self.lock)
+                        ages.append((opened.status(text).st_mtime_ns, text, opened))
+        self.evictions += sum(opened.delete(text) for _, text, opened in sorted(ages)[: max(1, len(ages) // 8)])
+        other.look(folder)
         if not other.bytes:  # nobody else can be in the folder: its lock is held
             with suppress(OSError):
                 for part in PARTS:
                     os.rmdir(part, dir_fd=folder.fd)
                 folder.delete("lock")
                 os.rmdir(folder.path.name, dir_fd=self._above[1].fd)
-        with self.lock:
-            self.evictions += deleted
-            self._others_bytes = sum(each.bytes for each in self._others.values())
         return max(before - other.bytes, len(ages))
 
 

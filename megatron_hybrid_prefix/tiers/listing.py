@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +19,7 @@ _LEFT: set[str] = set()  # what `leave` has named
 PARTS = [f"{number:02x}" for number in range(64)]  # folders of a namespace
 _KINDS = {EntryKind.KV: "kv", EntryKind.STATE: "state"}
 _KIND_OF = {name: kind for kind, name in _KINDS.items()}
+AT_ONCE = 64  # entries that are noted before other threads get their turn
 _TICK_S = 1.0  # a change may leave a folder's time of change as it is within this time
 
 
@@ -41,14 +40,14 @@ class FileName(NamedTuple):
         return PARTS[self.key[0] % len(PARTS)]
 
     @classmethod
-    def of(cls, text: str, part: str | None = None) -> FileName | None:
-        """The reverse of ``str``; None if the file is no entry, or not one of this part."""
+    def of(cls, text: str) -> FileName | None:
+        """The reverse of ``str``; None if the file is no entry."""
         try:
             kind, depth, key, parent = text.split("-")
             name = cls(_KIND_OF[kind], int(depth), bytes.fromhex(key), bytes.fromhex(parent))
         except (ValueError, KeyError):
             return None
-        return name if name.key and str(name) == text and part in (None, name.part) else None
+        return name if name.key and str(name) == text else None
 
 
 class Listing:
@@ -60,72 +59,71 @@ class Listing:
         self._looks: dict[str, tuple[int, float, bool]] = {}
         self.bytes = 0
 
-    def add(self, part: str, name: str, size: int) -> bool:
-        """A file is there. Returns whether it is new."""
-        if name in self.sizes[part]:
+    def add(self, name: FileName, size: int, used_ns: int) -> bool:
+        """There is a file of ``size`` bytes, used last at this time. Returns whether it is new."""
+        files, text = self.sizes[name.part], str(name)
+        if text in files:
             return False
-        self.sizes[part][name] = size
+        files[text] = size
         self.bytes += size
         return True
 
-    def remove(self, part: str, name: str) -> int | None:
-        """A file is gone. Returns its bytes; None if it was not there."""
-        size = self.sizes[part].pop(name, None)
-        self.bytes -= size or 0
+    def remove(self, name: FileName) -> int:
+        """A file is gone, or about to be deleted. Returns its bytes; 0 if it was not known."""
+        size = self.sizes[name.part].pop(str(name), 0)
+        self.bytes -= size
         return size
 
-    def read(
-        self, folder: Directory, lock: threading.RLock
-    ) -> Iterator[tuple[str, set[str], dict[FileName, os.stat_result]]]:
+    def look(self, folder: Directory) -> None:
         """Read the parts that changed. What is no regular file, or has no name of an entry, is not there.
+
+        Files that this process adds or removes meanwhile stay as it says.
 
         Args:
             folder: That of the namespace.
-            lock: Held by whoever calls `add` and `remove`.
-
-        Yields:
-            Name of a part, files that are gone, files that are new. Files that changed since the part was read are in neither.
         """
+        gone: list[str] = []
+        new: list[tuple[FileName, int, int]] = []
         for part, sizes in self.sizes.items():
-            before, kept = set[str](), set[str]()
-            new: dict[FileName, os.stat_result] = {}
+            before, seen = set(sizes), set[str]()
             try:
-                changed_ns = os.stat(part, dir_fd=folder.fd, follow_symlinks=False).st_mtime_ns
-                now = time.monotonic()
+                changed_ns, now = folder.status(part).st_mtime_ns, time.monotonic()
                 last_ns, since, settled = self._looks.get(part, (None, now, False))
                 if last_ns != changed_ns:
                     since, settled = now, False
                 if settled:
                     continue
-                with lock:
-                    before = set(sizes)
-                opened = Directory(folder.path / part, folder)
+                opened = folder.below(part)
                 with os.scandir(opened.fd) as entries:
                     for entry in entries:
+                        seen.add(entry.name)
                         if entry.name in before:
-                            kept.add(entry.name)
-                        elif (name := FileName.of(entry.name, part)) and entry.is_file(follow_symlinks=False):
-                            with suppress(FileNotFoundError):
-                                new[name] = entry.stat(follow_symlinks=False)
-                        else:
+                            continue
+                        name = FileName.of(entry.name)
+                        if name is None or name.part != part or not entry.is_file(follow_symlinks=False):
                             leave(opened.path / entry.name)
+                            continue
+                        with suppress(FileNotFoundError):
+                            status = entry.stat(follow_symlinks=False)
+                            new.append((name, status.st_size, status.st_mtime_ns))
                 # Two changes within one tick of the file system's clock have the same time: read it again later.
                 self._looks[part] = changed_ns, since, now - since > _TICK_S
             except (FileNotFoundError, NotADirectoryError):
                 self._looks.pop(part, None)
-                with lock:
-                    before = set(sizes)
-            if before - kept or new:
-                yield part, before - kept, new
+            gone += before - seen
+        for name in map(FileName.of, gone):
+            if name is not None:
+                self.remove(name)
+        for number, found in enumerate(sorted(new, key=_by_need), 1):
+            self.add(*found)
+            if number % AT_ONCE == 0:
+                time.sleep(0)  # else others that wait for a lock do not get it
 
-    def look(self, folder: Directory, lock: threading.RLock) -> None:
-        """Read the parts that changed, and note what is there."""
-        for part, gone, new in self.read(folder, lock):
-            with lock:
-                for text in gone:
-                    self.remove(part, text)
-                for name, status in new.items():
-                    self.add(part, str(name), status.st_size)
+
+def _by_need(found: tuple[FileName, int, int]) -> tuple[bool, int]:
+    """KV before states; KV from the front, states in the order of their use."""
+    name, _, used_ns = found
+    return (True, used_ns) if name.kind == EntryKind.STATE else (False, name.depth_blocks)
 
 
 def names_in(folder: Directory, ours: str) -> list[str]:
@@ -146,9 +144,3 @@ def leave(what: Path | OSError) -> None:
     if not is_usual and str(what) not in _LEFT:
         _LEFT.add(str(what))
         logger.warning("shared: not of this package, left alone: %s", what)
-
-
-def by_need(found: tuple[FileName, os.stat_result]) -> tuple[bool, int]:
-    """KV before states; KV from the front, states in the order of their use."""
-    name, status = found
-    return (True, status.st_mtime_ns) if name.kind == EntryKind.STATE else (False, name.depth_blocks)

@@ -8,7 +8,7 @@ entry is one object: the header of ``header.py``, then the bytes. What the store
 - A transfer may end late, or in the middle. So bytes go through the memory of our threads, which is registered once, and
   the device compares the checksum of all that arrives.
 - A call may take half a minute: if the master hangs, or a holder. So the engine's thread makes none. What the store holds is
-  asked by one thread (`Asker`), in one question for all keys of a prompt; the engine waits for the answer at most ``ask_s``,
+  asked by one thread (`Client`), in one question for all keys of a prompt; the engine waits for the answer at most ``ask_s``,
   and not at all while an earlier question is late or the master is away. Threads read, write and remove.
 
 The package ``mooncake`` is imported when a tier is made.
@@ -16,6 +16,7 @@ The package ``mooncake`` is imported when a tier is made.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, VERSION, checksum_in, make_header
-from megatron_hybrid_prefix.tiers.mooncake_client import NO_MASTER, Asker, Client, MooncakeSettings
+from megatron_hybrid_prefix.tiers.mooncake_client import NO_MASTER, Client, MooncakeSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 if TYPE_CHECKING:
@@ -51,15 +52,13 @@ class MooncakeTier(Tier):
     def __init__(self, settings: MooncakeSettings, *, block_tokens: int, make_ranking: Callable[[], Any]) -> None:
         super().__init__(settings, block_tokens=block_tokens, make_ranking=make_ranking)
         self._settings = settings
-        self._lock = threading.Lock()
         self._answers: dict[str, tuple[bool, float]] = {}  # by object: whether it exists, and as of when (monotonic)
         self._wrong: set[str] = set()  # objects to be removed
         self._removing = threading.Lock()
         self._mine = threading.local()  # ``memory``: registered memory of a thread
         self._client = Client(settings)
         self._about = f"shared: Mooncake at {self._client.master}"
-        self._asker = Asker(self._client, settings.ask_s, settings.refresh_s)
-        self._close = weakref.finalize(self, self._asker.end)
+        self._close = weakref.finalize(self, self._client.end)
         self._close.atexit = False  # the client ends with the process
 
     # -- queries: on the engine's thread -------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ class MooncakeTier(Tier):
         known = self._recall(names)
         if len(known) < len(names):
             asked = [*names, *others]
-            found = self._asker.ask(asked)
+            found = self._client.ask(asked)
             if isinstance(found, str):
                 self.count(found, "what the store holds is not known")
             else:
@@ -101,17 +100,15 @@ class MooncakeTier(Tier):
     def _recall(self, names: Iterable[str]) -> dict[str, bool]:
         """Whether these objects existed, as of ``refresh_s`` ago at most. Objects of which nothing is known are left out."""
         oldest = time.monotonic() - self._settings.refresh_s
-        with self._lock:
-            known = ((name, *self._answers[name]) for name in names if name in self._answers)
-            recent = {name: here for name, here, since in known if since >= oldest}
-            return recent | dict.fromkeys(self._wrong.intersection(names), False)
+        known = ((name, *self._answers.get(name, (False, -math.inf))) for name in names)
+        recent = {name: here for name, here, since in known if since >= oldest}
+        return recent | dict.fromkeys(self._wrong.intersection(names), False)
 
     def _remember(self, answers: Iterable[tuple[str, bool]]) -> None:
         now = time.monotonic()
-        with self._lock:
-            if len(self._answers) > _MOST_ANSWERS:
-                self._answers.clear()
-            self._answers.update((name, (answer, now)) for name, answer in answers)
+        if len(self._answers) > _MOST_ANSWERS:
+            self._answers.clear()
+        self._answers.update((name, (answer, now)) for name, answer in answers)
 
     # -- put, read: on other threads -----------------------------------------------------------------------------------
 
@@ -128,10 +125,15 @@ class MooncakeTier(Tier):
                 self.count(f"register_{_reason(code)}", f"memory is not registered, error {code}")
         return memory[:size]
 
+    def _move(self, method: str, name: str, memory: np.ndarray[Any, Any]) -> int:
+        """Put or get one object. Returns an error code, or its size or 0."""
+        (code,) = self._client.call(method, [name], [[memory.ctypes.data]], [[memory.nbytes]])
+        return int(code)
+
     def wants(self, namespace: bytes, tag: Tag) -> bool:
         """The KV of a prompt is offered with each new state, as nobody says what the master evicts."""
         name = _object(namespace, tag.kind, tag.key)
-        if self._asker.is_down or not self._close.alive or name in self._wrong:
+        if self._client.is_down or not self._close.alive or name in self._wrong:
             return True  # `put` knows what to do
         exists = bool(self._client.call("batch_is_exist", [name]) == [1])
         if exists:
@@ -146,11 +148,10 @@ class MooncakeTier(Tier):
             self.count("write_wrong")
             return False
         memory = self._memory(len(entry.data))
-        header = make_header(namespace, entry.tag, len(entry.data), entry.checksum)
         view = memoryview(memory)
-        view[:HEADER_BYTES] = header
+        view[:HEADER_BYTES] = make_header(namespace, entry.tag, len(entry.data), entry.checksum)
         copy_bytes(entry.data, view[HEADER_BYTES:])
-        (code,) = self._client.call("batch_put_from_multi_buffers", *_arguments(name, memory))
+        code = self._move("batch_put_from_multi_buffers", name, memory)
         if code:
             self._note_failure("write", code)
             return False
@@ -164,7 +165,7 @@ class MooncakeTier(Tier):
         name, entry_bytes = _object(namespace, tag.kind, tag.key), sum(map(len, buffers))
         memory = self._memory(entry_bytes)
         with self._reading():
-            (code,) = self._client.call("batch_get_into_multi_buffers", *_arguments(name, memory))
+            code = self._move("batch_get_into_multi_buffers", name, memory)
         header = memory[:HEADER_BYTES].tobytes()
         checksum = checksum_in(header, namespace, tag, entry_bytes) if code == len(memory) else None
         if checksum is None:
@@ -184,7 +185,7 @@ class MooncakeTier(Tier):
 
     def _can_be_used(self) -> bool:
         """Whether the master is there. Else it is counted."""
-        if self._asker.is_down:
+        if self._client.is_down:
             self.count("no_master")
             return False
         return self._close.alive
@@ -198,7 +199,7 @@ class MooncakeTier(Tier):
 
     def _note_failure(self, what: str, code: int) -> None:
         if code in NO_MASTER:
-            self._asker.note_down()
+            self._client.note_down()
             self.count("no_master", f"a {what} failed, error {code}")
         elif code == _NOT_FOUND:
             self.count("gone")
@@ -217,9 +218,8 @@ class MooncakeTier(Tier):
 
     def _discard(self, name: str) -> None:
         """Remove an object, soon. It does not exist for us until it is written again."""
-        with self._lock:
-            self._wrong.add(name)
-        self._asker.later(lambda: self._take_out(name))
+        self._wrong.add(name)
+        self._client.later(lambda: self._take_out(name))
 
     def _take_out(self, name: str) -> bool:
         """Remove the object if it is wrong, also if somebody reads it. Returns whether no wrong one is left."""
@@ -230,10 +230,9 @@ class MooncakeTier(Tier):
                 code = self._client.call("remove", name, True)
                 if code not in (0, _NOT_FOUND):
                     return False
-            with self._lock:
-                self._wrong.discard(name)
                 self._answers.pop(name, None)
-            return True
+                self._wrong.discard(name)
+        return True
 
     def describe(self, stats: TierStats) -> None:
         """Add the memory that this rank lends, and what was given up. Only the master knows what is in the store."""
@@ -248,11 +247,6 @@ class MooncakeTier(Tier):
 def _object(namespace: bytes, kind: EntryKind, key: bytes) -> str:
     """Name of an entry's object."""
     return f"mhp-v{VERSION}/{namespace.hex()}/{kind.name.lower()}/{key.hex()}"
-
-
-def _arguments(name: str, memory: np.ndarray[Any, Any]) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    """The arguments of a put or get of one object."""
-    return [name], [[memory.ctypes.data]], [[memory.nbytes]]
 
 
 def _reason(code: int) -> str:

@@ -1,4 +1,4 @@
-"""Settings and client of a Mooncake Store, and the thread that asks it what exists, so that the engine's thread never waits for long."""
+"""Settings and client of a Mooncake Store. A thread asks it what exists, so that the engine's thread never waits for long."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -105,34 +107,51 @@ def new_store() -> Any:
     return MooncakeDistributedStore()
 
 
+class _Opened:
+    """A store that is closed when nobody refers to this any more. With the process, it ends unclosed."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        weakref.finalize(self, store.close).atexit = False
+
+
 class Client:
-    """A client that is closed when nobody uses it any more: a call on a closed one would end the process.
+    """A client of the store, and a thread that asks it for objects and removes them. It asks again while the master is away.
+
+    The client is closed after its last call: a call on a closed one would end the process.
 
     Args:
         settings: See `MooncakeTier`.
+
+    Attributes:
+        is_down: The last call did not reach the master.
 
     Raises:
         ValueError: See `MooncakeTier`.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        self.settings, self.master = settings, f"{settings.master_host}:{settings.master_port}"
+        self._settings, self.master = settings, f"{settings.master_host}:{settings.master_port}"
         host = settings.own_address()  # `setup` would try for 90 s
         try:
-            self._store = new_store()
+            store = new_store()
         except ImportError as error:
             raise ValueError(
                 f"shared: mooncake:// needs the package mooncake-transfer-engine and its libraries: {error}"
             ) from None
-        code = self._store.setup(
+        code = store.setup(
             host, "P2PHANDSHAKE", settings.lent_bytes, 0, settings.protocol, settings.device, self.master
         )
         if code:
             raise ValueError(f"shared: Mooncake at {self.master} refuses this client: error {code}; its log says why")
-        self._lock = threading.Lock()
-        self._calls = 0
-        self._closed = False
+        self._opened: _Opened | None = _Opened(store)
         self._registered: list[np.ndarray[Any, Any]] = []  # transfers that end late may still write there
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._last: Future[list[bool] | str] | None = None  # the answer to the last question
+        self.is_down = False
+        self._thread = threading.Thread(target=self._serve, name="mooncake", daemon=True)
+        self._thread.start()
+        finish_at_exit(self)
 
     def register(self, memory: np.ndarray[Any, Any]) -> int:
         """Register memory for transfers. Returns an error code, or 0."""
@@ -142,70 +161,23 @@ class Client:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the store. Raises RuntimeError if the client is closed."""
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the client of Mooncake is closed")
-            self._calls += 1
-        try:
-            return getattr(self._store, method)(*arguments)
-        finally:
-            self._leave()
-
-    def close(self) -> None:
-        """Close it, now or after the last call."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._calls += 1
-        self._leave()
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._calls -= 1
-            is_last = self._closed and not self._calls
-        if is_last:
-            self._store.close()
-
-
-class _Question:
-    """Objects whose existence is asked, and the answer: a reason if there is none."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names, self.over = names, threading.Event()
-        self.answer: list[bool] | str = "ask_failed"
-
-
-class Asker:
-    """A thread that asks for objects and removes them. It asks again while the master is away.
-
-    Args:
-        client: The client; closed by `end`.
-        wait_s: `ask` waits at most this long.
-        retry_s: Pause between two tries to reach the master.
-
-    Attributes:
-        is_down: The last call did not reach the master.
-    """
-
-    def __init__(self, client: Client, wait_s: float, retry_s: float) -> None:
-        self._client, self._wait_s, self._retry_s = client, wait_s, retry_s
-        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._last: _Question | None = None
-        self.is_down = False
-        self._thread = threading.Thread(target=self._serve, name="mooncake", daemon=True)
-        self._thread.start()
-        finish_at_exit(self)
+        opened = self._opened  # nobody closes it meanwhile
+        if opened is None:
+            raise RuntimeError("the client of Mooncake is closed")
+        return getattr(opened.store, method)(*arguments)
 
     def ask(self, names: list[str]) -> list[bool] | str:
-        """Which of these objects exist; or why that is not known. Waits at most ``wait_s``."""
+        """Which of these objects exist; or why that is not known. Waits at most ``ask_s``."""
         if self.is_down:
             return "no_master"
-        if self._last is not None and not self._last.over.is_set():
+        if self._last is not None and not self._last.done():
             return "late_answer"
-        question = self._last = _Question(names)
-        self._work.put(lambda: self._answer(question))
-        return question.answer if question.over.wait(self._wait_s) else "late_answer"
+        answer = self._last = Future()
+        self._work.put(lambda: self._answer(names, answer))
+        try:
+            return answer.result(self._settings.ask_s)
+        except TimeoutError:
+            return "late_answer"
 
     def later(self, job: Callable[[], object]) -> None:
         """The thread runs this."""
@@ -217,8 +189,8 @@ class Asker:
         self._work.put(lambda: None)  # the thread begins to try
 
     def end(self) -> None:
-        """End the thread, and the client. Does not wait, as the garbage collector may call it, anywhere."""
-        self._work.put(self._client.close)
+        """End the thread, and close the client after the last call. Does not wait: the garbage collector may call it, anywhere."""
+        self._work.put(self._close)
         self._work.put(None)
 
     def finish(self) -> None:
@@ -229,7 +201,7 @@ class Asker:
     def _serve(self) -> None:
         while True:
             try:
-                job = self._work.get(timeout=self._retry_s if self.is_down else None)
+                job = self._work.get(timeout=self._settings.refresh_s if self.is_down else None)
             except Empty:
                 job = self._try
             if job is None:
@@ -237,20 +209,24 @@ class Asker:
             try:
                 job()
             except Exception as error:
-                logger.error("shared: Mooncake at %s: %r", self._client.master, error)
+                logger.error("shared: Mooncake at %s: %r", self.master, error)
             del job  # it may be the last that has the tier
 
-    def _answer(self, question: _Question) -> None:
+    def _close(self) -> None:
+        self._opened = None
+
+    def _answer(self, names: list[str], answer: Future[list[bool] | str]) -> None:
+        found: list[bool] | str = "ask_failed"
         try:
-            codes = self._client.call("batch_is_exist", question.names)
+            codes = self.call("batch_is_exist", names)
             self.is_down = any(code in NO_MASTER for code in codes)
-            question.answer = "no_master" if self.is_down else [code == 1 for code in codes]
+            found = "no_master" if self.is_down else [code == 1 for code in codes]
         finally:
-            question.over.set()
+            answer.set_result(found)
 
     def _try(self) -> None:
         try:
-            self._client.settings.own_address()  # unlike a call, this does not hold up the end of the process
+            self._settings.own_address()  # unlike a call, this does not hold up the end of the process
         except ValueError:
             return
-        self._answer(_Question(["whether the master is there"]))
+        self._answer(["whether the master is there"], Future())

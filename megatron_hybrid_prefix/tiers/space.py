@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections import Counter
-from itertools import islice
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -24,7 +25,7 @@ class KeptFile:
         key, parent, depth_blocks: As in the prefix tree.
         names: Its files, by kind.
         children: Number of child nodes.
-        since: When this process learned of the block (monotonic).
+        since: When this process learned of the block (monotonic). Before all time, if its KV waits for no state.
         used_ns: Time of the state's last use, as its file says.
     """
 
@@ -39,114 +40,120 @@ class KeptFile:
         self.since = time.monotonic()
 
 
-class Space(TierIndex[KeptFile]):
-    """Index of one namespace. It only notes; nothing is read or deleted here.
+class Space(Listing, TierIndex[KeptFile]):
+    """Index of the namespace in use. It only notes; nothing is read or deleted here.
 
-    Callers hold a lock, except those of `get`. No method takes longer if there are more entries.
+    Thread-safe. No method but `look` takes longer if there are more entries.
 
     Args:
         eviction: Ranks the states.
-        name: Of the namespace.
+        namespace: The namespace.
 
     Attributes:
-        name: As given.
-        listing: Its files.
-        folders: Their folders, by part; "" is the namespace's own. Empty until they are open.
+        namespace: As given.
+        folders: Folders of its files, by part; "" is the namespace's own. Empty until they are open.
         counts: Entries by kind.
+        wrong: Files to be deleted. They are not here any more.
+        blocked: Folders are in the places of these files: they are not tried again.
     """
 
-    def __init__(self, eviction: EvictionPolicy[KeptFile], name: str) -> None:
-        super().__init__(eviction)
-        self.name, self.listing = name, Listing()
+    def __init__(self, eviction: EvictionPolicy[KeptFile], namespace: bytes) -> None:
+        Listing.__init__(self)
+        TierIndex.__init__(self, eviction)
+        self.namespace = namespace
         self.folders: dict[str, Directory] = {}
-        self._nodes: dict[bytes, KeptFile] = {}
-        # Files whose parent is not here, with the time of last use, and when they were seen (monotonic).
-        self._orphans: dict[FileName, tuple[int, float]] = {}
-        self._orphans_of: dict[bytes, set[FileName]] = {}  # by the parent's key
-        # Nodes that may still get a state below, in the order in which they were seen. (KV is written before its state.)
-        self._young: dict[KeptFile, None] = {}
         self.counts: Counter[EntryKind] = Counter()
+        self.wrong: set[FileName] = set()
+        self.blocked: set[FileName] = set()
+        self._lock = threading.Lock()
+        self._nodes: dict[bytes, KeptFile] = {}
+        # Files whose parent is not here, by its key, with the time of last use, and when they were seen (monotonic).
+        self._orphans: dict[bytes, dict[FileName, tuple[int, float]]] = {}
+
+    def place(self, name: FileName) -> tuple[Directory, str]:
+        """Where a file is, or would be."""
+        return self.folders[name.part], str(name)
 
     def get(self, kind: EntryKind, key: bytes) -> FileName | None:
-        """The entry's file; None if it is not here. Needs no lock: each step is one of the interpreter's."""
+        """The entry's file; None if it is not here. Waits for no lock: each step is one of the interpreter's."""
         node = self._nodes.get(key)
         return None if node is None else node.names.get(kind)
 
-    def add(self, name: FileName, size: int, used_ns: int) -> None:
-        """There is a file of ``size`` bytes, used last at this time."""
-        if not self.listing.add(name.part, str(name), size) or self.get(name.kind, name.key) is not None:
-            return
-        if self._place(name, used_ns):
-            self._adopt(name.key)
-        else:
-            self._orphans[name] = used_ns, time.monotonic()
-            self._orphans_of.setdefault(name.parent, set()).add(name)
+    def add(self, name: FileName, size: int, used_ns: int) -> bool:
+        """Files below it that were waiting for it get their places, too."""
+        with self._lock:
+            if not super().add(name, size, used_ns) or self.get(name.kind, name.key) is not None:
+                return False
+            found = [(name, (used_ns, time.monotonic()))]
+            while found:
+                name, seen = found.pop()
+                if self._put_in_tree(name, seen[0]):
+                    found += self._orphans.pop(name.key, {}).items()
+                else:
+                    self._orphans.setdefault(name.parent, {})[name] = seen
+            return True
 
     def remove(self, name: FileName) -> int:
-        """A file is gone, or about to be deleted. Returns its bytes; 0 if it was not known."""
-        size = self.listing.remove(name.part, str(name)) or 0
-        if name in self._orphans:
-            self._pop_orphan(name)
+        with self._lock:
+            size, orphans = super().remove(name), self._orphans.get(name.parent, {})
+            if orphans.pop(name, None) and not orphans:
+                del self._orphans[name.parent]
+            node = self._nodes.get(name.key)
+            if node is None or node.names.get(name.kind) != name:
+                return size
+            del node.names[name.kind]
+            self.counts[name.kind] -= 1
+            if name.kind == EntryKind.STATE:
+                self.drop_state(node)
+                self._goes_first(node)
+            else:
+                self.drop_kv(node)
+            while not node.names and not node.children:
+                del self._nodes[node.key]
+                if node.parent is None:
+                    break
+                node = node.parent
+                node.children -= 1
+                self._goes_first(node)  # right after what was below it
             return size
-        node = self._nodes.get(name.key)
-        if node is None or node.names.get(name.kind) != name:
-            return size
-        del node.names[name.kind]
-        self.counts[name.kind] -= 1
-        if name.kind == EntryKind.STATE:
-            above: KeptFile | None = node
-            while above is not None and self.users[above] == 1:  # only this state needs it: it waits for no other
-                self._young.pop(above, None)
-                above = above.parent
-            self.drop_state(node)
-        else:
-            self.drop_kv(node)
-        self._prune(node)
-        return size
 
-    def use(self, node: KeptFile, used_ns: int) -> None:
+    def use(self, name: FileName, used_ns: int) -> None:
         """A request resumed from the state."""
-        node.used_ns = max(node.used_ns, used_ns)
-        self.use_state(node)
-
-    def node(self, key: bytes) -> KeptFile | None:
-        """The node of a block."""
-        return self._nodes.get(key)
+        with self._lock:
+            node = self._nodes.get(name.key)
+            if node is not None and node in self.states:
+                node.used_ns = max(node.used_ns, used_ns)
+                self.use_state(node)
 
     def has_kv(self, node: KeptFile) -> bool:
-        """KV below goes first, and young KV waits for its state."""
-        return EntryKind.KV in node.names and not node.children and node not in self._young
-
-    def grow_up(self, most: int) -> bool:
-        """Note which KV no state is being written for any more, at most so many. Returns whether there may be more."""
-        late = time.monotonic() - _GRACE_S
-        nodes = list(islice(self._young, most))
-        for node in nodes:
-            if node.since >= late:
-                return False
-            del self._young[node]
-            self._note(node)
-        return bool(nodes)
+        """KV below goes first."""
+        return EntryKind.KV in node.names and not node.children
 
     def next_unneeded(self) -> FileName | None:
         """The file to delete next, of KV that no state needs, and of orphans. Young ones are left out. None: there is none."""
-        late = time.monotonic() - _GRACE_S
-        for name, (_, since) in islice(self._orphans.items(), 1):
-            if since < late:
-                return name
-        node = self.next_kv()
-        return None if node is None else node.names[EntryKind.KV]
+        with self._lock:
+            late = time.monotonic() - _GRACE_S
+            orphan = next(((name, since) for each in self._orphans.values() for name, (_, since) in each.items()), None)
+            if orphan is not None and orphan[1] < late:
+                return orphan[0]
+            node = self.next_kv()  # the oldest
+            return None if node is None or node.since >= late else node.names[EntryKind.KV]
 
-    def _place(self, name: FileName, used_ns: int) -> bool:
+    def next_used_least(self) -> tuple[FileName, int] | None:
+        """The file of the state to delete next, and the time of its last use; None: there is none."""
+        with self._lock:
+            node = self.next_state()
+            return None if node is None else (node.names[EntryKind.STATE], node.used_ns)
+
+    def _put_in_tree(self, name: FileName, used_ns: int) -> bool:
+        """Give a file its place. False: its parent is not here."""
         node = self._nodes.get(name.key)
         if node is None:
-            parent = self._nodes.get(name.parent) if name.parent else None
-            if (parent is None) != (name.depth_blocks == 1) or name.depth_blocks < 1:
-                return False
-            if parent is not None and parent.depth_blocks != name.depth_blocks - 1:
+            parent = self._nodes.get(name.parent)
+            above_blocks = 0 if parent is None else parent.depth_blocks
+            if (parent is None and name.parent) or name.depth_blocks != above_blocks + 1:
                 return False
             node = self._nodes[name.key] = KeptFile(name, parent)
-            self._young[node] = None
             if parent is not None:
                 parent.children += 1
                 self.drop_kv(parent)
@@ -155,37 +162,12 @@ class Space(TierIndex[KeptFile]):
         if name.kind == EntryKind.STATE:
             node.used_ns = used_ns
             self.add_state(node)
-        else:
-            self._note(node)
+        elif self.has_kv(node) and node not in self.users:
+            self.note_kv(node)
         return True
 
-    def _adopt(self, key: bytes) -> None:
-        """Give the orphans below this block their places."""
-        parents = [key]
-        while parents:
-            for name in sorted(self._orphans_of.get(parents.pop(), ())):
-                used_ns, _ = self._orphans[name]
-                if self._place(name, used_ns):
-                    self._pop_orphan(name)
-                    parents.append(name.key)
-
-    def _pop_orphan(self, name: FileName) -> None:
-        del self._orphans[name]
-        siblings = self._orphans_of[name.parent]
-        siblings.discard(name)
-        if not siblings:
-            del self._orphans_of[name.parent]
-
-    def _prune(self, node: KeptFile) -> None:
-        while not node.names and not node.children:
-            del self._nodes[node.key]
-            self._young.pop(node, None)
-            if node.parent is None:
-                return
-            node = node.parent
-            node.children -= 1
-            self._note(node, first=True)  # right after what was below it
-
-    def _note(self, node: KeptFile, *, first: bool = False) -> None:
+    def _goes_first(self, node: KeptFile) -> None:
+        """What needed the node's KV has gone: it waits for no state, and goes before all other KV unless another state needs it."""
+        node.since = -math.inf
         if self.has_kv(node) and node not in self.users:
-            self.note_kv(node, first=first)
+            self.note_kv(node, first=True)

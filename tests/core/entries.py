@@ -59,3 +59,7 @@ def holds(tier: Tier, of: Tag, writer: int = 0, name: bytes = NAME) -> bool:
     assert threading.get_ident() not in tier._reads, "the read is over"
     assert own is None or (own, found) == (checksum(of, writer), data(of, writer))
     return own is not None
+
+
+def raises(error: Exception) -> None:
+    raise error

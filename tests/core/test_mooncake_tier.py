@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from megatron_hybrid_prefix.tiers import mooncake, mooncake_client
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.mooncake_client import MooncakeSettings
-from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, holds, key, keys, prompt_tags, put, tag
+from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, holds, key, keys, prompt_tags, put, raises, tag
 from tests.core.tier_kinds import Mooncake
 from tests.harness.fake_mooncake import FakeCluster, FakeStore
 from tests.harness.limits import HANG_S, wait_until
@@ -74,7 +75,7 @@ def test_what_is_here_is_not_wanted_again(store, cluster):
 def test_memory_is_registered_once_per_thread(store, cluster):
     """It grows to the largest entry. What is not used any more stays: a late transfer may write there."""
     tier, tags = store.tier(), prompt_tags(1, 3)
-    memory = tier._client._store.memory
+    memory = tier._client._opened.store.memory
     assert put(tier, *tags) == [True] * 4 and all(holds(tier, each) for each in tags)
     sizes = sorted(HEADER_BYTES + size for size in SIZE.values())
     assert sorted(memory.values()) == sizes
@@ -142,14 +143,14 @@ def test_a_master_that_is_away_and_returns(store, cluster):
     tier, tags = store.tier(), prompt_tags(1, 1)
     put(tier, *tags)
     cluster.is_away = True
-    assert not holds(tier, tags[0]) and tier._asker.is_down
+    assert not holds(tier, tags[0]) and tier._client.is_down
     cluster.questions.clear()
     assert tier.kv_depth(NAME, keys(1, 1), 0) == 0 and put(tier, *tags) == [False] * 2 and not holds(tier, tags[0])
     assert tier.counts == {"no_master": 5}
     wait_until(lambda: len(cluster.questions) > 1, "it is looked for", pause_s=0.001)
     assert all(len(names) == 1 for names in cluster.questions)  # by the thread alone
     cluster.restart()
-    wait_until(lambda: not tier._asker.is_down, "it is found", pause_s=0.001)
+    wait_until(lambda: not tier._client.is_down, "it is found", pause_s=0.001)
     assert tier.kv_depth(NAME, keys(1, 1), 0) == 0 and not holds(tier, tags[0])  # it has forgotten all
     assert put(tier, *tags) == [True] * 2 and tier.kv_depth(NAME, keys(1, 1), 0) == 1
     assert tier.counts == {"no_master": 5, "gone": 1}
@@ -164,11 +165,11 @@ def test_a_master_whose_port_is_closed_is_not_called(store, cluster, monkeypatch
         raise ValueError("cannot reach it")
 
     monkeypatch.setattr(MooncakeSettings, "own_address", closed)
-    tier._asker.note_down()
+    tier._client.note_down()
     wait_until(lambda: len(looks) > 2, "it is looked for", pause_s=0.001)
-    assert cluster.questions == [] and tier._asker.is_down
-    tier._asker.finish()
-    assert not tier._asker._thread.is_alive()
+    assert cluster.questions == [] and tier._client.is_down
+    tier._client.finish()
+    assert not tier._client._thread.is_alive()
 
 
 def test_the_engine_waits_once_for_an_answer_that_is_late(store, cluster):
@@ -176,7 +177,7 @@ def test_the_engine_waits_once_for_an_answer_that_is_late(store, cluster):
     put(tier, *prompt_tags(1, 1))
     cluster.gate.clear()
     assert tier.kv_depth(NAME, keys(1, 1), 0) == 0 and tier.counts == {"late_answer": 1}
-    tier._asker._wait_s = HANG_S
+    tier._client._settings = replace(tier._client._settings, ask_s=HANG_S)
     assert tier.kv_depth(NAME, keys(1, 1), 0) == 0 and tier.counts == {"late_answer": 2}  # did not wait
     cluster.gate.set()
     store.settle(tier)
@@ -187,7 +188,7 @@ def test_the_engine_waits_once_for_an_answer_that_is_late(store, cluster):
 def test_the_client_is_closed_after_its_last_call(store, cluster, end):
     tier, of = store.tier(), tag(KV, 1, 1)
     client = tier._client
-    store = client._store
+    store = client._opened.store
     put(tier, of)
     tier.remove(NAME, [of])
     wait_until(lambda: cluster.removals, "the thread has removed it", pause_s=0.001)
@@ -197,7 +198,7 @@ def test_the_client_is_closed_after_its_last_call(store, cluster, end):
     wait_until(lambda: cluster.waiting, "the call has begun", pause_s=0.001)
     if end == "close":
         tier.close()
-        wait_until(lambda: client._closed, "the thread has been told", pause_s=0.001)
+        wait_until(lambda: client._opened is None, "the thread has been told", pause_s=0.001)
         assert put(tier, of) == [False] and not holds(tier, of)
     else:
         del tier  # the thread is the last who has the tier
@@ -223,7 +224,3 @@ def test_what_is_missing_is_one_line(monkeypatch):
         away.is_away = True
         with pytest.raises(ValueError, match="refuses this client: error -1"):
             tier_of(settings)
-
-
-def raises(error: Exception) -> None:
-    raise error

@@ -89,32 +89,20 @@ def test_another_owner(tmp_path, owners, monkeypatch):
 def test_a_group_of_this_user_alone_may_write(tmp_path, monkeypatch):
     tmp_path.chmod(0o770)
     group = tmp_path.stat().st_gid
-    user, members = SimpleNamespace(pw_name="me", pw_gid=group), SimpleNamespace(gr_name="me", gr_mem=[])
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
-    accounts = [SimpleNamespace(pw_name="me", pw_gid=group), SimpleNamespace(pw_name="you", pw_gid=group + 1)]
-    monkeypatch.setattr(grp, "getgrgid", lambda gid: members)
-    monkeypatch.setattr(pwd, "getpwall", lambda: accounts)
-    monkeypatch.setattr(private_folder, "_ROOT", group + 2)
-    assert who_else_writes(tmp_path) is None
-    monkeypatch.setattr(private_folder, "_ROOT", group)  # accounts of the system may be in it
-    assert who_else_writes(tmp_path) == f"others can write to {tmp_path}"
-    monkeypatch.setattr(private_folder, "_ROOT", group + 2)
-    accounts[1].pw_gid = group  # it is not among the members
-    assert who_else_writes(tmp_path) == f"others can write to {tmp_path}"
-    accounts[1].pw_gid = group + 1
-    for name, value in (("gr_mem", ["me", "you"]), ("gr_name", "staff")):
-        before = getattr(members, name)
-        setattr(members, name, value)
-        assert who_else_writes(tmp_path) == f"others can write to {tmp_path}"
-        setattr(members, name, before)
-    user.pw_gid = group + 1
-    assert who_else_writes(tmp_path) == f"others can write to {tmp_path}"
 
-    def unknown(number):
-        raise KeyError(number)
+    def found(*, user=group, other=group + 1, name="me", members=(), root=group + 2, known=True):
+        account = SimpleNamespace(pw_name="me", pw_gid=user)
+        monkeypatch.setattr(pwd, "getpwuid", lambda uid: account if known else {}[uid])
+        monkeypatch.setattr(pwd, "getpwall", lambda: [account, SimpleNamespace(pw_name="you", pw_gid=other)])
+        monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name=name, gr_mem=list(members)))
+        monkeypatch.setattr(private_folder, "_ROOT", root)
+        return who_else_writes(tmp_path)
 
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    assert who_else_writes(tmp_path) == f"others can write to {tmp_path}"
+    assert found() is None
+    # Accounts of the system may be in a group of root. The other one need not be among the members.
+    shared = ({"root": group}, {"other": group}, {"members": ("me", "you")}, {"name": "staff"}, {"user": group + 1})
+    for each in (*shared, {"known": False}):
+        assert found(**each) == f"others can write to {tmp_path}", each
 
 
 def test_a_link_is_followed_once(tmp_path):

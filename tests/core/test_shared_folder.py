@@ -7,12 +7,12 @@ import fcntl
 import os
 import random
 import re
-import resource
 import signal
 import socket
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers import folder as folders
-from megatron_hybrid_prefix.tiers import listing, locks
+from megatron_hybrid_prefix.tiers import listing
 from megatron_hybrid_prefix.tiers import space as spaces
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings
 from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
-from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, tag
+from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, raises, tag
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
 
@@ -52,7 +52,7 @@ def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes | None = NAM
 
 
 def path_of(tier: FileTier, of: Tag) -> Path:
-    folder, name = tier.folder.place(tier._file_name(of))
+    folder, name = tier.folder.space.place(tier._file_name(of))
     return folder.path / name
 
 
@@ -65,13 +65,16 @@ def check(folder: Path, *tiers: FileTier) -> None:
     """Each index holds exactly the entries of the folder, and counts their bytes."""
     found = files(folder)
     for tier in tiers:
-        tier.folder.refresh()
+        tier.folder.look()
         assert tier.folder.space is not None
         assert tier.folder.bytes_used == sum(found.values())
-        sizes, nodes = tier.folder.space.listing.sizes.values(), tier.folder.space._nodes.values()
+        sizes, nodes = tier.folder.space.sizes.values(), tier.folder.space._nodes.values()
         listed = {name: size for part in sizes for name, size in part.items()}
         assert listed.items() <= found.items()
-        indexed = [*tier.folder.space._orphans, *(name for node in nodes for name in node.names.values())]
+        indexed = [
+            *(name for each in tier.folder.space._orphans.values() for name in each),
+            *(name for node in nodes for name in node.names.values()),
+        ]
         assert sorted(map(str, indexed)) == sorted(listed)
 
 
@@ -93,48 +96,44 @@ def open_files(folder: Path) -> list[str]:
     return sorted(path for path in found if path.startswith(str(folder)))
 
 
-def test_no_file_stays_open(tmp_path, monkeypatch):
-    tier, tags = tier_on(tmp_path), prompt_tags(1, 3)
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EMFILE, errno.EACCES, errno.EISDIR])
+def test_a_read_that_fails(tmp_path, monkeypatch, code):
+    """No file stays open. What cannot be read tomorrow either is written again."""
+    tier, tags, stays = tier_on(tmp_path), prompt_tags(1, 1), code in (errno.EAGAIN, errno.EMFILE)
     put(tier, *tags)
     before = open_files(tmp_path)
-    path_of(tier, tags[0]).unlink()
-    assert [holds(tier, each) for each in tags] == [False, True, True, True]
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.close(free := os.open(tmp_path, os.O_RDONLY))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-    try:
-        assert not any(holds(tier, each) for each in tags)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert tier.counts == {"gone": 2, "read_EMFILE": 3}
     with monkeypatch.context() as broken:
-        broken.setattr(os, "preadv", lambda *arguments: raises(OSError(errno.EAGAIN, "later")))
-        assert not holds(tier, tags[-1])
-    assert open_files(tmp_path) == before and not tier._reads
-    assert all(holds(tier, each) for each in tags[1:])
+        broken.setattr(os, "preadv", lambda *arguments: raises(OSError(code, "broken")))
+        assert not holds(tier, tags[-1]) and open_files(tmp_path) == before
+    assert tier.counts == {f"read_{errno.errorcode[code]}": 1} and tier.contains(NAME, STATE, tags[-1].key) == stays
+    assert put(tier, tags[-1], writer=1) == [True] and holds(tier, tags[-1], writer=int(not stays))
+    check(tmp_path, tier)
 
 
-def test_a_namespace_that_is_not_open_has_nothing_and_takes_nothing(tmp_path):
-    """Also while it is being opened: its index is filled by then, but no header would be right."""
+def test_new_weights_have_nothing_and_take_nothing_until_a_look(tmp_path):
+    """Nobody waits for a disk that hangs, and the old weights have nothing any more."""
     tier, of, other = tier_on(tmp_path), tag(KV, 1, 1), b"m" * 16
     put(tier, of)
     assert not tier.contains(other, KV, of.key) and not holds(tier, of, name=other)
-    assert put(tier, tag(KV, 9, 1), name=other) == [False]  # a thread was late
-    tier.remove(other, [of])
-    assert tier.counts == {"gone": 1, "old_weights": 1}
-    tier.counts.clear()
-    tier._name = b""
-    assert not holds(tier, of) and tier.counts == {"gone": 1}
-    tier._name = NAME
-    assert holds(tier, of)
-
-
-def test_new_weights_do_not_wait_for_a_disk_that_hangs(tmp_path):
-    tier = tier_on(tmp_path)
-    put(tier, *prompt_tags(1, 1))
     with tier.folder._looking:  # as a look that does not come back
-        tier.use_namespace(b"m" * 16)
-        assert tier.kv_depth(b"m" * 16, [key(1, 1)], 0) == 0 == tier.kv_depth(NAME, [key(1, 1)], 0)
+        tier.use_namespace(other)
+        for name in (NAME, other):
+            assert tier.kv_depth(name, [of.key], 0) == 0 and not holds(tier, of, name=name)
+            assert put(tier, tag(KV, 9, 1), name=name) == [False]  # a thread was late
+            tier.remove(name, [of])
+    assert tier.counts == {"gone": 3, "old_weights": 2}
+    wait_until(lambda: tier._space(other), "the namespace is open")
+    tier.use_namespace(NAME)
+    wait_until(lambda: holds(tier, of), "the first namespace is open again")
+
+
+def test_a_late_write_deletes_nothing_of_old_weights(tmp_path, no_grace):
+    tier, other = tier_on(tmp_path, budget_bytes=6_000), b"m" * 16
+    put(tier, *prompt_tags(1, 2))
+    old, before = tier.folder.space, files(tmp_path)
+    tier.use_namespace(other)
+    wait_until(lambda: tier._space(other), "the namespace is open")
+    assert not tier.folder.write(old, tier._file_name(tag(KV, 1, 3)), [bytes(1_000)]) and files(tmp_path) == before
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -228,6 +227,16 @@ def test_a_reader_keeps_the_file_that_it_opened(tmp_path, monkeypatch):
     assert one.counts == {"gone": 1}
 
 
+def test_a_wrong_file_that_was_replaced_stays(tmp_path, monkeypatch):
+    tier, of = tier_on(tmp_path), tag(KV, 1, 1)
+    put(tier, of)
+    monkeypatch.setattr(tier._wake, "set", lambda: None)  # a look that comes late
+    tier.remove(NAME, [of])
+    assert not tier.contains(NAME, KV, of.key) and put(tier, of, writer=1) == [True]
+    tier.look()
+    assert holds(tier, of, writer=1)
+
+
 def test_a_clock_that_jumps_changes_no_answer(tmp_path, monkeypatch):
     tier = tier_on(tmp_path, budget_bytes=16_000)
     now = time.time_ns()
@@ -245,43 +254,12 @@ def test_a_clock_that_jumps_changes_no_answer(tmp_path, monkeypatch):
 # -- budget ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_cannot_be_read_is_written_again(tmp_path, monkeypatch):
-    tier, tags = tier_on(tmp_path), prompt_tags(1, 1)
-    put(tier, *tags)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "preadv", lambda *arguments: raises(OSError(errno.EACCES, "broken")))
-        assert not holds(tier, tags[-1])
-    assert not tier.contains(NAME, STATE, tags[-1].key) and tier.counts == {"read_EACCES": 1}
-    assert put(tier, tags[-1], writer=1) == [True] and holds(tier, tags[-1], writer=1)
-    check(tmp_path, tier)
-
-
-def raises(error: Exception) -> None:
-    raise error
-
-
-def test_files_of_others_are_left_alone(tmp_path):
-    """No name of a file ends the process, or the thread that looks."""
-    tags = prompt_tags(1, 2)
-    put(tier_on(tmp_path), *tags)
-    space = tmp_path / f"v{folders.VERSION}" / NAME.hex()
-    right = str(FileName(KV, 1, key(2, 1), b""))
-    strays = ["kv-1--", "kv-01" + right[4:], right.upper().lower().replace("kv-1", "kv- 1"), "notes.txt", right]
-    for stray in strays:  # the last one lies in the wrong folder
-        (space / "3e" / stray).write_bytes(b"x")
-    tier = tier_on(tmp_path)
-    for _ in range(2):
-        tier.look()
-        assert all(holds(tier, each) for each in tags) and not tier.contains(NAME, KV, key(2, 1))
-    assert all((space / "3e" / stray).exists() for stray in strays)
-
-
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
 def test_a_look_that_fails_is_repeated(tmp_path, monkeypatch, error):
     tags = prompt_tags(1, 2)
     put(tier_on(tmp_path), *tags)
     with monkeypatch.context() as broken:
-        broken.setattr(folders.SharedFolder, "refresh", lambda self: raises(error("broken")))
+        broken.setattr(folders.SharedFolder, "look", lambda self: raises(error("broken")))
         tier = tier_on(tmp_path, refresh_s=0.05)
         wait_until(lambda: tier.counts["look_error"] > 2, "more looks")
     wait_until(lambda: holds(tier, tags[-1]), "a look that succeeds")
@@ -289,9 +267,9 @@ def test_a_look_that_fails_is_repeated(tmp_path, monkeypatch, error):
 
 def test_an_entry_is_looked_at_once_per_parent(monkeypatch):
     """Many prompts whose first block is gone do not slow down the others."""
-    placed, place = [], spaces.Space._place
-    monkeypatch.setattr(spaces.Space, "_place", lambda self, *args: placed.append(args) or place(self, *args))
-    space = spaces.Space(make_eviction_policy("recompute_cost"), "space")
+    placed, place = [], spaces.Space._put_in_tree
+    monkeypatch.setattr(spaces.Space, "_put_in_tree", lambda self, *args: placed.append(args) or place(self, *args))
+    space = spaces.Space(make_eviction_policy("recompute_cost"), NAME)
     for prompt in range(100):
         space.add(FileName(KV, 2, key(prompt, 2), key(prompt, 1)), 1, 0)
     for prompt in range(100, 200):
@@ -306,7 +284,7 @@ def test_the_budget_holds_whatever_is_written(tmp_path, no_grace):
     tiers = [tier_on(tmp_path, budget_bytes=budget) for _ in range(3)]
     for _ in range(60):
         tier = dice.choice(tiers)
-        tier.folder.refresh()
+        tier.folder.look()
         put(tier, *prompt_tags(dice.randrange(12), dice.randint(1, 4)))
         assert sum(files(tmp_path).values()) <= budget
     check(tmp_path, *tiers)
@@ -316,10 +294,19 @@ def test_the_budget_holds_whatever_is_written(tmp_path, no_grace):
             assert holds(tier, of) == tier.contains(NAME, of.kind, of.key)
 
 
+def test_what_others_deleted_is_room(tmp_path):
+    tier, other = tier_on(tmp_path, budget_bytes=11_500), tier_on(tmp_path)
+    put(tier, *prompt_tags(1, 2), *prompt_tags(2, 2))
+    other.look()
+    other.remove(NAME, prompt_tags(2, 2))
+    other.look()
+    assert put(tier, *prompt_tags(3, 2)) == [True] * 3 and all(holds(tier, each) for each in prompt_tags(1, 2))
+
+
 def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
     tier, other = (tier_on(tmp_path, budget_bytes=26_000) for _ in range(2))
     put(tier, *prompt_tags(1, 2))
-    other.folder.refresh()
+    other.folder.look()
     for number in range(2, 30):
         assert holds(other, tag(STATE, 1, 2)), number  # used by another process than the one that deletes
         put(tier, *prompt_tags(number, 2))
@@ -331,9 +318,9 @@ def test_what_is_used_stays_and_its_kv_with_it(tmp_path, no_grace):
 def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch, seed):
     """Against all nodes, after random changes. Each change looks at the nodes above the entry at most."""
     noted = []
-    note = spaces.Space._note
-    monkeypatch.setattr(spaces.Space, "_note", lambda *args, **kwargs: noted.append(1) or note(*args, **kwargs))
-    space, dice = spaces.Space(make_eviction_policy("lru"), "space"), random.Random(seed)
+    note = spaces.Space.note_kv
+    monkeypatch.setattr(spaces.Space, "note_kv", lambda *args, **kwargs: noted.append(1) or note(*args, **kwargs))
+    space, dice = spaces.Space(make_eviction_policy("lru"), NAME), random.Random(seed)
 
     def name(kind: EntryKind, prompt: int, depth: int) -> FileName:
         keys = [b"", *(bytes([at, prompt // 3 ** (4 - at)]) * 8 for at in range(1, 5))]  # three blocks after each block
@@ -351,8 +338,6 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
         if step % 3 == 0:
             node = dice.choice([node for node in space._nodes.values() if node.names])
             space.remove(dice.choice(list(node.names.values())))
-        while space.grow_up(3):
-            pass
         space.check_needs(space._nodes.values())
     assert len(noted) < 200 * 2 * (4 + 2 * 4)
     expected, found = unneeded(), []
@@ -365,26 +350,19 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
 
 
 def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
-    """The engine's thread takes no lock for a query, and a look at a large folder releases it again and again."""
-    first, count = tier_on(tmp_path), 3 * folders.AT_ONCE + 1
+    """The engine's thread waits for no lock, and a look at a large folder lets others in again and again."""
+    first, count = tier_on(tmp_path), 3 * listing.AT_ONCE + 1
     tags = [tag(KV, 1 + number % 200, 1 + number // 200) for number in range(count)]
     put(first, *tags)
     added = [0]
     add = spaces.Space.add
     monkeypatch.setattr(spaces.Space, "add", lambda *args: added.append(added.pop() + 1) or add(*args))
-    tier = tier_on(tmp_path, name=None)
-
-    class Lock:
-        def __enter__(self) -> None:
-            added.append(0)
-
-        def __exit__(self, *error: Any) -> None:
-            pass
-
-    monkeypatch.setattr(tier.folder, "lock", Lock())
-    tier.use_namespace(NAME)
-    assert sum(added) == count and max(added) == folders.AT_ONCE
-    monkeypatch.setattr(tier.folder, "lock", None)
+    monkeypatch.setattr(time, "sleep", lambda pause_s: added.append(0))
+    tier = tier_on(tmp_path)
+    assert sum(added) == count and max(added) == listing.AT_ONCE
+    for holder, lock in ((tier.folder, "_looking"), (tier.folder, "_room"), (tier.folder.space, "_lock")):
+        monkeypatch.setattr(holder, lock, None)
+    tier.describe(TierStats())
     assert tier.contains(NAME, KV, key(1, 1)) and tier.kv_depth(NAME, [key(1, 1)], 0) == 1
     assert not tier.state_depth(NAME, [key(1, 1)], 0, 1)
 
@@ -393,7 +371,6 @@ def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
     tier = tier_on(tmp_path, budget_bytes=20_000)
     put(tier, *prompt_tags(1, 3), tag(STATE, 1, 1))
     space = tier.folder.space
-    space.grow_up(10)
     assert space.next_unneeded() is None
 
     def gone() -> list[bytes]:
@@ -401,7 +378,7 @@ def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
         deleted, remove = [], space.remove
         space.remove = lambda name: deleted.append(name.key) or remove(name)
         before = tier.folder.bytes_used
-        assert tier.folder._delete_state() == before - tier.folder.bytes_used
+        assert tier.folder._delete_state(space) == before - tier.folder.bytes_used
         del space.remove
         return deleted
 
@@ -418,23 +395,28 @@ def test_kv_that_waits_for_its_state_stays(tmp_path):
 
 
 def test_namespaces_that_nobody_uses_go_before_states(tmp_path):
+    """What is deleted to make room is counted; not what is wrong."""
     old, used = (tier_on(tmp_path, name=name) for name in (b"o" * 16, b"u" * 16))
-    put(old, *prompt_tags(1, 2), name=b"o" * 16)
-    put(used, *prompt_tags(1, 2), name=b"u" * 16)
+    stored = sum(put(old, *prompt_tags(1, 2), name=b"o" * 16) + put(used, *prompt_tags(1, 2), name=b"u" * 16))
     old.close()
-    tier = tier_on(tmp_path, budget_bytes=25_000)
-    for number in range(9):
-        put(tier, *prompt_tags(number, 2))
+    tier, stats = tier_on(tmp_path, budget_bytes=25_000), TierStats()
+    stored += sum(sum(put(tier, *prompt_tags(number, 2))) for number in range(9))
     assert all(holds(used, each, name=b"u" * 16) for each in prompt_tags(1, 2))
     assert not (tmp_path / "v1" / (b"o" * 16).hex()).exists()
     assert sum(files(tmp_path).values()) <= 25_000
     check(tmp_path, tier)
+    wrong = next(tag(STATE, number, 2) for number in range(9) if tier.contains(NAME, STATE, key(number, 2)))
+    path_of(tier, wrong).write_bytes(b"")
+    assert not holds(tier, wrong)
+    tier.describe(stats)
+    assert stats.evictions == stored - 1 - len(files(tmp_path)) > 3
+    assert stats.bytes_used == sum(files(tmp_path).values()) and stats.bytes_budget == 25_000
 
 
 def test_an_entry_whose_parent_was_deleted_has_no_place(tmp_path):
     tier = tier_on(tmp_path)
     put(tier, *prompt_tags(1, 3))
-    tier.folder.delete(tier._file_name(tag(KV, 1, 2)))
+    tier._drop(tier.folder.space, tier._file_name(tag(KV, 1, 2)))
     other = tier_on(tmp_path)
     prompt = keys(1, 3)
     assert tier.kv_depth(NAME, prompt, 0) == 1 == other.kv_depth(NAME, prompt, 0)
@@ -472,7 +454,7 @@ def test_processes_write_read_and_delete_side_by_side(tmp_path, no_grace):
         for _ in range(40):
             prompt, depth = dice.randrange(20), dice.randint(1, 4)
             put(tier, *prompt_tags(prompt, depth))
-            tier.folder.refresh()
+            tier.folder.look()
             for each in prompt_tags(dice.randrange(20), dice.randint(1, 4)):
                 holds(tier, each)
         assert set(tier.counts) <= {"gone"}, tier.counts
@@ -496,11 +478,11 @@ def test_half_written_files_of_killed_processes_are_deleted(tmp_path, monkeypatc
     living = tier_on(tmp_path)
     pid = in_child(work)
     wait_until(lambda: 7 in files(tmp_path).values(), "the child writes")
-    living.folder.refresh()
+    living.folder.look()
     assert 7 in files(tmp_path).values()  # it lives
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    living.folder.refresh()
+    living.folder.look()
     assert files(tmp_path) == {} and len(os.listdir(tmp_path / "v1" / "writing")) == 1
 
 
@@ -509,10 +491,10 @@ def test_two_changes_within_one_tick_are_both_seen(tmp_path):
     put(tier, tag(KV, 1, 1))
     part = path_of(tier, tag(KV, 1, 1)).parent
     changed = part.stat().st_mtime_ns
-    other.folder.refresh()
-    tier.folder.delete(tier._file_name(tag(KV, 1, 1)))
+    other.folder.look()
+    tier._drop(tier.folder.space, tier._file_name(tag(KV, 1, 1)))
     os.utime(part, ns=(changed, changed))  # the same time
-    other.folder.refresh()
+    other.folder.look()
     assert not other.contains(NAME, KV, key(1, 1))
 
 
@@ -520,9 +502,9 @@ def test_a_settled_folder_is_not_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(listing, "_TICK_S", -1.0)
     tier = tier_on(tmp_path)
     put(tier, tag(KV, 1, 1))
-    tier.folder.refresh()
+    tier.folder.look()
     monkeypatch.setattr(os, "scandir", lambda path: 1 / 0)
-    tier.folder.refresh()
+    tier.folder.look()
     assert holds(tier, tag(KV, 1, 1))
 
 
@@ -535,7 +517,7 @@ def test_a_process_that_is_stopped_while_it_holds_a_lock(tmp_path):
     space = tmp_path / f"v{folders.VERSION}" / NAME.hex()
 
     def work() -> None:
-        held = locks.Lock(Directory(space), shared=False)
+        held = Directory(space).lock(shared=False)
         assert held
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -555,6 +537,19 @@ def test_a_process_that_is_stopped_while_it_holds_a_lock(tmp_path):
     tier.look()
     assert all(holds(tier, each) for each in prompt_tags(1, 1))
     check(tmp_path, tier)
+
+
+def test_a_lock_whose_file_was_deleted_meanwhile_is_tried_again(tmp_path, monkeypatch):
+    folder, flock = Directory(tmp_path), fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        monkeypatch.undo()
+        folder.delete("lock")
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with folder.lock(shared=False), pytest.raises(BlockingIOError):
+        folder.lock(shared=True)
 
 
 # -- rights, start -----------------------------------------------------------------------------------------------------
@@ -588,7 +583,7 @@ def a_cache(folder: Path) -> Path:
     put(tier, *prompt_tags(1, 2))
     for name in (b"o" * 16, NAME):
         tier.use_namespace(name)
-        wait_until(lambda: tier._name, "the namespace is open")
+        wait_until(lambda name=name: tier._space(name), "the namespace is open")
         put(tier, *prompt_tags(3, 2), name=name)
     tier.close()
     for below in (f"writing/{DEAD}", f"writing/{DEAD[::-1]}", SPACE, SPACE + "/03"):
@@ -630,7 +625,22 @@ def use(folder: Path, name: bytes = NAME) -> FileTier:
     return tier
 
 
-@pytest.mark.parametrize("where", ["", "v1", "v1/writing", f"v1/{SPACE}", f"v1/{SPACE}/03"])
+def plant(kind: str, place: Path, target: Path) -> None:
+    """Put something in the place of a file or folder. Links lead to ``target``."""
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as one, pytest.MonkeyPatch.context() as there:
+            there.chdir(place.parent)  # a socket's path is short
+            one.bind(place.name)
+        return
+    make = {"link": partial(place.symlink_to, target), "hard link": partial(place.hardlink_to, target)}
+    make |= {"file": place.touch, "fifo": partial(os.mkfifo, place), "folder": place.mkdir}
+    make[kind]()
+
+
+FOLDERS = pytest.mark.parametrize("where", ["", "v1", "v1/writing", f"v1/{SPACE}", f"v1/{SPACE}/03"])
+
+
+@FOLDERS
 @pytest.mark.parametrize(
     "kind", mostly_slow(["link", "another user's", "open to others", "file", "fifo"], "link", "open to others")
 )
@@ -638,20 +648,16 @@ def test_a_planted_folder_is_refused_in_one_line(tmp_path, no_grace, where, kind
     """Nothing outside of the folder changes, nor anything in it."""
     outside, top = a_cache(tmp_path / "outside"), a_cache(tmp_path / "cache")
     place = top / where
-    if kind in ("another user's", "open to others"):
-        place.chmod(0o777 if kind == "open to others" else 0o755)
-        if kind == "another user's":
-            if os.geteuid():
-                pytest.skip("only root can give a folder away")
-            os.chown(place, 12345, 12345)
+    if kind == "open to others":
+        place.chmod(0o777)
+    elif kind == "another user's":
+        if os.geteuid():
+            pytest.skip("only root can give a folder away")
+        place.chmod(0o755)
+        os.chown(place, 12345, 12345)
     else:
         place.rename(tmp_path / "moved")
-        plant = {
-            "link": lambda: place.symlink_to(outside / where),
-            "file": place.touch,
-            "fifo": lambda: os.mkfifo(place),
-        }
-        plant[kind]()
+        plant(kind, place, outside / where)
     before = all_below(outside), all_below(place)
     if SPACE not in where:
         with pytest.raises(OSError, match=re.escape(str(place))) as error:
@@ -676,28 +682,21 @@ def test_what_is_planted_in_the_place_of_a_file_harms_nothing(tmp_path, no_grace
     outside, top = a_cache(tmp_path / "outside"), a_cache(tmp_path / "cache")
     key_file = outside / "v1" / SPACE / "id_rsa"
 
-    def plant(place: Path) -> None:
-        """Links lead to what could be used: the entry, and what a lock would make."""
+    def replace(place: Path) -> None:
+        """Links lead to what could be used: the entry, a key, and what a lock would make."""
         place.unlink(missing_ok=True)
-        if kind == "socket":
-            with socket.socket(socket.AF_UNIX) as one, pytest.MonkeyPatch.context() as there:
-                there.chdir(place.parent)  # a socket's path is short
-                one.bind(place.name)
-        elif kind == "link":
-            place.symlink_to(outside / "made" if place.name == "lock" else outside / place.relative_to(top))
-        else:
-            others = {"hard link": lambda: place.hardlink_to(key_file), "fifo": lambda: os.mkfifo(place)}
-            others.get(kind, place.mkdir)()
+        target = outside / "made" if place.name == "lock" else outside / place.relative_to(top)
+        plant(kind, place, key_file if kind == "hard link" else target)
 
     tier = tier_on(top)
     for number in (1, 3):  # one before a look, one after it
         for each in prompt_tags(number, 2):
-            plant(path_of(tier, each))
+            replace(path_of(tier, each))
         if number == 1:
             tier.look()
-    plant(top / "v1" / "writing" / DEAD / "1")
-    plant(top / "v1" / "writing" / DEAD[::-1] / "lock")
-    plant(top / "v1" / OTHER / "lock")
+    replace(top / "v1" / "writing" / DEAD / "1")
+    replace(top / "v1" / "writing" / DEAD[::-1] / "lock")
+    replace(top / "v1" / OTHER / "lock")
     before = all_below(outside)
     tags = [*prompt_tags(1, 2), *prompt_tags(3, 2)]
     for _ in range(3):
@@ -714,7 +713,7 @@ def test_what_is_planted_in_the_place_of_a_file_harms_nothing(tmp_path, no_grace
     assert all_below(outside) == before and (top / "v1" / "writing" / DEAD / "id_rsa").exists()
 
 
-@pytest.mark.parametrize("where", ["", "v1", "v1/writing", f"v1/{SPACE}", f"v1/{SPACE}/03"])
+@FOLDERS
 def test_a_link_that_takes_the_place_of_an_open_folder(tmp_path, no_grace, where, caplog):
     outside, top = a_cache(tmp_path / "outside"), tmp_path / "cache"
     tier, tags = tier_on(top), prompt_tags(3, 2)
@@ -732,27 +731,19 @@ def test_a_link_that_takes_the_place_of_an_open_folder(tmp_path, no_grace, where
 
 
 def test_what_this_package_does_not_make_is_left_and_named_once(tmp_path, no_grace, caplog):
-    top = a_cache(tmp_path / "cache")
+    """No name of a file ends the process, or the thread that looks."""
+    top, right = a_cache(tmp_path / "cache"), str(FileName(KV, 1, key(2, 1), b""))
+    strays = [top / "v1" / SPACE / "3e" / name for name in ("kv-1--", "kv-01" + right[4:], "kv- 1" + right[4:], right)]
+    for stray in strays:  # the last one lies in the wrong folder
+        stray.write_bytes(b"x")
+    tier = tier_on(top)
+    tier.look()
+    assert all(holds(tier, each) for each in prompt_tags(1, 2)) and not tier.contains(NAME, KV, key(2, 1))
+    tier.close()
     for _ in range(2):
         in_time(lambda: use(top, name=b"p" * 16))
     dead = [top / "v1" / "writing" / name for name in (DEAD, DEAD[::-1])]
-    left = [folder / "id_rsa" for folder in dead] + [
-        top / "v1" / SPACE / "03" / name for name in ("1", "id_rsa", "lock")
-    ]
+    left = strays + [folder / "id_rsa" for folder in dead]
+    left += [top / "v1" / SPACE / "03" / name for name in ("1", "id_rsa", "lock")]
     assert all(path.exists() for path in left) and not any((folder / "1").exists() for folder in dead)
     assert sorted(record.args[0] for record in caplog.records if "left alone" in record.message) == sorted(left)
-
-
-def test_files_that_are_deleted_to_make_room_are_counted(tmp_path):
-    """Not those that are wrong, nor those that others deleted."""
-    old = tier_on(tmp_path, name=b"o" * 16)
-    put(old, *prompt_tags(40, 2), name=b"o" * 16)
-    old.close()
-    tier, stats = tier_on(tmp_path, budget_bytes=20_000), TierStats()
-    stored = 3 + sum(sum(put(tier, *prompt_tags(number, 2))) for number in range(1, 30))
-    wrong = next(tag(STATE, number, 2) for number in range(1, 30) if tier.contains(NAME, STATE, key(number, 2)))
-    path_of(tier, wrong).write_bytes(b"")
-    assert not holds(tier, wrong)
-    tier.describe(stats)
-    assert key(40, 1).hex() not in str(files(tmp_path)), "of the unused namespace, too"
-    assert stats.evictions == stored - 1 - len(files(tmp_path)) > 50

@@ -20,8 +20,7 @@ from tests.harness.limits import HANG_S, wait_until
 
 STORED = ["Folder", "Mooncake"]
 SHARED = ["Dictionary", *STORED]
-ALL = ["Host", *SHARED]
-READ = [*ALL, "ShortReads", "ByteReads"]
+READ = [*SHARED, "ShortReads", "ByteReads"]
 OTHER = b"m" * 16  # a namespace
 
 
@@ -46,16 +45,16 @@ def has(tier: Any, of: Any) -> bool:
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-@over(ALL)
+@over(SHARED)
 def test_what_is_put_is_found(kind):
     """By this process, by others, and by those that start when these have ended."""
     one, tags, prompt = kind.tier(), prompt_tags(1, 3), keys(1, 5)
     assert put(one, *tags) == [True] * 4
-    tiers = [one] if isinstance(kind, tier_kinds.Host) else [one, kind.tier(), None]
-    for tier in tiers:
+    other = kind.tier()
+    for tier in (one, other, None):
         if tier is None:
             one.close()
-            tiers[1].close()
+            other.close()
             tier = kind.tier()
         assert [tier.kv_depth(NAME, prompt, first) for first in (0, 2, 4)] == [3, 3, 4]
         assert [tier.state_depth(NAME, prompt, *span) for span in ((0, 5), (3, 5), (0, 2))] == [3, 3, 0]
@@ -84,7 +83,7 @@ def test_an_entry_without_bytes(kind):
     assert tier.put(NAME, Entry(of, memoryview(b""), 7)) and tier.get(NAME, of, [memoryview(bytearray())]) == 7
 
 
-@over(ALL)
+@over(SHARED)
 @pytest.mark.parametrize("its", [tag(STATE, 2, 2), tag(STATE, 1, 3), tag(KV, 1, 2)], ids=["prompt", "depth", "kind"])
 def test_another_entry_never_matches(kind, its):
     """Also where it is in the place of the one that is asked for."""
@@ -138,7 +137,7 @@ def test_two_writers_of_one_key_with_other_bytes(kind):
         assert holds(tier, of, writer=getattr(kind, "kept", 1)) and not tier.counts
 
 
-@over(ALL)
+@over(SHARED)
 def test_a_full_tier_takes_what_fits(kind):
     """What it says it has can be read."""
     tier = kind.tier(room_bytes=20_000)
@@ -153,7 +152,7 @@ def test_a_full_tier_takes_what_fits(kind):
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-@over(ALL)
+@over(SHARED)
 def test_what_is_removed_is_not_here_until_it_is_put_again(kind):
     """As the device finds it wrong. Others stay."""
     tier, tags = kind.tier(), prompt_tags(1, 2)
@@ -168,7 +167,7 @@ def test_what_is_removed_is_not_here_until_it_is_put_again(kind):
     assert all(holds(tier, each) for each in tags[:-1])
 
 
-@over(ALL)
+@over(SHARED)
 def test_a_wrong_bit_does_not_fit_the_checksum(kind):
     tier, of = kind.tier(), tag(STATE, 1, 1)
     put(tier, *prompt_tags(1, 1))

@@ -1,4 +1,4 @@
-"""The kinds of tiers behind one set of tests: a dictionary, the host's pages, a folder, and Mooncake Store (a fake of it).
+"""The kinds of tiers behind one set of tests: a dictionary, a folder, and Mooncake Store (a fake of it).
 
 An object of a kind is one place where entries are kept. Its tiers are as of processes that share the place.
 """
@@ -6,31 +6,24 @@ An object of a kind is one place where entries are kept. Its tiers are as of pro
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
-from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers import mooncake
-from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.registry import parse_url
 from megatron_hybrid_prefix.tiers.settings import TierSettings
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
-from megatron_hybrid_prefix.transfers.pinned import choose_page_bytes
+from megatron_hybrid_prefix.tiers.units import Tag
 from tests.core.entries import BLOCK, NAME, SIZE
-from tests.core.pools import a_mover
 from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.plugins.dictionary_tier import DictionaryTier
@@ -71,68 +64,6 @@ class Dictionary:
 
     def settle(self, tier: Any) -> None:
         """Waits until the tier's thread has done what it was given."""
-
-
-class HostTier(Tier):
-    """The host's pages as a tier. Entries go there over a device of one block and one slot."""
-
-    def __init__(self, room_bytes: int) -> None:
-        super().__init__(TierSettings(min_tokens=0), block_tokens=BLOCK, make_ranking=dict)
-        self.device = {kind: torch.zeros(1, 1, size, dtype=torch.uint8) for kind, size in SIZE.items()}
-        size = choose_page_bytes(SIZE.values())
-        pages_of = {kind: ceil_div(each, size) for kind, each in SIZE.items()}
-        device = {kind: [tensor] for kind, tensor in self.device.items()}
-        self.mover = a_mover(device, pages=room_bytes // size, page_bytes=size)
-        self.page_bytes, self.pages_of, self.count = size, pages_of, max(pages_of.values())
-        self.free = list(range(room_bytes // size))
-        self.entries: dict[Any, tuple[tuple[int, ...], int]] = {}  # pages and checksum
-        self.load_ids = itertools.count()
-
-    def contains(self, namespace: bytes, kind: EntryKind, key: bytes) -> bool:
-        return (kind, key) in self.entries
-
-    def put(self, namespace: bytes, entry: Entry) -> bool:
-        tag = entry.tag
-        if len(self.free) < self.count:
-            return False
-        pages = tuple(self.free.pop() for _ in range(self.count))
-        self.device[tag.kind][0, 0] = torch.frombuffer(bytearray(entry.data), dtype=torch.uint8)
-        self.mover.carry_out([BlockTransfer(DEVICE, HOST, pages, tag, 0)])
-        self.entries[tag.kind, tag.key] = pages, entry.checksum
-        return True
-
-    def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
-        if (tag.kind, tag.key) not in self.entries:
-            return None
-        load, (pages, checksum) = self.mover.to_device.transfer(next(self.load_ids)), self.entries[tag.kind, tag.key]
-        self.mover.carry_out([BlockTransfer(HOST, DEVICE, pages[: self.pages_of[tag.kind]], tag, 0, load.load_id)])
-        if self.mover.to_device.is_wrong(load):
-            return None
-        data, at = self.device[tag.kind][0, 0].numpy().tobytes(), 0
-        for buffer in buffers:
-            buffer[:] = data[at : at + len(buffer)]
-            at += len(buffer)
-        return checksum
-
-    def remove(self, namespace: bytes, tags: Iterable[Tag]) -> None:
-        for tag in tags:
-            pages, _ = self.entries.pop((tag.kind, tag.key), ((), 0))
-            self.free += pages
-
-
-class Host(Dictionary):
-    """The host's pages. They are those of one process and its weights. The content is (pages, checksum)."""
-
-    def tier(self, name: bytes = NAME, *, room_bytes: int = 10**6, **settings: Any) -> HostTier:
-        self.only = HostTier(room_bytes)
-        self.objects = self.only.entries
-        return self.only
-
-    def name(self, name: bytes, of: Tag) -> Any:
-        return of.kind, of.key
-
-    def flip_a_bit(self, of: Tag) -> None:
-        self.only.mover.pages.memory[self.content(of)[0][0] * self.only.page_bytes + 17] ^= 4
 
 
 class Stored(Dictionary):
@@ -303,7 +234,7 @@ class Mooncake(Stored):
 
     def settle(self, tier: Any) -> None:
         over = threading.Event()
-        tier._asker.later(over.set)
+        tier._client.later(over.set)
         assert over.wait(HANG_S)
 
     def break_calls(self) -> None:
@@ -328,4 +259,4 @@ class Mooncake(Stored):
 
 def wait_for_namespace(tier: Any, name: bytes) -> None:
     """The thread of a folder's tier opens another namespace."""
-    wait_until(lambda: getattr(tier, "_name", name) == name, "the namespace is open")
+    wait_until(lambda: not hasattr(tier, "_space") or tier._space(name), "the namespace is open")

@@ -246,7 +246,7 @@ def test_a_store_that_hangs_is_a_miss(model, mooncake, hangs):
     cluster.gate.set()
     wait_until(lambda: not cluster.waiting, "the store answers")
     served.engine.reset()
-    tier.wait_s = tier._asker._wait_s = HANG_S
+    tier.wait_s = tier._client._wait_s = HANG_S
     assert served.send(PROMPT).num_cached_tokens == 4 * BLOCK
     served.finish()
 

@@ -223,7 +223,7 @@ def test_a_dead_master_and_its_return(model, cluster):
     written(served)
     assert stats_of(served).faults["no_master"] > 0
     cluster.master = cluster.start_master()
-    wait_until(lambda: not tier_of(served)._asker.is_down, "the master is found")
+    wait_until(lambda: not tier_of(served)._client.is_down, "the master is found")
     wait_until(cluster.segments, "the holder has found it, too")
     served.send(tokens(4, 9, seed=4))
     written(served)

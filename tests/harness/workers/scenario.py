@@ -302,7 +302,7 @@ class Session(EngineHarness):
 
     def lose_states(self, folder: str) -> None:
         """Those in a folder, or (folder: "") in a Mooncake Store between the question and the read."""
-        for path in Path(folder, "v1", self.tier._name.hex()).rglob("state-*") if folder else ():
+        for path in Path(folder, "v1", self.tier.folder.wanted.hex()).rglob("state-*") if folder else ():
             path.unlink()
         if not folder:
             client, call = self.tier._client, self.tier._client.call

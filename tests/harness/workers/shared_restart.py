@@ -107,8 +107,9 @@ def accounted(folder):
     """What the index of a new process counts, after it has looked."""
     (space,) = {path.name for path in (folder / "v1").iterdir()} - {"writing"}
     opened = folders.SharedFolder(folder, budget_bytes=10**9, make_ranking=lambda: make_eviction_policy("lru"))
-    opened.use_space(space)
-    named = {name: size for part in opened.space.listing.sizes.values() for name, size in part.items()}
+    opened.wanted = bytes.fromhex(space)
+    opened.look()
+    named = {name: size for part in opened.space.sizes.values() for name, size in part.items()}
     return {"bytes": opened.bytes_used, "named": named, "found": files(folder)}
 
 
