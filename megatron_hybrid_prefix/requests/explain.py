@@ -184,15 +184,12 @@ class Explainer:
 
     def _source(self) -> tuple[str | None, int]:
         """Tier and depth of the state that the request resumes from."""
-        on_device, deeper = self._match.resume_tokens // self._step, self._match.loadable_blocks
-        if deeper and self._has_room(deeper):
+        on_device, source = self._match.resume_tokens // self._step, LoadSource.below(self._device, self._match)
+        blocks = -(-self._asked.chain.tokens // self._step)
+        if source is not None and room_for(self._device, self._match, source, blocks) is not None:
+            deeper = len(source.keys)
             return (HOST if deeper in self._states[HOST] else SHARED), deeper
         return (DEVICE if on_device else None), on_device
-
-    def _has_room(self, depth: int) -> bool:
-        """Whether there is room for the request with a load up to there."""
-        source = LoadSource(self._keys[:depth], depth * self._step)
-        return room_for(self._device, self._match, source, -(-self._asked.chain.tokens // self._step)) is not None
 
     def _kept(self, depth: int) -> list[int]:
         """Depths of the states that the request would keep, guesses left out, if it resumes at ``depth``."""

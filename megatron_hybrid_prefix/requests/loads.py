@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Self
 
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -28,6 +29,15 @@ class LoadSource:
     keys: Sequence[bytes]
     depth_tokens: int
     swapped_out: SwappedOut | None = None
+
+    @classmethod
+    def below(cls, device: DeviceTier, match: Match) -> Self | None:
+        """Where a request with this match can resume from below the device. None: nowhere, or computing is faster than loading."""
+        blocks, block_tokens = match.loadable_blocks, device.settings.block_tokens
+        saved_tokens = blocks * block_tokens - match.resume_tokens
+        if not blocks or not device.host.is_worth_loading(blocks - len(match.path), saved_tokens):
+            return None
+        return cls(match.chain.keys[:blocks], blocks * block_tokens)
 
     def as_match(self, match: Match, slot: int, block_tokens: int) -> Match:
         """The match of a request that loads the state into ``slot``."""
@@ -99,6 +109,10 @@ class Loads:
 
     # -- begin ---------------------------------------------------------------------------------------------------------
 
+    def use_rate(self, page_tokens: float) -> None:
+        """See `HostTier.page_tokens`."""
+        self._host.page_tokens = page_tokens
+
     def source(self, request_id: int, match: Match) -> LoadSource | None:
         """Where the request can resume from with a load. None: nowhere. Changes nothing."""
         left, keys = self._requests.swapped_out.get(request_id), match.chain.keys
@@ -106,8 +120,7 @@ class Loads:
             fits = tuple(keys[: len(left.keys)]) == left.keys and left.depth_tokens <= match.limit_tokens
             fits = fits and match.read and match.resume_at is None and all(entry.pages for entry in left.pinned)
             return LoadSource(left.keys, left.depth_tokens, left) if fits else None
-        blocks = match.loadable_blocks
-        return LoadSource(keys[:blocks], blocks * self._block_tokens) if blocks else None
+        return LoadSource.below(self._device, match)
 
     def begin(self, request_id: int, source: LoadSource, path: Sequence[Node]) -> Load | None:
         """Pins what a request loads, and takes a slot for the state. Pass its blocks to `copy`.

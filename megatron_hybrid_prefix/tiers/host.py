@@ -65,6 +65,8 @@ class HostTier(TierIndex[Node]):
         of_states: Entries of states, by node.
         private: Entries of no node: each belongs to one preempted request.
         behind: The tier below. It is offered the entries that are stored here.
+        page_tokens: Tokens that are computed in the time in which a page is loaded. A load that saves less than it costs is not
+            begun. The same on all ranks, and a power of two; 0: every load is worth it.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class HostTier(TierIndex[Node]):
         self._block_tokens = settings.block_tokens
         self._routing_of = settings.routing_of or (lambda block_id: None)
         self.behind = settings.behind or END_OF_CHAIN
+        self.page_tokens = 0.0
         self.free = deque(range(self.total_pages))
         self.kv: dict[Node, HostEntry] = {}
         self.of_states: dict[Node, HostEntry] = {}
@@ -122,6 +125,11 @@ class HostTier(TierIndex[Node]):
         while limit > after and get(keys[limit - 1]) not in states:
             limit -= 1
         return max(after, limit)
+
+    def is_worth_loading(self, kv_blocks: int, saved_tokens: int) -> bool:
+        """Whether so many KV blocks and a state take less time to load than these tokens to compute."""
+        pages = self.pages_of[EntryKind.STATE] + kv_blocks * self.pages_of[EntryKind.KV]
+        return saved_tokens >= pages * self.page_tokens
 
     # -- to the host ---------------------------------------------------------------------------------------------------
 

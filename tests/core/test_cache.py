@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+from megatron_hybrid_prefix.requests.explain import Question
 from tests.core.model import ModelEngine, Request
 
 BLOCK = 4
@@ -308,3 +309,21 @@ def test_a_copy_of_the_statistics_shares_nothing_that_changes():
         for field in fields(mine):
             value = getattr(mine, field.name)
             assert isinstance(value, int | float) or value is not getattr(other, field.name), field.name
+
+
+@pytest.mark.parametrize(("page_tokens", "loads"), [(0.0, True), (0.5, True), (2.0, True), (4.0, False)])
+def test_a_load_that_takes_longer_than_computing_is_not_begun(page_tokens, loads):
+    """Two blocks and a state of three pages, for eight tokens: two pages of KV may be on the device, too."""
+    model = engine(kv_blocks=30, page_blocks=1, host_pages=100, host_state_pages=2)
+    prompt = tokens(1, 2, rest=1)
+    run(model, prompt)
+    for block in range(12):
+        run(model, tokens(20 + block, 40 + block, 60 + block, rest=1))
+    match = model.cache.match(model.cache.chain(prompt))
+    assert match.loadable_blocks == 2 and match.resume_tokens == 0
+    model.cache.loads.use_rate(page_tokens)
+    assert model.cache.can_admit(match) and (model.cache.loads.source(99, match) is not None) == loads
+    explained = model.cache.explain(Question(chain=model.cache.chain(prompt)))
+    assert (explained.tier, explained.resume_tokens) == (("host", 8) if loads else (None, 0))
+    admission = model.cache.admit(99, match, load=True)
+    assert (admission.load is not None) == loads and admission.resume_tokens == 8 * loads

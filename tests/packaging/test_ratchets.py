@@ -65,7 +65,13 @@ PASSED = {
     "cold": {"cache.py", "mcore/context/context.py", "tiers/device.py"},
     "hit": {"cache.py", "mcore/context/context.py", "requests/matcher.py"},
     "host": {"requests/loads.py", "transfers/mover.py", "transfers/to_device.py"},
-    "folder": {"requests/loads.py", "transfers/mover.py", "transfers/to_device.py", "transfers/jobs.py", "tiers/file.py"},
+    "folder": {
+        "requests/loads.py",
+        "transfers/mover.py",
+        "transfers/to_device.py",
+        "transfers/jobs.py",
+        "tiers/file.py",
+    },
 }
 
 

@@ -42,7 +42,7 @@ from megatron_hybrid_prefix.mcore.context.verify import verify_plan
 from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
 from megatron_hybrid_prefix.mcore.state.budget import Budget, agree_on_budget, for_cache_gb
 from megatron_hybrid_prefix.mcore.state.layout import DESCRIBE_ALL, states_of_config, with_state_dtype
-from megatron_hybrid_prefix.mcore.state.moves import name_entries, open_mover
+from megatron_hybrid_prefix.mcore.state.moves import name_entries, open_mover, page_tokens
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
 from megatron_hybrid_prefix.pool.pages import own_bytes
@@ -251,6 +251,7 @@ class HybridPrefixContext(SlotContext):
         self._admissions.may_start = may_start
         if self.host_moves is not None:
             name_entries(self, model)
+            self.prefix_cache.loads.use_rate(page_tokens(self, model))
 
     @override
     def room_for(self, requests: int) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks, place_in_model
 from megatron_hybrid_prefix.mcore.state.fingerprint import Fingerprint
@@ -24,6 +28,11 @@ if TYPE_CHECKING:
     from megatron_hybrid_prefix.config import HybridPrefixConfig
 
 logger = logging.getLogger(__name__)
+
+TOKENS_VARIABLE = "HYBRID_PREFIX_TOKENS_PER_GIB"
+_LEAST_EXPONENT = 64  # of a rate that is not 0
+_COPIED_BYTES = 2**28  # to measure the host link
+_SQUARE = 4096  # rows of the matrices of the product that measures the device
 
 
 class Secrets(NamedTuple):
@@ -126,3 +135,60 @@ def name_entries(context: Any, model: Any) -> None:
         place_in_model(context.config.pg_collection),
     )
     tier.name_entries(Fingerprint(model, repr(layout), weights=parse_url(url)[1].weights))
+
+
+def page_tokens(context: Any, model: torch.nn.Module) -> float:
+    """Tokens that the model computes in the time in which a page is loaded from the host; see `HostTier.page_tokens`.
+
+    Measured once, by a matrix product and a copy, and rounded to a power of two: the largest of all ranks. Or given, per GiB, by the
+    environment variable ``HYBRID_PREFIX_TOKENS_PER_GIB``. Without a GPU 0. A collective.
+
+    Args:
+        context: The context, with a host tier.
+        model: This rank's part of the model.
+
+    Raises:
+        ValueError: The variable is no number of 0 or more.
+    """
+    mover: Mover = context.host_moves
+    given = os.environ.get(TOKENS_VARIABLE)
+    if given is not None:
+        try:
+            tokens = float(given) * mover.sizes.page_bytes / 2**30
+        except ValueError:
+            tokens = -1.0
+        if not 0 <= tokens < math.inf:
+            raise ValueError(f"{TOKENS_VARIABLE}={given!r}: must be a number, 0 or more")
+    elif mover.pages.memory.device.type == "cpu" and context.shared_memory.kv_rows.device.type == "cuda":
+        tokens = _seconds_to_load(mover) / _seconds_to_compute(model)
+    else:
+        tokens = 0.0
+    exponent = max_over_model_ranks(
+        math.ceil(math.log2(tokens)) if tokens else -_LEAST_EXPONENT, context.config.pg_collection
+    )
+    return 0.0 if exponent <= -_LEAST_EXPONENT else 2.0**exponent
+
+
+def _seconds_to_load(mover: Mover) -> float:
+    """Seconds that a page takes to the device."""
+    rows = mover.pages.rows[: max(1, _COPIED_BYTES // mover.sizes.page_bytes)]
+    target = torch.empty_like(rows, device=torch.cuda.current_device())
+    return _seconds(lambda: target.copy_(rows, non_blocking=True)) / len(rows)
+
+
+def _seconds_to_compute(model: torch.nn.Module) -> float:
+    """Seconds that a token of a long prompt takes, by the number of parameters."""
+    square = torch.empty(_SQUARE, _SQUARE, dtype=torch.bfloat16, device=torch.cuda.current_device())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return _seconds(lambda: square @ square) / _SQUARE**3 * parameters
+
+
+def _seconds(launch: Callable[[], object]) -> float:
+    """Seconds that the second of two launches takes on the device."""
+    for _ in range(2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        launch()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1e3
