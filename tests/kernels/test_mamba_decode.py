@@ -5,7 +5,6 @@ What must not be read or written is NaN. Inputs are slices of wider rows, as a m
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +16,8 @@ from megatron_hybrid_prefix.ops import mamba_decode
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, tile_of, update_states
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 from tests.kernels import naive, rounding
+from tests.kernels.places import DEVICES, INTERPRETED, NAN
 
-NAN = float("nan")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 SLOTS = 6
 EXAMPLES = settings(max_examples=5 if INTERPRETED else 60, deadline=None, derandomize=INTERPRETED)
 # Of states or windows; inputs are float32 and bfloat16. The kernels know no float64.

@@ -14,8 +14,8 @@ from megatron_hybrid_prefix.platform.kernels import conv
 from megatron_hybrid_prefix.platform.kernels.decode import selective_state_update
 from megatron_hybrid_prefix.platform.kernels.ssd import mamba_chunk_scan_combined_varlen
 from tests.kernels import naive
+from tests.kernels.places import NAN
 
-NAN = float("nan")
 DIM, HEADS, HEADDIM, STATE, SLOTS = 6, 4, 3, 5, 5
 SEED = st.integers(0, 1000)
 

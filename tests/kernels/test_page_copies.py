@@ -11,8 +11,8 @@ import torch
 from megatron_hybrid_prefix.ops import engine_copies, page_copies
 from megatron_hybrid_prefix.ops.engine_copies import copy_ranges
 from megatron_hybrid_prefix.ops.page_copies import copy_pages
+from tests.kernels.places import DEVICES
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 PAGES, ENTRIES, UNTOUCHED = 40, 5, -7
 # layers, shape and type of an entry, bytes of a page, bytes before the entry's: entries of one page, of several, of a part of the
 # last one; that begin inside a page; words of 8, 4, 2 bytes and single bytes; chunks that are cut by the end of a page or layer

@@ -6,7 +6,6 @@ TRITON_INTERPRET=1 (``test_interpreted.py``) the kernels run on the host, slowly
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -17,11 +16,9 @@ from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_co
 from megatron_hybrid_prefix.ops.mamba_scan import empty_up_to, pass_states
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from tests.kernels import naive, rounding
+from tests.kernels.places import DEVICES, INTERPRETED, NAN
 from tests.kernels.steps import SLOTS, Step, poisoned_pool
 
-NAN = float("nan")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEEDS = 4 if INTERPRETED else 40
 CHUNK_TOKENS = 8
 
@@ -44,7 +41,7 @@ def test_conv_windows(device, d_conv, dtype):
             inputs,
             pool,
             chunk_bounds=torch.tensor([*bounds, bounds[-1]], dtype=torch.int32, device=device),
-            **step.tensors(device, "first_chunks", "source_slots", "live_slots", "chunk_slots"),
+            **step.tensors(device),
         )
         expected = before.clone()
         for i, chunks, targets in step.sequences():
@@ -82,13 +79,9 @@ def check_convolution(device, taps, dtype, convolve=convolve_from_slots):
             torch.randn(*shape, generator=generator).to(dtype).to(device) for shape in ((dim, taps), (dim,))
         )
         bias = bias if seed % 2 else None
-        sources, starts = (torch.zeros(rows, dtype=torch.int32) for _ in range(2))
-        for i, chunks, _ in step.sequences():
-            span = slice(bounds[chunks.start], bounds[chunks.stop])
-            sources[span], starts[span] = step.source_slots[i], span.start
-        wrong = torch.zeros(rows, dtype=torch.int32, device=device)
-        step_of = {"sources": sources.to(device), "starts": starts.to(device), "wrong": wrong}
-        out = convolve(inputs, windows, weight, bias, **step_of)
+        sources, starts = step.of_tokens(device)
+        wrong = torch.zeros_like(starts)
+        out = convolve(inputs, windows, weight, bias, sources=sources, starts=starts, wrong=wrong)
         assert not wrong.any()
         assert out.dtype == dtype and out.is_contiguous()
         assert torch.equal(windows.nan_to_num(9e9), before.nan_to_num(9e9))
@@ -232,8 +225,7 @@ def check_state_passing(device, dtype, seeds, pass_states=pass_states, inputs=to
         pool = poisoned_pool(step, (heads, headdim, d_state), dtype, device, seed)
         before = pool.clone()
         given = some_chunks(step.lengths, heads, groups, headdim, d_state, seed, device, inputs)
-        names = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
-        entering = pass_states(*given[:4], given[4], pool, **step.tensors(device, *names))
+        entering = pass_states(*given, pool, **step.tensors(device))
         narrower = min(dtype, inputs, key=lambda each: each.itemsize)
         assert entering.dtype == narrower
         x, dt, B, log_decay = (each.double().cpu() for each in given[:4])
@@ -293,35 +285,3 @@ def test_slot_copies_of_unlike_states_are_refused():
     for other in (torch.zeros(2, 3, 5), torch.zeros(1, 3, 4), torch.zeros(2, 3, 4, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="cannot be copied"):
             copy_slots(torch.zeros(2, 3, 4), other, slots, slots)
-
-
-@pytest.mark.gpu(gib=9)
-def test_slots_beyond_two_to_the_31_elements():
-    """A pool of production size: offsets need 64 bits."""
-    heads, headdim, d_state, slots = 128, 64, 128, 2100
-    pool = torch.empty(slots, heads, headdim, d_state, dtype=torch.bfloat16, device="cuda")
-    low, live, kept = 0, slots - 1, slots - 2
-    for slot in (low, live, kept):
-        pool[slot] = NAN
-    source = slots - 3
-    pool[source] = torch.randn(heads, headdim, d_state, device="cuda").bfloat16()
-    one = {name: torch.tensor(value, device="cuda") for name, value in (("first_chunks", [0, 1]),)}
-    slots_of = {"source_slots": [source], "live_slots": [live], "chunk_slots": [kept]}
-    one |= {name: torch.tensor(value, device="cuda") for name, value in slots_of.items()}
-    x, B = (torch.zeros(1, *shape, dtype=torch.bfloat16, device="cuda") for shape in ((heads, headdim), (8, d_state)))
-    zeros, bounds = torch.zeros(heads, 1, CHUNK_TOKENS, device="cuda"), torch.tensor([0, 1], device="cuda")
-    pass_states(x, zeros, B, zeros, bounds, pool, **one)
-    copy_slots(pool[None], pool[None], torch.tensor([source], device="cuda"), torch.tensor([low], device="cuda"))
-    assert all(torch.equal(pool[slot], pool[source]) for slot in (live, kept, low))
-    dim, d_conv = 10240, 4
-    windows = torch.empty(2**31 // (dim * d_conv) + 3, dim, d_conv, dtype=torch.bfloat16, device="cuda")
-    last = windows.shape[0] - 1
-    windows[last - 2], windows[last - 1 :] = 1.0, NAN
-    one = {
-        name: torch.tensor(value, device="cuda") for name, value in (("first_chunks", [0, 1]), ("chunk_bounds", [0, 1]))
-    }
-    slots_of = {"source_slots": [last - 2], "live_slots": [last], "chunk_slots": [last - 1]}
-    one |= {name: torch.tensor(value, device="cuda") for name, value in slots_of.items()}
-    write_conv_windows(torch.full((1, dim), 2.0, dtype=torch.bfloat16, device="cuda"), windows, **one)
-    expected = torch.tensor([1.0, 1.0, 1.0, 2.0], device="cuda").expand(dim, d_conv)
-    assert all(torch.equal(windows[slot].float(), expected) for slot in (last, last - 1))
