@@ -73,6 +73,12 @@ def platform():
     return started
 
 
+@pytest.fixture(scope="session")
+def engine_imported(platform):
+    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
+    import megatron.core.inference.engines  # noqa: F401
+
+
 def _tiny(name: str) -> Any:
     """A session's model of `tests.harness.named_models`, with random weights of seed 0."""
 

@@ -22,6 +22,7 @@ from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import wait_until
 from tests.harness.workers.launch import COMMAND, Prepared, environments_of, run_prepared
 
+pytestmark = pytest.mark.usefixtures("engine_imported")
 CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at some of the block boundaries. " * 12
 
 
@@ -45,12 +46,6 @@ def requests_of(data, engine=None):
         assert request["computed_tokens"] + request["reused_tokens"] == request["prompt_tokens"]
         assert request["time_to_first_token_s"] > 0
     return requests
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine_imported(platform):
-    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
-    import megatron.core.inference.engines  # noqa: F401
 
 
 # --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
