@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -13,6 +13,17 @@ from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
 from megatron_hybrid_prefix.pool.slots import SlotState
 from tests.core.naive_recompute_cost import NaiveTiers, exclusive
+
+
+def needed(states: Iterable[Node]) -> set[Node]:
+    """Nodes at and above the states."""
+    found: set[Node] = set()
+    for state in states:
+        above: Node | None = state
+        while above is not None:
+            found.add(above)
+            above = above.parent
+    return found
 
 
 class NaiveLru:
@@ -108,13 +119,8 @@ class NaiveMemory:
 
     def unneeded(self) -> set[Node]:
         """Cached KV that no state needs. A guess needs none."""
-        needed = set()
-        for state in self.store.blocks.states:
-            above: Node | None = state
-            while above is not None:
-                needed.add(above)
-                above = above.parent
-        return {node for node in self.store.tree if node.block_id != NO_BLOCK and not self.held(node)} - needed
+        cached = {node for node in self.store.tree if node.block_id != NO_BLOCK and not self.held(node)}
+        return cached - needed(self.store.blocks.states)
 
     def stuck_pages(self) -> set[int]:
         """Pages with a slot that cannot be evicted."""

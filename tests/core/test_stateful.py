@@ -238,8 +238,8 @@ class CacheMachine:
 
 WEIGHTS = {
     **{CacheMachine.admit: 30, CacheMachine.plan_chunk: 45, CacheMachine.settle: 45, CacheMachine.decode: 25},
-    **{CacheMachine.end_one: 20, CacheMachine.rarely: 2, CacheMachine.spoil: 6, CacheMachine.withdraw: 4},
-    **{CacheMachine.run_prompt: 4, CacheMachine.rewind: 3, CacheMachine.settle_after_reset: 5},
+    **{CacheMachine.end_one: 20, CacheMachine.rarely: 1, CacheMachine.spoil: 6, CacheMachine.withdraw: 4},
+    **{CacheMachine.run_prompt: 8, CacheMachine.rewind: 1, CacheMachine.settle_after_reset: 1},
 }
 
 
