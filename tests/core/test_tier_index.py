@@ -91,7 +91,7 @@ def compared(monkeypatch):
     monkeypatch.setattr(TierIndex, "next_kv", asked)
     monkeypatch.setattr(HostTier, "also_on_device", also_on_device)
     # What happens between two evictions has an order, too.
-    for name in ("share", "release", "take", "forget_duplicate"):
+    for name in ("share", "release", "take", "_replace"):
         monkeypatch.setattr(KVBlocks, name, and_look(getattr(KVBlocks, name)))
     monkeypatch.setattr(HostTier, "_add", and_look(HostTier._add))
     monkeypatch.setattr(TierIndex, "drop_state", and_look(TierIndex.drop_state))
