@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -152,41 +153,34 @@ def test_a_summary_has_samples_medians_and_ratios_of_medians():
 # --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
 
 # Options of models and engines: tests/cli/test_run_inference.py, whose verb has the same ones.
-BAD_OPTIONS = {
-    "no scenario": ([], "required: SCENARIO"),
-    "unknown scenario": (["everything"], "invalid choice: 'everything'"),
-    "an engine twice": (["decode", *engines_of("off off")], "--engine: off and off name an engine twice"),
-    "a scope without graphs": (["decode", "--graph-scope", "block"], "--graph-scope block: needs --cuda-graphs"),
-    "unknown option of an engine": (["decode", "--versus", "fast=1"], "unrecognized arguments: --fast=1"),
-    "an option of all engines": (["decode", "--versus", "seed=1"], "--versus seed=1: give what differs between"),
-    "the same again": (["decode", "--versus", "tp=1"], "--versus tp=1: give what differs between engines, of: async"),
-    "a plot of no kind": (["decode", "--plot", "x.gif"], "--plot: x.gif must end with .png or .svg"),
-    "too short to measure": (
-        ["decode", "--generate", "5"],
-        "--generate 5: no 6 steps in which all 4 rows decode: raise it",
-    ),
-    "another scenario's size": (["no_reuse", "--shared-tokens", "8"], "unrecognized arguments: --shared-tokens 8"),
-    "no repeats": (["index", "--repeats", "0"], "argument --repeats: '0' is not a whole number above 0"),
-    "no pressure": (["pressure", "--budget-fraction", "1.5"], "1.5 must be below 1"),
-    "too few prefixes": (["pressure", "--prefixes", "4"], "4 running requests need as many KV blocks as all prefixes"),
-    "prefix below a block": (["pressure", "--shared-tokens", "200"], "200 is less than a block of 256 tokens"),
-    "no turn with a history": (["multi_turn", "--turns", "1"], "--turns must be at least 2"),
-    "turns longer than the model": (["multi_turn", "--turns", "99"], "25680 prompt + 60 generated tokens exceed the"),
-    "shared part below a block": (["first_sighting", "--shared-tokens", "9"], "9 is less than a block of 256 tokens"),
-    "too large a herd": (["herd", "--max-requests", "3"], "--requests 4 cannot run at once with --max-requests 3"),
-    "too many samples": (["samples", "--max-requests", "3"], "--samples 4 cannot run at once with --max-requests 3"),
-    "samples of a block": (["samples", "--prompt-tokens", "256"], "256 must be longer than a block of 256 tokens"),
-    "too small an index": (["index", "--index-blocks", "9"], "--index-blocks 9 must be at least 2000"),
-    "too long a prompt": (
-        ["index", "--index-blocks", "2000", "--long-prompt-tokens", "600000"],
-        "more than --index-blocks",
-    ),
-    "too many at once": (["index", "--requests", "5", "--max-requests", "4"], "cannot run at once"),
-    "longer than the model": (["no_reuse", "--prompt-tokens", "16890"], "16890 prompt + 16 generated tokens exceed"),
-    "longer than a step": (["no_reuse", "--max-tokens", "64"], "512 tokens are more than --max-tokens 64"),
-    "too few KV blocks": (
-        ["shared_prefix", "--engine", "off", "--cache-gb", "0.002", "--max-requests", "4", "--own-tokens", "600"],
-        "engine off: 1624 prompt tokens and 4 to generate need 7 KV blocks of 256 tokens, there are 5",
+BAD_OPTIONS = {  # by command line
+    "": "required: SCENARIO",
+    "everything": "invalid choice: 'everything'",
+    "decode --engine off --engine off": "--engine: off and off name an engine twice",
+    "decode --graph-scope block": "--graph-scope block: needs --cuda-graphs",
+    "decode --versus fast=1": "unrecognized arguments: --fast=1",
+    "decode --versus seed=1": "--versus seed=1: give what differs between",
+    "decode --versus tp=1": "--versus tp=1: give what differs between engines, of: async",
+    "decode --plot x.gif": "--plot: x.gif must end with .png or .svg",
+    "decode --generate 5": "--generate 5: no 6 steps in which all 4 rows decode: raise it",
+    "no_reuse --shared-tokens 8": "unrecognized arguments: --shared-tokens 8",
+    "index --repeats 0": "argument --repeats: '0' is not a whole number above 0",
+    "pressure --budget-fraction 1.5": "1.5 must be below 1",
+    "pressure --prefixes 4": "4 running requests need as many KV blocks as all prefixes",
+    "pressure --shared-tokens 200": "200 is less than a block of 256 tokens",
+    "multi_turn --turns 1": "--turns must be at least 2",
+    "multi_turn --turns 99": "25680 prompt + 60 generated tokens exceed the",
+    "first_sighting --shared-tokens 9": "9 is less than a block of 256 tokens",
+    "herd --max-requests 3": "--requests 4 cannot run at once with --max-requests 3",
+    "samples --max-requests 3": "--samples 4 cannot run at once with --max-requests 3",
+    "samples --prompt-tokens 256": "256 must be longer than a block of 256 tokens",
+    "index --index-blocks 9": "--index-blocks 9 must be at least 2000",
+    "index --index-blocks 2000 --long-prompt-tokens 600000": "more than --index-blocks",
+    "index --requests 5 --max-requests 4": "cannot run at once",
+    "no_reuse --prompt-tokens 16890": "16890 prompt + 16 generated tokens exceed",
+    "no_reuse --max-tokens 64": "512 tokens are more than --max-tokens 64",
+    "shared_prefix --engine off --cache-gb 0.002 --max-requests 4 --own-tokens 600": (
+        "engine off: 1624 prompt tokens and 4 to generate need 7 KV blocks of 256 tokens, there are 5"
     ),
 }
 
@@ -194,12 +188,12 @@ BAD_OPTIONS = {
 @pytest.mark.parametrize("case", BAD_OPTIONS)
 def test_bad_options(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    argv, message = BAD_OPTIONS[case]
+    argv = shlex.split(case)
     output = [] if "--json" in argv or len(argv) < 2 else ["--json", "result.json"]
     assert bench.main([*argv, *output]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
-    assert message in error
+    assert BAD_OPTIONS[case] in error
     assert list(tmp_path.iterdir()) == []
 
 
