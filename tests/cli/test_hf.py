@@ -27,11 +27,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def open_folder_again():
-    """A command reads a folder once."""
-    hf._open.cache_clear()
-
-
 def generated(tmp_path, *argv):
     path = tmp_path / "result.json"
     arguments = ["--device", "cpu", "--num-tokens-to-generate", 4, "--max-sequence-length", 256, *argv]
@@ -81,7 +76,7 @@ def test_an_answer_ends_at_a_token_that_only_config_json_names(tmp_path):
     end = whole.index(whole[2])
     for named in (whole[2], [whole[2]], [271, whole[2]], [whole[2], 271]):
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": named}))
-        open_folder_again()
+        hf._open.cache_clear()  # a command reads a folder once
         assert answer() == whole[: end + 1]
 
 
