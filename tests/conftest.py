@@ -82,6 +82,12 @@ def own_models(platform: Any) -> Callable[[str], tuple[Any, Any]]:
     return lambda name: tuple(build_hybrid_model(named(name), seed=seed, platform=platform) for seed in (5, 6))
 
 
+@pytest.fixture(scope="session")
+def engine_imported(platform):
+    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
+    import megatron.core.inference.engines  # noqa: F401
+
+
 def _tiny(name: str) -> Any:
     """A session's model of `tests.harness.named_models`, with random weights of seed 0."""
 

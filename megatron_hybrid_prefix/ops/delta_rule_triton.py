@@ -46,7 +46,7 @@ def check_heads(dtype: torch.dtype, key_size: int, value_size: int) -> None:
     Raises:
         ValueError: Keys are too long for the memory of a multiprocessor. Or the type has 16 bits, and a size is no multiple
             of 16. The assembler of Triton 3.6 (ptxas 12.8) miscompiles kernels for some of those, and outputs are wrong:
-            ``tests/kernels/test_delta_rule_compiles.py`` has the fault.
+            ``tests/kernels/compiled.py`` has the fault.
     """
     if triton.next_power_of_2(key_size) * dtype.itemsize > 1024:
         raise ValueError(f"heads of {key_size} key channels in {dtype}: at most {1024 // dtype.itemsize} are supported")

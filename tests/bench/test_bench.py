@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,25 +45,56 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def engine_imported(platform):
-    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
-    import megatron.core.inference.engines  # noqa: F401
+pytestmark = pytest.mark.usefixtures("engine_imported")
+
+
+def small(scenario, *argv):
+    """Arguments of the command, with small sizes."""
+    return [scenario, *map(str, (*SMALL[scenario], *argv))]
 
 
 @pytest.fixture
 def measure(tmp_path):
-    """A function that runs the command with small sizes in this process, and returns the JSON it saved."""
+    """A function that runs the command with small sizes in this process, and returns the JSON it saved.
 
-    def run(scenario, *argv, code=0):
+    ``prompt_tokens`` and ``generated_tokens`` are those of each repeat; None: the scenario counts none.
+    """
+
+    def run(scenario, *argv, code=0, prompt_tokens=None, generated_tokens=None):
         path = tmp_path / "result.json"
-        assert bench.main([scenario, *map(str, (*SMALL[scenario], *argv)), "--json", str(path)]) == code
+        assert bench.main(small(scenario, *argv, "--json", path)) == code
         data = json.loads(path.read_text())
         for metric in data["metrics"].values():
             assert_consistent(metric)
+        for engine in (name for name, found in data["engines"].items() if found["status"] == "completed"):
+            if "failed_requests" in data["metrics"]:
+                assert not any(samples(data, "failed_requests", engine))
+            if prompt_tokens is not None:
+                computed, reused = (samples(data, name, engine) for name in ("computed_tokens", "reused_tokens"))
+                assert computed and {c + r for c, r in zip(computed, reused, strict=True)} == {prompt_tokens}
+            if generated_tokens is not None:
+                assert set(samples(data, "generated_tokens", engine)) == {generated_tokens}
+                if "tokens_per_second" in data["metrics"]:
+                    rates = [generated_tokens / wall_s for wall_s in samples(data, "wall_s", engine)]
+                    assert samples(data, "tokens_per_second", engine) == pytest.approx(rates)
         return data
 
     return run
+
+
+@pytest.fixture
+def before_send(monkeypatch):
+    """A function that has another one called before an engine gets prompts, with its name, the prompts and options."""
+    send = engines.Contestant.send
+
+    def use(function):
+        def first(self, prompts, generate, **options):
+            function(self.name, prompts, **options)
+            return send(self, prompts, generate, **options)
+
+        monkeypatch.setattr(engines.Contestant, "send", first)
+
+    return use
 
 
 def engines_of(names):
@@ -120,49 +153,34 @@ def test_a_summary_has_samples_medians_and_ratios_of_medians():
 # --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
 
 # Options of models and engines: tests/cli/test_run_inference.py, whose verb has the same ones.
-BAD_OPTIONS = {
-    "no scenario": ([], "required: SCENARIO"),
-    "unknown scenario": (["everything"], "invalid choice: 'everything'"),
-    "unknown engine": (["no_reuse", "--engine", "best"], "argument --engine: invalid choice: 'best' (choose from "),
-    "an engine twice": (["decode", *engines_of("off off")], "--engine: off and off name an engine twice"),
-    "a scope without graphs": (["decode", "--graph-scope", "block"], "--graph-scope block: needs --cuda-graphs"),
-    "unknown option of an engine": (["decode", "--versus", "fast=1"], "unrecognized arguments: --fast=1"),
-    "an option of all engines": (["decode", "--versus", "seed=1"], "--versus seed=1: give what differs between"),
-    "the same again": (["decode", "--versus", "tp=1"], "--versus tp=1: give what differs between engines, of: async"),
-    "a plot of no kind": (["decode", "--plot", "x.gif"], "--plot: x.gif must end with .png or .svg"),
-    "too short to measure": (
-        ["decode", "--generate", "5"],
-        "--generate 5: no 6 steps in which all 4 rows decode: raise it",
-    ),
-    "another scenario's size": (["no_reuse", "--shared-tokens", "8"], "unrecognized arguments: --shared-tokens 8"),
-    "no repeats": (["index", "--repeats", "0"], "argument --repeats: '0' is not a whole number above 0"),
-    "bad fraction": (["pressure", "--budget-fraction", "half"], "'half' is not a number above 0"),
-    "no pressure": (["pressure", "--budget-fraction", "1.5"], "1.5 must be below 1"),
-    "too few prefixes": (["pressure", "--prefixes", "4"], "4 running requests need as many KV blocks as all prefixes"),
-    "prefix below a block": (["pressure", "--shared-tokens", "200"], "200 is less than a block of 256 tokens"),
-    "no turn with a history": (["multi_turn", "--turns", "1"], "--turns must be at least 2"),
-    "turns longer than the model": (["multi_turn", "--turns", "99"], "25680 prompt + 60 generated tokens exceed the"),
-    "shared part below a block": (["first_sighting", "--shared-tokens", "9"], "9 is less than a block of 256 tokens"),
-    "too large a herd": (["herd", "--max-requests", "3"], "--requests 4 cannot run at once with --max-requests 3"),
-    "too many samples": (["samples", "--max-requests", "3"], "--samples 4 cannot run at once with --max-requests 3"),
-    "samples of a block": (["samples", "--prompt-tokens", "256"], "256 must be longer than a block of 256 tokens"),
-    "too small an index": (["index", "--index-blocks", "9"], "--index-blocks 9 must be at least 2000"),
-    "too long a prompt": (
-        ["index", "--index-blocks", "2000", "--long-prompt-tokens", "600000"],
-        "more than --index-blocks",
-    ),
-    "too many at once": (["index", "--requests", "5", "--max-requests", "4"], "cannot run at once"),
-    "longer than the model": (["no_reuse", "--prompt-tokens", "16890"], "16890 prompt + 16 generated tokens exceed"),
-    "longer than a step": (["no_reuse", "--max-tokens", "64"], "512 tokens are more than --max-tokens 64"),
-    "graphs on CPU": (["no_reuse", "--cuda-graphs", "2"], "needs a CUDA device"),
-    "too little for upstream": (["no_reuse", "--mamba-gb", "0.0001"], "engine upstream: Mamba prefix cache budget"),
-    "too little for all": (
-        ["no_reuse", "--cache-gb", "0.0001"],
-        "is too small: the recurrent states of max_requests=16 need",
-    ),
-    "too few KV blocks": (
-        ["shared_prefix", "--engine", "off", "--cache-gb", "0.002", "--max-requests", "4", "--own-tokens", "600"],
-        "engine off: 1624 prompt tokens and 4 to generate need 7 KV blocks of 256 tokens, there are 5",
+BAD_OPTIONS = {  # by command line
+    "": "required: SCENARIO",
+    "everything": "invalid choice: 'everything'",
+    "decode --engine off --engine off": "--engine: off and off name an engine twice",
+    "decode --graph-scope block": "--graph-scope block: needs --cuda-graphs",
+    "decode --versus fast=1": "unrecognized arguments: --fast=1",
+    "decode --versus seed=1": "--versus seed=1: give what differs between",
+    "decode --versus tp=1": "--versus tp=1: give what differs between engines, of: async",
+    "decode --plot x.gif": "--plot: x.gif must end with .png or .svg",
+    "decode --generate 5": "--generate 5: no 6 steps in which all 4 rows decode: raise it",
+    "no_reuse --shared-tokens 8": "unrecognized arguments: --shared-tokens 8",
+    "index --repeats 0": "argument --repeats: '0' is not a whole number above 0",
+    "pressure --budget-fraction 1.5": "1.5 must be below 1",
+    "pressure --prefixes 4": "4 running requests need as many KV blocks as all prefixes",
+    "pressure --shared-tokens 200": "200 is less than a block of 256 tokens",
+    "multi_turn --turns 1": "--turns must be at least 2",
+    "multi_turn --turns 99": "25680 prompt + 60 generated tokens exceed the",
+    "first_sighting --shared-tokens 9": "9 is less than a block of 256 tokens",
+    "herd --max-requests 3": "--requests 4 cannot run at once with --max-requests 3",
+    "samples --max-requests 3": "--samples 4 cannot run at once with --max-requests 3",
+    "samples --prompt-tokens 256": "256 must be longer than a block of 256 tokens",
+    "index --index-blocks 9": "--index-blocks 9 must be at least 2000",
+    "index --index-blocks 2000 --long-prompt-tokens 600000": "more than --index-blocks",
+    "index --requests 5 --max-requests 4": "cannot run at once",
+    "no_reuse --prompt-tokens 16890": "16890 prompt + 16 generated tokens exceed",
+    "no_reuse --max-tokens 64": "512 tokens are more than --max-tokens 64",
+    "shared_prefix --engine off --cache-gb 0.002 --max-requests 4 --own-tokens 600": (
+        "engine off: 1624 prompt tokens and 4 to generate need 7 KV blocks of 256 tokens, there are 5"
     ),
 }
 
@@ -170,12 +188,12 @@ BAD_OPTIONS = {
 @pytest.mark.parametrize("case", BAD_OPTIONS)
 def test_bad_options(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    argv, message = BAD_OPTIONS[case]
+    argv = shlex.split(case)
     output = [] if "--json" in argv or len(argv) < 2 else ["--json", "result.json"]
     assert bench.main([*argv, *output]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
-    assert message in error
+    assert BAD_OPTIONS[case] in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -225,12 +243,9 @@ def test_cold_prompts_are_as_long_as_what_a_hit_computed(measure):
 @pytest.mark.slow
 def test_multi_turn(measure):
     """2 conversations with prompts of 150, 306 and 462 tokens. Asynchronous: see `test_forced_answers`."""
-    data = measure("multi_turn", "--repeats", 2)
+    data = measure("multi_turn", "--repeats", 2, prompt_tokens=2 * (150 + 306 + 462), generated_tokens=2 * 3 * 6)
     for engine in ("off", "upstream", "ours"):
-        assert samples(data, "generated_tokens", engine) == [2 * 3 * 6] * 2
-        assert samples(data, "failed_requests", engine) == [0, 0]
-        computed, reused = (samples(data, name, engine) for name in ("computed_tokens", "reused_tokens"))
-        assert [c + r for c, r in zip(computed, reused, strict=True)] == [2 * (150 + 306 + 462)] * 2
+        computed = samples(data, "computed_tokens", engine)
         # The first turn is all new, and the mean is that of the others.
         means = samples(data, "mean_turn_computed_tokens", engine)
         assert computed == [2 * 150 + 4 * mean for mean in means]
@@ -238,8 +253,6 @@ def test_multi_turn(measure):
         assert all(mean <= value <= 462 for mean, value in zip(means, most, strict=True))
         medians, p99 = (samples(data, f"first_token_{name}_ms", engine) for name in ("median", "p99"))
         assert all(0 < middle <= high for middle, high in zip(medians, p99, strict=True))
-        rates, walls = (samples(data, name, engine) for name in ("tokens_per_second", "wall_s"))
-        assert rates == pytest.approx([36 / wall_s for wall_s in walls])
     assert samples(data, "max_turn_computed_tokens", "off") == [462, 462]
     assert samples(data, "last_quarter_reused_share", "off") == [0, 0]
     # Upstream keeps the state behind the last full block of a prompt: turn 3 resumes at 256.
@@ -250,15 +263,9 @@ def test_multi_turn(measure):
     assert data["metrics"]["max_turn_computed_tokens"]["goal"] == "<= 406"
 
 
-def test_first_sighting(measure, monkeypatch):
+def test_first_sighting(measure, before_send):
     sent: list[tuple[str, tuple[int, ...], Any]] = []
-    send = engines.Contestant.send
-
-    def recording(self, prompts, generate, **options):
-        sent.append((self.name, tuple(prompts[0][:512]), options["attributes"]))
-        return send(self, prompts, generate, **options)
-
-    monkeypatch.setattr(engines.Contestant, "send", recording)
+    before_send(lambda name, prompts, attributes: sent.append((name, tuple(prompts[0][:512]), attributes)))
     data = measure("first_sighting", "--repeats", 1)
     for variant in ("named", "plain"):
         computed = {
@@ -279,15 +286,12 @@ def test_first_sighting(measure, monkeypatch):
 
 
 def test_herd(measure):
-    data = measure("herd", "--repeats", 2, "--block-size-tokens", 128)
+    data = measure("herd", "--repeats", 2, "--block-size-tokens", 128, prompt_tokens=3 * 556)
     assert "2 shared blocks (256 tokens) + 300 own tokens" in data["workload"]
     for engine in ("off", "upstream", "ours"):
-        computed, reused = (samples(data, name, engine) for name in ("computed_tokens", "reused_tokens"))
-        assert [c + r for c, r in zip(computed, reused, strict=True)] == [3 * 556] * 2
         times = samples(data, "prefix_computed_times", engine)
-        assert times == [(value - 3 * 300) / 256 for value in computed]
+        assert times == [(value - 3 * 300) / 256 for value in samples(data, "computed_tokens", engine)]
         assert all(1 <= value <= 3 for value in times)
-        assert samples(data, "failed_requests", engine) == [0, 0]
         earliest, latest, walls = (
             samples(data, name, engine) for name in ("earliest_first_token_ms", "latest_first_token_ms", "wall_s")
         )
@@ -297,26 +301,20 @@ def test_herd(measure):
 
 def test_samples(measure):
     """A prompt has 2 blocks of 256 tokens and 88 more. The first request computes 600 tokens, the others 88 each."""
-    data = measure("samples", "--repeats", 1)
-    assert samples(data, "computed_tokens", "off") == [3 * 600]
+    data = measure("samples", "--repeats", 1, prompt_tokens=3 * 600, generated_tokens=9)
     assert samples(data, "reused_tokens", "off") == [0]
     for engine in ("off", "upstream", "ours"):
         (computed,) = samples(data, "computed_tokens", engine)
         assert 600 + 2 * 88 <= computed <= 3 * 600
         assert samples(data, "computed_over_bound", engine) == pytest.approx([computed / 776])
-        assert samples(data, "generated_tokens", engine) == [9]
     assert data["metrics"]["computed_tokens"]["goal"] == "<= 776"
 
 
 def test_no_reuse(measure, tmp_path):
     plot = tmp_path / "plot.svg"
-    data = measure("no_reuse", "--repeats", 3, "--plot", plot)
+    data = measure("no_reuse", "--repeats", 3, "--plot", plot, prompt_tokens=3 * 300, generated_tokens=3 * 5)
     for engine in ("off", "upstream", "ours"):
-        assert samples(data, "generated_tokens", engine) == [3 * 5] * 3
-        assert samples(data, "computed_tokens", engine) == [3 * 300] * 3
-        assert samples(data, "reused_tokens", engine) == samples(data, "failed_requests", engine) == [0] * 3
-        rates, walls = (samples(data, name, engine) for name in ("tokens_per_second", "wall_s"))
-        assert rates == pytest.approx([15 / wall_s for wall_s in walls])
+        assert samples(data, "reused_tokens", engine) == [0] * 3
     assert set(data["metrics"]["tokens_per_second"]["ratio"]) == {"upstream/off", "ours/off", "ours/upstream"}
     for text in ("generated tokens/s", "caching off", "megatron-core's cache", "this cache", "tiny on "):
         assert f"<!-- {text}" in plot.read_text(), text  # matplotlib writes each text beside its outlines
@@ -339,7 +337,6 @@ def test_decode(measure):
     for name in settings:
         # 12 tokens: a row has its last one after it decoded, the first four steps warm up, and n ends bound n - 1 steps.
         assert samples(data, "steps", name) == [6, 6]
-        assert samples(data, "failed_requests", name) == [0, 0]
         steps_ms = samples(data, "step_ms", name)
         assert rates[name] == pytest.approx([3e3 / ms for ms in steps_ms])
         assert samples(data, "step_over_floor", name) == pytest.approx(
@@ -382,20 +379,16 @@ def test_engines_share_the_memory_that_is_free(measure, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["upstream", "ours"])
-def test_a_lack_of_memory_is_one_line(engine, tmp_path, monkeypatch, capsys):
+def test_a_lack_of_memory_is_one_line(engine, tmp_path, before_send, capsys):
     """Of any engine, also while requests run."""
     import torch
 
-    send = engines.Contestant.send
-
-    def raising(self, *args, **options):
-        if self.name == engine:
+    @before_send
+    def raising(name, prompts):
+        if name == engine:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.00 GiB. GPU 0 has a total of")
-        return send(self, *args, **options)
 
-    monkeypatch.setattr(engines.Contestant, "send", raising)
-    argv = ["no_reuse", *map(str, SMALL["no_reuse"]), "--json", str(tmp_path / "result.json")]
-    assert bench.main(argv) == 2
+    assert bench.main(small("no_reuse", "--json", tmp_path / "result.json")) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: engine {engine}: not enough memory; lower --cache-gb, --max-requests ")
     assert said.count("\n") == 1 and "or run fewer engines" in said and list(tmp_path.iterdir()) == []
@@ -404,7 +397,8 @@ def test_a_lack_of_memory_is_one_line(engine, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_pressure(measure, capsys):
     # A state of 24 KiB takes a page of one block of 32 KiB.
-    data = measure("pressure", "--repeats", 2, *engines_of("off ours"), "--block-size-tokens", 32)
+    options = (*engines_of("off ours"), "--block-size-tokens", 32)
+    data = measure("pressure", "--repeats", 2, *options, prompt_tokens=12 * 612, generated_tokens=12 * 3)
     # Half of 8 prefixes of 16 blocks, half of 8 states; the same bytes for both.
     blocks = {name: engine["kv_blocks"] for name, engine in data["engines"].items()}
     assert 64 < blocks["ours"] <= 64 + 4 + 2 and blocks["off"] == 64
@@ -413,10 +407,6 @@ def test_pressure(measure, capsys):
     assert sum(samples(data, "reused_tokens", "off")) == 0
     for engine in ("off", "ours"):
         assert data["engines"][engine]["status"] == "completed"
-        assert samples(data, "failed_requests", engine) == [0, 0]
-        assert samples(data, "generated_tokens", engine) == [12 * 3] * 2
-        computed, reused = (samples(data, name, engine) for name in ("computed_tokens", "reused_tokens"))
-        assert [c + r for c, r in zip(computed, reused, strict=True)] == [12 * 612] * 2
     assert 0 < min(samples(data, "reused_share", "ours")) <= max(samples(data, "reused_share", "ours")) <= 1
     assert min(samples(data, "reused_tokens", "ours")) >= 512
     output = capsys.readouterr().out
@@ -512,11 +502,10 @@ def test_options_reach_every_engine(measure):
     ]
     argv += ["--cache-gb", "0.175", "--mamba-gb", "0.05", "--state-dtype", "bfloat16"]
     fields = {"enable_chunked_prefill": True, "async_sched_mode": "async", "block_size_tokens": 128}
-    data = measure("no_reuse", "--repeats", 1, *engines_of("off upstream ours"), *argv)
+    data = measure("no_reuse", "--repeats", 1, *argv, generated_tokens=15)
     for engine, found in data["engines"].items():
         assert found["fields"].items() >= fields.items()
         assert engine == "ours" or found["fields"]["buffer_size_gb"] == pytest.approx(0.125)
-        assert samples(data, "generated_tokens", engine) == [15]
     assert_same_memory(data)
     assert data["engines"]["upstream"]["state_slots"] == pytest.approx(3276, rel=0.01)  # of 16 KiB; in float32 24
 
@@ -590,18 +579,14 @@ def test_an_answer_that_differs_from_the_forced_one_is_an_error(measure, monkeyp
 
 
 @pytest.mark.slow
-def test_engines_take_turns_with_the_same_new_prompts(measure, monkeypatch):
+def test_engines_take_turns_with_the_same_new_prompts(measure, before_send):
     sent: list[tuple[str, list[list[int]]]] = []
-    send = engines.Contestant.send
 
-    def recording(self, prompts, generate):
-        import gc
-
+    @before_send
+    def record(name, prompts):
         assert not gc.isenabled()
-        sent.append((self.name, prompts))
-        return send(self, prompts, generate)
+        sent.append((name, prompts))
 
-    monkeypatch.setattr(engines.Contestant, "send", recording)
     measure("no_reuse", "--repeats", 3, "--seed", 5)
     names = [name for name, _ in sent]
     assert names[3:] == ["off", "upstream", "ours", "upstream", "ours", "off", "ours", "off", "upstream"]
@@ -617,18 +602,16 @@ def test_engines_take_turns_with_the_same_new_prompts(measure, monkeypatch):
 
 
 @pytest.mark.parametrize(("engine", "code"), [("upstream", 0), ("ours", 1)])
-def test_an_engine_that_raises_does_not_end_the_others(engine, code, measure, tmp_path, monkeypatch, capsys):
-    send = engines.Contestant.send
+def test_an_engine_that_raises_does_not_end_the_others(engine, code, measure, tmp_path, before_send, capsys):
     count = 0
 
-    def raising(self, prompts, generate):
+    @before_send
+    def raising(name, prompts):
         nonlocal count
-        count += self.name == engine
-        if self.name == engine and count == 3:  # in the second repeat
+        count += name == engine
+        if name == engine and count == 3:  # in the second repeat
             raise RuntimeError("no room\nleft")
-        return send(self, prompts, generate)
 
-    monkeypatch.setattr(engines.Contestant, "send", raising)
     plot = tmp_path / "plot.svg"
     data = measure("no_reuse", "--repeats", 3, "--plot", plot, code=code)
     assert data["engines"][engine]["error"] == "RuntimeError: no room left"
@@ -665,8 +648,7 @@ def test_each_engine_captures_graphs_as_if_alone(platform):
 def test_ctrl_c_writes_nothing(tmp_path, monkeypatch, capsys):
     asked = iter(range(1000))
     monkeypatch.setattr(runner, "stop_requested", lambda platform, interrupt: next(asked) >= 15)  # in the warm-up
-    argv = ["no_reuse", *map(str, SMALL["no_reuse"]), "--json", str(tmp_path / "result.json")]
-    assert bench.main(argv) == 130
+    assert bench.main(small("no_reuse", "--json", tmp_path / "result.json")) == 130
     assert capsys.readouterr().err == "interrupted: nothing was written\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -683,7 +665,7 @@ def test_a_signal_leaves_what_was_measured(number, tmp_path, monkeypatch, capsys
         return repeat(self, *args)
 
     monkeypatch.setattr(SCENARIOS["no_reuse"], "repeat", stopped)
-    code = bench.main(["no_reuse", *map(str, SMALL["no_reuse"]), "--repeats", "3", "--json", str(path)])
+    code = bench.main(small("no_reuse", "--repeats", 3, "--json", path))
     signal.signal(number, before)
     assert code == 130
     assert capsys.readouterr().err == f"interrupted: what was measured is in {path}\n"
@@ -714,7 +696,7 @@ def test_help_shows_sizes_and_needs_no_torch(tmp_path):
 @pytest.mark.multi
 def test_two_ranks_report_once(tmp_path):
     path = tmp_path / "two.json"
-    argv = ["shared_prefix", *map(str, SMALL["shared_prefix"]), "--repeats", "1", "--tp", "2", "--json", str(path)]
+    argv = small("shared_prefix", "--repeats", 1, "--tp", 2, "--json", path)
     ranks = run_prepared(COMMAND, "bench", *argv, environments=environments_of(2))
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
     said = "".join(rank.stdout for rank in ranks)
@@ -729,9 +711,6 @@ def test_a_model_that_megatron_cannot_run(measure, capsys):
     data = measure("shared_prefix", "--preset", "tiny-gdn", *engines_of("off ours"), "--repeats", 1)
     reused = {engine: samples(data, "reused_tokens_3", engine) for engine in ("off", "ours")}
     assert reused == {"off": [0], "ours": [512]}
-    argv = ["shared_prefix", *map(str, SMALL["shared_prefix"]), "--preset", "tiny-gdn", "--engine", "upstream"]
-    assert bench.main(argv) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        said == "error: engine upstream: megatron's own engine cannot run a model with layers of kind gated_delta_net"
-    )
+    assert bench.main(small("shared_prefix", "--preset", "tiny-gdn", "--engine", "upstream")) == 2
+    said = "error: engine upstream: megatron's own engine cannot run a model with layers of kind gated_delta_net"
+    assert capsys.readouterr().err.splitlines()[-1] == said

@@ -16,9 +16,7 @@ FIRST, NEXT, SAME, OTHER, HERD, CHUNKS = demo.PARTS
 
 
 @pytest.fixture
-def short(platform, monkeypatch):
-    import megatron.core.inference.engines  # noqa: F401  (before stderr is captured: upstream wants its file number)
-
+def short(engine_imported, monkeypatch):
     preset, block, _, *memory = demo.SIZES["cpu"]
     monkeypatch.setitem(demo.SIZES, "cpu", (preset, block, 1000, *memory))
 

@@ -85,16 +85,12 @@ def test_options_are_the_fields(exports):
         "--host-gb",
         "1",
     ]
-    argv += [
-        "--shared",
-        shared,
-        *["--retention-interval-tokens", "auto", "--verify-hits", "0.5", "--eviction-policy", "lru"],
-    ]
+    argv += ["--retention-interval-tokens", "auto", "--verify-hits", "0.5", "--eviction-policy", "lru", "--shared"]
     sizes = {"cache_gb": 50, "mamba_gb": 2.5, "host_gb": 1, "shared": shared}
     wanted = HybridPrefixConfig(
         **sizes, decode_checkpoints=False, state_dtype="float32", verify_hits=0.5, eviction_policy="lru"
     )
-    assert config_of(exports(*argv)) == wanted
+    assert config_of(exports(*argv, shared)) == wanted
 
 
 def test_a_shell_takes_it(tmp_path):

@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, open_folder
 from tests.harness.hf_helpers import make_folder, save_tokenizer
 
+pytestmark = pytest.mark.usefixtures("engine_imported")
 GENERATION = {"eos_token_id": [256, 257], "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
 
 
@@ -24,17 +25,6 @@ def folder(tmp_path_factory):
     save_tokenizer(path, "<eos>", "<|im_end|>")
     (path / "generation_config.json").write_text(json.dumps(GENERATION))
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine_imported(platform):
-    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
-    import megatron.core.inference.engines  # noqa: F401
-
-
-def open_folder_again():
-    """A command reads a folder once."""
-    hf._open.cache_clear()
 
 
 def generated(tmp_path, *argv):
@@ -86,7 +76,7 @@ def test_an_answer_ends_at_a_token_that_only_config_json_names(tmp_path):
     end = whole.index(whole[2])
     for named in (whole[2], [whole[2]], [271, whole[2]], [whole[2], 271]):
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": named}))
-        open_folder_again()
+        hf._open.cache_clear()  # a command reads a folder once
         assert answer() == whole[: end + 1]
 
 

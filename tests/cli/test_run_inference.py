@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import wait_until
 from tests.harness.workers.launch import COMMAND, Prepared, environments_of, run_prepared
 
+pytestmark = pytest.mark.usefixtures("engine_imported")
 CONTEXT = "The cache holds keys and values in blocks, and a recurrent state at some of the block boundaries. " * 12
 
 
@@ -47,91 +49,63 @@ def requests_of(data, engine=None):
     return requests
 
 
-@pytest.fixture(scope="module", autouse=True)
-def engine_imported(platform):
-    """Imports the engine before a test captures stderr, because megatron uses stderr's file number at import."""
-    import megatron.core.inference.engines  # noqa: F401
-
-
 # --- Bad input: one line, exit code 2, nothing written ---------------------------------------------------------------
 
 # Values of single sampling fields: tests/harness/bad_requests.py; layouts: tests/models/test_models.py; engines:
 # tests/engine/test_refusals.py.
-BAD_OPTIONS = {
-    "temperature": (["x", "--temperature", "-0.5"], "temperature=-0.5 must be a number in 0..1e+06"),
-    "no input": ([], "give prompts (as text or --jsonl), or --conversation"),
-    "two kinds of input": (["x", "--conversation", "ok.json"], "but only one of them"),
-    "missing JSON lines": (["--jsonl", "absent.jsonl"], "cannot read absent.jsonl: No such file"),
-    "binary JSON lines": (["--jsonl", "binary.txt"], "binary.txt: not UTF-8 text (byte 1)"),
-    "prompts and sessions": (["x", "--sessions", "ok.jsonl"], "or --conversation, or --sessions, but only one of them"),
-    "missing sessions": (["--sessions", "absent.jsonl"], "cannot read absent.jsonl"),
-    "empty sessions": (["--sessions", "empty.jsonl"], "empty.jsonl: no requests in it"),
-    "too long a session": (["--sessions", "ok.jsonl", "--max-sequence-length", "8"], "ok.jsonl:1: 9 tokens leave no"),
-    "empty prompt": ([""], "prompt 1: the prompt is empty"),
-    "too long a prompt": (["x" * 64, "--max-sequence-length", "64"], "64 tokens leave no room"),
-    "too long a turn": (["--conversation", "ok.json", "--max-sequence-length", "70"], "turn 2: "),
-    "longer than a step": (["x" * 65, "--max-tokens", "64"], "65 tokens are more than --max-tokens 64"),
-    "unaligned step": (["x", "--max-tokens", "65"], "--max-tokens 65 is not a multiple of 64"),
-    "batched conversation": (["--conversation", "ok.json", "--concurrency", "batch"], "--concurrency batch"),
-    "unknown preset": (["x", "--preset", "huge"], "no preset 'huge'; there are: tiny"),
-    "unknown engine": (["x", "--compare", "best"], "argument --compare: invalid choice: 'best' (choose from 'off'"),
-    "engine twice": (["x", "--compare", "off", "--compare", "off"], "--compare: off and off name an engine twice"),
-    "unknown option": (["x", "--fast"], "unrecognized arguments: --fast"),
-    "bad number": (["x", "--tp", "0"], "argument --tp: '0' is not a whole number above 0"),
-    "unknown exactness": (["x", "--exact", "tokens"], "argument --exact: invalid choice: 'tokens'"),
-    "tp does not divide": (["x", "--tp", "3"], "tp=3 does not divide mamba_num_groups=4"),
-    "no such folder": (["x", "--json", "absent/r.json"], "cannot write absent/r.json: there is no folder absent"),
-    "a folder": (["x", "--json", "."], "it is a folder"),
-    "a pipe": (["x", "--json", "pipe"], "cannot write pipe: it is no regular file"),
-    "standard output": (["x", "--json", "-"], "cannot write to -: standard output has the report"),
-    "far too long a name": (["x", "--json", "a" * 300], "File name too long"),
-    "no prompts": (["--jsonl", "empty.jsonl"], "empty.jsonl: no prompts in it"),
-    "more memory than there is": (
-        ["x", "--compare", "off", "--compare", "ours", "--cache-gb", "1e9"],
-        "--cache-gb 1e+09: 1e+09 GiB of host memory are needed, ",
+BAD_OPTIONS = {  # by command line
+    "x --temperature -0.5": "temperature=-0.5 must be a number in 0..1e+06",
+    "": "give prompts (as text or --jsonl), or --conversation",
+    "x --conversation ok.json": "but only one of them",
+    "--jsonl absent.jsonl": "cannot read absent.jsonl: No such file",
+    "--jsonl binary.txt": "binary.txt: not UTF-8 text (byte 1)",
+    "x --sessions ok.jsonl": "or --conversation, or --sessions, but only one of them",
+    "--sessions absent.jsonl": "cannot read absent.jsonl",
+    "--sessions empty.jsonl": "empty.jsonl: no requests in it",
+    "--sessions ok.jsonl --max-sequence-length 8": "ok.jsonl:1: 9 tokens leave no",
+    "''": "prompt 1: the prompt is empty",
+    f"{'x' * 64} --max-sequence-length 64": "64 tokens leave no room",
+    "--conversation ok.json --max-sequence-length 70": "turn 2: ",
+    f"{'x' * 65} --max-tokens 64": "65 tokens are more than --max-tokens 64",
+    "x --max-tokens 65": "--max-tokens 65 is not a multiple of 64",
+    "--conversation ok.json --concurrency batch": "--concurrency batch",
+    "x --preset huge": "no preset 'huge'; there are: tiny",
+    "x --compare best": "argument --compare: invalid choice: 'best' (choose from 'off'",
+    "x --compare off --compare off": "--compare: off and off name an engine twice",
+    "x --fast": "unrecognized arguments: --fast",
+    "x --tp 0": "argument --tp: '0' is not a whole number above 0",
+    "x --exact tokens": "argument --exact: invalid choice: 'tokens'",
+    "x --tp 3": "tp=3 does not divide mamba_num_groups=4",
+    "x --json absent/r.json": "cannot write absent/r.json: there is no folder absent",
+    "x --json .": "it is a folder",
+    "x --json pipe": "cannot write pipe: it is no regular file",
+    "x --json -": "cannot write to -: standard output has the report",
+    f"x --json {'a' * 300}": "File name too long",
+    "--jsonl empty.jsonl": "empty.jsonl: no prompts in it",
+    "x --compare off --compare ours --cache-gb 1e9": "--cache-gb 1e+09: 1e+09 GiB of host memory are needed, ",
+    "x --compare ours --host-gb 1e9": "--cache-gb 0.3 and --host-gb 1e+09: ",
+    "x --compare upstream --mamba-gb 1e9": (
+        "--mamba-gb 1e+09: the most for checkpoints in --cache-gb 0.3, so it cannot be larger"
     ),
-    "too little host memory": (["x", "--compare", "ours", "--host-gb", "1e9"], "--cache-gb 0.3 and --host-gb 1e+09: "),
-    "more memory for states than there is": (
-        ["x", "--compare", "upstream", "--mamba-gb", "1e9"],
-        "--mamba-gb 1e+09: the most for checkpoints in --cache-gb 0.3, so it cannot be larger",
+    "x --max-tokens 960000000": (
+        "engine ours: not enough memory; lower --cache-gb, --max-requests or --max-tokens, or run fewer"
     ),
-    "more tokens than there is memory": (
-        ["x", "--max-tokens", "960000000"],
-        "engine ours: not enough memory; lower --cache-gb, --max-requests or --max-tokens, or run fewer",
+    f"x --max-requests {'9' * 30}": "is too large: it must have at most 9 digits",
+    "x --num-speculative-tokens 2": "--num-speculative-tokens 2: tiny has no multi-token prediction",
+    "x --preset tiny-mtp --num-speculative-tokens 4": "--num-speculative-tokens 4: tiny-mtp drafts at most 3",
+    "x --load absent": "--load: there is no folder absent",
+    "x --tokenizer absent": "no tokenizer at absent",
+    "x --compare off --cache-gb 0.0001": "is too small: the recurrent states of max_requests=16 need",
+    "x --compare upstream --mamba-gb 0.0001": "engine upstream: Mamba prefix",
+    "x --compare ours --cache-gb 0.0001": "cache_gb=0.0001 is too small",
+    f"{'x' * 2000} --compare off --cache-gb 0.002 --max-requests 4": (
+        "need 8 KV blocks of 256 tokens, there are 5: raise buffer_size_gb or lower max_requests"
     ),
-    "too large a number": (["x", "--max-requests", "9" * 30], "is too large: it must have at most 9 digits"),
-    "drafts of a model that has none": (
-        ["x", "--num-speculative-tokens", "2"],
-        "--num-speculative-tokens 2: tiny has no multi-token prediction",
-    ),
-    "more drafts than the model has": (
-        ["x", "--preset", "tiny-mtp", "--num-speculative-tokens", "4"],
-        "--num-speculative-tokens 4: tiny-mtp drafts at most 3",
-    ),
-    "no such checkpoint": (["x", "--load", "absent"], "--load: there is no folder absent"),
-    "no such tokenizer": (["x", "--tokenizer", "absent"], "no tokenizer at absent"),
-    "too little for running requests": (
-        ["x", "--compare", "off", "--cache-gb", "0.0001"],
-        "is too small: the recurrent states of max_requests=16 need",
-    ),
-    "too little for upstream": (
-        ["x", "--compare", "upstream", "--mamba-gb", "0.0001"],
-        "engine upstream: Mamba prefix",
-    ),
-    "too little for ours": (["x", "--compare", "ours", "--cache-gb", "0.0001"], "cache_gb=0.0001 is too small"),
-    "too long for off": (
-        ["x" * 2000, "--compare", "off", "--cache-gb", "0.002", "--max-requests", "4"],
-        "need 8 KV blocks of 256 tokens, there are 5: raise buffer_size_gb or lower max_requests",
-    ),
-    "too long for ours": (
-        ["x" * 2000, "--compare", "ours", "--cache-gb", "0.0017"],
-        "need 8 KV blocks of 256 tokens, there are 4: raise cache_gb",
-    ),
-    "no checkpoint": (["x", "--load", "."], "is not a complete checkpoint"),
-    "graphs on a CPU": (["x", "--cuda-graphs", "2"], "needs a CUDA device"),
-    "top-p with top-k of megatron": (
-        ["x", "--top-p", "0.5", "--top-k", "3", "--compare", "off", "--compare", "upstream"],
-        "engine upstream: megatron samples by top_k or by top_p",
+    f"{'x' * 2000} --compare ours --cache-gb 0.0017": "need 8 KV blocks of 256 tokens, there are 4: raise cache_gb",
+    "x --load .": "is not a complete checkpoint",
+    "x --cuda-graphs 2": "needs a CUDA device",
+    "x --top-p 0.5 --top-k 3 --compare off --compare upstream": (
+        "engine upstream: megatron samples by top_k or by top_p"
     ),
 }
 BAD_LINES = {
@@ -197,8 +171,7 @@ def expect_error(capsys, folder, argv, message):
 
 @pytest.mark.parametrize("case", BAD_OPTIONS)
 def test_bad_options(case, folder, capsys):
-    argv, message = BAD_OPTIONS[case]
-    expect_error(capsys, folder, argv, message)
+    expect_error(capsys, folder, shlex.split(case), BAD_OPTIONS[case])
     assert "platform" not in capsys.readouterr().out
 
 

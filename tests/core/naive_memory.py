@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.policy.needs import is_guess
+from megatron_hybrid_prefix.policy.recompute_cost import RecomputeCostEviction
 from megatron_hybrid_prefix.pool.slots import SlotState
 from tests.core.naive_recompute_cost import NaiveTiers, exclusive
+
+
+def needed(states: Iterable[Node]) -> set[Node]:
+    """Nodes at and above the states."""
+    found: set[Node] = set()
+    for state in states:
+        above: Node | None = state
+        while above is not None:
+            found.add(above)
+            above = above.parent
+    return found
 
 
 class NaiveLru:
@@ -37,8 +49,11 @@ class NaiveLru:
         self.kept[tier].clear()
 
 
-def follow(policy: EvictionPolicy[Node], naive: Any, tier: int, used: list[Node]) -> None:
-    """The naive policy gets the same calls. Each victim must be the same. ``used`` gets the states that are used on the device."""
+def follow(policy: EvictionPolicy[Node], naive: Any, tier: int, used: list[Node], seen: Counter[str]) -> None:
+    """The naive policy gets the same calls. All values and each victim must be the same.
+
+    ``used`` gets the states that are used on the device.
+    """
 
     def followed(name: str) -> Callable[..., None]:
         method = getattr(policy, name)
@@ -56,6 +71,10 @@ def follow(policy: EvictionPolicy[Node], naive: Any, tier: int, used: list[Node]
     def compared(evictable: Callable[[Node], bool]) -> Node | None:
         found = victim(evictable)
         assert found is naive.victim(tier, evictable), "the policy names another state"
+        assert list(policy) == naive.kept[tier] and len(policy) == len(naive.kept[tier])
+        if isinstance(policy, RecomputeCostEviction):
+            assert [policy.value(node) for node in policy] == [naive.value(tier, node) for node in policy]
+        seen[f"victims of tier {tier}"] += found is not None
         return found
 
     changed = {name: followed(name) for name in ("added", "used", "removed", "clear")}
@@ -84,7 +103,7 @@ class NaiveMemory:
         naive = {"lru": NaiveLru, "recompute_cost": NaiveTiers}[settings.eviction_policy](tuple(state_blocks))
         self.used: list[Node] = []
         for tier, policy in enumerate(policies):
-            follow(policy, naive, tier, self.used)
+            follow(policy, naive, tier, self.used, seen)
         self.evict_next = self.store.evict_next
         self.store.evict_next = self.checked  # type: ignore[method-assign]
 
@@ -100,13 +119,8 @@ class NaiveMemory:
 
     def unneeded(self) -> set[Node]:
         """Cached KV that no state needs. A guess needs none."""
-        needed = set()
-        for state in self.store.blocks.states:
-            above: Node | None = state
-            while above is not None:
-                needed.add(above)
-                above = above.parent
-        return {node for node in self.store.tree if node.block_id != NO_BLOCK and not self.held(node)} - needed
+        cached = {node for node in self.store.tree if node.block_id != NO_BLOCK and not self.held(node)}
+        return cached - needed(self.store.blocks.states)
 
     def stuck_pages(self) -> set[int]:
         """Pages with a slot that cannot be evicted."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.errors import PluginError
-from megatron_hybrid_prefix.index.settings import CacheSettings
+from megatron_hybrid_prefix.lab.replay import CacheServer
+from megatron_hybrid_prefix.lab.traces import TraceRequest
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.plugins import PLUGINS_VARIABLE, Registry
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
@@ -63,27 +63,12 @@ def run_verb(folder: Path, verb: str, *argv: str, plugins: str = "newest_first_r
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
 
 
-def resumes(eviction_policy: str) -> list[int]:
+def resumes(eviction_policy: str) -> list[int | None]:
     """Resume depths, in tokens: two prompts fill two slots, a third one evicts, then the first two come again."""
-    cache = HybridPrefixCache(
-        CacheSettings(
-            block_tokens=BLOCK,
-            kv_blocks=100,
-            state_slots=2,
-            eviction_policy=eviction_policy,
-            retention_interval_tokens=0,
-        )
-    )
-    found = []
-    for number, name in enumerate([1, 2, 3, 1, 2]):
-        chain = cache.chain([name] * BLOCK + [0])
-        admission = cache.admit(number, cache.match(chain))
-        assert admission is not None
-        cache.publish(cache.plan(number, admission.resume_tokens, chain.tokens))
-        cache.release(number)
-        cache.check_integrity()
-        found.append(admission.resume_tokens)
-    return found
+    sizes = {"block_tokens": BLOCK, "kv_blocks": 100, "state_slots": 2, "retention_interval_tokens": 0}
+    server = CacheServer(eviction_policy=eviction_policy, **sizes)
+    prompts = [TraceRequest(keys=[bytes([name])], prompt_tokens=BLOCK + 1, timestamp=0) for name in (1, 2, 3, 1, 2)]
+    return [server.serve(prompt) for prompt in prompts]
 
 
 def test_the_cache_evicts_by_the_rule_of_a_plugin(plugged):

@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import (
     Boundary,
     CheckpointReason,
@@ -86,27 +85,6 @@ def test_each_boundary_is_in_one_span_whatever_the_cuts(positions, cuts):
     assert [boundary for span in spans for boundary in span] == boundaries
     for start, end, span in zip(edges, edges[1:], spans, strict=False):
         assert all(start < boundary.position_tokens <= end for boundary in span)
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "use", "remove", "victim"]), st.integers(0, 99))))
-def test_the_order_of_eviction_is_that_of_a_list(calls):
-    policy = make_eviction_policy("lru")
-    states: list[Node] = []
-    for number, (what, choice) in enumerate(calls):
-        if what == "add":
-            states.append(Node(number.to_bytes(2), None, number))
-            policy.added(states[-1])
-        elif what == "victim":
-            allowed = {node for node in states if (node.block_id + choice) % 3}
-            assert policy.victim(allowed.__contains__) is next((node for node in states if node in allowed), None)
-        elif states:
-            node = states.pop(choice % len(states))
-            if what == "use":
-                policy.used(node)
-                states.append(node)
-            else:
-                policy.removed(node)
-        assert list(policy) == states and len(policy) == len(states)
 
 
 @pytest.mark.parametrize("name", ["random", "replay_cost"])

@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import TierIndex, is_guess
 from megatron_hybrid_prefix.pool.pages import PageLayout, Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
+from megatron_hybrid_prefix.tiers import device
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.units import SHARED, BlockMove, BlockTransfer, EntryKind, PageClear
@@ -249,92 +250,57 @@ def test_ranks_decide_alike():
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-def stale_id_after_a_move(patch: pytest.MonkeyPatch) -> None:
-    def move(self: KVBlocks, moves: list[tuple[int, int]]) -> None:
-        for source, target in moves:
-            self._node[target], self._node[source] = self._node[source], None
-
-    patch.setattr(KVBlocks, "move", move)
+def stale_id_after_a_move(self: KVBlocks, moves: list[tuple[int, int]]) -> None:
+    for source, target in moves:
+        self._node[target], self._node[source] = self._node[source], None
 
 
-def a_move_that_is_not_copied(patch: pytest.MonkeyPatch) -> None:
-    def nowhere(*, source_block: int, target_block: int) -> BlockMove:
-        return BlockMove(source_block=target_block, target_block=target_block)
-
-    patch.setattr("megatron_hybrid_prefix.tiers.device.BlockMove", nowhere)
+def a_block_left(self: Pages) -> tuple[int, list[tuple[int, int]]]:
+    page, moves = _empty(self)
+    return page, moves[:-1]
 
 
-def a_page_one_block_too_short(patch: pytest.MonkeyPatch) -> None:
-    init = Pages.__init__
-
-    def short(self: Pages, blocks: int, page_blocks: int, page_states: int) -> None:
-        init(self, blocks, max(1, page_blocks - 1), page_states)
-
-    patch.setattr(Pages, "__init__", short)
+def not_cleared(self: Pages, count: int) -> list[int]:
+    block_ids = _take_blocks(self, count)
+    self.with_old_state.clear()
+    return block_ids
 
 
-def a_page_with_a_block_left(patch: pytest.MonkeyPatch) -> None:
-    empty = Pages.empty
-
-    def all_but_one(self: Pages) -> tuple[int, list[tuple[int, int]]]:
-        page, moves = empty(self)
-        return page, moves[:-1]
-
-    patch.setattr(Pages, "empty", all_but_one)
-
-
-def a_page_that_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
-    take = Pages.take_blocks
-
-    def forgotten(self: Pages, count: int) -> list[int]:
-        block_ids = take(self, count)
-        self.with_old_state.clear()
-        return block_ids
-
-    patch.setattr(Pages, "take_blocks", forgotten)
-
-
-_next_guess = KVBlocks.next_guess
-
+_next_guess, _init, _empty, _take_blocks = KVBlocks.next_guess, Pages.__init__, Pages.empty, Pages.take_blocks
 MUTANTS = {
-    each.__name__: each
-    for each in (
-        *(stale_id_after_a_move, a_move_that_is_not_copied, a_page_one_block_too_short, a_page_with_a_block_left),
-        a_page_that_is_not_cleared,
-    )
-} | {
-    what: lambda patch, changes=changes: [patch.setattr(*change) for change in changes]
-    for what, *changes in (
-        (
-            "a held block moves",
-            (Pages, "_is_unheld", Pages._has_free),
-            (Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size),
-        ),
-        ("a decoded state without protection", (DeviceTier, "protect", lambda self, slot: None)),
-        ("a live slot that is evicted", (SlotPool, "make_live", SlotPool.abandon)),
-        (
-            "useful KV is evicted",
-            (TierIndex, "_need", lambda self, node: None),
-            (TierIndex, "_unneed", lambda self, node: None),
-        ),
-        ("the cap is ignored", (SlotPool, "is_full", False)),
-        (
-            "the cap counts live slots",
-            (SlotPool, "is_full", property(lambda self: self.used_slots >= self.most_cached)),
-        ),
-        (
-            "a guess at the cap takes any slot",
-            (KVBlocks, "next_guess", lambda self, *args: _next_guess(self, *args) or self.next_state()),
-        ),
-        ("a page goes though a slot is in use", (SlotPool, "is_loose", lambda self, slot: not self.pins(slot))),
-        ("only whole pages go", (DeviceTier, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))),
-    )
+    "a stale id after a move": [(KVBlocks, "move", stale_id_after_a_move)],
+    "a move that is not copied": [
+        (device, "BlockMove", lambda *, source_block, target_block: BlockMove(target_block, target_block))
+    ],
+    "a page one block too short": [
+        (Pages, "__init__", lambda self, blocks, size, states: _init(self, blocks, max(1, size - 1), states))
+    ],
+    "a page with a block left": [(Pages, "empty", a_block_left)],
+    "a page that is not cleared": [(Pages, "take_blocks", not_cleared)],
+    "a held block moves": [
+        (Pages, "_is_unheld", Pages._has_free),
+        (Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size),
+    ],
+    "a decoded state without protection": [(DeviceTier, "protect", lambda self, slot: None)],
+    "a live slot that is evicted": [(SlotPool, "make_live", SlotPool.abandon)],
+    "useful KV is evicted": [
+        (TierIndex, "_need", lambda self, node: None),
+        (TierIndex, "_unneed", lambda self, node: None),
+    ],
+    "the cap is ignored": [(SlotPool, "is_full", False)],
+    "the cap counts live slots": [(SlotPool, "is_full", property(lambda self: self.used_slots >= self.most_cached))],
+    "a guess at the cap takes any slot": [
+        (KVBlocks, "next_guess", lambda self, *args: _next_guess(self, *args) or self.next_state())
+    ],
+    "a page goes though a slot is in use": [(SlotPool, "is_loose", lambda self, slot: not self.pins(slot))],
+    "only whole pages go": [(DeviceTier, "_frees_bytes", lambda self, node: self.slots.is_loose(node.slot))],
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_found(mutant, monkeypatch):
-    MUTANTS[mutant](monkeypatch)
+    for change in MUTANTS[mutant]:
+        monkeypatch.setattr(*change)
     test_stateful.fail_unless_a_seed_fails()
 
 

@@ -16,6 +16,7 @@ from megatron_hybrid_prefix.policy.needs import TierIndex
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from megatron_hybrid_prefix.tiers.host import HostTier
 from tests.core import test_stateful
+from tests.core.naive_memory import needed
 from tests.harness.trace_helpers import BLOCK, made_up
 
 EVICTED: Counter[str] = Counter()
@@ -33,23 +34,13 @@ class Naive:
             return node in self.cache._device.host.kv
         return node.block_id != NO_BLOCK and not self.cache._device.blocks.ref_count(node.block_id)
 
-    def needed(self) -> set[Node]:
-        """Nodes at and above the states, without guesses."""
-        found = set()
-        for state in self.index.states:
-            above: Node | None = state
-            while above is not None:
-                found.add(above)
-                above = above.parent
-        return found
-
     def look(self) -> None:
         """What is unneeded since the last look goes last; of it, the deepest goes first."""
-        needed, queued = self.needed(), set(self.queue)
+        of_states, queued = needed(self.index.states), set(self.queue)
         here = {node for node in self.cache.nodes() if self.has_kv(node)}
         copies = {node for node in here if self.host and node.block_id != NO_BLOCK}
-        self.queue = [node for node in self.queue if node in here and (node not in needed or node in copies)]
-        self.queue += sorted(here - needed - queued, key=lambda node: -node.depth_blocks)
+        self.queue = [node for node in self.queue if node in here and (node not in of_states or node in copies)]
+        self.queue += sorted(here - of_states - queued, key=lambda node: -node.depth_blocks)
 
     def also_on_device(self, path: Sequence[Node]) -> None:
         """What the device has got goes last; of it, the deepest goes first."""
@@ -100,7 +91,7 @@ def compared(monkeypatch):
     monkeypatch.setattr(TierIndex, "next_kv", asked)
     monkeypatch.setattr(HostTier, "also_on_device", also_on_device)
     # What happens between two evictions has an order, too.
-    for name in ("share", "release", "take"):
+    for name in ("share", "release", "take", "_replace"):
         monkeypatch.setattr(KVBlocks, name, and_look(getattr(KVBlocks, name)))
     monkeypatch.setattr(HostTier, "_add", and_look(HostTier._add))
     monkeypatch.setattr(TierIndex, "drop_state", and_look(TierIndex.drop_state))

@@ -48,7 +48,17 @@ class Step:
     def bounds(self) -> list[int]:
         return [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
 
+    def of_tokens(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token, the source slot of its sequence, and the row at which that starts."""
+        sources, starts = torch.zeros(2, self.bounds[-1], dtype=torch.int32)
+        for number, chunks, _ in self.sequences():
+            span = slice(self.bounds[chunks.start], self.bounds[chunks.stop])
+            sources[span], starts[span] = self.source_slots[number], span.start
+        return sources.to(device), starts.to(device)
+
     def tensors(self, device: str, *names: str) -> dict[str, torch.Tensor]:
+        """Fields; by default those of slots."""
+        names = names or ("first_chunks", "source_slots", "live_slots", "chunk_slots")
         return {name: torch.tensor(getattr(self, name), dtype=torch.int64, device=device) for name in names}
 
     def sequences(self):

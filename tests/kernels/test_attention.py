@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda
 from tests.kernels import naive, rounding
+from tests.kernels.places import NAN
 
-NAN = float("nan")
 DIM, PAGE = 4, 3
 
 

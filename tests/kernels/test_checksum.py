@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from megatron_hybrid_prefix.ops.checksum import checksum_rows
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.kernels.places import DEVICES
 
 
 def by_hand(row: list[int]) -> int:

@@ -5,7 +5,6 @@ What must not be read is NaN. With TRITON_INTERPRET=1 (``test_interpreted.py``) 
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,11 +14,9 @@ import torch
 from megatron_hybrid_prefix.ops import mamba_scan as module
 from megatron_hybrid_prefix.ops.mamba_scan import chunk_decays, chunk_outputs, pass_states
 from tests.kernels import rounding
+from tests.kernels.places import DEVICES, INTERPRETED, NAN
 from tests.kernels.steps import Step, poisoned_pool
 
-NAN = float("nan")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # it multiplies the bits of bfloat16
 SEEDS = 2 if INTERPRETED else 12
 SHAPES = {  # heads, groups, headdim, d_state, chunk_tokens, channels of D
@@ -57,7 +54,7 @@ def scan(step, pool, *, x, B, C, z, dt, A, dt_bias, D, chunk_tokens, replaced=No
     steps, log_decay = chunk_decays(
         dt, A, dt_bias, bounds, chunk_tokens, torch.zeros(len(dt), dtype=torch.int32, device=dt.device)
     )
-    slots = step.tensors(x.device, "first_chunks", "source_slots", "live_slots", "chunk_slots")
+    slots = step.tensors(x.device)
     before = pass_states(x, steps, B, log_decay, bounds, pool, **slots)
     given = {"x": x, "steps": steps, "log_decay": log_decay, "B": B, "C": C, "before": before, "D": D, "z": z}
     given |= replaced(given) if replaced else {}

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from megatron_hybrid_prefix.platform.kernels.extraction import scatter_intermediate_conv, scatter_intermediate_ssm
 from megatron_hybrid_prefix.platform.kernels.kv_append import triton_append_key_value_cache
 from megatron_hybrid_prefix.platform.kernels.rows import tensor_get_slice_after, tensor_masked_update, tensor_merge
-
-NAN = float("nan")
+from tests.kernels.places import NAN
 
 
 def nan(*shape, dtype=torch.float32):

@@ -1,16 +1,12 @@
 """The gates of the delta rule, against float64; rows are strided, and beside them is NaN."""
 
-import os
-
 import pytest
 import torch
 
 from megatron_hybrid_prefix.ops.delta_gates import gates
 from tests.kernels import rounding
+from tests.kernels.places import DEVICES, INTERPRETED, NAN
 
-NAN = float("nan")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 # The interpreter cuts bfloat16 off rather than rounding it.
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 

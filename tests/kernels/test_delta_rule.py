@@ -6,7 +6,6 @@ What must not be read or written is NaN. On the host the plain PyTorch versions 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 
 import pytest
@@ -18,14 +17,11 @@ from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule, update_delta_
 from megatron_hybrid_prefix.ops.delta_rule_triton import CHUNK
 from tests.harness.naive_model import UNIT_ROUNDOFF
 from tests.kernels.naive import delta_rule_sequence
+from tests.kernels.places import DEVICES, INTERPRETED, NAN
 from tests.kernels.steps import SLOTS, Step, poisoned_pool
 
-NAN = float("nan")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which knows float32 only, and is slow
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="of the PyTorch version, or for a GPU")
 SEEDS = range(2 if INTERPRETED else 6)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
-NAMES = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
 # Key heads, value heads, K, V. Programs of the kernels have 16 or 32 columns of V, and a power of two of K.
 SHAPES = [(3, 3, 40, 72), (1, 1, 256, 64), *([] if INTERPRETED else [(1, 2, 16, 40), (1, 2, 128, 128)])]
 # K, V of which the kernels are compiled differently.
@@ -109,7 +105,7 @@ def check_scan(seed, *, dtype=torch.float64, device="cpu", scan=scan_delta_rule,
         states=pool,
         normalise=normalise,
         chunk_bounds=torch.tensor([*bounds, bounds[-1]], dtype=torch.int32, device=device),
-        **step.tensors(device, *NAMES),
+        **step.tensors(device),
     )
     assert y.dtype == dtype and not y[rows:].any()
     for i, chunks, targets in step.sequences():
@@ -170,35 +166,19 @@ def test_rounding(device, dtype):
 @pytest.mark.parametrize(("key_heads", "heads", "key_dim", "value_dim"), SHAPES)
 def test_shapes_of_several_tiles(device, dtype, key_heads, heads, key_dim, value_dim):
     if device == "cuda" and dtype == torch.bfloat16 and (key_dim % 16 or value_dim % 16):
-        pytest.skip("refused, see test_delta_rule_compiles.py")
+        pytest.skip("refused, see test_layer_kernels_compile.py")
     check_scan(1, dtype=dtype, device=device, key_heads=key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim)
 
 
-def rounded_keys(**arguments):
-    """Keys are rounded to bfloat16."""
-    return scan_delta_rule(**arguments | {"k": arguments["k"].bfloat16().to(arguments["k"].dtype)})
-
-
-def without_decay(**arguments):
-    """Nothing is forgotten but by overwriting."""
-    return scan_delta_rule(**arguments | {"log_decay": 0 * arguments["log_decay"]})
-
-
-def other_channels(**arguments):
-    """Keys are turned by a channel, queries are not."""
-    return scan_delta_rule(**arguments | {"k": arguments["k"].roll(1, -1)})
-
-
-def from_another_slot(**arguments):
-    """The first sequence starts from a slot that it must not read."""
-    sources = arguments["source_slots"].clone()
-    sources[0] = -1
-    return scan_delta_rule(**arguments | {"source_slots": sources})
-
-
-def kept_a_chunk_late(**arguments):
-    """What is to be kept after a chunk is kept after the next one."""
-    return scan_delta_rule(**arguments | {"chunk_slots": arguments["chunk_slots"].roll(1)})
+MUTANTS = {
+    "rounded keys": lambda given: {"k": given["k"].bfloat16().to(given["k"].dtype)},
+    "nothing is forgotten": lambda given: {"log_decay": 0 * given["log_decay"]},
+    "keys are turned, queries are not": lambda given: {"k": given["k"].roll(1, -1)},
+    "from a slot not to be read": lambda given: {
+        "source_slots": given["source_slots"].index_fill(0, torch.tensor(0), -1)
+    },
+    "kept a chunk late": lambda given: {"chunk_slots": given["chunk_slots"].roll(1)},
+}
 
 
 def rounded_states(*, states, **arguments):
@@ -211,10 +191,11 @@ def rounded_states(*, states, **arguments):
 
 
 @not_interpreted
-@pytest.mark.parametrize(
-    "mutant", [rounded_keys, without_decay, other_channels, from_another_slot, kept_a_chunk_late, rounded_states]
-)
-def test_the_bound_sees(mutant):
+@pytest.mark.parametrize("name", [*MUTANTS, "rounded states"])
+def test_the_bound_sees(name):
+    def mutant(**given):
+        return scan_delta_rule(**given | MUTANTS[name](given)) if name in MUTANTS else rounded_states(**given)
+
     for seed in (0, 2, 3):  # with states that are kept in the middle
         with pytest.raises(AssertionError):
             check_scan(seed, dtype=torch.float32, scan=mutant)
@@ -283,24 +264,6 @@ def test_sizes_of_heads_in_bfloat16(key_dim, value_dim):
     check_scan(1, device="cuda", heads=2, **sizes)
     check_scan(3, device="cuda", key_heads=1, heads=3, scan=parts_of_wider_rows, **sizes)
     check_resuming("cuda", **sizes)
-
-
-@pytest.mark.gpu(gib=13)
-def test_slots_beyond_two_to_the_31_elements():
-    heads, size, far = 4, 16, 2**30 + 16
-    args = make(100, 0, dtype=torch.bfloat16, device="cuda", key_dim=size, value_dim=size)
-    slots = {"source_slots": [3], "live_slots": [2], "chunk_slots": [1, -1], "first_chunks": [0, 2]}
-    fields = {name: torch.tensor(value, device="cuda") for name, value in slots.items()}
-    fields["chunk_bounds"] = torch.tensor([0, 64, 100], device="cuda")
-    start, found = torch.randn(heads, size, size, device="cuda"), []
-    for stride in (heads * size * size, far):
-        pool = torch.empty_strided((4, heads, size, size), (stride, size * size, size, 1), device="cuda")
-        pool[3] = start
-        y = scan_delta_rule(**args, states=pool, normalise=True, **fields)
-        row = {name: x[:1, None] for name, x in args.items()}
-        decoded = update_delta_rule(**row, states=pool, slots=fields["source_slots"], normalise=True)
-        found.append([y, decoded, *(pool[slot].clone() for slot in (1, 2, 3))])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from megatron_hybrid_prefix.ops.elementwise import silu, softplus, squared_relu, swiglu
 from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from tests.kernels import naive, rounding
+from tests.kernels.places import DEVICES, INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 # The interpreter cuts bfloat16 off rather than rounding it.
 TYPES = [torch.float16, torch.float32, *([] if INTERPRETED else [torch.bfloat16])]
 

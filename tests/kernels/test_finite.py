@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -13,10 +11,9 @@ from megatron_hybrid_prefix.ops.delta_gates import gates
 from megatron_hybrid_prefix.ops.delta_rule import scan_delta_rule
 from megatron_hybrid_prefix.ops.elementwise import replace_wrong_logits, zero_wrong_rows
 from megatron_hybrid_prefix.ops.mamba_scan import chunk_decays, scan_by_slots
+from tests.kernels.places import DEVICES, INTERPRETED, NAN
 
-NAN, INF = float("nan"), float("inf")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
+INF = float("inf")
 TYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 VALUES = [NAN, 1e38] if INTERPRETED else [NAN, INF, -INF, 1e38, -3e38]
 CHUNK = 64

@@ -1,7 +1,5 @@
 """The gated norm of Mamba2 and of heads: against loops in float64, as PyTorch and as a kernel (`test_interpreted.py`, or on a GPU)."""
 
-import os
-
 import pytest
 import torch
 
@@ -9,9 +7,8 @@ from megatron_hybrid_prefix.ops import gated_norm
 from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.platform.gated_norm import GatedRMSNorm
 from tests.kernels import naive, rounding
+from tests.kernels.places import DEVICES, INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 # The interpreter cuts bfloat16 off rather than rounding it.
 TYPES = [torch.float32, *([] if INTERPRETED else [torch.bfloat16])]
 

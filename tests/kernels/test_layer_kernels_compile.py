@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_hybrid_prefix.lab import capacity
 from megatron_hybrid_prefix.ops import (
     convolution,
     delta_gates,
+    delta_rule_triton,
     elementwise,
     gated_norm,
     mamba_decode,
@@ -52,6 +54,7 @@ KERNELS = {  # module, constants
     "_zero_wrong_rows_kernel": (elementwise, {"BOTH": True, "HEADS": 8, "BLOCK": 128}),
     "_zero_wrong_kernel": (wrong_entries, {"BLOCK": 2048}),
 }
+DELTA_RULE = {"_prepare_kernel": "prepare", "_pass_kernel": "pass_on"}
 
 
 def type_of(name: str, inputs: str = "bf16") -> str:
@@ -69,6 +72,44 @@ def type_of(name: str, inputs: str = "bf16") -> str:
 def test_compiles(name, tmp_path):
     module, constants = KERNELS[name]
     assert compiled(getattr(module, name), type_of, constants, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"),
+    [
+        *((name, torch.bfloat16, size) for name in DELTA_RULE for size in (16, 64, 80, 128)),
+        *(("_pass_kernel", dtype, 256) for dtype in (torch.bfloat16, torch.float32)),
+    ],
+)
+def test_delta_rule(name, dtype, size, tmp_path):
+    launch = dict(getattr(delta_rule_triton.launch_options(dtype, size, size, normalise=True), DELTA_RULE[name]))
+    options = {key: launch.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in launch}
+    inputs = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+
+    def kind(name: str) -> str:
+        return "*fp32" if name in ("factors_ptr", "decays_ptr", "states_ptr") else type_of(name, inputs)
+
+    assert compiled(getattr(delta_rule_triton, name), kind, launch, tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "key_size", "value_size", "message"),
+    [
+        (torch.bfloat16, 600, 64, "heads of 600 key channels in torch.bfloat16: at most 512 are supported"),
+        (torch.bfloat16, 16, 40, "heads of 16 key and 40 value channels in torch.bfloat16: use multiples of 16"),
+        (torch.float16, 12, 16, "heads of 12 key and 16 value channels in torch.float16: use multiples of 16"),
+    ],
+)
+def test_heads_that_the_delta_rule_does_not_support_are_refused_in_one_line(dtype, key_size, value_size, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        delta_rule_triton.check_heads(dtype, key_size, value_size)
+    for supported in ((torch.bfloat16, 128, 256), (torch.float32, 12, 10)):
+        delta_rule_triton.check_heads(*supported)
+
+
+def test_plan_has_the_chunk_of_the_delta_rule():
+    assert capacity._DELTA_NET_CHUNK == delta_rule_triton.CHUNK  # which may not import torch
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ What must not be read or written is NaN. Inputs are slices of wider rows, as a m
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +16,8 @@ from megatron_hybrid_prefix.ops import mamba_decode
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, tile_of, update_states
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 from tests.kernels import naive, rounding
+from tests.kernels.places import DEVICES, INTERPRETED, NAN
 
-NAN = float("nan")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 SLOTS = 6
 EXAMPLES = settings(max_examples=5 if INTERPRETED else 60, deadline=None, derandomize=INTERPRETED)
 # Of states or windows; inputs are float32 and bfloat16. The kernels know no float64.
@@ -58,25 +55,22 @@ def rows_of(padded, order):
     return [-1 if skip else slot for skip, slot in zip(padded, order, strict=False)]
 
 
-rows = {"padded": st.lists(st.booleans(), min_size=1, max_size=5), "order": st.permutations(range(SLOTS))}
-rows |= {"tokens": st.integers(1, 4), "seed": st.integers(0, 1000)}
-SOME_ROWS = {"padded": [False, True, False], "order": [4, 1, 0, 5, 2, 3], "tokens": 3, "seed": 1}
+# Which rows are padding, the slots of all, tokens, and a seed.
+ROWS = st.tuples(
+    st.lists(st.booleans(), min_size=1, max_size=5),
+    st.permutations(range(SLOTS)),
+    st.integers(1, 4),
+    st.integers(0, 1000),
+)
+SOME_ROWS = ([False, True, False], [4, 1, 0, 5, 2, 3], 3, 1)
+FLOAT32 = torch.float32
 
 
 def check_convolution(
-    padded,
-    order,
-    tokens,
-    seed,
-    taps,
-    bias=True,
-    dim=20,
-    dtype=torch.float32,
-    kept=torch.float32,
-    device="cpu",
-    convolve=convolve_tokens,
+    rows, taps, bias=True, dim=20, dtype=FLOAT32, kept=FLOAT32, device="cpu", convolve=convolve_tokens
 ):
     """Raises AssertionError if an output or a window is not that of the loops, or if another slot changed."""
+    padded, order, tokens, seed = rows
     slots = rows_of(padded, order)
     x, weight, before = (
         rand(seed, len(slots), tokens, dim),
@@ -118,9 +112,9 @@ def rounding_to(exact, dtype):
 
 
 @EXAMPLES
-@given(taps=st.integers(2, 4), bias=st.booleans(), dim=st.sampled_from([5, 200]), kept=st.sampled_from(DTYPES), **rows)
-def test_any_convolution(taps, bias, dim, kept, padded, order, tokens, seed):
-    check_convolution(padded, order, tokens, seed, taps, bias, dim, kept=kept)
+@given(ROWS, st.integers(2, 4), st.booleans(), st.sampled_from([5, 200]), st.sampled_from(DTYPES))
+def test_any_convolution(rows, taps, bias, dim, kept):
+    check_convolution(rows, taps, bias, dim, kept=kept)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -128,23 +122,14 @@ def test_any_convolution(taps, bias, dim, kept, padded, order, tokens, seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("taps", [2, 3, 4])
 def test_convolution(taps, dtype, kept, device):
-    check_convolution(**SOME_ROWS, taps=taps, dim=200, dtype=dtype, kept=kept, device=device)
+    check_convolution(SOME_ROWS, taps, dim=200, dtype=dtype, kept=kept, device=device)
 
 
 def check_update(
-    padded,
-    order,
-    tokens,
-    seed,
-    shape,
-    gate=False,
-    wide_D=False,
-    dtype=torch.float32,
-    kept=torch.float32,
-    device="cpu",
-    update=update_states,
+    rows, shape, gate=False, wide_D=False, dtype=FLOAT32, kept=FLOAT32, device="cpu", update=update_states
 ):
     """Raises AssertionError if an output or a state is further off than rounding takes it, or if another slot changed."""
+    padded, order, tokens, seed = rows
     slots, (heads, groups, P, N) = rows_of(padded, order), shape
     width = heads * P + 2 * groups * N
     xBC, before = rand(seed, len(slots), tokens, width), rand(seed + 1, len(slots), heads, P, N)
@@ -197,20 +182,15 @@ def check_update(
 
 @EXAMPLES
 @given(
-    shape=st.builds(
-        lambda repeat, groups, P, N: (repeat * groups, groups, P, N),
-        st.integers(1, 3),
-        st.integers(1, 3),
-        st.integers(1, 20),
-        st.integers(1, 20),
-    ),
-    gate=st.booleans(),
-    wide_D=st.booleans(),
-    kept=st.sampled_from(DTYPES),
-    **rows,
+    ROWS,
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 20)),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(DTYPES),
 )
-def test_any_update(shape, gate, wide_D, kept, padded, order, tokens, seed):
-    check_update(padded, order, tokens, seed, shape, gate, wide_D, kept=kept)
+def test_any_update(rows, sizes, gate, wide_D, kept):
+    repeat, groups, *shape = sizes
+    check_update(rows, (repeat * groups, groups, *shape), gate, wide_D, kept=kept)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -218,9 +198,7 @@ def test_any_update(shape, gate, wide_D, kept, padded, order, tokens, seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_update(shape, dtype, kept, device):
-    check_update(
-        **SOME_ROWS, shape=shape, gate=dtype == kept, wide_D=kept == DTYPES[1], dtype=dtype, kept=kept, device=device
-    )
+    check_update(SOME_ROWS, shape, dtype == kept, kept == DTYPES[1], dtype=dtype, kept=kept, device=device)
 
 
 def draw(shape, rows, tokens, device, dtype=torch.float32):
@@ -334,7 +312,7 @@ def test_the_checks_see(name):
         return (MUTANTS | {"sums in bfloat16": sums_in_bfloat16})[name](*rest, z=z, after=after, **args)
 
     with pytest.raises(AssertionError):
-        check_update(**SOME_ROWS, shape=(4, 2, 16, 16), gate=True, update=mutant)
+        check_update(SOME_ROWS, (4, 2, 16, 16), gate=True, update=mutant)
 
 
 @pytest.mark.parametrize("name", ["a dropped tap", "no bias", "another slot"])
@@ -345,7 +323,7 @@ def test_the_checks_of_a_convolution_see(name):
         return convolve_tokens(inputs, windows, weight, None if name == "no bias" else bias, slots=slots, after=after)
 
     with pytest.raises(AssertionError):
-        check_convolution(**SOME_ROWS, taps=4, convolve=mutant)
+        check_convolution(SOME_ROWS, 4, convolve=mutant)
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from megatron_hybrid_prefix.platform.kernels import conv
 from megatron_hybrid_prefix.platform.kernels.decode import selective_state_update
 from megatron_hybrid_prefix.platform.kernels.ssd import mamba_chunk_scan_combined_varlen
 from tests.kernels import naive
+from tests.kernels.places import NAN
+from tests.kernels.test_attention import cumulative
 
-NAN = float("nan")
 DIM, HEADS, HEADDIM, STATE, SLOTS = 6, 4, 3, 5, 5
 SEED = st.integers(0, 1000)
 
@@ -24,11 +25,6 @@ def numbers(seed):
     """A function that draws float32 tensors."""
     generator = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(*shape, generator=generator)
-
-
-def cumulative(lengths):
-    """(n + 1,) int32 from 0."""
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 def close(got, expected):

@@ -7,7 +7,6 @@ overflow of 32-bit integers is an error.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -27,10 +26,10 @@ from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, Entr
 from megatron_hybrid_prefix.upstream.modules import COMMON_KERNELS
 from tests.core.pools import a_mover
 from tests.harness.one_memory import FAR_PAGE_BYTES, FAR_PAGES, PAGE_BLOCKS, OneMemory, bits, check_same
+from tests.kernels.places import INTERPRETED
 from tests.kernels.steps import SLOTS, Step
 from tests.kernels.test_paged_attention import flash_attention_4
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAYERS, LAYER = 3, 1  # layers of a pool, and the one that an operation gets
 SEEDS = 1 if INTERPRETED else 2
 MAX_REQUESTS, DRAFTS = FAR_PAGES // 4, 2  # their slots are all there are
@@ -125,14 +124,10 @@ def far_step(seed: int, chunk_tokens: int) -> Step:
 
 def step_at(at: Callable[..., torch.Tensor], step: Step, device: str) -> tuple[dict[str, torch.Tensor], ...]:
     """What a prefill is given, where slots are ``at(slots)``; and per token, its source and where its sequence starts."""
-    sources, starts = torch.zeros(2, step.bounds[-1], dtype=torch.int32)
-    for number, chunks, _ in step.sequences():
-        span = slice(step.bounds[chunks.start], step.bounds[chunks.stop])
-        sources[span], starts[span] = step.source_slots[number], span.start
+    sources, starts = step.of_tokens(device)
     slots = step.tensors(device, "source_slots", "live_slots", "chunk_slots")
     slots = {name: at(value) for name, value in slots.items()} | step.tensors(device, "first_chunks")
-    wrong = torch.zeros_like(starts, device=device)
-    return slots, {"sources": at(sources.to(device)), "starts": starts.to(device), "wrong": wrong}
+    return slots, {"sources": at(sources), "starts": starts, "wrong": torch.zeros_like(starts)}
 
 
 HERE = [FAR_PAGES * PAGE_BLOCKS - 1 - block for block in (0, 7, 3, 40, 41, 2, 100)]

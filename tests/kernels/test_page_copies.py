@@ -11,8 +11,8 @@ import torch
 from megatron_hybrid_prefix.ops import engine_copies, page_copies
 from megatron_hybrid_prefix.ops.engine_copies import copy_ranges
 from megatron_hybrid_prefix.ops.page_copies import copy_pages
+from tests.kernels.places import DEVICES
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
 PAGES, ENTRIES, UNTOUCHED = 40, 5, -7
 # layers, shape and type of an entry, bytes of a page, bytes before the entry's: entries of one page, of several, of a part of the
 # last one; that begin inside a page; words of 8, 4, 2 bytes and single bytes; chunks that are cut by the end of a page or layer
@@ -136,22 +136,26 @@ def test_pages_that_are_too_few_or_too_many_are_refused():
         copy_pages(entries, memory, ids, pages, to_pages=True)
 
 
+def after_copies(here, there, ranges, to_host):
+    """What both hold after copies of ranges: (start here, start there, bytes)."""
+    expected = [here.clone(), there.clone()]
+    for start, host_start, size in ranges:
+        mine, its = slice(start, start + size), slice(host_start, host_start + size)
+        expected[to_host][its if to_host else mine] = here[mine] if to_host else there[its]
+    return expected
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("to_host", [True, False])
 def test_ranges(device, to_host):
     here, there = (torch.arange(100, dtype=torch.uint8) + first for first in (0, 100))
-    expected = [here.tolist(), there.tolist()]
     ranges = [(3, 90, 10), (50, 0, 1), (99, 7, 0)]
-    for start, host_start, size in ranges:
-        if to_host:
-            expected[1][host_start : host_start + size] = here.tolist()[start : start + size]
-        else:
-            expected[0][start : start + size] = there.tolist()[host_start : host_start + size]
+    expected = after_copies(here, there, ranges, to_host)
     here, there = (here.to(device), there.pin_memory()) if device == "cuda" else (here, there)
     copy_ranges(here, there, ranges, to_host=to_host)
     if device == "cuda":
         torch.cuda.synchronize()
-    assert [here.tolist(), there.tolist()] == expected
+    assert [here.tolist(), there.tolist()] == [each.tolist() for each in expected]
     for outside in ((91, 0, 10), (0, 91, 10), (-1, 0, 2), (0, -1, 2)):
         with pytest.raises(AssertionError):
             copy_ranges(here, there, [outside], to_host=to_host)
@@ -165,13 +169,7 @@ def test_ranges_by_the_simulated_driver(way, to_host, monkeypatch):
     ranges = [(0, 100, 5), (20, 30, 64), (90, 0, 27), (199, 199, 1)]
     if not to_host:
         here, there = there, here
-    expected = [here.clone(), there.clone()]
-    for start, host_start, size in ranges:
-        mine, its = slice(start, start + size), slice(host_start, host_start + size)
-        if to_host:
-            expected[1][its] = here[mine]
-        else:
-            expected[0][mine] = there[its]
+    expected = after_copies(here, there, ranges, to_host)
     batch, stream, passed, single = BatchDriver(801 * (way == "not supported")), Stream(), [], []
 
     def copy(target, source, size, handle):

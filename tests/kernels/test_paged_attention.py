@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 
 from megatron_hybrid_prefix.platform.kernels.attention_cuda import flash_attn4_varlen_func, paged_attention
 from tests.kernels import naive, rounding
-from tests.kernels.test_attention import NAN, cumulative, make
+from tests.kernels.places import INTERPRETED, NAN
+from tests.kernels.test_attention import cumulative, make
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu(gib=4, seconds=2)]
 

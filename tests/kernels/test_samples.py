@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hybrid_prefix.ops.samples import SAMPLES, SampledSums
+from tests.kernels.places import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64),
     *(torch.bool, torch.complex64, torch.complex128, torch.int8),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,15 +30,11 @@ def wrong(out_ptr, BLOCK: tl.constexpr):
     tl.static_assert(BLOCK == 0)
 
 
-class FakeGpu:
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+GPU = SimpleNamespace(
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+)
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def compiled(tmp_path, monkeypatch):
             found.append((src.name, dict(src.constants)[next(iter(src.constants))], threading.current_thread().name))
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
-    monkeypatch.setattr(triton.runtime.driver, "_active", FakeGpu())
+    monkeypatch.setattr(triton.runtime.driver, "_active", GPU)
     return found
 
 

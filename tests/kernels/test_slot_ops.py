@@ -6,7 +6,6 @@ TRITON_INTERPRET=1 (``test_interpreted.py``) the kernels run on the host, slowly
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -17,11 +16,9 @@ from megatron_hybrid_prefix.ops.convolution import convolve_from_slots, write_co
 from megatron_hybrid_prefix.ops.mamba_scan import empty_up_to, pass_states
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from tests.kernels import naive, rounding
+from tests.kernels.places import DEVICES, INTERPRETED, NAN
 from tests.kernels.steps import SLOTS, Step, poisoned_pool
 
-NAN = float("nan")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEEDS = 4 if INTERPRETED else 40
 CHUNK_TOKENS = 8
 
@@ -44,7 +41,7 @@ def test_conv_windows(device, d_conv, dtype):
             inputs,
             pool,
             chunk_bounds=torch.tensor([*bounds, bounds[-1]], dtype=torch.int32, device=device),
-            **step.tensors(device, "first_chunks", "source_slots", "live_slots", "chunk_slots"),
+            **step.tensors(device),
         )
         expected = before.clone()
         for i, chunks, targets in step.sequences():
@@ -67,7 +64,7 @@ def test_convolution(device, taps, dtype):
     check_convolution(device, taps, dtype)
 
 
-def check_convolution(device, taps, dtype, convolve=convolve_from_slots):
+def check_convolution(device, taps, dtype, mutant=lambda given: {}):
     """Raises AssertionError if a value is further off than rounding takes it."""
     dim = 300  # more than one program's channels, and no multiple of them
     for seed in range(SEEDS // 2):
@@ -82,22 +79,20 @@ def check_convolution(device, taps, dtype, convolve=convolve_from_slots):
             torch.randn(*shape, generator=generator).to(dtype).to(device) for shape in ((dim, taps), (dim,))
         )
         bias = bias if seed % 2 else None
-        sources, starts = (torch.zeros(rows, dtype=torch.int32) for _ in range(2))
-        for i, chunks, _ in step.sequences():
-            span = slice(bounds[chunks.start], bounds[chunks.stop])
-            sources[span], starts[span] = step.source_slots[i], span.start
-        wrong = torch.zeros(rows, dtype=torch.int32, device=device)
-        step_of = {"sources": sources.to(device), "starts": starts.to(device), "wrong": wrong}
-        out = convolve(inputs, windows, weight, bias, **step_of)
+        sources, starts = step.of_tokens(device)
+        wrong = torch.zeros_like(starts)
+        step_of = {"sources": sources, "starts": starts, "wrong": wrong}
+        given = {"inputs": inputs, "windows": windows, "weight": weight, "bias": bias} | step_of
+        out = convolve_from_slots(**given | mutant(given))
         assert not wrong.any()
         assert out.dtype == dtype and out.is_contiguous()
         assert torch.equal(windows.nan_to_num(9e9), before.nan_to_num(9e9))
         wide = weight.double().cpu(), torch.zeros(dim).double() if bias is None else bias.double().cpu()
         for i, chunks, _ in step.sequences():
             span = slice(bounds[chunks.start], bounds[chunks.stop])
-            given = inputs[span].double().cpu(), *wide, before[step.source_slots[i]].double().cpu()[:, 1:]
-            expected = naive.conv_sequence(*given)
-            rounding.check(out[span].cpu(), expected, rounding.allowed(expected, rounding.convolution(*given), dtype))
+            own = inputs[span].double().cpu(), *wide, before[step.source_slots[i]].double().cpu()[:, 1:]
+            expected = naive.conv_sequence(*own)
+            rounding.check(out[span].cpu(), expected, rounding.allowed(expected, rounding.convolution(*own), dtype))
 
 
 @pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu(gib=1))])
@@ -143,26 +138,18 @@ def test_only_padding_is_zeroed(device, rows, monkeypatch):
         assert out[:end].isnan().all() and (out[end:] == 0).all(), end
 
 
-def shifted_window(inputs, windows, *rest, **fields):
-    """Windows are read a tap late."""
-    return convolve_from_slots(inputs, windows.roll(1, -1), *rest, **fields)
-
-
-def rounded_taps(inputs, windows, weight, *rest, **fields):
-    """Weights are rounded to bfloat16."""
-    return convolve_from_slots(inputs, windows, weight.bfloat16().float(), *rest, **fields)
-
-
-def over_the_start(inputs, *rest, starts, **fields):
-    """Sequences are not told apart."""
-    return convolve_from_slots(inputs, *rest, starts=torch.zeros_like(starts), **fields)
+CONVOLUTION_MUTANTS = {
+    "a tap late": lambda given: {"windows": given["windows"].roll(1, -1)},
+    "rounded weights": lambda given: {"weight": given["weight"].bfloat16().float()},
+    "sequences are not told apart": lambda given: {"starts": 0 * given["starts"]},
+}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="of the bound")
-@pytest.mark.parametrize("mutant", [shifted_window, rounded_taps, over_the_start])
+@pytest.mark.parametrize("mutant", CONVOLUTION_MUTANTS)
 def test_the_bound_of_the_convolution_sees(mutant):
     with pytest.raises(AssertionError):
-        check_convolution("cpu", 4, torch.float32, mutant)
+        check_convolution("cpu", 4, torch.float32, CONVOLUTION_MUTANTS[mutant])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -189,39 +176,24 @@ def some_chunks(lengths, heads, groups, headdim, d_state, seed, device, inputs=t
     return x, dt.to(device), B, steps.cumsum(-1).to(device), bounds.to(device)
 
 
-def rounded_inputs(x, dt, *rest, **step):
-    """dt is rounded to bfloat16."""
-    return pass_states(x, dt.bfloat16().float(), *rest, **step)
-
-
-def without_the_first_chunk(x, dt, *rest, **step):
-    """The first chunk adds nothing."""
-    return pass_states(x, torch.cat([torch.zeros_like(dt[:, :1]), dt[:, 1:]], 1), *rest, **step)
-
-
-def keys_of_the_first_group(x, dt, B, *rest, **step):
-    return pass_states(x, dt, B[:, :1].expand_as(B), *rest, **step)
-
-
-def from_another_slot(*chunks, source_slots, **step):
-    """The first sequence starts from a slot that it must not read."""
-    sources = source_slots.clone()
-    sources[0] = -1
-    return pass_states(*chunks, source_slots=sources, **step)
+MUTANTS = {
+    "rounded inputs": lambda given: {"dt": given["dt"].bfloat16().float()},
+    "without the first chunk": lambda given: {"dt": torch.cat([0 * given["dt"][:, :1], given["dt"][:, 1:]], 1)},
+    "keys of the first group": lambda given: {"B": given["B"][:, :1].expand_as(given["B"])},
+    "from another slot": lambda given: {"source_slots": given["source_slots"].index_fill(0, torch.tensor(0), -1)},
+}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="of the bound")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "mutant", [rounded_inputs, without_the_first_chunk, keys_of_the_first_group, from_another_slot]
-)
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_bound_sees(mutant, dtype):
     for seed in range(2):
         with pytest.raises(AssertionError, match="times the bound"):
-            check_state_passing("cpu", dtype, [seed], mutant)
+            check_state_passing("cpu", dtype, [seed], MUTANTS[mutant])
 
 
-def check_state_passing(device, dtype, seeds, pass_states=pass_states, inputs=torch.float32):
+def check_state_passing(device, dtype, seeds, mutant=lambda given: {}, inputs=torch.float32):
     """Raises AssertionError if a state exceeds its rounding bound, or if a slot that is no target was written."""
     heads, groups, headdim, d_state = 4, 2, 40, 72  # several programs a head, and no multiple of one
     # exp, its argument, two products, and the sum; a product rounded as x is, which on a GPU may be to 10 bits in float32, twice.
@@ -232,11 +204,11 @@ def check_state_passing(device, dtype, seeds, pass_states=pass_states, inputs=to
         pool = poisoned_pool(step, (heads, headdim, d_state), dtype, device, seed)
         before = pool.clone()
         given = some_chunks(step.lengths, heads, groups, headdim, d_state, seed, device, inputs)
-        names = ("first_chunks", "source_slots", "live_slots", "chunk_slots")
-        entering = pass_states(*given[:4], given[4], pool, **step.tensors(device, *names))
+        given = dict(zip(("x", "dt", "B", "log_decay", "bounds"), given, strict=True)) | step.tensors(device)
+        entering = pass_states(states=pool, **given | mutant(given))
         narrower = min(dtype, inputs, key=lambda each: each.itemsize)
         assert entering.dtype == narrower
-        x, dt, B, log_decay = (each.double().cpu() for each in given[:4])
+        x, dt, B, log_decay = (given[name].double().cpu() for name in ("x", "dt", "B", "log_decay"))
         B = B.repeat_interleave(heads // groups, 1)
         for i, own, targets in step.sequences():
             state = before[step.source_slots[i]].double().cpu()
@@ -293,35 +265,3 @@ def test_slot_copies_of_unlike_states_are_refused():
     for other in (torch.zeros(2, 3, 5), torch.zeros(1, 3, 4), torch.zeros(2, 3, 4, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="cannot be copied"):
             copy_slots(torch.zeros(2, 3, 4), other, slots, slots)
-
-
-@pytest.mark.gpu(gib=9)
-def test_slots_beyond_two_to_the_31_elements():
-    """A pool of production size: offsets need 64 bits."""
-    heads, headdim, d_state, slots = 128, 64, 128, 2100
-    pool = torch.empty(slots, heads, headdim, d_state, dtype=torch.bfloat16, device="cuda")
-    low, live, kept = 0, slots - 1, slots - 2
-    for slot in (low, live, kept):
-        pool[slot] = NAN
-    source = slots - 3
-    pool[source] = torch.randn(heads, headdim, d_state, device="cuda").bfloat16()
-    one = {name: torch.tensor(value, device="cuda") for name, value in (("first_chunks", [0, 1]),)}
-    slots_of = {"source_slots": [source], "live_slots": [live], "chunk_slots": [kept]}
-    one |= {name: torch.tensor(value, device="cuda") for name, value in slots_of.items()}
-    x, B = (torch.zeros(1, *shape, dtype=torch.bfloat16, device="cuda") for shape in ((heads, headdim), (8, d_state)))
-    zeros, bounds = torch.zeros(heads, 1, CHUNK_TOKENS, device="cuda"), torch.tensor([0, 1], device="cuda")
-    pass_states(x, zeros, B, zeros, bounds, pool, **one)
-    copy_slots(pool[None], pool[None], torch.tensor([source], device="cuda"), torch.tensor([low], device="cuda"))
-    assert all(torch.equal(pool[slot], pool[source]) for slot in (live, kept, low))
-    dim, d_conv = 10240, 4
-    windows = torch.empty(2**31 // (dim * d_conv) + 3, dim, d_conv, dtype=torch.bfloat16, device="cuda")
-    last = windows.shape[0] - 1
-    windows[last - 2], windows[last - 1 :] = 1.0, NAN
-    one = {
-        name: torch.tensor(value, device="cuda") for name, value in (("first_chunks", [0, 1]), ("chunk_bounds", [0, 1]))
-    }
-    slots_of = {"source_slots": [last - 2], "live_slots": [last], "chunk_slots": [last - 1]}
-    one |= {name: torch.tensor(value, device="cuda") for name, value in slots_of.items()}
-    write_conv_windows(torch.full((1, dim), 2.0, dtype=torch.bfloat16, device="cuda"), windows, **one)
-    expected = torch.tensor([1.0, 1.0, 1.0, 2.0], device="cuda").expand(dim, d_conv)
-    assert all(torch.equal(windows[slot].float(), expected) for slot in (last, last - 1))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gib=1))]
+from tests.kernels.places import DEVICES
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,10 +8,8 @@ import pytest
 
 from megatron_hybrid_prefix.lab.memory import Memory
 from megatron_hybrid_prefix.lab.replay import replay
-from megatron_hybrid_prefix.tiers.units import EntryKind
 from tests.harness.engine_helpers import cache_gb_for
 from tests.harness.lifecycle_helpers import EngineHarness
-from tests.harness.selection import mostly_slow
 from tests.harness.trace_helpers import as_trace, token_prompts
 
 BLOCK = 64
@@ -27,7 +25,7 @@ def reused_tokens(served, prompts):
     return reused
 
 
-def replayed(served, prompts, **options):
+def replayed(served, prompts):
     """The same requests in a replay with as much memory."""
     layout, settings = served.context.layout, served.cache.settings
     memory = Memory(
@@ -38,25 +36,26 @@ def replayed(served, prompts, **options):
     )
     assert memory.layout == layout
     same = ("eviction_policy", "retention_interval_tokens", "min_computed_tokens")
+    same += ("host_pages", "host_kv_pages", "host_state_pages")
     rules = {name: getattr(settings, name) for name in same}
-    return replay(as_trace(prompts, settings.block_tokens), **memory.cache_sizes(), **rules, **options)
+    return replay(as_trace(prompts, settings.block_tokens), **memory.cache_sizes(), **rules)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "recompute_cost"])
 @pytest.mark.parametrize(
-    ("slots", "blocks", "block_tokens", "interval"),
+    ("slots", "blocks", "block_tokens", "interval", "host_gb"),
     [
-        (6, None, BLOCK, 0), (10, None, BLOCK, None), (20, 6, BLOCK, 2 * BLOCK), (5, 16, BLOCK, 0),
-        (None, 20, BLOCK, None), (None, 60, 16, None), (None, 60, 11, None),
+        (6, None, BLOCK, 0, 0), (10, None, BLOCK, None, 0), (20, 6, BLOCK, 2 * BLOCK, 0), (5, 16, BLOCK, 0, 0),
+        (None, 20, BLOCK, None, 0), (None, 60, 16, None, 0), (None, 60, 11, None, 0), (None, 12, BLOCK, None, 0.0008),
     ],
 )  # fmt: skip
-def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks, block_tokens, interval):
-    """With few states, with little KV, and with pages of several blocks and of several states."""
+def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks, block_tokens, interval, host_gb):
+    """With few states, with little KV, with pages of several blocks and of several states, and with a host."""
     prompts = token_prompts(40, block_tokens=block_tokens, most_blocks=6, seed=blocks or slots)
     memory = {"slots": slots, "blocks": blocks}
     if slots is None:
         cache_gb = cache_gb_for(model, blocks, block_tokens=block_tokens, max_requests=4)
-        memory = {"cache_gb": cache_gb, "mamba_gb": None}
+        memory = {"cache_gb": cache_gb, "mamba_gb": None, "host_gb": host_gb}
     served = EngineHarness(
         model,
         **memory,
@@ -73,35 +72,8 @@ def test_a_replay_is_the_engine_without_the_model(model, eviction, slots, blocks
         assert run.counters[name] == theirs[name], name
     assert run.counters["memory_use"] == asdict(served.cache.memory_use())
     assert theirs["evictions"] > 0 and (theirs["kv_evictions"] > 0) == (blocks is not None)
-
-
-@pytest.mark.parametrize("eviction", mostly_slow(["recompute_cost", "lru"], "recompute_cost"))
-def test_so_it_does_with_a_host_tier(model, eviction):
-    prompts = token_prompts(40, block_tokens=BLOCK, most_blocks=6, seed=7)
-    served = EngineHarness(
-        model,
-        cache_gb=cache_gb_for(model, 12, block_tokens=BLOCK, max_requests=4),
-        mamba_gb=None,
-        block_size_tokens=BLOCK,
-        host_gb=0.0008,
-        eviction_policy=eviction,
-        retention_interval_tokens=None,
-        decode_checkpoints=False,
-    )
-    reused = reused_tokens(served, prompts)
-    entries = served.cache._device.host
+    host, mine = (counters["tiers"].get("host", {}) for counters in (theirs, run.counters))
+    counted = [(host[name], mine[name]) for name in ("loads", "stores", "evictions") if host_gb]
+    assert all(one == other > 0 for one, other in counted)
     # A state moves without the rest of its page.
-    assert entries.pages_of[EntryKind.STATE] < entries.pages_of[EntryKind.KV]
-    run = replayed(
-        served,
-        prompts,
-        host_pages=entries.total_pages,
-        host_kv_pages=entries.pages_of[EntryKind.KV],
-        host_state_pages=entries.pages_of[EntryKind.STATE],
-    )
-    assert list(run.reused_tokens) == reused and sum(reused) > 0
-    tier = served.context.prefix_stats().as_dict()["tiers"]["host"]
-    assert {name: run.counters["tiers"]["host"][name] for name in ("loads", "stores", "evictions")} == {
-        name: tier[name] for name in ("loads", "stores", "evictions")
-    }
-    assert min(tier["loads"], tier["stores"], tier["evictions"]) > 0, tier
+    assert not host_gb or served.cache.settings.host_state_pages < served.cache.settings.host_kv_pages

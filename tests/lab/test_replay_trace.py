@@ -184,36 +184,33 @@ def test_a_malformed_line_is_named(tmp_path, capsys, kind, line, message):
     assert said.startswith(f"error: {path}:4: {message}") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--state-slots", "64", "x"], "argument --state-slots: 'x' is not a whole number"),
-        (["--kv-blocks", "4"], "unrecognized arguments: --kv-blocks 4"),
-        (["--interval", "100"], "--interval: 100 is not a multiple of the block of 512 tokens"),
-        (["--interval", "x"], "argument --interval: 'x' is not a whole number"),
-        (["--baselines", "lru"], "unrecognized arguments: --baselines lru"),
-        (["--preset", "huge"], "huge: neither a file nor a preset; presets: tiny"),
-        (["--json", "/nowhere/x.json"], "cannot write /nowhere/x.json: there is no folder /nowhere"),
-        (["--block-tokens", "0"], "argument --block-tokens: '0' is not a whole number above 0"),
-        (["--eviction", "fifo"], "argument --eviction: invalid choice: 'fifo' (choose from "),
-        (["--cache-gb", "3"], "--cache-gb: needs the bytes of a model: give --preset or --hf"),
-        (["--mamba-gb", "3"], "--mamba-gb and --host-gb go with --cache-gb; with --state-slots use --host-pages"),
-        (["--cache-gb", "2", "4", "--mamba-gb", "3", "--preset", "tiny"], "--mamba-gb 3: the most for checkpoints in"),
-        (["--cache-gb", "3", "--state-slots", "4"], "argument --state-slots: not allowed with argument --cache-gb"),
-        (
-            ["--cache-gb", "0.01", "--preset", "nemotron-h-8b"],
-            "--cache-gb 0.01: cache_bytes=10737418: a state and a KV",
-        ),
-        (["--cache-gb", "1e300", "--preset", "tiny"], "--cache-gb 1e+300: more than any machine has"),
-        (["--cache-gb", "1e8", "--preset", "tiny"], "204,800,000,000 KV blocks: a replay has at most 8,388,608"),
-        (["--state-slots", "9999999"], "9,999,999 state slots: a replay has at most 8,388,608"),
-        (["--hf", "somewhere", "--preset", "tiny"], "--hf"),
-    ],
-)
-def test_bad_options_are_named(trace_file, capsys, arguments, message):
-    assert run(trace_file, *arguments) == 2
+BAD_OPTIONS = {  # by command line
+    "--state-slots 64 x": "argument --state-slots: 'x' is not a whole number",
+    "--kv-blocks 4": "unrecognized arguments: --kv-blocks 4",
+    "--interval 100": "--interval: 100 is not a multiple of the block of 512 tokens",
+    "--interval x": "argument --interval: 'x' is not a whole number",
+    "--baselines lru": "unrecognized arguments: --baselines lru",
+    "--preset huge": "huge: neither a file nor a preset; presets: tiny",
+    "--json /nowhere/x.json": "cannot write /nowhere/x.json: there is no folder /nowhere",
+    "--block-tokens 0": "argument --block-tokens: '0' is not a whole number above 0",
+    "--eviction fifo": "argument --eviction: invalid choice: 'fifo' (choose from ",
+    "--cache-gb 3": "--cache-gb: needs the bytes of a model: give --preset or --hf",
+    "--mamba-gb 3": "--mamba-gb and --host-gb go with --cache-gb; with --state-slots use --host-pages",
+    "--cache-gb 2 4 --mamba-gb 3 --preset tiny": "--mamba-gb 3: the most for checkpoints in",
+    "--cache-gb 3 --state-slots 4": "argument --state-slots: not allowed with argument --cache-gb",
+    "--cache-gb 0.01 --preset nemotron-h-8b": "--cache-gb 0.01: cache_bytes=10737418: a state and a KV",
+    "--cache-gb 1e300 --preset tiny": "--cache-gb 1e+300: more than any machine has",
+    "--cache-gb 1e8 --preset tiny": "204,800,000,000 KV blocks: a replay has at most 8,388,608",
+    "--state-slots 9999999": "9,999,999 state slots: a replay has at most 8,388,608",
+    "--hf somewhere --preset tiny": "--hf",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_OPTIONS)
+def test_bad_options_are_named(trace_file, capsys, arguments):
+    assert run(trace_file, *arguments.split()) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {message}") and said.count("\n") == 1
+    assert said.startswith(f"error: {BAD_OPTIONS[arguments]}") and said.count("\n") == 1
 
 
 def test_files_that_cannot_be_read(tmp_path, capsys):
