@@ -39,6 +39,10 @@ ACCEPTED = [
 )
 def test_every_number_of_accepted_drafts_around_a_blocks_end(platform, name, fields, drafts, mode, tokens_before_end):
     model = build_hybrid_model(get_preset(name, **fields) if fields else named(name), seed=0, platform=platform)
+    check_accepted_drafts(model, drafts, mode, tokens_before_end)
+
+
+def check_accepted_drafts(model, drafts, mode, tokens_before_end):
     served = Drafting(model, drafts, lambda *_: 0, async_sched_mode=mode)
     shared = tokens(2, 0, seed=1)
     served.ask(shared + random_tokens(5, seed=2))
