@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.mcore.runner import run_batch
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.platform import ensure_platform
-from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, Copy
+from megatron_hybrid_prefix.tiers.units import HOST, BlockMove, BlockTransfer, Copy, LoadOver
 from megatron_hybrid_prefix.upstream.names import SamplingParams
 
 BLOCK_TOKENS = 64
@@ -54,7 +54,7 @@ class Diary:
         self._matched = False  # recorded already; a load changes the match
         watched = {
             cache: ("admit", "plan", "publish", "checkpoint_decoded", "grow", "take_copies"),
-            cache.loads: ("begin_load_back",),
+            cache.loads: ("copy",),
             cache.blocks: ("allocate",),
         }
         for owner, names in watched.items():
@@ -63,7 +63,7 @@ class Diary:
 
     def _noting(self, call: Callable[..., Any], note: Callable[..., None] | None) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
-            if call.__name__ in ("begin_load_back", "admit"):
+            if call.__name__ == "admit":
                 self._match(args[1])
             stats, held = self.cache.stats(), self._held()
             result = call(*args, **kwargs)
@@ -96,15 +96,12 @@ class Diary:
             text += f", with the host at {match.loadable_blocks * BLOCK_TOKENS}"
         self.say("match", text)
 
-    def _begin_load_back(self, loaded: Any, request_id: int, match: Any) -> None:
-        if loaded is not None:
-            device = len(loaded.path)
-            rest = len(loaded.loaded_blocks) - device
-            self.say(
-                "load",
-                f"up to {loaded.resume_tokens}: the KV of {_count(device, 'block')} is still there, that of {rest} is "
-                f"loaded, and the state into slot {loaded.source_slot}",
-            )
+    def _copy(self, _: None, load: Any, shared_blocks: int, block_ids: Any) -> None:
+        self.say(
+            "load",
+            f"up to {load.depth_tokens}: the KV of {_count(shared_blocks, 'block')} is still there, that of {len(block_ids)} is "
+            f"loaded, and the state into slot {load.slot}",
+        )
 
     def _admit(self, admission: Any, *args: Any) -> None:
         if admission is None:
@@ -138,7 +135,8 @@ class Diary:
 
     def _take_copies(self, copies: Sequence[Copy]) -> None:
         for verb, group in groupby(copies, key=_verb):
-            self.say(verb, _TEXTS[verb](list(group)))
+            if verb is not None:
+                self.say(verb, _TEXTS[verb](list(group)))
 
     def take(self) -> list[tuple[str, str]]:
         """The events since the last call."""
@@ -146,7 +144,9 @@ class Diary:
         return events
 
 
-def _verb(copy: Copy) -> str:
+def _verb(copy: Copy) -> str | None:
+    if isinstance(copy, LoadOver):
+        return None
     if isinstance(copy, BlockTransfer):
         return "store" if copy.target == HOST else "fetch"
     return "move" if isinstance(copy, BlockMove) else "clear"
@@ -176,17 +176,17 @@ def _count(number: int, what: str) -> str:
 
 def places(cache: Any, prompt: Sequence[int]) -> list[dict[str, Any]]:
     """Where each block of the prompt and the state at its end are: device, host, both or neither."""
-    by_key = {node.key: node for node in cache.nodes()}
-    found = []
+    by_key, host, found = {node.key: node for node in cache.nodes()}, cache._device.host, []
     for at, key in enumerate(cache.chain(prompt).keys, 1):
         node = by_key.get(key)
-        held = (-1,) * 4 if node is None else (node.block_id, node.host_block, node.slot, node.host_slot)
-        found.append({"end_tokens": at * BLOCK_TOKENS, "kv": _place(*held[:2]), "state": _place(*held[2:])})
+        kv = node is not None and node.block_id >= 0, node in host.kv
+        state = node is not None and node.slot >= 0, node in host.of_states
+        found.append({"end_tokens": at * BLOCK_TOKENS, "kv": _place(*kv), "state": _place(*state)})
     return found
 
 
-def _place(on_device: int, on_host: int) -> str:
-    return " + ".join(name for name, place in (("device", on_device), ("host", on_host)) if place >= 0) or "-"
+def _place(on_device: bool, on_host: bool) -> str:
+    return " + ".join(name for name, is_there in (("device", on_device), ("host", on_host)) if is_there) or "-"
 
 
 # --- The conversation ------------------------------------------------------------------------------------------------

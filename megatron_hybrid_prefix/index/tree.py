@@ -136,14 +136,6 @@ class PrefixTree:
             node = node.parent
         self.version += 1
 
-    def set_state(self, node: Node, slot: int, reason: CheckpointReason) -> None:
-        """Records that the state at the end of the node's block is in ``slot``."""
-        assert node.slot == NO_SLOT, node
-        node.slot = slot
-        node.reason = reason
-        node.used = False
-        self.version += 1
-
     def state_left(self, node: Node) -> None:
         """No tier has the node's state any more."""
         node.reason = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
@@ -13,7 +13,61 @@ from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.host import HostEntry
-from megatron_hybrid_prefix.tiers.units import Load, LoadState
+from megatron_hybrid_prefix.tiers.units import LoadState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SwappedOut:
+    """What a preempted request left on the host, to continue from.
+
+    Attributes:
+        depth_tokens: Tokens up to the state.
+        keys: Keys of its first blocks, which the prefix tree has.
+        pinned: The entries of their KV, which stay.
+        private: Entries that nobody else has: KV (the last block may be partly filled), then the state.
+    """
+
+    depth_tokens: int
+    keys: tuple[bytes, ...]
+    pinned: tuple[HostEntry, ...]
+    private: tuple[HostEntry, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Load:
+    """KV and a state that come back from the host for one request; or that the tier behind brings to it, a *fetch*.
+
+    All of it is the same on all ranks. The `Mover` knows the copies of a load by its number.
+
+    Attributes:
+        load_id: Its number.
+        request_id: The request.
+        state: How far it is, or why it failed.
+        depth_tokens: Tokens up to the state.
+        pinned: Host entries of the prefix tree that stay until it ends, KV from the front.
+        swapped_out: What its request left on the host when it was preempted, or None.
+        coming: Those of ``pinned`` that are being read from the tier below.
+        slot: Slot on the device that the state goes to; below 0: none, it is a fetch.
+        payloads: Payload (routing) of each loaded KV block, or None, by block id.
+    """
+
+    load_id: int
+    request_id: int
+    state: LoadState
+    depth_tokens: int
+    pinned: tuple[HostEntry, ...]
+    swapped_out: SwappedOut | None = None
+    coming: tuple[HostEntry, ...] = ()
+    slot: int = -1
+    payloads: dict[int, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Load({self.load_id} of request {self.request_id}: {self.state})"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.state in (LoadState.FETCHING, LoadState.COPYING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,23 +255,6 @@ def share_beyond(live: LiveRequest, beyond: Sequence[Node], block_tokens: int) -
     live.path += beyond
     if beyond:
         live.stored_tokens = len(live.path) * block_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SwappedOut:
-    """What a preempted request left on the host, to continue from.
-
-    Attributes:
-        depth_tokens: Tokens up to the state.
-        keys: Keys of its first blocks, which the prefix tree has.
-        pinned: The entries of their KV, which stay.
-        private: Entries that nobody else has: KV (the last block may be partly filled), then the state.
-    """
-
-    depth_tokens: int
-    keys: tuple[bytes, ...]
-    pinned: tuple[HostEntry, ...]
-    private: tuple[HostEntry, ...]
 
 
 class RequestBook:

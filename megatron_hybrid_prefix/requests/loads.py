@@ -9,11 +9,11 @@ from typing import Self
 
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.requests.book import LiveRequest, RequestBook, SwappedOut
+from megatron_hybrid_prefix.requests.book import LiveRequest, Load, RequestBook, SwappedOut
 from megatron_hybrid_prefix.requests.matcher import Match, Matcher
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.host import HostEntry
-from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, Load, LoadOver, LoadState, Tag
+from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, LoadOver, LoadState, Tag
 
 
 @dataclass(frozen=True, slots=True)

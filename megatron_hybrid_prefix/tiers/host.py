@@ -38,7 +38,7 @@ class HostEntry:
         pages: Its pages, in the order of the bytes; none: it has left the host.
         payload: Extra data stored with it (the routing of a KV block), or None.
         pins: Loads and preempted requests that need it.
-        is_coming: It is being read from the tier below. All ranks agree on whether it has arrived, see `HostTier.arrived`.
+        is_coming: It is being read from the tier below. All ranks agree on whether it has arrived (`Loads.end_fetch`).
     """
 
     tag: Tag
@@ -269,11 +269,6 @@ class HostTier(TierIndex[Node]):
             tree.prune(end)
             return None
         return tuple(self._of(kind)[node] for kind, node in wanted)
-
-    def arrived(self, entries: Iterable[HostEntry]) -> None:
-        """These entries have arrived from the tier below, on all ranks."""
-        for entry in entries:
-            entry.is_coming = False
 
     def _fetch(self, kind: EntryKind, node: Node) -> HostEntry | None:
         """Allocates an entry, and queues its read from the tier below. None: there is no room."""

@@ -1,6 +1,6 @@
-"""`BlockTransfer`: one move between two tiers, of a KV block or of a state. `Load`: what comes back from the host for one request.
+"""`BlockTransfer`: one move between two tiers, of a KV block or of a state.
 
-``index/host_tier.py`` and ``index/loads.py`` decide on transfers and loads, ``transfers/`` runs them; they share nothing else. Transfers
+The tiers and ``requests/loads.py`` decide on transfers, ``transfers/`` runs them; they share nothing else. Transfers
 run in the order of their queue, so a page or slot may be reused as soon as its transfer is queued. The tiers are the device, the
 host, and at most one tier below the host. Every transfer begins or ends on the host.
 """
@@ -10,11 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.requests.book import SwappedOut
-    from megatron_hybrid_prefix.tiers.host import HostEntry
+from typing import NamedTuple
 
 DEVICE = "device"
 HOST = "host"
@@ -88,43 +84,6 @@ class LoadState(StrEnum):
     MISSING = "tier_load_missing"  # the tier below did not have an entry that it promised
     LATE = "tier_load_late"  # the tier below took longer than a request waits
     GIVEN_UP = "host_load_given_up"  # its request does not need it any more
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Load:
-    """KV and a state that come back from the host for one request; or that the tier behind brings to it, a *fetch*.
-
-    All of it is the same on all ranks. The `Mover` knows the copies of a load by its number.
-
-    Attributes:
-        load_id: Its number.
-        request_id: The request.
-        state: How far it is, or why it failed.
-        depth_tokens: Tokens up to the state.
-        pinned: Host entries of the prefix tree that stay until it ends, KV from the front.
-        swapped_out: What its request left on the host when it was preempted, or None.
-        coming: Those of ``pinned`` that are being read from the tier below.
-        slot: Slot on the device that the state goes to; below 0: none, it is a fetch.
-        payloads: Payload (routing) of each loaded KV block, or None, by block id.
-    """
-
-    load_id: int
-    request_id: int
-    state: LoadState
-    depth_tokens: int
-    pinned: tuple[HostEntry, ...]
-    swapped_out: SwappedOut | None = None
-    coming: tuple[HostEntry, ...] = ()
-    slot: int = -1
-    payloads: dict[int, Any] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return f"Load({self.load_id} of request {self.request_id}: {self.state})"
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended."""
-        return self.state in (LoadState.FETCHING, LoadState.COPYING)
 
 
 class BlockMove(NamedTuple):

@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
-from megatron_hybrid_prefix.requests.book import Admission, LiveRequest, StepPlan
+from megatron_hybrid_prefix.requests.book import Admission, LiveRequest, Load, StepPlan
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.behind import TierBehind
@@ -32,7 +32,6 @@ from megatron_hybrid_prefix.tiers.units import (
     BlockMove,
     BlockTransfer,
     EntryKind,
-    Load,
     LoadOver,
     LoadState,
     PageClear,

@@ -30,11 +30,11 @@ from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import shown
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
-from megatron_hybrid_prefix.requests.book import StepPlan
+from megatron_hybrid_prefix.requests.book import Load, StepPlan
 from megatron_hybrid_prefix.requests.explain import Explanation, Question
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.requests.scores import ScoreTable
-from megatron_hybrid_prefix.tiers.units import Load, LoadState
+from megatron_hybrid_prefix.tiers.units import LoadState
 from megatron_hybrid_prefix.transfers.mover import Mover
 
 logger = logging.getLogger(__name__)
