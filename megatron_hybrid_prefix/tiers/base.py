@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import struct
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from megatron_hybrid_prefix.metrics import TierStats
@@ -168,6 +170,36 @@ class Tier(ABC):
         """Whether a read has taken longer than a request waits."""
         oldest = min(list(self._reads.values()), default=None)
         return oldest is not None and time.monotonic() - oldest > self.wait_s
+
+
+# The header of a stored entry names the content, so that an entry that is torn, or another one, is known. The checksum of the entry's
+# bytes was made on the device, and is compared there. The header has a digest of itself.
+VERSION = 1  # of the header, and of the names of entries
+_MAGIC = b"mhp-kv-s"
+_FIELDS = struct.Struct("<8sII16s16s16sQQq")  # magic, version, kind, namespace, key, parent, depth, bytes, checksum
+_DIGEST_BYTES = 16
+HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
+
+
+def make_header(namespace: bytes, tag: Tag, data_bytes: int, checksum: int) -> bytes:
+    """The header of an entry, `HEADER_BYTES` long.
+
+    Args:
+        namespace: 16 bytes; see ``mcore/state/fingerprint.py``.
+        tag: Name of the entry. Its epoch is not stored: the key depends on it.
+        data_bytes: Bytes of the entry without the header.
+        checksum: See `Entry`.
+    """
+    fields = _FIELDS.pack(
+        _MAGIC, VERSION, tag.kind, namespace, tag.key, tag.parent, tag.depth_tokens, data_bytes, checksum
+    )
+    return fields + blake2b(fields, digest_size=_DIGEST_BYTES).digest()
+
+
+def checksum_in(header: bytes, namespace: bytes, tag: Tag, data_bytes: int) -> int | None:
+    """The checksum in a header; None if the header is not that of this entry."""
+    checksum: int = _FIELDS.unpack(header[: _FIELDS.size])[-1]
+    return checksum if header == make_header(namespace, tag, data_bytes, checksum) else None
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:

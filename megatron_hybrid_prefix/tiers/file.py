@@ -30,9 +30,8 @@ from urllib.parse import SplitResult, unquote
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.support.private_folder import Directory
-from megatron_hybrid_prefix.tiers.base import Entry, Tier
+from megatron_hybrid_prefix.tiers.base import HEADER_BYTES, Entry, Tier, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
-from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.settings import TierSettings, gib
 from megatron_hybrid_prefix.tiers.space import Space

@@ -40,7 +40,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.support.private_folder import Directory
-from megatron_hybrid_prefix.tiers.header import VERSION
+from megatron_hybrid_prefix.tiers.base import VERSION
 from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, leave, names_in
 from megatron_hybrid_prefix.tiers.space import Space
 

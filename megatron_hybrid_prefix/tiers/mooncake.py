@@ -1,7 +1,7 @@
 """`MooncakeTier`: KV blocks and states as objects in a Mooncake Store, the memory of a cluster (``shared="mooncake://..."``).
 
 A master knows which object is in whose memory; holders lend the memory; data goes directly from process to process. Each
-entry is one object: the header of ``header.py``, then the bytes. What the store does not promise is checked here:
+entry is one object: the header of ``base.py``, then the bytes. What the store does not promise is checked here:
 
 - A put on a key that exists succeeds and keeps the old bytes. Header and bytes are one object, so they fit each other,
   whoever wrote them. An object that does not fit is a counted miss, and is removed, else it could never be written again.
@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.metrics import TierStats
-from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes
-from megatron_hybrid_prefix.tiers.header import HEADER_BYTES, VERSION, checksum_in, make_header
+from megatron_hybrid_prefix.tiers.base import HEADER_BYTES, VERSION, Entry, Tier, checksum_in, copy_bytes, make_header
 from megatron_hybrid_prefix.tiers.mooncake_client import NO_MASTER, Client, MooncakeSettings
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_hybrid_prefix.tiers import mooncake, mooncake_client
-from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
+from megatron_hybrid_prefix.tiers.base import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.mooncake_client import MooncakeSettings
 from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, holds, key, keys, prompt_tags, put, raises, tag

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_hybrid_prefix.tiers.base import Entry
+from megatron_hybrid_prefix.tiers.base import HEADER_BYTES, Entry
 from megatron_hybrid_prefix.tiers.behind import TierBehind
-from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
 from tests.core import tier_kinds
 from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, checksum, data, get, holds, keys, prompt_tags, put, tag
 from tests.core.tier_kinds import wait_for_namespace

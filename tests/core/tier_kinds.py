@@ -18,7 +18,7 @@ from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers import mooncake
-from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
+from megatron_hybrid_prefix.tiers.base import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.registry import parse_url
 from megatron_hybrid_prefix.tiers.settings import TierSettings

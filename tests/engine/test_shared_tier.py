@@ -18,7 +18,7 @@ import torch
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.tiers.header import HEADER_BYTES
+from megatron_hybrid_prefix.tiers.base import HEADER_BYTES
 from megatron_hybrid_prefix.tiers.units import LoadState
 from megatron_hybrid_prefix.transfers.to_device import Transfer
 from tests.distributed.test_prefix_parallel import model_of, session

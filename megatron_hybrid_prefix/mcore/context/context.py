@@ -367,8 +367,9 @@ class HybridPrefixContext(SlotContext):
 
     def step_sampled(self, logits: torch.Tensor) -> None:
         """Keeps what later prompts need of a forward's logits."""
-        if self._step.parts:
-            self.scored.capture(self._step.parts.values(), logits)
+        wanted = [part for part in self._step.parts.values() if part[0].scored is not None]
+        if wanted:
+            self.scored.capture(wanted, logits)
 
     # -- publish -------------------------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class HybridPrefixEngine(EngineSeam):
         self._rules = RequestRules(self, samples_rows=own, is_exact=self._cached.is_exact)
         self._cached.serve(
             controller.inference_wrapped_model.model,
-            may_start=partial(may_start, self, self._records),
+            may_start=partial(may_start, self, self._records) if self._cached.is_exact else lambda request: True,
         )
 
     def reset(self) -> None:

@@ -62,7 +62,7 @@ def open_mover(context: Any, prefix: HybridPrefixConfig, on_device: DeviceMover)
         tier, key = _open_tier(
             context, prefix, prefix.shared, own_bytes[EntryKind.STATE] // max(1, own_bytes[EntryKind.KV])
         )
-        behind = TierBehind(tier, lambda depth_blocks: min_over_model_ranks(depth_blocks, groups))
+        behind = TierBehind(tier, partial(min_over_model_ranks, pg_collection=groups))
         secrets = Secrets(key, os.urandom(16))
     sizes = HostSizes(
         pages=min_over_model_ranks(int(prefix.host_gb * 2**30) // page_bytes, groups),
