@@ -1,7 +1,7 @@
 """Ratchets: counts of what a reader, a user and a maintainer have to know. They only go down.
 
 Whoever must raise a number of `MOST` takes something away for it, and the commit says what. Whoever lowers a count lowers its number: a
-number far above its count is a failure, too.
+number far above its count is a failure, too. Files are those of a whole prompt.
 
     python -m tests.packaging.test_ratchets    # the counts as they are
 """
@@ -35,7 +35,7 @@ MOST = {
     "lines: upstream and platform": 5_712,
     "lines: serve, cli and console": 6_895,
     "lines: package": 43_084,
-    "lines: tests": 48_801,
+    "lines: tests": 48_858,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,
