@@ -283,7 +283,7 @@ def _events(traffic: Traffic) -> Counter[str]:
 def test_the_traffic_covers_all_events(request, name):
     """Over a few seeds: hits, evictions of states and KV, blocks that move, preemptions, skipped checkpoints, and most reasons."""
     total: Counter[str] = Counter()
-    for seed in range(8):
+    for seed in range(13):
         if (name, seed, 0) not in EVENTS:
             run_and_check(request, name, seed)
         total.update(EVENTS[name, seed, 0])
