@@ -130,3 +130,41 @@ def test_a_preempted_request_waits_for_entries_that_are_still_read_for_another()
     cache.reset()
     assert again.state is LoadState.GIVEN_UP
     assert LoadOver(again.load_id) in cache.take_copies(), "who runs its copies has to know"
+
+
+def test_what_a_request_would_share_beyond_its_load_may_go_for_the_loads_slot():
+    """The state at 8 is on the host; the KV up to 16 is on the device, and goes first of all that nobody holds."""
+    sizes = {"kv_blocks": 12, "page_blocks": 2, "live_states": False, "host_pages": 40, "host_state_pages": 2}
+    cache = CacheSettings(block_tokens=4, retention_interval_tokens=0, eviction_policy="lru", **sizes)
+    cache = HybridPrefixCache(cache)
+    first, second, third = (list(range(start, start + 17)) for start in (0, 100, 200))
+    for number, tokens in enumerate((first, second)):
+        cache.admit(
+            number, cache.match(cache.chain(tokens)), length_tokens=16, breakpoints=[8] if tokens is first else ()
+        )
+        cache.publish(cache.plan(number, 0, 16))
+        for node in [node for node in cache.nodes() if node.slot >= 0]:
+            cache._device.evict(node) if node.depth_blocks == 2 else cache._device.unbind(node)
+        cache.release(number)
+    assert cache.admit(2, cache.match(cache.chain(third)), length_tokens=16) is not None
+    match = cache.match(cache.chain([*first, 1]))
+    assert (match.resume_tokens, match.loadable_blocks, match.kv_depth_blocks) == (0, 2, 4)
+    admission = cache.admit(3, match, load=True)
+    assert (admission.resume_tokens, admission.shared_blocks, admission.stored_tokens) == (8, 2, 8)
+    cache.check_integrity()
+
+
+def test_who_runs_copies_is_told_of_each_load_and_fetch_that_is_over():
+    behind = tier_behind()
+    settings = CacheSettings(block_tokens=4, kv_blocks=20, state_slots=4, host_pages=20, behind=behind, secret=b"test")
+    cache = HybridPrefixCache(settings)
+    chain = cache.chain(list(range(9)))
+    tags = [Tag(kind=EntryKind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
+    for tag in [*tags, Tag(kind=EntryKind.STATE, key=chain.keys[-1], depth_tokens=8, epoch=0)]:
+        behind.tier.put(NAMESPACE, Entry(tag, memoryview(b""), 0))
+    fetch = cache.loads.fetch(1, cache.match(chain))
+    load = cache.admit(1, cache.match(chain), load=True).load
+    assert LoadOver(fetch.load_id) in (copies := cache.take_copies()) and LoadOver(load.load_id) not in copies
+    cache.release(1)
+    assert cache.take_copies() == [LoadOver(load.load_id)] and load.state is LoadState.GIVEN_UP
+    assert cache.stats().fallbacks == {"host_load_given_up": 1}
