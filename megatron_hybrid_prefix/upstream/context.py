@@ -5,9 +5,10 @@ This file makes no decisions. If megatron renames something in its context, bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, override
 
 import torch
@@ -163,11 +164,14 @@ class ContextSeam(DynamicInferenceContext):
 
     Attributes:
         admitted_chunk: What the cache gave to the chunk whose row is being added; else None.
+        prefilled: Requests whose prefill may still run while their first decode is prepared: where that prefill began, and its part
+            of ``wrong_tokens``.
         wrong_tokens: (max_tokens,) int32 on the device: 1 for tokens of the step whose keys or values were not finite.
     """
 
     wrong_tokens: torch.Tensor
     admitted_chunk: AdmittedChunk | None = None
+    prefilled: Mapping[int, tuple[int, torch.Tensor]] = MappingProxyType({})
     # Megatron's.
     is_tensor_state_allocated: bool
     dynamo_helper: Any
@@ -227,6 +231,7 @@ class ContextSeam(DynamicInferenceContext):
 
     def reset_metadata(self, *args: Any, **kwargs: Any) -> None:
         """It also writes to one tensor, which is not there if `has_tensors` is False."""
+        self.prefilled = {}
         if self.has_tensors:
             super().reset_metadata(*args, **kwargs)
             return
@@ -272,6 +277,12 @@ class ContextSeam(DynamicInferenceContext):
             live_indices = [int(index) for index in self._pending_mamba_zeros]
             self._pending_mamba_zeros.clear()
             self.zero_live_states(live_indices)
+
+    def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The forward that `decode_next` did not wait for is over."""
+        finished, continuing = super().resolve_requests(active_requests_mask)
+        self.prefilled = {}
+        return finished, continuing
 
     def _get_async_sched_rows_requiring_new_block(self) -> torch.Tensor:
         """Drafts past the end of an answer need no block."""
@@ -437,6 +448,22 @@ class ContextSeam(DynamicInferenceContext):
     def decoded_tokens(self) -> int:
         """Tokens of the step's decodes, drafts included; they come first."""
         return int(self.num_decode_requests * (self.num_speculative_tokens + 1))
+
+    def decode_next(self) -> None:
+        """The rows that prefilled are decodes from now on; megatron does this once their forward is resolved."""
+        if self.num_prefill_requests:
+            prefills = slice(self.total_request_count - self.num_prefill_requests, self.total_request_count)
+            columns = [self.request_ids, self.request_kv_length_offsets, self.request_query_lengths]
+            ids, begun, lengths = (column[prefills].tolist() for column in columns)
+            marks = (
+                self.wrong_tokens[self.active_token_count - sum(lengths) : self.active_token_count]
+                .clone()
+                .split(lengths)
+            )
+            self.prefilled = dict(zip(ids, zip(begun, marks, strict=True), strict=True))
+        self.num_prefill_requests = 0
+        self._using_cuda_graph_this_step = False  # one of a prefill; the next forward finds its own
+        self.request_in_prefill_status_tensor[: self.total_request_count].clamp_(max=0)
 
     def row_tensors(self) -> Sequence[torch.Tensor]:
         """All tensors with one row per request."""

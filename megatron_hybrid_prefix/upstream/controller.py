@@ -96,6 +96,11 @@ class ControllerSeam(TextGenerationController):
         finally:
             context.chunked_prefill_request_id = chunked
 
+    async def _run_async_sched_step_overlap(self) -> Any:
+        """Prefills may have run: megatron overlaps steps of decodes alone."""
+        self.before_overlap()
+        return await super()._run_async_sched_step_overlap()
+
     def _run_async_sched_sample_mtp(self) -> Any:
         """Prefills accepted no drafts.
 
@@ -128,6 +133,9 @@ class ControllerSeam(TextGenerationController):
     def sampling_around(self, backend: Sampling) -> Sampling:
         """The sampling backend to use in place of megatron's."""
         return backend
+
+    def before_overlap(self) -> None:
+        """Called before the next forward is prepared and launched while the last one may still run."""
 
     def forward_launched(self) -> None:
         """Called after a forward was launched, and its logits copied; the device may still run it."""

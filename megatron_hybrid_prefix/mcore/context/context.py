@@ -461,6 +461,11 @@ class HybridPrefixContext(SlotContext):
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
+    @property
+    @override
+    def prefills_may_decode(self) -> bool:
+        return not self._step.parts and super().prefills_may_decode  # else it is published once it is over
+
     def prepare_requests(self) -> None:
         """Attaches the blocks that it allocated to their requests."""
         if self._decodes is not None:

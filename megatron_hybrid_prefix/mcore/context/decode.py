@@ -112,14 +112,15 @@ class DecodedStates:
             rows = self._rows = _DecodeRows(context)
         indices = rows.live_indices[first:last].tobytes()
         # If an index changed its request, a prefill came between.
-        if not context.num_prefill_requests and indices == self._indices:
+        prefills = context.num_prefill_requests + len(context.prefilled)
+        if not prefills and indices == self._indices:
             self._note(rows, first, last)
             if self._quiet_steps:
                 self._quiet_steps -= 1
                 return []
         else:
             self._apply_notes()
-            decodes = last - first - context.num_prefill_requests  # decodes come first
+            decodes = last - first - prefills  # decodes come first
             self._indices = rows.live_indices[first : first + decodes].tobytes()
             if decodes:
                 self._note(rows, first, first + decodes)

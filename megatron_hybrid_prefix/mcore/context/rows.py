@@ -29,13 +29,16 @@ def wrong_from(context: ContextSeam, request_id: int) -> int:
 
     That of its first such token, on any rank: a collective, which waits for the device. Of a decode, up to one forward earlier.
     """
+    prefilled = context.prefilled  # of a forward after which the next one was launched
     active = slice(context.paused_request_count, context.total_request_count)
     row = context.paused_request_count + context.request_ids[active].tolist().index(request_id)
     begun = int(context.request_kv_length_offsets[row])
     if context.request_in_prefill_status_tensor[row]:
         of_tokens = context.token_to_request_idx[: context.active_token_count] == row
-        own = context.wrong_tokens[: context.active_token_count].cpu()[of_tokens].nonzero()
-        none = len(of_tokens)
+        prefilled = {request_id: (begun, context.wrong_tokens[: context.active_token_count].cpu()[of_tokens])}
+    if request_id in prefilled:
+        begun, marks = prefilled[request_id]
+        own, none = marks.nonzero(), len(marks)
         first = min_over_model_ranks(int(own[0, 0]) if len(own) else none, context.config.pg_collection)
         return begun + first % none  # what comes before is right
     return max(0, begun - context.num_speculative_tokens - 1)  # the next forward may be prepared

@@ -262,9 +262,30 @@ class SlotContext(ContextSeam, NoCache):
             rows.find_blocks_of_tokens(self)
         return result
 
+    @property
+    def prefills_may_decode(self) -> bool:
+        """Whether the next forward may be prepared while the last one, which has prefills, still runs."""
+        if self.num_speculative_tokens:
+            return False
+        wanted = self.active_request_metadata["return_log_probs"][: self.total_request_count]
+        return bool(
+            self.config.materialize_only_last_token_logits or not wanted.any()
+        )  # prompts' log-probs come from this forward
+
     def can_prepare_requests(self) -> bool:
-        """False between two chunks of a prompt: upstream ignores its hidden row and its blocks."""
-        return self.chunked_prefill_request_id == -1 and bool(super().can_prepare_requests())
+        """Also True after prefills, which megatron waits for. False between two chunks of a prompt: upstream ignores its hidden row and
+        its blocks. False if all requests end: megatron would launch a forward for nothing, which delays the next request.
+        """
+        prefills = self.num_prefill_requests
+        if self.chunked_prefill_request_id != -1 or (prefills and not self.prefills_may_decode):
+            return False
+        if not (self.get_active_sequence_lengths() + 1 < self.get_max_sequence_lengths()).any():
+            return False
+        self.num_prefill_requests = 0
+        try:
+            return bool(super().can_prepare_requests())
+        finally:
+            self.num_prefill_requests = prefills
 
     def prepare_requests(self) -> None:
         past_the_end = self.rows_past_the_end()

@@ -30,6 +30,11 @@ class HybridPrefixController(ControllerSeam):
     def sampling_around(self, backend: Any) -> Any:
         return RowSampling(backend, self.sampling_rng, self)
 
+    def before_overlap(self) -> None:
+        context = self.inference_wrapped_model.inference_context
+        if isinstance(context, SlotContext):
+            context.decode_next()
+
     def forward_launched(self) -> None:
         context = self.inference_wrapped_model.inference_context
         if isinstance(context, SlotContext):
