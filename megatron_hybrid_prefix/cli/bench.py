@@ -82,9 +82,8 @@ def make_parser() -> ArgumentParser:
             "--engine",
             kind.engines,
             max_requests={"default": None, "help": most},
-            cuda_graphs={"help": "number of CUDA graphs to capture, GPU only (default: 8; 0: none)"},
         )
-        text = "what a CUDA graph captures (default: megatron's choice)"
+        text = "what a CUDA graph captures (default: ours: block, the whole forward; others: layer, megatron's default)"
         group.add_argument("--graph-scope", choices=("layer", "block"), help=text)
         text = (
             "the last engine runs once more, as engine versus, with this option changed; repeatable: they go together"
@@ -99,7 +98,7 @@ def make_parser() -> ArgumentParser:
 def contestants_of(args: argparse.Namespace, argv: Sequence[str]) -> list[Contestant]:
     """The engines. Raises InputError if one is named twice, or cannot have its option."""
     names = options.engine_names(args.engine, SCENARIOS[args.scenario].engines, "--engine")
-    contestants = [Contestant(name, name, args) for name in names]
+    contestants = [Contestant(name, name, _as_of(name, args)) for name in names]
     if args.versus:
         other = make_parser().parse_args([*argv, *(f"--{option}" for option in args.versus)])
         complete(other)
@@ -107,8 +106,16 @@ def contestants_of(args: argparse.Namespace, argv: Sequence[str]) -> list[Contes
         if not changed or changed - VERSUS:
             known = ", ".join(sorted(name.replace("_", "-") for name in VERSUS))
             raise InputError(f"--versus {' '.join(args.versus)}: give what differs between engines, of: {known}")
-        contestants.append(Contestant("versus", names[-1], other))
+        contestants.append(Contestant("versus", names[-1], _as_of(names[-1], other)))
     return contestants
+
+
+def _as_of(name: str, args: argparse.Namespace) -> argparse.Namespace:
+    """The options of an engine: what is left open is megatron's default for its engines, and the fastest for ours."""
+    if name == "ours":
+        return args
+    megatrons = {"graph_scope": args.graph_scope or "layer", "async_scheduling": bool(args.async_scheduling)}
+    return argparse.Namespace(**vars(args) | megatrons)
 
 
 def complete(args: argparse.Namespace) -> tuple[Scenario, Any]:

@@ -242,9 +242,14 @@ _ENGINE: dict[str, Option] = {
     "--max-requests": _count("most running requests (default: %(default)s)", default=16),
     "--max-tokens": _count("most tokens per step (default: 4096 on CPU, 16384 on GPU; more if a prompt is longer)"),
     "--chunked-prefill": _flag("split long prompts over several steps"),
-    "--async-scheduling": _flag("use megatron-core's asynchronous scheduling"),
+    "--async-scheduling": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "launch the next step while one runs, megatron-core's asynchronous scheduling (default: on a GPU, where it can be)",
+    },
     "--cuda-graphs": _option(
-        "number of CUDA graphs to capture, GPU only (default: none)", type=whole_number, metavar="N"
+        "sizes of a step to capture CUDA graphs for; 0: none (default: 8 on GPU, where they can be)",
+        type=whole_number,
+        metavar="N",
     ),
 }
 OPTIONS: dict[str, Option] = {
@@ -372,8 +377,8 @@ def engine_fields(
         "num_cuda_graphs": args.cuda_graphs or None,
         "num_speculative_tokens": getattr(args, "num_speculative_tokens", 0) or None,
     }
-    if args.async_scheduling:
-        fields["async_sched_mode"] = AsyncScheduleMode.ASYNC
+    if args.async_scheduling is not None:
+        fields["async_sched_mode"] = AsyncScheduleMode.ASYNC if args.async_scheduling else AsyncScheduleMode.LEGACY
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.ops.elementwise import SwiGLU, squared_relu
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
 from megatron_hybrid_prefix.platform.sizes import check_sizes
+from megatron_hybrid_prefix.support.environment import say
 
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -60,8 +61,9 @@ def build_hybrid_model(
             of the weights. Nothing is downloaded.
         platform: The result of `ensure_platform`; by default the running platform (tp=1, pp=1 where none runs).
         on_read: As of `load_hf_weights`.
-        **overrides: Fields of megatron's ``TransformerConfig``, such as ``cuda_graph_impl="local"``. Graphs of the
-            whole forward (``inference_cuda_graph_scope="block"``) that would be wrong are made of layers. ``transformer_impl`` is
+        **overrides: Fields of megatron's ``TransformerConfig``. By default, a model on a GPU is built for CUDA graphs of the whole
+            forward (``cuda_graph_impl="local"``, ``inference_cuda_graph_scope="block"``); of layers where these would be wrong; for
+            none where its experts cannot be captured. A line says so. ``transformer_impl`` is
             "transformer_engine", "local" (megatron-core's own linear layers and PyTorch's norms) or "inference_optimized"
             (megatron's, with experts of its own); by default Transformer Engine on a GPU where it is installed.
 
@@ -84,6 +86,7 @@ def build_hybrid_model(
     config = preset_or_config if isinstance(preset_or_config, HybridModelConfig) else get_preset(str(preset_or_config))
     platform.check_cuda_graphs(overrides.get("cuda_graph_impl", "none"))
     transformer_impl = _transformer_impl(overrides.get("transformer_impl"), platform)
+    overrides = _graph_fields(config, transformer_impl, platform, overrides) | overrides
     if transformer_impl == inference_layers.NAME:
         inference_layers.check_inference_layers(config, platform, overrides)
         overrides = inference_layers.inference_fields(config, platform) | overrides
@@ -236,6 +239,29 @@ def _transformer_config(config: HybridModelConfig, platform: Platform, overrides
     if problem is not None and os.environ.get("RANK", "0") == "0":
         logger.warning("inference_cuda_graph_scope='block': %s; 'layer' is used", problem)
     return made
+
+
+def _graph_fields(
+    config: HybridModelConfig, transformer_impl: str, platform: Platform, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The CUDA graphs that a model is built for where the caller says nothing of them; see `build_hybrid_model`."""
+    if platform.device.type != "cuda" or given.get("cuda_graph_impl", "local") != "local":
+        return {}
+    from megatron_hybrid_prefix.upstream.graphs import BLOCK
+
+    fields: dict[str, Any] = {"cuda_graph_impl": "local"}
+    if config.has_experts and transformer_impl != inference_layers.NAME and "cuda_graph_impl" not in given:
+        from megatron_hybrid_prefix.models.experts import check_capture, what_is_missing
+
+        missing = what_is_missing(_transformer_config(config, platform, given), platform.etp)
+        try:
+            check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
+        except ValueError as error:
+            missing = str(error)
+        if missing is not None:
+            say(logger, f"no CUDA graphs: {missing}")
+            return {}
+    return fields | {"inference_cuda_graph_scope": BLOCK}
 
 
 def _recurrent_fields(config: HybridModelConfig) -> dict[str, int]:

@@ -30,7 +30,7 @@ def block_problem(config: Any, drafts: int = 0) -> str | None:
         config: Megatron's of the model.
         drafts: Tokens that are drafted a step.
     """
-    if config.inference_cuda_graph_scope is not InferenceCudaGraphScope.block:
+    if not captures_whole_forward(config):
         return None
     if config.pipeline_model_parallel_size > 1:
         return "a pipeline stage receives its input in other memory each time"
@@ -48,6 +48,17 @@ def use_layers_where_blocks_are_wrong(config: Any) -> str | None:
     if problem is not None:
         config.inference_cuda_graph_scope = InferenceCudaGraphScope.layer
     return problem
+
+
+def captures_whole_forward(config: Any) -> bool:
+    """Whether the graphs that a config asks for are of the whole forward."""
+    return bool(config.inference_cuda_graph_scope is InferenceCudaGraphScope.block)
+
+
+def has_graphs(model: Any) -> bool:
+    """Whether an engine has captured graphs in a model: they are of that engine's memory."""
+    managers = (getattr(module, "cudagraph_manager", None) for module in model.modules())
+    return any(manager is not None and manager.cudagraph_runners for manager in managers)
 
 
 def kinds_of_step(engine: DynamicInferenceEngine) -> Sequence[InferenceBatchDimensions]:

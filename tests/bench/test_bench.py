@@ -331,7 +331,7 @@ def test_decode(measure):
     options = ("--versus", "state-dtype=bfloat16", "--versus", "async-scheduling")
     data = measure("decode", "--repeats", 2, *engines_of("ours off"), *options)
     settings = {name: (one["fields"].get("async_sched_mode")) for name, one in data["engines"].items()}
-    assert settings == {"ours": None, "off": None, "versus": "async"} and data["engines"]["versus"]["kind"] == "off"
+    assert settings == {"ours": None, "off": "legacy", "versus": "async"} and data["engines"]["versus"]["kind"] == "off"
     rates = {name: samples(data, "tokens_per_second", name) for name in settings}
     floors = {name: samples(data, "floor_ms", name) for name in settings}
     for name in settings:

@@ -66,15 +66,16 @@ class SlotContext(ContextSeam, NoCache):
                     "batch_invariant_mode=True: megatron's decode then reads inputs of the running chunk that only its own prefill "
                     "keeps, and no cached state; use False, and HybridPrefixConfig(exact='bits') for equal bits in any batch"
                 )
+            captures = inference_config.num_cuda_graphs is not None
             problem = block_problem(model_config, inference_config.num_speculative_tokens)
-            if problem is not None:
+            if captures and problem is not None:
                 raise ValueError(f"inference_cuda_graph_scope='block': {problem}; build the model with 'layer'")
             state_config = with_state_dtype(state_config, None)
             inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
             self.model_states = states_of_config(state_config)
             self.model_states.check(
                 block_tokens=inference_config.block_size_tokens,
-                cuda_graph_impl=model_config.cuda_graph_impl,
+                cuda_graph_impl=model_config.cuda_graph_impl if captures else "none",
                 drafts=inference_config.num_speculative_tokens,
             )
         self.prompts_on_host = not inference_config.enable_prefix_caching  # megatron's

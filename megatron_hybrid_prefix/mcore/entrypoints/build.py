@@ -41,7 +41,7 @@ def build_engine(
         prefix: Settings of the prefix cache; None: off. (Fields ``enable_prefix_caching=True`` and
             ``prefix_caching_mamba_gb=...`` switch on megatron's own cache, with megatron's own classes.)
         tokenizer: By default the bytes of the text.
-        **inference_config_fields: Fields of megatron's ``InferenceConfig``.
+        **inference_config_fields: Fields of megatron's ``InferenceConfig``. What is left open is chosen as of `fastest_fields`.
 
     Returns:
         The engine: ``add_request``, ``step_modern``, ``has_unfinished_requests`` work as upstream.
@@ -51,8 +51,9 @@ def build_engine(
         PlatformError: megatron-core is missing or unsupported, or the model was made for other parallel sizes than those that run.
         UpstreamDriftError: The installed megatron-core differs in a name that this package relies on.
     """
-    inference_config = _checked_config(model, prefix, inference_config_fields)
-    if inference_config.enable_prefix_caching:
+    is_ours = not inference_config_fields.get("enable_prefix_caching")
+    inference_config = _checked_config(model, prefix, inference_config_fields, fastest=is_ours)
+    if not is_ours:
         return _upstream_engine(model, inference_config, tokenizer)
     from megatron_hybrid_prefix.mcore.context.context import HybridPrefixContext
     from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
@@ -107,9 +108,12 @@ def _controller(
     return kind(inference_wrapped_model=wrapped, tokenizer=tokenizer)
 
 
-def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any]) -> InferenceConfig:
+def _checked_config(
+    model: Any, prefix: HybridPrefixConfig | None, fields: dict[str, Any], *, fastest: bool = False
+) -> InferenceConfig:
     check_version()  # before megatron is imported
     from megatron_hybrid_prefix.mcore.engine import controller, engine  # noqa: F401  for the check
+    from megatron_hybrid_prefix.mcore.entrypoints.defaults import fastest_fields
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, with_state_dtype
     from megatron_hybrid_prefix.upstream.config import (
         InferenceConfig,
@@ -141,7 +145,7 @@ def _checked_config(model: Any, prefix: HybridPrefixConfig | None, fields: dict[
         values["prefix_caching_eviction_policy"] = PrefixCachingEvictionPolicy.LRU
     if next(model.parameters()).device.type == "cpu":
         values |= HOST_DEFAULTS
-    values |= fields
+    values |= (fastest_fields(model, fields) if fastest else {}) | fields
     state = values["mamba_inference_state_config"]
     if state is not None:
         values["mamba_inference_state_config"] = with_state_dtype(state, None if prefix is None else prefix.states_are)

@@ -50,6 +50,11 @@ class ModelStates:
     quanta: tuple[int, ...]
     kind_of_layer: tuple[str, ...]
 
+    @property
+    def uncaptured(self) -> list[str]:
+        """Names of the kinds that CUDA graphs cannot capture."""
+        return [layout.kind for layout in self.slots.kinds if not KINDS[layout.kind].cuda_graphs]
+
     def check(self, *, block_tokens: int, cuda_graph_impl: str, drafts: int) -> None:
         """Raise ValueError, in one line, if a kind cannot be run with such KV blocks, in CUDA graphs, or with drafts."""
         kinds = [KINDS[layout.kind] for layout in self.slots.kinds]
@@ -58,10 +63,9 @@ class ModelStates:
             raise ValueError(
                 f"num_speculative_tokens={drafts}: layers of kind {_names(undrafted)} do not support speculative decoding"
             )
-        uncaptured = [kind.name for kind in kinds if not kind.cuda_graphs]
-        if cuda_graph_impl == "local" and uncaptured:
+        if cuda_graph_impl == "local" and self.uncaptured:
             raise ValueError(
-                f"cuda_graph_impl={cuda_graph_impl!r}: CUDA graphs cannot capture layers of kind {_names(uncaptured)}"
+                f"cuda_graph_impl={cuda_graph_impl!r}: CUDA graphs cannot capture layers of kind {_names(self.uncaptured)}"
             )
         for kind, quantum in zip(kinds, self.quanta, strict=True):
             if kind.whole_chunks and block_tokens % quantum:
