@@ -15,6 +15,7 @@ from megatron_hybrid_prefix.bench.scenarios.no_reuse import NoReuse
 from megatron_hybrid_prefix.bench.scenarios.pressure import Pressure
 from megatron_hybrid_prefix.bench.scenarios.sessions import FirstSighting, MultiTurn
 from megatron_hybrid_prefix.bench.scenarios.shared_prefix import SharedPrefix
+from megatron_hybrid_prefix.bench.scenarios.summary import Summary
 
-_KINDS = (SharedPrefix, FirstSighting, MultiTurn, Herd, Samples, NoReuse, Decode, Pressure, FromHost, Index)
+_KINDS = (Summary, SharedPrefix, FirstSighting, MultiTurn, Herd, Samples, NoReuse, Decode, Pressure, FromHost, Index)
 SCENARIOS: dict[str, type[Scenario]] = {kind.name: kind for kind in _KINDS}
