@@ -1,11 +1,8 @@
 """A package put off: its ``__init__`` does not run for a submodule, and whatever is asked of it is answered as Python does."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -25,7 +22,7 @@ WITHOUT = {
     "another submodule": "import late.models; out = sys.modules['late.models'].Model.width",
     "spec": "from importlib.util import find_spec; out = find_spec('late').origin, find_spec('late').loader.name, repr(late)",
 }
-RUN = {
+LOOKS = WITHOUT | {
     "name": "from late import Model; out = Model.width, Model.__module__",
     "star": "from late import *; out = Model.width",
     "what the init imports": "out = late.ops.scan.__name__",
@@ -44,17 +41,18 @@ def folder(tmp_path, monkeypatch):
         file = tmp_path / "late" / f"{name}.py"
         file.parent.mkdir(exist_ok=True, parents=True)
         file.write_text(text)
+    (tmp_path / "late" / "__init__.py.runs").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path / "late"
     forget()
 
 
-def forget() -> None:
+def forget():
     for name in [name for name in sys.modules if name.split(".")[0] == "late"]:
         del sys.modules[name]
 
 
-def import_kernels(times: int) -> Any:
+def import_kernels(times):
     """The package, anew and put off so many times, after one of its submodules was imported."""
     forget()
     put_off = [Applied() for _ in range(times)]
@@ -66,27 +64,22 @@ def import_kernels(times: int) -> Any:
     return sys.modules["late"]
 
 
-def runs(folder) -> int:
-    file = folder / "__init__.py.runs"
-    return len(file.read_text()) if file.exists() else 0
+def runs(folder):
+    return len((folder / "__init__.py.runs").read_text())
 
 
-@pytest.mark.parametrize("look", [*WITHOUT, *RUN])
+@pytest.mark.parametrize("look", LOOKS)
 def test_it_answers_as_python_does(folder, look):
-    def outcome(times: int) -> Any:
-        names = {"late": import_kernels(times), "sys": sys}
-        assert runs(folder) == before + (times == 0)
-        try:
-            exec((WITHOUT | RUN)[look], names)
-        except Exception as error:
-            return type(error), str(error)
-        return names["out"]
-
     outcomes = []
     for times in range(3):
-        before = runs(folder)
-        outcomes.append(outcome(times))
-        assert runs(folder) == before + (times == 0 or look in RUN) + (look == "reloaded")
+        before, names = runs(folder), {"late": import_kernels(times), "sys": sys}
+        assert runs(folder) == before + (times == 0)
+        try:
+            exec(LOOKS[look], names)
+            outcomes.append(names["out"])
+        except Exception as error:
+            outcomes.append((type(error), str(error)))
+        assert runs(folder) == before + (times == 0 or look not in WITHOUT) + (look == "reloaded")
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
