@@ -21,6 +21,7 @@ WITHOUT = {
     "kernel": "import pickle; from late.ops.kernels import kernel; out = pickle.loads(pickle.dumps(kernel))()",
     "another submodule": "import late.models; out = sys.modules['late.models'].Model.width",
     "spec": "from importlib.util import find_spec; out = find_spec('late').origin, find_spec('late').loader.name, repr(late)",
+    "inspected": "import inspect; out = inspect.getmodule(inspect.currentframe()), inspect.getsourcefile(late)",
 }
 LOOKS = WITHOUT | {
     "name": "from late import Model; out = Model.width, Model.__module__",
