@@ -42,6 +42,10 @@ COMPILED_EXTENSIONS = (
     Placeholder(name="causal_conv1d_cuda", package="causal_conv1d", why="loaded on import; the dynamic path is Triton"),
 )
 
+# On a GPU only, too. Its ``__init__`` imports its models, transformers and cutlass, seconds that megatron has no use for: it uses two
+# modules of kernels. Whatever else is asked of the package runs it.
+LATE_PACKAGE = "mamba_ssm"
+
 
 def _replace_by(value: Any) -> Callable[[Any], Any]:
     return lambda original: value

@@ -207,6 +207,7 @@ def importing_megatron(use_cuda: bool) -> Iterator[None]:
     try:
         if use_cuda:
             keep_kernels()
+            while_importing.put_off(patches.LATE_PACKAGE)
         apply(patches.CUDA_IMPORT if use_cuda else patches.HOST_IMPORT, while_importing)
         with warnings.catch_warnings():
             # Silences a dozen warnings that Transformer Engine, Apex, absl or a GPU are missing. `Machine.describe_kernels`

@@ -18,8 +18,10 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 from megatron_hybrid_prefix.errors import UpstreamDriftError
+from megatron_hybrid_prefix.upstream.late_package import run_later
 
 _MISSING = object()
+_Execute = Callable[[types.ModuleType, Callable[[types.ModuleType], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,12 @@ class Applied:
         """
         module = rebinding.owner.partition(":")[0]
         if rebinding.on_import and module not in sys.modules:
-            finder = _AfterImport(module, lambda: self.rebind(rebinding))
-            sys.meta_path.insert(0, finder)
-            self._undo.append(lambda: sys.meta_path.remove(finder))
+
+            def then_rebind(imported: types.ModuleType, run: Callable[[types.ModuleType], None]) -> None:
+                run(imported)
+                self.rebind(rebinding)
+
+            self._on_import(module, then_rebind)
             return
         try:
             owner = resolve(rebinding.owner)
@@ -118,6 +123,16 @@ class Applied:
         self.rebindings.append(rebinding)
         self._undo.append(restore)
 
+    def put_off(self, package: str) -> None:
+        """If the package is imported from now on, its ``__init__`` runs when somebody asks for what it makes."""
+        if package not in sys.modules:
+            self._on_import(package, run_later)
+
+    def _on_import(self, module: str, execute: _Execute) -> None:
+        finder = _OnImport(module, execute)
+        sys.meta_path.insert(0, finder)
+        self._undo.append(lambda: sys.meta_path.remove(finder))
+
     def take(self, other: Applied) -> None:
         """Take over the replacements of ``other``, which were applied after these."""
         self.rebindings += other.rebindings
@@ -132,11 +147,11 @@ class Applied:
         self.placeholders.clear()
 
 
-class _AfterImport(MetaPathFinder):
-    """Calls a function once a module has been imported. Finds it where Python does."""
+class _OnImport(MetaPathFinder):
+    """Has a function execute a module: it gets the module, and what executes it. Finds the module where Python does."""
 
-    def __init__(self, module: str, then: Callable[[], None]) -> None:
-        self._module, self._then = module, then
+    def __init__(self, module: str, execute: _Execute) -> None:
+        self._module, self._execute = module, execute
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -149,9 +164,8 @@ class _AfterImport(MetaPathFinder):
             run = spec.loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
-                run(module)
-                if module.__name__ == fullname:  # a zip file has one loader for several modules
-                    self._then()
+                # A zip file has one loader for several modules.
+                self._execute(module, run) if module.__name__ == fullname else run(module)
 
             setattr(spec.loader, "exec_module", exec_module)  # noqa: B010  (mypy allows no assignment to a method)
         return spec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -119,6 +119,26 @@ except TypeError:
 assert 'torch._inductor.compile_fx' in sys.modules, 'and a call compiles'
 """
     result = run_python(code, TORCHDYNAMO_DISABLE="0", TRITON_CACHE_DIR="unused")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mamba_ssm") is None, reason="needs mamba-ssm's Python files")
+def test_on_a_gpu_mamba_ssm_is_asked_for_its_kernels_alone():
+    code = """
+import sys, types
+for extension in ('selective_scan_cuda', 'causal_conv1d_cuda'):
+    sys.modules.setdefault(extension, types.ModuleType(extension))
+from megatron_hybrid_prefix.platform.start import importing_megatron
+with importing_megatron(use_cuda=True), importing_megatron(use_cuda=True):
+    import megatron.core
+    from megatron_hybrid_prefix.upstream import packages
+assert packages.has_mamba_parts()
+assert not {'mamba_ssm.models', 'mamba_ssm.modules', 'transformers', 'torch._dynamo'} & set(sys.modules), 'seconds of every start'
+from mamba_ssm import Mamba2
+assert Mamba2.__module__ == 'mamba_ssm.modules.mamba2' and 'mamba_ssm.models' in sys.modules
+"""
+    result = run_python(code, TRITON_CACHE_DIR="unused")
     assert result.returncode == 0, result.stderr
 
 
