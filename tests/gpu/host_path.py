@@ -106,7 +106,7 @@ def gaps_of(send: Any) -> tuple[float, float, Counter[str]]:
 def measure(args: Any, way: str) -> None:
     scope, *more = way.split("-")
     graphs = args.graphs and ON_GPU and scope != "none"
-    overrides = {"cuda_graph_impl": "local", "inference_cuda_graph_scope": scope} if graphs else {}
+    overrides = {"inference_cuda_graph_scope": scope} if graphs else {"cuda_graph_impl": "none"}
     model, dice = build_hybrid_model(named(args.preset), seed=0, **overrides), random.Random(0)
     fields = engine_fields(model, args.tokens, prompts=4)
     cache_gb = cache_gb_for(

@@ -1,6 +1,6 @@
 """Where the time from the start of ``hybrid-prefix serve`` to its ``/health`` goes, without kept kernels and with them. On an idle GPU::
 
-    python -m tests.gpu.start_parts [--preset hybrid-4b] [--graphs 8] [--requests 64] [--scope layer|block] [--limit 120]
+    python -m tests.gpu.start_parts [--preset hybrid-4b] [--graphs 8] [--requests 64] [--scope block|layer] [--limit 120]
 
 Two servers, one after the other, with the same new cache folders; each then answers two prompts of 8,492 tokens. One that takes longer
 than ``--limit`` seconds is killed, and the table has what it told. Lines that are further in are parts of those above them; the
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--graphs", type=int, default=8)
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--scope", default="layer", choices=("layer", "block"))
+    parser.add_argument("--scope", default="block", choices=("layer", "block"))
     parser.add_argument("--limit", type=float, default=120.0)
     args = parser.parse_args()
     options = ["--preset", args.preset, "--device", args.device, "--max-requests", str(args.requests)]
