@@ -9,14 +9,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import batched, groupby
+
+import torch
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
 from megatron_hybrid_prefix.transfers.entry_copies import without_shared_pages
-from megatron_hybrid_prefix.transfers.jobs import Job, JobGroup, TierThreads, marks
+from megatron_hybrid_prefix.transfers.jobs import Job, TierThreads, are_over
+from megatron_hybrid_prefix.transfers.queue import not_reached
 from megatron_hybrid_prefix.transfers.to_device import Awaited, ToDevice, Transfer
 from megatron_hybrid_prefix.transfers.to_host import ToHost
 
@@ -72,7 +76,7 @@ class BehindCopies:
 
     def store(self, units: Sequence[BlockTransfer]) -> None:
         """Begin to write the entries in these pages to the tier."""
-        after = marks((self._stores.queue.finish, self._stores.stored))
+        after = not_reached(self._stores.stored)
         jobs = []
         for unit in units:
             first = unit.pages[0]
@@ -89,26 +93,20 @@ class BehindCopies:
 
     def read(self, units: Sequence[BlockTransfer]) -> None:
         """Begin to read entries from the tier into these pages."""
+        after = not_reached(self._stores.stored, self._loads.last)
         for different in without_shared_pages(units):
-            self._read(different, {unit.pages for unit in self.overwrite(different)})
+            free = {unit.pages for unit in self.overwrite(different)}
+            self._pages.drop(different)  # until `fetched`
+            # States first: they are the longest.
+            jobs = [
+                self._job(unit, after) for unit in sorted(different, key=lambda unit: unit.tag.kind is EntryKind.KV)
+            ]
+            for job in jobs:
+                if not job.namespace or job.pages not in free:
+                    job.give_up()  # it is missing
+            self.threads.read(jobs)
 
-    def _read(self, units: Sequence[BlockTransfer], free: set[tuple[int, ...]]) -> None:
-        after = marks((self._stores.queue.finish, self._stores.stored), (self._loads.queue.finish, self._loads.last))
-        self._pages.drop(units)  # until `fetched`
-        group: list[Job] = []
-        group_bytes = 0
-        # States first: they are the longest.
-        for unit in sorted(units, key=lambda unit: unit.tag.kind is EntryKind.KV):
-            job = self._job(unit, after)
-            if group and (group_bytes + job.entry_bytes > GROUP_BYTES or len(group) == _GROUP_ENTRIES):
-                self.threads.read(group)
-                group, group_bytes = [], 0
-            group_bytes += job.entry_bytes
-            job.cancelled = not job.namespace or unit.pages not in free
-            group.append(job)  # also then: it is missing
-        self.threads.read(group)
-
-    def _job(self, unit: BlockTransfer, after: Sequence[Callable[[], None]]) -> Job:
+    def _job(self, unit: BlockTransfer, after: Sequence[torch.cuda.Event]) -> Job:
         size = self._copies.entry_bytes[unit.tag.kind]
         return Job(
             namespace=self._behind.namespace(unit.tag.epoch),
@@ -135,32 +133,36 @@ class BehindCopies:
             wait_s: Wait at most this long for them.
         """
         late = time.perf_counter() + wait_s
-        arrived: list[Awaited] = []
-        groups: dict[JobGroup, list[Awaited]] = {}
-        for awaited in load.left:
-            unit, job = awaited
-            if job is None or job.group.is_over or self._pages.holds(unit):
-                arrived.append(awaited)
-            else:
-                groups.setdefault(job.group, []).append(awaited)
-        if arrived and not self._launch(load, arrived):
+        over: list[Awaited] = []
+        left: list[Awaited] = []
+        for unit, job in load.left:
+            is_over = job is None or job.over.done() or self._pages.holds(unit)
+            (over if is_over else left).append((unit, job))
+        if not self._launch(over):
             return False
-        for group, units in groups.items():
+        load.left = left
+        for group in self._groups(left):
             start = time.perf_counter()
-            is_over = group.wait(late - start)
+            is_over = are_over([job for _, job in group if job is not None], late - start)
             self._seconds_waited += time.perf_counter() - start if wait_s else 0.0
             if not is_over:
                 return None
-            if not self._launch(load, units):
+            if not self._launch(group):
                 return False
+            load.left = load.left[len(group) :]
         return True
 
-    def _launch(self, load: Transfer, over: list[Awaited]) -> bool:
-        """Launches transfers whose entries nothing reads any more, and takes them out of ``left``. Returns whether all have arrived."""
-        coming = [(unit, job) for unit, job in over if not self._pages.holds(unit)]
+    def _groups(self, left: Sequence[Awaited]) -> Iterator[Sequence[Awaited]]:
+        """Parts of some entries that go to the device together."""
+        for kind, own in groupby(left, key=lambda awaited: awaited[0].tag.kind):
+            entries = GROUP_BYTES // max(1, self._copies.entry_bytes[kind])
+            yield from batched(own, max(1, min(_GROUP_ENTRIES, entries)))
+
+    def _launch(self, over: Sequence[Awaited]) -> bool:
+        """Launches transfers whose entries nothing reads any more. Returns whether all have arrived."""
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
-        arrived = [(unit, job.checksum) for unit, job in coming if job is not None and not job.cancelled]
-        here = [(unit, checksum) for unit, checksum in arrived if checksum is not None]
+        coming = [(unit, job.checksum) for unit, job in over if job is not None and not self._pages.holds(unit)]
+        here = [(unit, checksum) for unit, checksum in coming if checksum is not None]
         if here:
             first_pages, expected = self._copies.ids(
                 [unit.pages[0] for unit, _ in here], [checksum ^ unit.tag.digest for unit, checksum in here]
@@ -172,6 +174,4 @@ class BehindCopies:
         if not all(map(self._pages.holds, units)):
             return False
         self._loads.run([unit for unit in units if unit.target == DEVICE])
-        launched = set(map(id, over))
-        load.left = [awaited for awaited in load.left if id(awaited) not in launched]
         return True

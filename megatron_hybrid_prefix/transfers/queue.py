@@ -15,6 +15,11 @@ Mark = torch.cuda.Event | None
 BUFFERS = 2  # that `ahead` fills in turn
 
 
+def not_reached(*marks: Mark) -> list[torch.cuda.Event]:
+    """Those of the marks that are not reached yet. Each wait for one takes time."""
+    return [mark for mark in marks if mark is not None and not mark.query()]
+
+
 class DeviceQueue:
     """A CUDA stream next to the model's stream.
 
@@ -42,7 +47,7 @@ class DeviceQueue:
             *after: They also run after these marks of other queues.
             after_model: False: they need not run after the model's launches.
         """
-        marks = [mark for mark in after if mark is not None and not mark.query()]
+        marks = not_reached(*after)
         if after_model:
             marks.append(self._current().record_event())
         for mark in marks:

@@ -171,6 +171,9 @@ class OnItsWay:
     def query(self) -> bool:
         return False
 
+    def synchronize(self) -> None:
+        """On the CPU it has run at once."""
+
 
 # -- tiers -------------------------------------------------------------------------------------------------------------
 

@@ -202,20 +202,20 @@ def test_an_entry_that_is_offered_twice_is_written_once(pools, tier):
 def test_a_thread_waits_for_the_transfers_that_use_its_pages(pools, tier, way, monkeypatch):
     """For those that are on their way when it is asked: stores write there, and loads read there."""
     mover, done, marks = pools.mover, [], (OnItsWay(), OnItsWay())
+    for mark, name in zip(marks, ("stores", "loads"), strict=True):
+        mark.synchronize = lambda name=name: done.append(name)
     pools.give_to_tier(0, 0, b"a")
     pools.store(0, 1, b"b")
     mover.to_host.stored, mover.to_device.last = marks
-    for queue, name in ((mover.to_host.queue, "stores"), (mover.to_device.queue, "loads")):
-        monkeypatch.setattr(queue, "finish", lambda mark, name=name: done.append((name, mark)))
     for name in ("put", "get"):
         original = getattr(tier, name)
         monkeypatch.setattr(tier, name, lambda *args, f=original, name=name: (done.append(name), f(*args))[1])
     if way == "write":
         mover.carry_out([pools.behind_unit(KV, 1, b"b", take=True)])
-        assert mover.behind.threads.drain(HANG_S) and done == [("stores", marks[0]), "put"]
+        assert mover.behind.threads.drain(HANG_S) and done == ["stores", "put"]
     else:
         assert pools.arrives(pools.bring(3, 2, b"a"))
-        assert done == [("stores", marks[0]), ("loads", marks[1]), "get"]
+        assert done == ["stores", "loads", "get"]
 
 
 def test_what_is_overwritten_while_a_thread_copies_it_is_not_written(pools, tier, monkeypatch):
