@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -79,18 +79,26 @@ class HostPages:
 
         At least one view, which is empty on a pipeline stage without such layers: all ranks wait for the same entries.
         """
-        views: list[memoryview] = []
-        at = start = 0
-        while at < len(pages) and (start < size or not views):
-            first = at
-            while at + 1 < len(pages) and pages[at + 1] == pages[at] + 1:  # adjacent pages are one view
-                at += 1
-            at += 1
-            length = min((at - first) * self.page_bytes, size - start)
-            begin = pages[first] * self.page_bytes
-            views.append(self._view[begin : begin + length])
-            start += length
-        return views
+        parts = self.ranges([(0, pages)], size)
+        return [self._view[first : first + length] for _, first, length in parts] or [self._view[:0]]
+
+    def ranges(self, rows: Iterable[tuple[int, Sequence[int]]], size: int) -> Iterator[tuple[int, int, int]]:
+        """The bytes of entries: (first in a buffer, first in the pages, count). Adjacent ones are one range.
+
+        Args:
+            rows: Where in the buffer each entry begins, and its pages.
+            size: Bytes of an entry.
+        """
+        start = first = length = 0  # of the range that may grow
+        for row, pages in rows:
+            for page, at in zip(pages, range(0, size, self.page_bytes), strict=False):
+                if start + length != row + at or first + length != page * self.page_bytes:
+                    if length:
+                        yield start, first, length
+                    start, first, length = row + at, page * self.page_bytes, 0
+                length += min(self.page_bytes, size - at)
+        if length:
+            yield start, first, length
 
     # -- entries, by their first page ----------------------------------------------------------------------------------
 

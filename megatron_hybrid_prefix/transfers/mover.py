@@ -184,7 +184,7 @@ class Mover:
             # States on the device are named by their rows, not by their slots.
             rows = [
                 unit._replace(device_id=memory.row(unit.device_id))
-                if unit.device_id is not None and unit.tag.kind == EntryKind.STATE
+                if unit.device_id >= 0 and unit.tag.kind == EntryKind.STATE
                 else unit
                 for unit in units
             ]
@@ -297,15 +297,14 @@ class Mover:
         there before may be anything, and a request cannot be sampled from NaN.
         """
         self.to_device.wait_for(load)
-        self.to_device.forget(load)
         if zero:
             self.copies.zero(load.units)
 
     def _end(self, over: Sequence[LoadOver]) -> None:
         for (load_id,) in over:
             load = self.to_device.transfers.pop(load_id, None)
-            if load is not None and load in self.to_device.running:
-                self.drop(load)
+            if load is not None:
+                self.to_device.wait_for(load)
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,6 @@ class ToDevice:
         bytes: Bytes loaded.
         last: End of the last loads.
         transfers: Copies of the loads that are not over, by load id.
-        running: Transfers of which something was launched, until `forget`.
     """
 
     def __init__(self, stores: ToHost) -> None:
@@ -77,7 +76,6 @@ class ToDevice:
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int64, device=device)  # by load
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.transfers: dict[int, Transfer] = {}
-        self.running: list[Transfer] = []
         self.last: Mark = None
         self.bytes = 0
 
@@ -89,7 +87,7 @@ class ToDevice:
         if not units:
             return
         try:
-            self._run(units, self._of(units))
+            self._run(units, [self.transfers[unit.load_id] for unit in units])
         except BaseException:
             self._note_wrong(units)
             raise
@@ -98,16 +96,10 @@ class ToDevice:
         """The copies of a load."""
         return self.transfers.get(load_id) or self.transfers.setdefault(load_id, Transfer(load_id=load_id))
 
-    def _of(self, units: Sequence[BlockTransfer]) -> list[Transfer]:
-        """The transfer that each of these belongs to; all end on the device."""
-        of = [self.transfers[unit.load_id] for unit in units if unit.load_id is not None]
-        assert len(of) == len(units)
-        return of
-
     def _note_wrong(self, units: Sequence[BlockTransfer]) -> None:
         """The loads of these cannot be right, on this rank."""
-        for transfer in self._of(units):
-            transfer.is_wrong = True
+        for unit in units:
+            self.transfers[unit.load_id].is_wrong = True
 
     def _run(self, units: Sequence[BlockTransfer], loads: Sequence[Transfer]) -> None:
         with self.queue.running(*self._stores.marks_before_loads(units)):
@@ -137,8 +129,6 @@ class ToDevice:
             finally:
                 self.last = self.queue.mark()
                 for unit, load in zip(units, loads, strict=True):
-                    if not load.is_launched:
-                        self.running.append(load)
                     load.is_launched, load.end = True, self.last
                     load.places.update(places(unit))
 
@@ -148,17 +138,11 @@ class ToDevice:
             self.queue.wait(load.end)
         load.awaited = True
 
-    def forget(self, load: Transfer) -> None:
-        """The transfer is over, and the model has waited for it."""
-        if load in self.running:
-            self.running.remove(load)
-
     def is_wrong(self, load: Transfer) -> bool:
-        """Whether an entry of the load differs from what was stored, or its launch raised, or it was never launched. Forgets it.
+        """Whether an entry of the load differs from what was stored, or its launch raised, or it was never launched.
 
         Call it after the model has used the loaded entries: the load is over by then, and the call does not wait.
         """
-        self.forget(load)
         if load.is_wrong or not load.is_launched:
             return True
         self.queue.finish(load.end)
@@ -166,9 +150,11 @@ class ToDevice:
 
     def mark_before_stores(self, units: Sequence[BlockTransfer]) -> Mark:
         """The mark after which these stores may run; None if no unfinished load uses their places."""
-        if not self.running:
+        # Those for which the model waits run before the stores, too.
+        running = [load for load in self.transfers.values() if load.is_launched and not load.awaited]
+        if not running:
             return None
-        touched = set().union(*(load.places for load in self.running))  # what unfinished loads read or write
+        touched = set().union(*(load.places for load in running))
         return self.last if any(not touched.isdisjoint(places(unit)) for unit in units) else None
 
     def _bring(self, *rounds: list[Batch]) -> None:

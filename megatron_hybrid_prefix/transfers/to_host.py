@@ -9,7 +9,7 @@ launches them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -66,11 +66,13 @@ class ToHost:
             for number, different in enumerate(without_shared_pages(units)):
                 if number:
                     self._send()  # to the same pages
-                self._run_different(different, send=send, beside=beside)
+                self._gather(different, send=send, beside=beside)
+            if send:
+                self._send()
 
     def send(self) -> None:
         """Launch the copies that `run` left. They need not run after what the model launched since."""
-        if self._waiting:
+        if self._summed:
             with self._storing(after_model=False):
                 self._send()
 
@@ -83,8 +85,8 @@ class ToHost:
             finally:
                 self.stored = self.queue.mark()
 
-    def _run_different(self, units: Sequence[BlockTransfer], *, send: bool, beside: bool) -> None:
-        """Launches stores to different pages; arguments as of `run`."""
+    def _gather(self, units: Sequence[BlockTransfer], *, send: bool, beside: bool) -> None:
+        """Gathers entries, which go to different pages, in the staging buffer; arguments as of `run`."""
         units = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
         self._pages.drop(units)  # until they are copied
         self._waiting_pages.update(page for unit in units for page in unit.pages)
@@ -94,25 +96,19 @@ class ToHost:
         if sums.is_cuda:
             sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
         for half, round_ in groupby(batches, key=attrgetter("half")):
-            self._gather(half, round_, send=send, beside=beside)
-        self._summed.append((first_pages, sums))
-        if send:
-            self._send()
-
-    def _gather(self, half: int, batches: Iterable[Batch], *, send: bool, beside: bool) -> None:
-        """Gathers entries in a half of the staging buffer, and with ``send`` copies them to the host."""
-        self._send_half(half)  # what is still there
-        self._waiting[half] = []
-        for batch in batches:
-            with self.queue.ahead(half):
-                is_here = succeeds(partial(self.copies.gather, beside=beside), batch)
-                self._gathered = self.queue.mark()
-            if is_here:
-                self._waiting[half].append(batch)
+            self._send_half(half)  # what is still there
+            waiting = self._waiting[half] = []
+            for batch in round_:
+                with self.queue.ahead(half):
+                    is_here = succeeds(partial(self.copies.gather, beside=beside), batch)
+                    self._gathered = self.queue.mark()
+                if is_here:
+                    waiting.append(batch)
+                if send:
+                    self._store_waiting(half)
             if send:
-                self._store_waiting(half)
-        if send:
-            self._send_half(half)
+                self._send_half(half)
+        self._summed.append((first_pages, sums))
 
     def _send(self) -> None:
         """Copies what is gathered to the host, and notes its checksums."""

@@ -116,14 +116,14 @@ class Pools:
             device_id=index,
             pages=tuple(reversed(pages)),
             tag=tag,
-            load_id=None if load is None else load.load_id,
+            load_id=-1 if load is None else load.load_id,
             is_coming=load is not None and load.load_id in self.fetching,
         )
 
     def behind_unit(self, kind: EntryKind, entry: int, key: bytes, *, take: bool) -> BlockTransfer:
         """A transfer from the host to the tier behind it, or back."""
         source, target = (HOST, SHARED) if take else (SHARED, HOST)
-        return self.unit(kind, 0, entry, key=key)._replace(source=source, target=target, device_id=None)
+        return self.unit(kind, 0, entry, key=key)._replace(source=source, target=target, device_id=-1)
 
     def store(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> None:
         self.mover.carry_out([self.unit(kind, index, entry, key=key)])
