@@ -47,6 +47,11 @@ class HostEntry:
     pins: int = 0
     is_coming: bool = False
 
+    @property
+    def read(self) -> BlockTransfer:
+        """The transfer that brings it from the tier below."""
+        return BlockTransfer(SHARED, HOST, self.pages, self.tag)
+
 
 class HostTier(TierIndex[Node]):
     """Entries on the host, in pages ``0 .. host_pages - 1``. Without pages it ends the chain: it has nothing and takes nothing.
@@ -275,7 +280,7 @@ class HostTier(TierIndex[Node]):
         if not self._make_room(kind):
             return None
         entry = self._add(self._tag(kind, node))
-        self._copies.append(BlockTransfer(SHARED, HOST, entry.pages, entry.tag))
+        self._copies.append(entry.read)
         entry.is_coming = True
         self._stats.tiers[SHARED].loads += 1
         if kind == EntryKind.STATE:

@@ -21,13 +21,16 @@ from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
 from megatron_hybrid_prefix.transfers.entry_copies import without_shared_pages
 from megatron_hybrid_prefix.transfers.jobs import Job, TierThreads, are_over
 from megatron_hybrid_prefix.transfers.queue import not_reached
-from megatron_hybrid_prefix.transfers.to_device import Awaited, ToDevice, Transfer
+from megatron_hybrid_prefix.transfers.to_device import ToDevice, Transfer
 from megatron_hybrid_prefix.transfers.to_host import ToHost
 
 logger = logging.getLogger(__name__)
 
 _GROUP_ENTRIES = 32
 GROUP_BYTES = 64 * 2**20  # entries from the tier go to the device in groups of this size, while others are read
+
+type _Read = tuple[BlockTransfer, Job | None]
+"""A transfer that waits for an entry, and the read that brings the entry to its pages; None: other bytes went there."""
 
 
 class BehindCopies:
@@ -117,9 +120,10 @@ class BehindCopies:
             after=after,
         )
 
-    def read_of(self, unit: BlockTransfer) -> Job | None:
-        """The read of this entry into its pages, if there was one, and no other bytes went there since."""
-        return self.threads.read_of(unit.tag, unit.pages[0])
+    def close(self) -> None:
+        """Close the tier, and end the threads."""
+        self._behind.tier.close()
+        self.threads.close()
 
     # -- loads whose entries come from the tier ------------------------------------------------------------------------
 
@@ -133,15 +137,13 @@ class BehindCopies:
             wait_s: Wait at most this long for them.
         """
         late = time.perf_counter() + wait_s
-        over: list[Awaited] = []
-        left: list[Awaited] = []
-        for unit, job in load.left:
-            is_over = job is None or job.over.done() or self._pages.holds(unit)
-            (over if is_over else left).append((unit, job))
-        if not self._launch(over):
-            return False
-        load.left = left
-        for group in self._groups(left):
+        over: list[_Read] = []
+        running: list[_Read] = []
+        for unit in load.left:
+            job = self.threads.read_of(unit.tag, unit.pages[0])
+            (over if job is None or job.over.done() else running).append((unit, job))
+        load.left = [unit for unit, _ in (*over, *running)]
+        for group in (over, *self._groups(running)):
             start = time.perf_counter()
             is_over = are_over([job for _, job in group if job is not None], late - start)
             self._seconds_waited += time.perf_counter() - start if wait_s else 0.0
@@ -149,16 +151,16 @@ class BehindCopies:
                 return None
             if not self._launch(group):
                 return False
-            load.left = load.left[len(group) :]
+            del load.left[: len(group)]
         return True
 
-    def _groups(self, left: Sequence[Awaited]) -> Iterator[Sequence[Awaited]]:
-        """Parts of some entries that go to the device together."""
-        for kind, own in groupby(left, key=lambda awaited: awaited[0].tag.kind):
+    def _groups(self, reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
+        """Parts of the reads whose entries go to the device together."""
+        for kind, own in groupby(reads, key=lambda read: read[0].tag.kind):
             entries = GROUP_BYTES // max(1, self._copies.entry_bytes[kind])
             yield from batched(own, max(1, min(_GROUP_ENTRIES, entries)))
 
-    def _launch(self, over: Sequence[Awaited]) -> bool:
+    def _launch(self, over: Sequence[_Read]) -> bool:
         """Launches transfers whose entries nothing reads any more. Returns whether all have arrived."""
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
         coming = [(unit, job.checksum) for unit, job in over if job is not None and not self._pages.holds(unit)]

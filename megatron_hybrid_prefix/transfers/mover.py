@@ -36,12 +36,11 @@ from megatron_hybrid_prefix.tiers.units import (
     LoadOver,
     LoadState,
     PageClear,
-    Tag,
 )
 from megatron_hybrid_prefix.transfers.behind import BehindCopies
 from megatron_hybrid_prefix.transfers.entry_copies import EntryCopies, Tensors
 from megatron_hybrid_prefix.transfers.host_pages import HostPages, HostSizes
-from megatron_hybrid_prefix.transfers.to_device import ToDevice, Transfer
+from megatron_hybrid_prefix.transfers.to_device import ToDevice
 from megatron_hybrid_prefix.transfers.to_host import ToHost
 
 if TYPE_CHECKING:
@@ -220,13 +219,10 @@ class Mover:
     def _begin_loads(self, units: Sequence[BlockTransfer]) -> None:
         """Launches transfers of loads, but for those whose entries are being read from the tier behind."""
         launched: list[BlockTransfer] = []
-        for load_id, group in groupby(units, key=attrgetter("load_id")):
-            own, load = list(group), self.to_device.transfer(load_id)
-            load.units += own
-            launched += [unit for unit in own if not unit.is_coming]
-            for unit in [unit for unit in own if unit.is_coming]:
-                assert self.behind is not None
-                load.left.append((unit, self.behind.read_of(unit)))
+        for unit in units:
+            load = self.to_device.transfer(unit.load_id)
+            load.units.append(unit)
+            (load.left if unit.is_coming else launched).append(unit)
         self.to_device.run(launched)
 
     def drain_queues(self) -> None:
@@ -239,12 +235,10 @@ class Mover:
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
-    def begin_fetch(self, load_id: int, entries: Iterable[tuple[tuple[int, ...], Tag]]) -> None:
-        """Launch the reads that a fetch waits for, and note them. ``entries``: pages and tag of each."""
+    def begin_fetch(self, load_id: int, reads: Iterable[BlockTransfer]) -> None:
+        """Launch the reads that a fetch waits for, and note them."""
         self.launch(send=False)
-        assert self.behind is not None
-        units = [BlockTransfer(SHARED, HOST, pages, tag) for pages, tag in entries]
-        self.to_device.transfer(load_id).left = [(unit, self.behind.read_of(unit)) for unit in units]
+        self.to_device.transfer(load_id).left += reads
 
     def fetch(self, load_id: int, deadline_s: float, *, wait: bool, zero: bool) -> LoadState:
         """Check whether the entries of a load or a fetch have arrived from the tier behind, and launch a load if they have.
@@ -270,7 +264,9 @@ class Mover:
             own = LoadState.COPYING if arrived else LoadState.MISSING
         agreed = _FETCHED[self._max_of_ranks([_FETCHED.index(own)])[0]]
         if agreed in (LoadState.MISSING, LoadState.LATE):
-            self.drop(load, zero=zero)
+            self.to_device.wait_for(load)  # its blocks and slots may be reused
+            if zero:  # what was there before may be anything, and a request cannot be sampled from NaN
+                self.copies.zero(load.units)
         return agreed
 
     def wait_for(self, load_id: int) -> None:
@@ -290,16 +286,6 @@ class Mover:
             for load_id, is_wrong in zip(loads, flags, strict=True)
         }
 
-    def drop(self, load: Transfer, *, zero: bool = False) -> None:
-        """The load is over before all of it was launched. Its entries may still arrive on the host.
-
-        The model's later launches run after what was launched of it: its blocks and slots may be reused. ``zero``: see `fetch`. What was
-        there before may be anything, and a request cannot be sampled from NaN.
-        """
-        self.to_device.wait_for(load)
-        if zero:
-            self.copies.zero(load.units)
-
     def _end(self, over: Sequence[LoadOver]) -> None:
         for (load_id,) in over:
             load = self.to_device.transfers.pop(load_id, None)
@@ -314,9 +300,8 @@ class Mover:
 
     def close(self) -> None:
         """Close the tier behind the host, and free the memory; garbage collection does the latter, too."""
-        if self.tier is not None and self.behind is not None:
-            self.tier.tier.close()
-            self.behind.threads.close()
+        if self.behind is not None:
+            self.behind.close()
         self.pages.close()
 
     def count(self, stats: PrefixStats) -> None:
@@ -355,7 +340,7 @@ def stores_first(copies: Sequence[Copy], page_blocks: int, page_states: int, fir
     stores: list[Copy] = []
     others: list[Copy] = []
     moved: set[int] = set()  # blocks that the moves and clears read or write
-    slots: set[int] = set()  # of their pages
+    pages: set[int] = set()  # of these blocks
     no_transfer_yet = True
     for copy in copies:
         if isinstance(copy, BlockMove | PageClear):
@@ -364,12 +349,11 @@ def stores_first(copies: Sequence[Copy], page_blocks: int, page_states: int, fir
             else:
                 blocks = set(range(copy.page * page_blocks, (copy.page + 1) * page_blocks))
             moved |= blocks
-            for page in {block // page_blocks for block in blocks}:
-                first = first_page_slot + page * page_states
-                slots.update(range(first, first + page_states))
+            pages.update(block // page_blocks for block in blocks)
         elif isinstance(copy, BlockTransfer):
             # Transfers keep their order: they may use the same pages on the host.
-            reads_moved = copy.device_id in (moved if copy.tag.kind == EntryKind.KV else slots)
+            is_kv, page = copy.tag.kind == EntryKind.KV, (copy.device_id - first_page_slot) // page_states
+            reads_moved = copy.device_id in moved if is_kv else page in pages
             no_transfer_yet = no_transfer_yet and copy.source == DEVICE and not reads_moved
             if no_transfer_yet:
                 stores.append(copy)

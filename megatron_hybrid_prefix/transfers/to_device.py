@@ -19,7 +19,6 @@ import torch
 
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
 from megatron_hybrid_prefix.transfers.entry_copies import Batch, places, succeeds
-from megatron_hybrid_prefix.transfers.jobs import Job
 from megatron_hybrid_prefix.transfers.queue import BUFFERS, Mark, queue_for
 from megatron_hybrid_prefix.transfers.to_host import ToHost
 
@@ -27,10 +26,6 @@ logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 128 * 2**20
 _LOADS = 4096  # at most this many loads are known at a time
-
-
-type Awaited = tuple[BlockTransfer, Job | None]
-"""A copy to the device, and the read of its entry from the tier behind the host, if there was one."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -50,7 +45,7 @@ class Transfer:
 
     load_id: int
     units: list[BlockTransfer] = field(default_factory=list)
-    left: list[Awaited] = field(default_factory=list)
+    left: list[BlockTransfer] = field(default_factory=list)
     places: set[int] = field(default_factory=set)
     is_launched: bool = False
     end: Mark = None

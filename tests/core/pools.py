@@ -17,9 +17,8 @@ from megatron_hybrid_prefix.tiers.settings import TierSettings
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, EntryKind, Tag
 from megatron_hybrid_prefix.transfers import entry_copies, to_device, to_host
 from megatron_hybrid_prefix.transfers.entry_copies import Tensors
-from megatron_hybrid_prefix.transfers.host_pages import HostSizes
+from megatron_hybrid_prefix.transfers.host_pages import HostSizes, choose_page_bytes
 from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
-from megatron_hybrid_prefix.transfers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.transfers.queue import HostQueue
 from megatron_hybrid_prefix.transfers.to_device import Transfer
 from tests.harness.limits import HANG_S

@@ -43,7 +43,7 @@ def test_a_load_whose_page_went_to_another_entry_is_a_miss(pools):
     fetch = [pools.behind_unit(KV, 1, key, take=False) for key in (b"a", b"b")]
     pools.mover.carry_out([fetch[0], pools.unit(KV, 3, 1, own[0], key=b"a"), fetch[1]])
     assert pools.arrives(own[0]) is False
-    pools.mover.drop(own[0])
+    pools.mover.to_device.wait_for(own[0])
     pools.mover.carry_out([pools.unit(KV, 3, 1, own[1], key=b"b")])
     assert pools.arrives(own[1]) is True and pools.is_right(own[1])
     pools.mover.carry_out([pools.unit(KV, 3, 1, own[2], key=b"a")])
@@ -123,7 +123,7 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, mon
         assert pools.arrives(load) is True and not pools.mover.to_device.is_wrong(load)
         assert (pools.value(5), pools.value(6)) == (1.0, 2.0)
         return
-    pools.mover.drop(load, zero=end == "zeros")
+    assert pools.mover.fetch(load.load_id, 0.0, wait=False, zero=end == "zeros") is LoadState.LATE
     assert len(waits) == (end != "dropped before")
     left = {"dropped": (1.0, 9.0), "zeros": (0.0, 0.0), "dropped before": (9.0, 9.0)}
     assert (pools.value(5), pools.value(6)) == left[end]
@@ -136,7 +136,7 @@ def test_a_page_that_is_being_read_into_takes_nothing_else(pools, tier, caplog):
     tier.may_read.clear()
     load = pools.bring(3, 1, b"a")
     assert tier.began.wait(HANG_S) and pools.arrives(load, 0.01) is None
-    pools.mover.drop(load)
+    pools.mover.to_device.wait_for(load)
     for _ in range(2):  # the page stays taken
         pools.mover.carry_out([pools.unit(KV, 0, 1, key=b"b"), pools.unit(KV, 0, 2, key=b"c")])
     assert "have no place" in caplog.text
@@ -144,7 +144,7 @@ def test_a_page_that_is_being_read_into_takes_nothing_else(pools, tier, caplog):
     load = pools.bring(3, 1, b"a")
     tier.may_read.set()
     assert pools.arrives(load) is False
-    pools.mover.drop(load)
+    pools.mover.to_device.wait_for(load)
     pages = pools.unit(KV, 0, 1).pages
     wait_until(lambda: not pools.mover.behind.threads.overwrite(pages), "the disk answers")
     pools.store(0, 1, b"b")
@@ -265,7 +265,7 @@ def test_a_tier_that_raises_loses_this_entry_only(pools, tier, method, monkeypat
     for key in keys[:-1]:
         load = pools.bring(7, 9, key)
         assert pools.arrives(load) is False
-        pools.mover.drop(load)
+        pools.mover.to_device.wait_for(load)
     load = pools.bring(7, 9, b"good")
     assert pools.arrives(load) and pools.is_right(load) and pools.value(7) == 5.0
     assert caplog.text.count("the disk is on fire") == 4
@@ -278,7 +278,7 @@ def test_entries_of_other_weights_are_not_moved(pools, tier):
     behind.invalidate(1)
     load = pools.bring(3, 1)
     assert pools.arrives(load) is False and not tier.began.is_set()
-    pools.mover.drop(load)
+    pools.mover.to_device.wait_for(load)
     pools.give_to_tier(0, 2, b"late")
     assert len(tier.entries) == 1 and pools.mover.behind.stats.full == 1
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 from megatron_hybrid_prefix.transfers import behind, entry_copies, to_device
-from megatron_hybrid_prefix.transfers.pinned import allocate, choose_page_bytes, pin, unpin
+from megatron_hybrid_prefix.transfers.host_pages import allocate, choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.transfers.to_device import Transfer
 from tests.core.pools import (
     KV,
@@ -145,7 +145,7 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
                 on_device |= values
                 continue
             ends["refused" if failed else "late" if arrived is None else "missing"] += 1
-            mover.drop(load)
+            mover.to_device.wait_for(load)
             for place in values:  # part of it may have been loaded; what the model writes now comes after that
                 world.write(place, 2000 + step)
             for entry in entries if is_fetch else ():  # the cache drops what did not arrive
