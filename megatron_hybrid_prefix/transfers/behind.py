@@ -17,7 +17,7 @@ import torch
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.behind import TierBehind
-from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
+from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind, LoadState
 from megatron_hybrid_prefix.transfers.entry_copies import without_shared_pages
 from megatron_hybrid_prefix.transfers.jobs import Job, TierThreads, are_over
 from megatron_hybrid_prefix.transfers.queue import not_reached
@@ -92,7 +92,7 @@ class BehindCopies:
                 seen = partial(self._pages.seen_checksum, first, unit.tag)
                 job.sum_of = seen if given is None else partial(int, given)
                 jobs.append(job)
-        self.threads.store(jobs)
+        self.threads.start(jobs)
 
     def read(self, units: Sequence[BlockTransfer]) -> None:
         """Begin to read entries from the tier into these pages."""
@@ -107,7 +107,7 @@ class BehindCopies:
             for job in jobs:
                 if not job.namespace or job.pages not in free:
                     job.give_up()  # it is missing
-            self.threads.read(jobs)
+            self.threads.start(jobs)
 
     def _job(self, unit: BlockTransfer, after: Sequence[torch.cuda.Event]) -> Job:
         size = self._copies.entry_bytes[unit.tag.kind]
@@ -127,8 +127,8 @@ class BehindCopies:
 
     # -- loads whose entries come from the tier ------------------------------------------------------------------------
 
-    def fetched(self, load: Transfer, wait_s: float = 0.0) -> bool | None:
-        """Whether all entries that the load waits for have arrived on the host; None: not all are known yet.
+    def fetched(self, load: Transfer, wait_s: float = 0.0) -> LoadState:
+        """COPYING if all entries that the load waits for have arrived on the host, MISSING if one is not there, else FETCHING.
 
         Entries that have arrived go to the device at once, the others group by group, while more are being read.
 
@@ -148,11 +148,11 @@ class BehindCopies:
             is_over = are_over([job for _, job in group if job is not None], late - start)
             self._seconds_waited += time.perf_counter() - start if wait_s else 0.0
             if not is_over:
-                return None
+                return LoadState.FETCHING
             if not self._launch(group):
-                return False
+                return LoadState.MISSING
             del load.left[: len(group)]
-        return True
+        return LoadState.COPYING
 
     def _groups(self, reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
         """Parts of the reads whose entries go to the device together."""

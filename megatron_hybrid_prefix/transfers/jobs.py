@@ -112,16 +112,9 @@ class TierThreads:
         for thread in self._threads:
             thread.start()
 
-    def store(self, jobs: Sequence[Job]) -> None:
-        """Write entries to the tier, in this order."""
-        self._stores = [*(job for job in self._stores if not job.over.done()), *jobs]
-        self._start(jobs, self._shared.stores)
-
-    def read(self, jobs: Sequence[Job]) -> None:
-        """Read entries from the tier into their pages, after those of earlier calls."""
-        self._start(jobs, self._shared.reads)
-
-    def _start(self, jobs: Sequence[Job], queue: SimpleQueue[Job | None]) -> None:
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Begin jobs, in this order: reads after the reads of earlier calls, stores after their stores."""
+        self._stores = [job for job in (*self._stores, *jobs) if job.sum_of is not None and not job.over.done()]
         for job in jobs:
             for page in job.pages:
                 of_page = self._of_page.setdefault(page, [])
@@ -129,7 +122,7 @@ class TierThreads:
                 of_page[:] = [other for other in of_page if other.sum_of is None or not other.over.done()]
                 of_page.append(job)
         for job in jobs:
-            queue.put(job)
+            (self._shared.reads if job.sum_of is None else self._shared.stores).put(job)
 
     def overwrite(self, pages: Iterable[int]) -> set[int]:
         """These pages are about to get other bytes. Returns those that cannot, because they are being read into."""

@@ -3,15 +3,11 @@
 The cache queues copies (`HybridPrefixCache.take_copies`). They are launched, in their order, before anything can overwrite what they
 read. KV blocks that move in shared memory are copied on the model's stream, and pages are cleared there.
 
-On the device an entry is spread over all layers; on the host it is in pages. Transfers between them go through staging buffers on the
-device, whose halves are used in turn (``to_host.py``, ``to_device.py``; the ways over the host link: ``ops/page_copies.py``). They have
-separate streams, because the host link has two directions. A forward waits for the loads that it uses.
-
-A store gives every entry a tag and a checksum over all its bytes, computed by the kernel that gathers it, or by one of its own
-where the copy engines copy it. Expected checksums stay on the device (``host_pages.py``).
-
-Threads copy entries to and from the tier behind the host, with their tags and checksums. They first wait until no transfer uses
-their pages (``behind.py``).
+Transfers to the host and back go through staging buffers on the device, whose halves are used in turn (``to_host.py``,
+``to_device.py``; the ways over the host link: ``ops/page_copies.py``). They have separate streams, because the host link has two
+directions. A forward waits for the loads that it uses. A store gives every entry a tag and a checksum over all its bytes, computed by the
+kernel that gathers it. Expected checksums stay on the device (``host_pages.py``). Threads copy entries to and from the tier behind the
+host (``behind.py``).
 """
 
 from __future__ import annotations
@@ -54,26 +50,22 @@ logger = logging.getLogger(__name__)
 _FETCHED = (LoadState.COPYING, LoadState.FETCHING, LoadState.MISSING, LoadState.LATE)
 
 
-type TakeCopies = Callable[..., list[Copy]]  # `HybridPrefixCache.take_copies`
-
-
 class DeviceMover:
     """Copies of a cache without a host tier.
 
     Args:
-        take_copies: Called at each launch.
+        take_copies: `HybridPrefixCache.take_copies`. Called at each launch.
         memory: Called at each launch; None while megatron has freed the memory.
 
     Attributes:
         memory: See Args.
-        sizes: There is no host tier.
-        tier: There is none behind it, either.
+        sizes, tier: There is no host tier, and none behind it.
     """
 
     sizes = HostSizes()
     tier: TierBehind | None = None
 
-    def __init__(self, take_copies: TakeCopies, memory: Callable[[], SharedMemory | None]) -> None:
+    def __init__(self, take_copies: Callable[..., list[Copy]], memory: Callable[[], SharedMemory | None]) -> None:
         self._take_copies, self.memory = take_copies, memory
 
     def tensors(self) -> Tensors:
@@ -257,11 +249,9 @@ class Mover:
         assert self.behind is not None
         self.to_host.send()
         load = self.to_device.transfer(load_id)
-        arrived = self.behind.fetched(load, max(0.0, deadline_s - time.monotonic()) if wait else 0.0)
-        if arrived is None:
-            own = LoadState.LATE if time.monotonic() >= deadline_s else LoadState.FETCHING
-        else:
-            own = LoadState.COPYING if arrived else LoadState.MISSING
+        own = self.behind.fetched(load, max(0.0, deadline_s - time.monotonic()) if wait else 0.0)
+        if own is LoadState.FETCHING and time.monotonic() >= deadline_s:
+            own = LoadState.LATE
         agreed = _FETCHED[self._max_of_ranks([_FETCHED.index(own)])[0]]
         if agreed in (LoadState.MISSING, LoadState.LATE):
             self.to_device.wait_for(load)  # its blocks and slots may be reused
@@ -278,13 +268,10 @@ class Mover:
 
         A collective, if there are any.
         """
-        loads = {load_id: self.to_device.transfer(load_id) for load_id in load_ids}
-        flags = [int(self.to_device.is_wrong(load)) for load in loads.values()]
-        flags = self._max_of_ranks(flags) if flags else []
-        return {
-            load_id: LoadState.FAILED if is_wrong else LoadState.ARRIVED
-            for load_id, is_wrong in zip(loads, flags, strict=True)
-        }
+        own = {load_id: int(self.to_device.is_wrong(self.to_device.transfer(load_id))) for load_id in load_ids}
+        agreed = self._max_of_ranks([*own.values()]) if own else ()
+        states = (LoadState.ARRIVED, LoadState.FAILED)
+        return {load_id: states[is_wrong] for load_id, is_wrong in zip(own, agreed, strict=True)}
 
     def _end(self, over: Sequence[LoadOver]) -> None:
         for (load_id,) in over:

@@ -14,7 +14,7 @@ import torch
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.settings import TierSettings
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, EntryKind, LoadState, Tag
 from megatron_hybrid_prefix.transfers import entry_copies, to_device, to_host
 from megatron_hybrid_prefix.transfers.entry_copies import Tensors
 from megatron_hybrid_prefix.transfers.host_pages import HostSizes, choose_page_bytes
@@ -161,7 +161,8 @@ class Pools:
     def arrives(self, load: Transfer, wait_s: float = HANG_S) -> bool | None:
         """Whether all that the load waits for has arrived; None: not all of it is known yet."""
         assert self.mover.behind is not None
-        return self.mover.behind.fetched(load, wait_s)
+        state = self.mover.behind.fetched(load, wait_s)
+        return None if state is LoadState.FETCHING else state is LoadState.COPYING
 
 
 class OnItsWay:

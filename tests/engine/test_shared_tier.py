@@ -196,7 +196,7 @@ def late(served: EngineHarness, store: Folder) -> Iterator[None]:
     behind = served.context.host_moves.behind
     fetched = behind.fetched
 
-    def fetched_once_asked(load: Transfer, wait_s: float = 0.0) -> bool | None:
+    def fetched_once_asked(load: Transfer, wait_s: float = 0.0) -> LoadState:
         assert store.asked.wait(HANG_S)
         return fetched(load, wait_s)
 
