@@ -110,13 +110,11 @@ class BehindCopies:
             self.threads.start(jobs)
 
     def _job(self, unit: BlockTransfer, after: Sequence[torch.cuda.Event]) -> Job:
-        size = self._copies.entry_bytes[unit.tag.kind]
         return Job(
             namespace=self._behind.namespace(unit.tag.epoch),
             tag=unit.tag,
-            entry_bytes=size,
             pages=unit.pages,
-            views=self._pages.views(unit.pages, size),
+            views=self._pages.views(unit.pages, self._copies.entry_bytes[unit.tag.kind]),
             after=after,
         )
 

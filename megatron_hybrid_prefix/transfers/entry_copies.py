@@ -211,10 +211,6 @@ def places(unit: BlockTransfer) -> tuple[int, ...]:
 
 def without_shared_pages(units: Sequence[BlockTransfer]) -> Iterator[Sequence[BlockTransfer]]:
     """Consecutive transfers that use different pages."""
-    pages = [page for unit in units for page in unit.pages]
-    if len(set(pages)) == len(pages):
-        yield units
-        return
     first, used = 0, set[int]()
     for number, unit in enumerate(units):
         if not used.isdisjoint(unit.pages):

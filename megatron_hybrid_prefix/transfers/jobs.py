@@ -38,7 +38,6 @@ class Job:
     Attributes:
         namespace: Its namespace; empty if the weights have changed since.
         tag: Its name.
-        entry_bytes: Bytes of the entry.
         pages: Its pages.
         views: Its bytes there, one after the other.
         after: The thread waits for these before it touches the pages.
@@ -49,7 +48,6 @@ class Job:
 
     namespace: bytes
     tag: Tag
-    entry_bytes: int
     pages: tuple[int, ...]
     views: Sequence[memoryview]
     after: Sequence[torch.cuda.Event]
@@ -203,15 +201,15 @@ def _write(shared: _Shared, memory: memoryview, job: Job) -> bool:
         return True
     if job.is_lost:
         return False
-    row, at = memory[: job.entry_bytes], 0
+    size = 0
     for view in job.views:
-        copy_bytes(view, row[at : at + len(view)])
-        at += len(view)
+        copy_bytes(view, memory[size : size + len(view)])
+        size += len(view)
     assert job.sum_of is not None
     checksum = job.sum_of()
     # From here on the copy is used.
-    if job.is_lost or not shared.tier.put(job.namespace, Entry(job.tag, row, checksum)):
+    if job.is_lost or not shared.tier.put(job.namespace, Entry(job.tag, memory[:size], checksum)):
         return False
     with shared.lock:
-        shared.stats.bytes_stored += job.entry_bytes
+        shared.stats.bytes_stored += size
     return True

@@ -36,10 +36,9 @@ class Transfer:
         load_id: The load.
         units: Its copies to the device.
         left: Those of them, or of a fetch its reads, that wait for entries from the tier behind the host.
-        places: Pages, blocks and slots that launched copies use.
+        places: Pages, blocks and slots that launched copies use, until the model's later launches run after them.
         is_launched: Whether a copy was launched.
         end: Mark after the last of them.
-        awaited: Whether the model's later launches run after it.
         is_wrong: An entry was missing, or a copy could not be launched.
     """
 
@@ -49,7 +48,6 @@ class Transfer:
     places: set[int] = field(default_factory=set)
     is_launched: bool = False
     end: Mark = None
-    awaited: bool = False
     is_wrong: bool = False
 
 
@@ -129,9 +127,9 @@ class ToDevice:
 
     def wait_for(self, load: Transfer) -> None:
         """The model's later launches run after this transfer."""
-        if load.is_launched and not load.awaited:
+        if load.places:
             self.queue.wait(load.end)
-        load.awaited = True
+            load.places.clear()
 
     def is_wrong(self, load: Transfer) -> bool:
         """Whether an entry of the load differs from what was stored, or its launch raised, or it was never launched.
@@ -145,12 +143,8 @@ class ToDevice:
 
     def mark_before_stores(self, units: Sequence[BlockTransfer]) -> Mark:
         """The mark after which these stores may run; None if no unfinished load uses their places."""
-        # Those for which the model waits run before the stores, too.
-        running = [load for load in self.transfers.values() if load.is_launched and not load.awaited]
-        if not running:
-            return None
-        touched = set().union(*(load.places for load in running))
-        return self.last if any(not touched.isdisjoint(places(unit)) for unit in units) else None
+        touched = set().union(*(load.places for load in self.transfers.values()))
+        return self.last if touched and any(not touched.isdisjoint(places(unit)) for unit in units) else None
 
     def _bring(self, *rounds: list[Batch]) -> None:
         """Copies entries to the staging buffer, if the copy engines do that."""

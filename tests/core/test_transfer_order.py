@@ -303,7 +303,7 @@ def test_what_comes_after_a_load_that_was_given_up_waits_for_it(world: Launches)
     mover.launch(send=False)
     world.launch("next forward")
     assert "_load 9" in before["next forward"] and "_load 8" not in before["next forward"]
-    assert mover.to_device.transfers == {0: own[0]} and not own[0].awaited
+    assert mover.to_device.transfers == {0: own[0]} and own[0].places
 
 
 def test_what_needs_the_copies_to_the_host_sends_them(idle: Launches) -> None:
