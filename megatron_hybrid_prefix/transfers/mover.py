@@ -147,7 +147,7 @@ class Mover:
             send: False: leave the copies to the host to `forward_launched`, or to `step_ended` if nobody says when that is.
         """
         self.to_host.wait()  # for what publication queued
-        self._run(send=send)
+        self._run()
         if send:
             self.to_host.send()
 
@@ -160,7 +160,7 @@ class Mover:
 
         And what is left of copies to the host.
         """
-        self._run(send=False, published=True)
+        self._run(published=True)
         self.to_host.send()
 
     def finish(self) -> None:
@@ -168,7 +168,7 @@ class Mover:
         self.launch()
         self.drain_queues()
 
-    def _run(self, *, send: bool, published: bool = False) -> None:
+    def _run(self, *, published: bool = False) -> None:
         def transfer(units: list[BlockTransfer]) -> None:
             memory = self._on_device.memory()
             assert memory is not None
@@ -179,20 +179,20 @@ class Mover:
                 else unit
                 for unit in units
             ]
-            self.carry_out(rows, send=send, beside=published)
+            self.carry_out(rows, beside=published)
             if not published:  # else the next launch waits
                 self.to_host.wait()
 
         self._on_device.run({BlockTransfer: transfer, LoadOver: self._end}, published=published)
 
-    def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True, beside: bool = False) -> None:
+    def carry_out(self, units: Sequence[BlockTransfer], *, beside: bool = False) -> None:
         """Launch transfers in order. The model may overwrite stored entries after `ToHost.wait`.
 
-        A transfer that fails is logged. Its load counts as failed, on this rank. A load that fetches waits for `fetch`.
+        What is stored is gathered; its copies to the host are left to `ToHost.send`, or to what needs them. A transfer that fails is
+        logged. Its load counts as failed, on this rank. A load that fetches waits for `fetch`.
 
         Args:
             units: The transfers.
-            send: False: gather what is stored, and leave its copies to the host to `ToHost.send`. What needs them launches them, too.
             beside: Leave half of the device to the model's later launches while entries are gathered.
         """
         for (source, target), group in groupby(units, key=attrgetter("source", "target")):
@@ -200,7 +200,7 @@ class Mover:
             if source == DEVICE:
                 if self.behind is not None:
                     run = self.behind.overwrite(run)
-                self.to_host.run(run, self.to_device.mark_before_stores(run), send=send, beside=beside)
+                self.to_host.run(run, self.to_device.mark_before_stores(run), beside=beside)
             elif target == DEVICE:
                 self._begin_loads(run)
             else:

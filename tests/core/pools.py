@@ -265,7 +265,9 @@ class AnyOrder:
             if not isinstance(queue, HostQueue) and self._delays.random() < 0.3:  # what does not wait for it shows
                 with torch.cuda.stream(queue._stream):
                     torch.cuda._sleep(2_000_000)
-        mover.carry_out(units, send=self._delays.random() < 0.5)
+        mover.carry_out(units)
+        if self._delays.random() < 0.5:
+            mover.to_host.send()
         mover.to_host.wait()
 
     def place_of(self, kind: EntryKind) -> tuple[EntryKind, int]:

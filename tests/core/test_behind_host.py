@@ -90,7 +90,7 @@ def test_a_load_that_fetches_also_needs_what_was_just_stored(pools):
     pools.mover.carry_out([pools.behind_unit(KV, 1, b"k", take=False)])
     load = pools.new_load(fetches=True)
     units = [pools.unit(KV, 3, 1, load), pools.unit(KV, 4, 2, load, key=b"new")]
-    pools.mover.carry_out([pools.unit(KV, 1, 2, key=b"new"), *units], send=False)
+    pools.mover.carry_out([pools.unit(KV, 1, 2, key=b"new"), *units])
     assert pools.mover.fetch(load.load_id, time.monotonic() + HANG_S, wait=True, zero=True) is LoadState.COPYING
     assert pools.is_right(load) and [pools.value(index) for index in (3, 4)] == [1.0, 2.0]
 
@@ -206,6 +206,7 @@ def test_a_thread_waits_for_the_transfers_that_use_its_pages(pools, tier, way, m
         mark.synchronize = lambda name=name: done.append(name)
     pools.give_to_tier(0, 0, b"a")
     pools.store(0, 1, b"b")
+    mover.to_host.send()
     mover.to_host.stored, mover.to_device.last = marks
     for name in ("put", "get"):
         original = getattr(tier, name)
