@@ -4,8 +4,6 @@ What goes first is in ``policy/needs.py``: unneeded KV, then the state that the 
 value per byte *freed*, if they can (`SharesMemory`). A page of several states is free when the last of them has gone. The keys of
 evicted KV are remembered if the policy ranks by value (`Ghosts`). What is evicted is offered to the host, the next tier.
 
-A guess only gets free bytes, or those of another guess.
-
 This file is longer than 400 lines because tree, KV blocks, slots and the tier below change together.
 """
 

@@ -24,9 +24,8 @@ class EntryKind(IntEnum):
     STATE = 1  # one recurrent state, in all recurrent layers
 
 
-@dataclass(
-    slots=True, unsafe_hash=True
-)  # not frozen: each eviction makes one, and a frozen one takes three times as long
+# Not frozen: each eviction makes one, and a frozen one takes three times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class Tag:
     """Name of an entry's content; compared when the entry is loaded. Never changed.
 

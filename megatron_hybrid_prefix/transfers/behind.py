@@ -6,7 +6,6 @@ ranks have agreed that they are here (`Mover.fetch`).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -52,14 +51,12 @@ class BehindCopies:
         self._refused = self._bytes_loaded = 0
         self._seconds_waited = 0.0
 
-    @property
-    def stats(self) -> TierStats:
-        """Transfers to and from the tier, and what the tier says of itself."""
-        by_threads = self.threads.stats
-        stats = dataclasses.replace(by_threads, full=by_threads.full + self._refused)
+    def count(self, stats: TierStats) -> None:
+        """Add this rank's transfers, and what the tier says of itself, to the statistics."""
+        moved = self.threads.stats
+        stats.full, stats.seconds, stats.bytes_stored = moved.full + self._refused, moved.seconds, moved.bytes_stored
         stats.bytes_loaded, stats.seconds_waited = self._bytes_loaded, self._seconds_waited
         self._behind.tier.describe(stats)
-        return stats
 
     def overwrite(self, units: Sequence[BlockTransfer]) -> list[BlockTransfer]:
         """The pages of these transfers are about to get other bytes. Returns the transfers that can be done.

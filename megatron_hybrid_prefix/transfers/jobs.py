@@ -161,7 +161,7 @@ class TierThreads:
 
 def are_over(jobs: Iterable[Job], seconds: float) -> bool:
     """Wait for these jobs, at most this long. Returns whether all are over. Wakes once: threads that wake each other often are slow."""
-    return not wait([job.over for job in jobs], max(0.0, seconds)).not_done
+    return not wait([job.over for job in jobs if not job.over.done()], max(0.0, seconds)).not_done
 
 
 def _end_of_work(shared: _Shared, threads: int) -> None:

@@ -299,9 +299,7 @@ class Mover:
         times = [each.queue.seconds() for each in (self.to_host, self.to_device)]
         host.seconds, host.seconds_waited = (sum(part) for part in zip(*times, strict=True))
         if self.behind is not None and SHARED in stats.tiers:
-            counted, moved = stats.tiers[SHARED], self.behind.stats
-            moved.loads, moved.stores, moved.failed = counted.loads, counted.stores, counted.failed
-            stats.tiers[SHARED] = moved
+            self.behind.count(stats.tiers[SHARED])
 
     def report(self) -> str:
         """Size of the host tier, and the tier behind it, in one line."""

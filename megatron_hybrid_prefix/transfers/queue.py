@@ -29,9 +29,8 @@ class DeviceQueue:
     """
 
     def __init__(self, device: torch.device, ahead: int = 1) -> None:
-        self._stream = torch.cuda.Stream(
-            device, priority=-1
-        )  # its few programs start before a large launch of the model
+        # Its few programs start before a large launch of the model.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self._ahead = [torch.cuda.Stream(device, priority=-1) for _ in range(ahead)]
         self._filled: list[Mark] = [None] * BUFFERS
         self._free: list[Mark] = [None] * BUFFERS  # when the content of each was used
@@ -98,9 +97,7 @@ class DeviceQueue:
 
     def mark(self) -> Mark:
         """Mark the current point of the queue, for `wait` and `finish`; call it inside `running` or `ahead`."""
-        event = torch.cuda.Event()
-        event.record(self._current())
-        return event
+        return self._current().record_event()
 
     def wait(self, mark: Mark) -> None:
         """The model's later launches run after the mark."""

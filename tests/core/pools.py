@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.settings import TierSettings
@@ -157,6 +158,12 @@ class Pools:
         load = self.new_load(fetches=True)
         self.mover.carry_out([self.behind_unit(kind, entry, key, take=False), self.unit(kind, index, entry, load, key)])
         return load
+
+    def behind_stats(self) -> TierStats:
+        assert self.mover.behind is not None
+        stats = TierStats()
+        self.mover.behind.count(stats)
+        return stats
 
     def arrives(self, load: Transfer, wait_s: float = HANG_S) -> bool | None:
         """Whether all that the load waits for has arrived; None: not all of it is known yet."""

@@ -185,7 +185,7 @@ def test_what_is_not_on_the_host_is_not_written(pools, tier):
     """Else other bytes would get this name, with a checksum that is right for them."""
     pools.store(0, 0, b"other")
     pools.mover.carry_out([pools.behind_unit(KV, 0, b"k", take=True)])
-    assert pools.mover.behind.threads.drain(HANG_S) and tier.entries == {} and pools.mover.behind.stats.full == 1
+    assert pools.mover.behind.threads.drain(HANG_S) and tier.entries == {} and pools.behind_stats().full == 1
 
 
 def test_an_entry_that_is_offered_twice_is_written_once(pools, tier):
@@ -195,7 +195,7 @@ def test_an_entry_that_is_offered_twice_is_written_once(pools, tier):
     tier.may_write.set()
     assert pools.mover.behind.threads.drain(HANG_S)
     (stored,) = tier.entries.values()
-    assert pools.mover.behind.stats.bytes_stored == len(stored[1]) and pools.mover.behind.stats.full == 0
+    assert pools.behind_stats().bytes_stored == len(stored[1]) and pools.behind_stats().full == 0
 
 
 @pytest.mark.parametrize("way", ["write", "read"])
@@ -229,7 +229,7 @@ def test_what_is_overwritten_while_a_thread_copies_it_is_not_written(pools, tier
 
     monkeypatch.setattr(mover.pages, "seen_checksum", overwritten)
     pools.give_to_tier(0, 0)
-    assert tier.entries == {} and mover.behind.stats.full == 1 and mover.behind.stats.bytes_stored == 0
+    assert tier.entries == {} and pools.behind_stats().full == 1 and pools.behind_stats().bytes_stored == 0
 
 
 @pytest.mark.parametrize("page", [0, -1])
@@ -242,7 +242,7 @@ def test_what_is_written_late_is_what_was_stored_or_nothing(pools, tier, page):
     pages = (pools.unit(STATE, 0, 3).pages[page], *other.pages[1:])
     pools.mover.carry_out([other._replace(pages=pages)])
     tier.may_write.set()
-    assert pools.mover.behind.threads.drain(HANG_S) and pools.mover.behind.stats.full == 1
+    assert pools.mover.behind.threads.drain(HANG_S) and pools.behind_stats().full == 1
     assert sorted(key for _, _, key in tier.entries) == [b"0", b"1", b"2"]
 
 
@@ -262,7 +262,7 @@ def test_a_tier_that_raises_loses_this_entry_only(pools, tier, method, monkeypat
         pools.write(KV, entry, 1.0 + entry)
         pools.give_to_tier(entry, entry, key)
     assert len(tier.entries) == (5 if method == "get" else 1)
-    assert pools.mover.behind.stats.full == (0 if method == "get" else 4)
+    assert pools.behind_stats().full == (0 if method == "get" else 4)
     for key in keys[:-1]:
         load = pools.bring(7, 9, key)
         assert pools.arrives(load) is False
@@ -281,7 +281,7 @@ def test_entries_of_other_weights_are_not_moved(pools, tier):
     assert pools.arrives(load) is False and not tier.began.is_set()
     pools.mover.to_device.wait_for(load)
     pools.give_to_tier(0, 2, b"late")
-    assert len(tier.entries) == 1 and pools.mover.behind.stats.full == 1
+    assert len(tier.entries) == 1 and pools.behind_stats().full == 1
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
