@@ -74,7 +74,7 @@ class DeviceMover:
         assert memory is not None
         return {EntryKind.KV: [memory.kv_rows], EntryKind.STATE: [memory.state_rows]}
 
-    def launch(self, *, send: bool = True) -> None:
+    def launch(self) -> None:
         """See `Mover.launch`."""
         self.run({})
 
@@ -90,10 +90,10 @@ class DeviceMover:
         for kind, group in groupby(copies, key=type):
             run[kind](list(group))
 
-    def forward_launched(self) -> None:
-        """See `Mover.forward_launched`."""
+    def send(self) -> None:
+        """See `Mover.send`."""
 
-    step_ended = forward_launched
+    step_ended = send
     finish = launch
 
 
@@ -138,21 +138,16 @@ class Mover:
 
     # -- launches ------------------------------------------------------------------------------------------------------
 
-    def launch(self, *, send: bool = True) -> None:
-        """Launch the queued copies. Call it before anything writes to a slot or block.
+    def launch(self) -> None:
+        """Launch the queued copies, but to the host (`send`). Call it before anything writes to a slot or block.
 
         The model's later launches run after stores have read their entries, and after loads that are over.
-
-        Args:
-            send: False: leave the copies to the host to `forward_launched`, or to `step_ended` if nobody says when that is.
         """
         self.to_host.wait()  # for what publication queued
         self._run()
-        if send:
-            self.to_host.send()
 
-    def forward_launched(self) -> None:
-        """Launch what need not precede a forward: copies to the host that `launch` left."""
+    def send(self) -> None:
+        """Launch what need not precede a forward: copies to the host of what is gathered."""
         self.to_host.send()
 
     def step_ended(self) -> None:
@@ -229,7 +224,7 @@ class Mover:
 
     def begin_fetch(self, load_id: int, reads: Iterable[BlockTransfer]) -> None:
         """Launch the reads that a fetch waits for, and note them."""
-        self.launch(send=False)
+        self.launch()
         self.to_device.transfer(load_id).left += reads
 
     def fetch(self, load_id: int, deadline_s: float, *, wait: bool, zero: bool) -> LoadState:

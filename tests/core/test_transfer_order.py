@@ -264,15 +264,15 @@ def test_what_publication_queued_is_stored_after_the_forward_that_writes_it(idle
     """What comes later waits until it is gathered, though nothing else is stored."""
     before, mover = idle.before, idle.mover
     Queue(mover, idle.pools.unit(KV, 1, 1))
-    mover.launch(send=False)
+    mover.launch()
     idle.launch("forward")
-    mover.forward_launched()
+    mover.send()
     idle.launch("sampling")
     assert "gather 1" not in before["sampling"], "it is not known yet whether it is finite"
     mover.step_ended()
     assert "forward" in before["gather 1"] and "gather 1" in before["to_pages 1"]
     assert idle.options["gather 1"]["beside"], "what follows does not wait for its programs"
-    mover.launch(send=False)
+    mover.launch()
     idle.launch("next forward")
     assert "gather 1" in before["next forward"] and "to_pages 1" not in before["next forward"]
 
@@ -281,7 +281,7 @@ def test_what_is_left_is_sent_at_the_end_of_a_step(idle: Launches) -> None:
     """With a controller that does not say when a forward is launched."""
     queue = Queue(idle.mover)
     queue.queued.append(idle.pools.unit(KV, 0, 0))
-    idle.mover.launch(send=False)
+    idle.mover.launch()
     assert "gather 0" in idle.before and "to_pages 0" not in idle.before
     idle.mover.step_ended()
     assert "to_pages 0" in idle.before
@@ -291,11 +291,11 @@ def test_what_comes_after_a_load_that_was_given_up_waits_for_it(world: Launches)
     """Its blocks and its slot may be another's. A load that still runs holds its own, and is not waited for."""
     before, mover, queue = world.before, world.mover, Queue(world.mover)
     own = [world.load(8 + load_id, 20, load_id=load_id) for load_id in (1, 0)][::-1]
-    mover.launch(send=False)
+    mover.launch()
     world.launch("forward")
     assert not {"_load 8", "_load 9"} & before["forward"]
     queue.queued.append(LoadOver(1))
-    mover.launch(send=False)
+    mover.launch()
     world.launch("next forward")
     assert "_load 9" in before["next forward"] and "_load 8" not in before["next forward"]
     assert mover.to_device.transfers == {0: own[0]} and own[0].places
