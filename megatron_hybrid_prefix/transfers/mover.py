@@ -227,7 +227,7 @@ class Mover:
         self.launch()
         self.to_device.transfer(load_id).left += reads
 
-    def fetch(self, load_id: int, deadline_s: float, *, wait: bool, zero: bool) -> LoadState:
+    def fetch(self, load_id: int, deadline_s: float, *, wait: bool) -> LoadState:
         """Check whether the entries of a load or a fetch have arrived from the tier behind, and launch a load if they have.
 
         A collective: time passes differently on each rank, so they agree on what it means.
@@ -236,7 +236,6 @@ class Mover:
             load_id: The load.
             deadline_s: Until when its request waits (`time.monotonic` of this rank).
             wait: Wait for the entries, until they have arrived or are late.
-            zero: If they do not arrive, the next forward reads the load's blocks and its slot all the same: they hold zeros by then.
 
         Returns:
             The load's state: it still fetches, is launched, or has failed.
@@ -250,7 +249,9 @@ class Mover:
         agreed = _FETCHED[self._max_of_ranks([_FETCHED.index(own)])[0]]
         if agreed in (LoadState.MISSING, LoadState.LATE):
             self.to_device.wait_for(load)  # its blocks and slots may be reused
-            if zero:  # what was there before may be anything, and a request cannot be sampled from NaN
+            if (
+                load.units
+            ):  # the next forward reads them. What was there may be anything, and a request cannot be sampled from NaN
                 self.copies.zero(load.units)
         return agreed
 

@@ -97,7 +97,8 @@ class DeviceQueue:
 
     def mark(self) -> Mark:
         """Mark the current point of the queue, for `wait` and `finish`; call it inside `running` or `ahead`."""
-        return self._current().record_event()
+        event: torch.cuda.Event = self._current().record_event()
+        return event
 
     def wait(self, mark: Mark) -> None:
         """The model's later launches run after the mark."""

@@ -91,13 +91,13 @@ def test_a_load_that_fetches_also_needs_what_was_just_stored(pools):
     load = pools.new_load(fetches=True)
     units = [pools.unit(KV, 3, 1, load), pools.unit(KV, 4, 2, load, key=b"new")]
     pools.mover.carry_out([pools.unit(KV, 1, 2, key=b"new"), *units])
-    assert pools.mover.fetch(load.load_id, time.monotonic() + HANG_S, wait=True, zero=True) is LoadState.COPYING
+    assert pools.mover.fetch(load.load_id, time.monotonic() + HANG_S, wait=True) is LoadState.COPYING
     assert pools.is_right(load) and [pools.value(index) for index in (3, 4)] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("end", ["arrives", "dropped", "dropped before", "zeros"])
+@pytest.mark.parametrize("end", ["arrives", "late", "late before"])
 def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, monkeypatch):
-    """If the load is given up, the model waits for what was launched of it."""
+    """If the load is late, the model waits for what was launched of it, and then all of it is zeros."""
     monkeypatch.setattr(behind, "GROUP_BYTES", 1)
     keys = (b"a", b"b")
     for index, key in enumerate(keys):
@@ -105,7 +105,7 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, mon
         pools.give_to_tier(index, index, key)
         pools.write(KV, 5 + index, 9.0)
     waits: list[Any] = []
-    tier.slow = {b"b"} if end != "dropped before" else {b"a", b"b"}
+    tier.slow = {b"b"} if end != "late before" else {b"a", b"b"}
     tier.may_read.clear()
     monkeypatch.setattr(pools.mover.to_device.queue, "wait", waits.append)
     load = pools.new_load(fetches=True)
@@ -115,7 +115,7 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, mon
 
     def is_loaded() -> bool:
         assert pools.arrives(load, 0.1) is None
-        return (pools.value(5), pools.value(6)) == (9.0 if end == "dropped before" else 1.0, 9.0)
+        return (pools.value(5), pools.value(6)) == (9.0 if end == "late before" else 1.0, 9.0)
 
     wait_until(is_loaded, "what has arrived is loaded, and nothing else")
     if end == "arrives":
@@ -123,10 +123,9 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, mon
         assert pools.arrives(load) is True and not pools.mover.to_device.is_wrong(load)
         assert (pools.value(5), pools.value(6)) == (1.0, 2.0)
         return
-    assert pools.mover.fetch(load.load_id, 0.0, wait=False, zero=end == "zeros") is LoadState.LATE
-    assert len(waits) == (end != "dropped before")
-    left = {"dropped": (1.0, 9.0), "zeros": (0.0, 0.0), "dropped before": (9.0, 9.0)}
-    assert (pools.value(5), pools.value(6)) == left[end]
+    assert pools.mover.fetch(load.load_id, 0.0, wait=False) is LoadState.LATE
+    assert len(waits) == (end != "late before")
+    assert (pools.value(5), pools.value(6)) == (0.0, 0.0)
 
 
 def test_a_page_that_is_being_read_into_takes_nothing_else(pools, tier, caplog):

@@ -311,7 +311,7 @@ class RequestLoads:
         assert tier is not None
         if known.deadline_s is None:
             known.deadline_s = time.monotonic() + tier.tier.wait_s
-        state = self._moves.fetch(load.load_id, known.deadline_s, wait=wait, zero=load.slot >= 0)
+        state = self._moves.fetch(load.load_id, known.deadline_s, wait=wait)
         if state is not LoadState.FETCHING:
             known.deadline_s = None
             self._cache.loads.end_fetch(load, state)
