@@ -90,29 +90,27 @@ class EntryCopies:
         """A buffer of so many bytes at most, and no more than there are pages."""
         return Staging(min(size, self.pages.memory.numel()), self.row_bytes, self.device)
 
-    def batches(self, units: Sequence[BlockTransfer], staging: Staging) -> Iterator[Batch]:
+    def batches(self, units: Sequence[BlockTransfer], staging: Staging) -> list[Batch]:
         """Batches, in the order of the transfers. Those that follow each other in one half of the buffer fit there together.
 
         A batch has consecutive transfers of one kind, to or from different places on the device.
         """
-        batch: Batch | None = None
-        written: set[int] = set()
+        batches: list[Batch] = []
+        taken: set[int] = set()  # KV blocks or slots of the batch
         used = staging.half_bytes  # of the half: a new one is begun
         for unit in units:
             size = self.row_bytes[unit.tag.kind]
             full = used + size > staging.half_bytes
             if full:
                 staging.used_last, used = 1 - staging.used_last, 0
-            if batch is None or full or unit.device_id in written or unit.tag.kind != batch.kind:
-                if batch is not None:
-                    yield batch
+            if full or unit.device_id in taken or unit.tag.kind != batches[-1].kind:
                 half = staging.used_last
-                batch, written = Batch([], staging, half, half * staging.half_bytes + used), set()
-            batch.units.append(unit)
-            written.add(unit.device_id)
+                batches.append(Batch([], staging, half, half * staging.half_bytes + used))
+                taken.clear()
+            batches[-1].units.append(unit)
+            taken.add(unit.device_id)
             used += size
-        if batch is not None:
-            yield batch
+        return batches
 
     def upload(self, batches: Sequence[Batch], *more: Sequence[int]) -> list[torch.Tensor]:
         """Uploads the ids of these batches, in one copy with more of them. Returns the batches' sums as one tensor, and the others."""

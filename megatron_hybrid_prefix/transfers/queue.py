@@ -32,8 +32,8 @@ class DeviceQueue:
         # Its few programs start before a large launch of the model.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._ahead = [torch.cuda.Stream(device, priority=-1) for _ in range(ahead)]
-        self._filled: list[Mark] = [None] * BUFFERS
-        self._free: list[Mark] = [None] * BUFFERS  # when the content of each was used
+        self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]
+        self._free = [torch.cuda.Event() for _ in range(BUFFERS)]  # when the content of each was used
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._seconds = self._waited = 0.0
@@ -66,9 +66,8 @@ class DeviceQueue:
 
         Call it inside `running`. They wait until the buffer was freed.
         """
-        stream, free = self._ahead[buffer % len(self._ahead)], self._free[buffer]
-        if free is not None:
-            stream.wait_event(free)
+        stream = self._ahead[buffer % len(self._ahead)]
+        stream.wait_event(self._free[buffer])
         with stream:
             try:
                 yield
@@ -87,9 +86,7 @@ class DeviceQueue:
 
     def use(self, buffer: int) -> None:
         """The queue's later launches run after those that filled the buffer; call it inside `running`."""
-        filled = self._filled[buffer]
-        if filled is not None:
-            self._stream.wait_event(filled)
+        self._stream.wait_event(self._filled[buffer])
 
     def free(self, buffer: int) -> None:
         """The queue's launches until now are the last that use the buffer; call it inside `running`."""

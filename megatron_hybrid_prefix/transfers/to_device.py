@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
 
 import torch
@@ -96,13 +96,12 @@ class ToDevice:
 
     def _run(self, units: Sequence[BlockTransfer], loads: Sequence[Transfer]) -> None:
         with self.queue.running(*self._stores.marks_before_loads(units)):
-            later = groupby(self._copies.batches(units, self._staging), key=attrgetter("half"))
-            rounds = [list(next(later)[1])]  # batches of one half of the buffer after the other
-            self._bring(rounds[0])  # so that the host link is busy while the rest is prepared
-            rounds += [list(round_) for _, round_ in later]
-            self._bring(*rounds[1:BUFFERS])
+            batches = self._copies.batches(units, self._staging)
+            # Batches of one half of the buffer after the other.
+            rounds = [list(round_) for _, round_ in groupby(batches, key=attrgetter("half"))]
+            self._bring(*rounds[:BUFFERS])  # so that the host link is busy while the rest is prepared
             sums, first_pages, load_of, new_loads = self._copies.upload(
-                list(chain(*rounds)),
+                batches,
                 [unit.pages[0] for unit in units],
                 [load.load_id % _LOADS for load in loads],
                 sorted({load.load_id % _LOADS for load in loads if not load.is_launched}),

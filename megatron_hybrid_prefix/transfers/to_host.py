@@ -87,7 +87,7 @@ class ToHost:
         units = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
         self._pages.drop(units)  # until they are copied
         self._waiting_pages.update(page for unit in units for page in unit.pages)
-        batches = list(self.copies.batches(units, self._staging))
+        batches = self.copies.batches(units, self._staging)
         with self.queue.beside():  # the queue may be busy for long
             sums, first_pages = self.copies.upload(batches, _first_pages(units))
         if sums.is_cuda:
