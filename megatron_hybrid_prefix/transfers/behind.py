@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 _GROUP_ENTRIES = 32
 GROUP_BYTES = 64 * 2**20  # entries from the tier go to the device in groups of this size, while others are read
 
-type _Read = tuple[BlockTransfer, Job | None]
-"""A transfer that waits for an entry, and the read that brings the entry to its pages; None: other bytes went there."""
+type _Read = tuple[BlockTransfer, Job]
+"""A transfer that waits for an entry, and the read that brings the entry to its pages."""
 
 
 class BehindCopies:
@@ -84,8 +84,7 @@ class BehindCopies:
             if not job.namespace or not self._pages.holds(unit):
                 self._refused += 1
             elif not self.threads.is_moving(unit.tag, first):  # else it was offered twice
-                read = self.threads.read_of(unit.tag, first)
-                given = None if read is None else read.checksum
+                given = self.threads.read_of(unit.tag, first).checksum
                 seen = partial(self._pages.seen_checksum, first, unit.tag)
                 job.sum_of = seen if given is None else partial(int, given)
                 jobs.append(job)
@@ -136,11 +135,11 @@ class BehindCopies:
         running: list[_Read] = []
         for unit in load.left:
             job = self.threads.read_of(unit.tag, unit.pages[0])
-            (over if job is None or job.over.done() else running).append((unit, job))
+            (over if job.over.done() else running).append((unit, job))
         load.left = [unit for unit, _ in (*over, *running)]
         for group in (over, *self._groups(running)):
             start = time.perf_counter()
-            is_over = are_over([job for _, job in group if job is not None], late - start)
+            is_over = are_over([job for _, job in group], late - start)
             self._seconds_waited += time.perf_counter() - start if wait_s else 0.0
             if not is_over:
                 return LoadState.FETCHING
@@ -158,7 +157,7 @@ class BehindCopies:
     def _launch(self, over: Sequence[_Read]) -> bool:
         """Launches transfers whose entries nothing reads any more. Returns whether all have arrived."""
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
-        coming = [(unit, job.checksum) for unit, job in over if job is not None and not self._pages.holds(unit)]
+        coming = [(unit, job.checksum) for unit, job in over if not self._pages.holds(unit)]
         here = [(unit, checksum) for unit, checksum in coming if checksum is not None]
         if here:
             first_pages, expected = self._copies.ids(

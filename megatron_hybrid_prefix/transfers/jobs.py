@@ -23,7 +23,7 @@ import torch
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes, finish_at_exit
-from megatron_hybrid_prefix.tiers.units import Tag
+from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,10 @@ class Job:
         """The pages get other bytes. Returns whether they can: nothing writes to them any more."""
         self.is_lost = True
         return self.sum_of is not None or self.over.cancel() or self.over.done()
+
+
+_NO_READ = Job(namespace=b"", tag=Tag(EntryKind.KV, b"", 0, 0), pages=(), views=(), after=())
+_NO_READ.give_up()
 
 
 @dataclass(slots=True)
@@ -136,11 +140,10 @@ class TierThreads:
         """Whether a job with this tag uses the page and is not over."""
         return any(job.tag == tag and not job.over.done() for job in self._of_page.get(page, ()))
 
-    def read_of(self, tag: Tag, page: int) -> Job | None:
-        """The last read of this entry into the page; None if there was none, or other bytes went there since."""
-        return next(
-            (job for job in reversed(self._of_page.get(page, ())) if job.sum_of is None and job.tag == tag), None
-        )
+    def read_of(self, tag: Tag, page: int) -> Job:
+        """The last read of this entry into the page; `_NO_READ` if there was none, or other bytes went there since."""
+        jobs = reversed(self._of_page.get(page, ()))
+        return next((job for job in jobs if job.sum_of is None and job.tag == tag), _NO_READ)
 
     def drain(self, seconds: float) -> bool:
         """Wait until all entries are written, at most this long. Returns whether they are."""
