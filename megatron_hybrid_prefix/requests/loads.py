@@ -313,7 +313,7 @@ class Loads:
         pinned: list[HostEntry] = []
 
         def keep(kind: EntryKind, device_id: int) -> bool:
-            entry = host.store_private(kind, device_id, tag(kind=kind))
+            entry = host.store_private(device_id, tag(kind=kind))
             if entry is not None:
                 private.append(entry)
             return entry is not None

@@ -1,8 +1,7 @@
 """`Tier`: the interface of a tier below the host memory. ``behind.py`` has such a tier as the cache uses it.
 
 An entry is named by its content (`Tag`) and by a namespace: the weights, the layout and the rank that it depends on. So a tier
-may outlive the process and be shared by several. A state that is no guess is offered as soon as it is on the host, after the KV
-before it. If the tier holds more of a prompt than the host, entries come back through the host's pages.
+may outlive the process and be shared by several. If it holds more of a prompt than the host, entries come back through the host's pages.
 """
 
 from __future__ import annotations

@@ -49,15 +49,14 @@ class TierBehind(EndOfChain):
 
     Args:
         tier: The tier of this rank.
-        agree: Returns the minimum over all ranks; a collective. None: there is one rank.
+        agree: Returns the minimum over all ranks; a collective. By default there is one rank.
     """
 
-    def __init__(self, tier: Tier, agree: Callable[[int], int] | None = None) -> None:
+    def __init__(self, tier: Tier, agree: Callable[[int], int] = int) -> None:
         self.tier, self.least_blocks, self.takes = tier, tier.least_blocks, True
-        self._agree: Callable[[int], int] = agree or int
+        self._agree = agree
         self._make_namespace: Callable[[], bytes] | None = None
-        self._namespace = b""
-        self._epoch = 0
+        self._namespace, self._epoch = b"", 0
 
     def name_entries(self, make_namespace: Callable[[], bytes]) -> None:
         """Use a namespace.

@@ -79,15 +79,13 @@ class KVBlocks(TierIndex[Node]):
         """The node whose KV is in the block; None if the block has no key."""
         return self._node[block_id]
 
-    def unreferenced_tail(self, path: Sequence[Node]) -> int:
-        """Number of blocks on ``path`` with ref count 0. Sharing them makes them unavailable."""
+    def unreferenced_tail(self, path: Sequence[Node]) -> Sequence[Node]:
+        """The nodes on ``path`` with ref count 0. Sharing their blocks makes these unavailable."""
         # A request that holds a node holds its ancestors, too, so the unreferenced nodes are the deepest.
-        ref_counts, count = self._ref_counts, 0
-        for node in reversed(path):
-            if ref_counts[node.block_id]:
-                break
-            count += 1
-        return count
+        ref_counts, held = self._ref_counts, len(path)
+        while held and not ref_counts[path[held - 1].block_id]:
+            held -= 1
+        return path[held:]
 
     def take(self, count: int) -> list[int]:
         """Takes ``count`` free blocks, with ref count 1 each. The caller checks that there are enough."""
@@ -99,12 +97,11 @@ class KVBlocks(TierIndex[Node]):
     def share(self, path: Sequence[Node]) -> list[int]:
         """Adds a reference to the block of each node. Returns the block ids."""
         ref_counts = self._ref_counts
-        block_ids = [node.block_id for node in path]
-        for node, block_id in zip(path, block_ids, strict=True):
-            if not ref_counts[block_id]:
+        for node in path:
+            if not ref_counts[node.block_id]:
                 self._hold(node)
-            ref_counts[block_id] += 1
-        return block_ids
+            ref_counts[node.block_id] += 1
+        return [node.block_id for node in path]
 
     def release(self, block_ids: Sequence[int], path: Sequence[Node] = ()) -> None:
         """Drops one reference to each block, deepest node first.
@@ -145,8 +142,7 @@ class KVBlocks(TierIndex[Node]):
         else:
             self._pages.evict(block_id)
             self.cached_blocks -= 1
-        if node in self.unneeded:
-            del self.unneeded[node]
+        self.unneeded.pop(node, None)
         node.block_id = NO_BLOCK
 
     def has_kv(self, node: Node) -> bool:
@@ -273,5 +269,4 @@ class KVBlocks(TierIndex[Node]):
         """A request holds the node's cached block."""
         self._pages.hold(node.block_id, 1)
         self.cached_blocks -= 1
-        if node in self.unneeded:
-            del self.unneeded[node]
+        self.unneeded.pop(node, None)

@@ -4,8 +4,6 @@ What goes first is in ``policy/needs.py``: unneeded KV, then the state that the 
 value per byte *freed*, if they can (`SharesMemory`). A page of several states is free when the last of them has gone. The keys of
 evicted KV are remembered if the policy ranks by value (`Ghosts`). What is evicted is offered to the host, the next tier.
 
-A guess only gets free bytes, or those of another guess.
-
 This file is longer than 400 lines because tree, KV blocks, slots and the tier below change together.
 """
 
@@ -29,7 +27,7 @@ from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
 from megatron_hybrid_prefix.tiers.base import DepthTier
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from megatron_hybrid_prefix.tiers.host import HostTier
-from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockMove, Copy, LoadOver, PageClear
+from megatron_hybrid_prefix.tiers.units import HOST, SHARED, BlockMove, Copy, EntryKind, LoadOver, PageClear
 
 _depth = attrgetter("depth_blocks")
 
@@ -125,7 +123,7 @@ class DeviceTier:
             source_slot: Slot that the request pins.
         """
         pages, needed = self.pages, slots  # pages that are needed
-        tail = path[len(path) - self.blocks.unreferenced_tail(path) :]
+        tail = self.blocks.unreferenced_tail(path)
         if source_slot is not None:
             needed += self.slots.state(source_slot) == SlotState.PUBLISHED and self.slots.is_loose(source_slot)
         if blocks > self.blocks.available_blocks - len(tail) - pages.page_blocks * needed:
@@ -207,7 +205,10 @@ class DeviceTier:
                 self.unbind(node)
             if node in wrong and node.block_id != NO_BLOCK:
                 self.blocks.unbind(node)
-            self.host.remove(node, kv=node in wrong)
+            if node in self.host.of_states:
+                self.host.remove(EntryKind.STATE, node)
+            if node in wrong and node in self.host.kv:
+                self.host.remove(EntryKind.KV, node)
             if self.tree.get(node.key) is node:
                 self.tree.prune(node)
 
@@ -358,6 +359,7 @@ class DeviceTier:
         self.blocks.drop_state(node)
         slot, node.slot = node.slot, NO_SLOT
         if node in self.host.of_states:
+            self.host.state_left_device(node)
             self.tree.version += 1
         else:
             self.tree.state_left(node)

@@ -47,6 +47,11 @@ class HostEntry:
     pins: int = 0
     is_coming: bool = False
 
+    @property
+    def read(self) -> BlockTransfer:
+        """The transfer that brings it from the tier below."""
+        return BlockTransfer(SHARED, HOST, self.pages, self.tag)
+
 
 class HostTier(TierIndex[Node]):
     """Entries on the host, in pages ``0 .. host_pages - 1``. Without pages it ends the chain: it has nothing and takes nothing.
@@ -89,7 +94,7 @@ class HostTier(TierIndex[Node]):
         self.kv: dict[Node, HostEntry] = {}
         self.of_states: dict[Node, HostEntry] = {}
         self.private: set[HostEntry] = set()
-        # States that the device has, too, longest ago first. States that it has lost are dropped when they come to the front.
+        # States that the device has, too, longest ago first.
         self._on_both: OrderedDict[Node, None] = OrderedDict()
 
     def reset(self) -> None:
@@ -150,7 +155,7 @@ class HostTier(TierIndex[Node]):
             # States go for it only until those that need it have gone.
             if not self._make_room(EntryKind.KV, lambda: (forced or node in self.users) and self._evict_state()):
                 if not forced and node in self.of_states and not self.is_pinned(node, kv=False):
-                    self.remove_state(node)  # it cannot be reached without its KV
+                    self.remove(EntryKind.STATE, node)  # it cannot be reached without its KV
                 return False
             entry = self._put(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
         elif node in self.users and not forced:
@@ -198,6 +203,10 @@ class HostTier(TierIndex[Node]):
             self._on_both[node] = None
             self._on_both.move_to_end(node)
 
+    def state_left_device(self, node: Node) -> None:
+        """The device has the node's state no more; here it stays."""
+        self._on_both.pop(node, None)
+
     def store_answer(self, node: Node) -> None:
         """A request ended, and this is the last state of its answer. The next turn of the conversation resumes from it.
 
@@ -223,13 +232,13 @@ class HostTier(TierIndex[Node]):
         self.store_state(node)
         self.state_also_on_device(node)
 
-    def store_private(self, kind: EntryKind, device_id: int, tag: Tag) -> HostEntry | None:
+    def store_private(self, device_id: int, tag: Tag) -> HostEntry | None:
         """Stores an entry of one preempted request until it is removed. Returns the entry; None if there is no room."""
-        if not self._make_room(kind):
+        if not self._make_room(tag.kind):
             return None
         entry = self._store(device_id, tag)
         self.private.add(entry)
-        if kind == EntryKind.KV:
+        if tag.kind == EntryKind.KV:
             entry.payload = self._routing_of(device_id)
         return entry
 
@@ -275,7 +284,7 @@ class HostTier(TierIndex[Node]):
         if not self._make_room(kind):
             return None
         entry = self._add(self._tag(kind, node))
-        self._copies.append(BlockTransfer(SHARED, HOST, entry.pages, entry.tag))
+        self._copies.append(entry.read)
         entry.is_coming = True
         self._stats.tiers[SHARED].loads += 1
         if kind == EntryKind.STATE:
@@ -312,21 +321,19 @@ class HostTier(TierIndex[Node]):
 
     # -- drop ----------------------------------------------------------------------------------------------------------
 
-    def remove_kv(self, node: Node) -> None:
-        """Drops the node's KV from the host, and with it a state at its end that no request can reach then."""
-        self.drop_kv(node)
-        self._remove(node, EntryKind.KV)
-        if node in self.of_states and node.block_id == NO_BLOCK and not self.is_pinned(node, kv=False):
-            self.remove_state(node)
+    def remove(self, kind: EntryKind, node: Node) -> None:
+        """Drops the node's KV or its state. With KV goes a state at its end that no request can reach then."""
+        self._free_pages(self._of(kind).pop(node))
+        node.refs -= 1
+        if kind == EntryKind.KV:
+            self.drop_kv(node)
+            if node in self.of_states and node.block_id == NO_BLOCK and not self.is_pinned(node, kv=False):
+                self.remove(EntryKind.STATE, node)
+                return
         else:
-            self._tree.prune(node)
-
-    def remove_state(self, node: Node) -> None:
-        """Drops the node's state from the host. KV that only it needed is unneeded then."""
-        self.drop_state(node)
-        self._remove(node, EntryKind.STATE)
-        if node.slot == NO_SLOT:
-            self._tree.state_left(node)
+            self.drop_state(node)
+            if node.slot == NO_SLOT:
+                self._tree.state_left(node)
         self._tree.prune(node)
 
     def remove_private(self, entries: Iterable[HostEntry]) -> None:
@@ -340,14 +347,7 @@ class HostTier(TierIndex[Node]):
         node = self._tree.get(entry.tag.key)
         if node is not None and self._of(entry.tag.kind).get(node) is entry:
             entry.is_coming = False
-            (self.remove_kv if entry.tag.kind == EntryKind.KV else self.remove_state)(node)
-
-    def remove(self, node: Node, *, kv: bool) -> None:
-        """Drops the node's state, and with ``kv`` its KV."""
-        if node in self.of_states:
-            self.remove_state(node)
-        if kv and node in self.kv:
-            self.remove_kv(node)
+            self.remove(entry.tag.kind, node)
 
     def take_back(self, keys: Collection[bytes] | None = None) -> None:
         """Takes back what was offered to the tier below since the last copies were taken: under these keys, or all of it."""
@@ -378,15 +378,7 @@ class HostTier(TierIndex[Node]):
 
     def next_state(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
         """States that the device has, too, go first, whatever their value."""
-        found, gone = None, []
-        for node in self._on_both:
-            if node.slot == NO_SLOT:
-                gone.append(node)
-            elif not self.is_pinned(node, kv=False):
-                found = node
-                break
-        for node in gone:
-            del self._on_both[node]
+        found = next((node for node in self._on_both if not self.is_pinned(node, kv=False)), None)
         return found or super().next_state(may_go)
 
     def _make_room(self, kind: EntryKind, evict_state: Callable[[], bool] | None = None) -> bool:
@@ -399,7 +391,7 @@ class HostTier(TierIndex[Node]):
         while self.pages_of[kind] > len(self.free):
             found = self.next_kv()
             if found is not None:
-                self.remove_kv(found)
+                self.remove(EntryKind.KV, found)
                 self._figures.evictions += 1
             elif not (evict_state or self._evict_state)():
                 return False
@@ -418,7 +410,7 @@ class HostTier(TierIndex[Node]):
         if state is None or state is incoming:
             self._figures.full += bool(self.total_pages)
             return False
-        self.remove_state(state)
+        self.remove(EntryKind.STATE, state)
         self._figures.evictions += 1
         return True
 
@@ -451,10 +443,6 @@ class HostTier(TierIndex[Node]):
             self.note_kv(node)
         self._tree.version += 1
         return entry
-
-    def _remove(self, node: Node, kind: EntryKind) -> None:
-        self._free_pages(self._of(kind).pop(node))
-        node.refs -= 1
 
     def _free_pages(self, entry: HostEntry) -> None:
         self.free.extend(entry.pages)
@@ -508,6 +496,8 @@ class HostTier(TierIndex[Node]):
             raise CacheCorruptionError("the pins on the host differ from those of loads and preempted requests")
         if self.private != set(private):
             raise CacheCorruptionError("the private entries on the host differ from those of preempted requests")
+        if any(node.slot == NO_SLOT or node not in self.of_states for node in self._on_both):
+            raise CacheCorruptionError("a state counts as one of both tiers that one of them does not have")
         if self.states != self.of_states.keys():
             raise CacheCorruptionError("the states on the host and those that are counted differ")
         self.check_needs(self._tree)

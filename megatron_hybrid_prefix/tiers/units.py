@@ -24,9 +24,8 @@ class EntryKind(IntEnum):
     STATE = 1  # one recurrent state, in all recurrent layers
 
 
-@dataclass(
-    slots=True, unsafe_hash=True
-)  # not frozen: each eviction makes one, and a frozen one takes three times as long
+# Not frozen: each eviction makes one, and a frozen one takes three times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class Tag:
     """Name of an entry's content; compared when the entry is loaded. Never changed.
 
@@ -60,8 +59,8 @@ class BlockTransfer(NamedTuple):
         target: Likewise.
         pages: Pages on the host, in the order of the bytes.
         tag: Of the entry that is moved.
-        device_id: KV block or slot (by the tag's kind) if the device is one end; else None.
-        load_id: The load it belongs to; None unless the target is the device.
+        device_id: KV block or slot (by the tag's kind) if the device is one end; else below 0.
+        load_id: The load it belongs to; below 0 unless the target is the device.
         is_coming: The entry is being read from the tier below the host.
     """
 
@@ -69,8 +68,8 @@ class BlockTransfer(NamedTuple):
     target: str
     pages: tuple[int, ...]
     tag: Tag
-    device_id: int | None = None
-    load_id: int | None = None
+    device_id: int = -1
+    load_id: int = -1
     is_coming: bool = False
 
 

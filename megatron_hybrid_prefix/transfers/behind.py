@@ -6,24 +6,30 @@ ranks have agreed that they are here (`Mover.fetch`).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import batched, groupby
+
+import torch
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.behind import TierBehind
-from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
+from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind, LoadState
 from megatron_hybrid_prefix.transfers.entry_copies import without_shared_pages
-from megatron_hybrid_prefix.transfers.jobs import Job, JobGroup, TierThreads, marks
-from megatron_hybrid_prefix.transfers.to_device import Awaited, ToDevice, Transfer
+from megatron_hybrid_prefix.transfers.jobs import Job, TierThreads, are_over
+from megatron_hybrid_prefix.transfers.queue import not_reached
+from megatron_hybrid_prefix.transfers.to_device import ToDevice, Transfer
 from megatron_hybrid_prefix.transfers.to_host import ToHost
 
 logger = logging.getLogger(__name__)
 
 _GROUP_ENTRIES = 32
 GROUP_BYTES = 64 * 2**20  # entries from the tier go to the device in groups of this size, while others are read
+
+type _Read = tuple[BlockTransfer, Job]
+"""A transfer that waits for an entry, and the read that brings the entry to its pages."""
 
 
 class BehindCopies:
@@ -45,14 +51,12 @@ class BehindCopies:
         self._refused = self._bytes_loaded = 0
         self._seconds_waited = 0.0
 
-    @property
-    def stats(self) -> TierStats:
-        """Transfers to and from the tier, and what the tier says of itself."""
-        by_threads = self.threads.stats
-        stats = dataclasses.replace(by_threads, full=by_threads.full + self._refused)
+    def count(self, stats: TierStats) -> None:
+        """Add this rank's transfers, and what the tier says of itself, to the statistics."""
+        moved = self.threads.stats
+        stats.full, stats.seconds, stats.bytes_stored = moved.full + self._refused, moved.seconds, moved.bytes_stored
         stats.bytes_loaded, stats.seconds_waited = self._bytes_loaded, self._seconds_waited
         self._behind.tier.describe(stats)
-        return stats
 
     def overwrite(self, units: Sequence[BlockTransfer]) -> list[BlockTransfer]:
         """The pages of these transfers are about to get other bytes. Returns the transfers that can be done.
@@ -72,7 +76,7 @@ class BehindCopies:
 
     def store(self, units: Sequence[BlockTransfer]) -> None:
         """Begin to write the entries in these pages to the tier."""
-        after = marks((self._stores.queue.finish, self._stores.stored))
+        after = not_reached(self._stores.stored)
         jobs = []
         for unit in units:
             first = unit.pages[0]
@@ -80,53 +84,45 @@ class BehindCopies:
             if not job.namespace or not self._pages.holds(unit):
                 self._refused += 1
             elif not self.threads.is_moving(unit.tag, first):  # else it was offered twice
-                read = self.threads.read_of(unit.tag, first)
-                given = None if read is None else read.checksum
+                given = self.threads.read_of(unit.tag, first).checksum
                 seen = partial(self._pages.seen_checksum, first, unit.tag)
                 job.sum_of = seen if given is None else partial(int, given)
                 jobs.append(job)
-        self.threads.store(jobs)
+        self.threads.start(jobs)
 
     def read(self, units: Sequence[BlockTransfer]) -> None:
         """Begin to read entries from the tier into these pages."""
+        after = not_reached(self._stores.stored, self._loads.last)
         for different in without_shared_pages(units):
-            self._read(different, {unit.pages for unit in self.overwrite(different)})
+            free = {unit.pages for unit in self.overwrite(different)}
+            self._pages.drop(different)  # until `fetched`
+            # States first: they are the longest.
+            jobs = [
+                self._job(unit, after) for unit in sorted(different, key=lambda unit: unit.tag.kind is EntryKind.KV)
+            ]
+            for job in jobs:
+                if not job.namespace or job.pages not in free:
+                    job.give_up()  # it is missing
+            self.threads.start(jobs)
 
-    def _read(self, units: Sequence[BlockTransfer], free: set[tuple[int, ...]]) -> None:
-        after = marks((self._stores.queue.finish, self._stores.stored), (self._loads.queue.finish, self._loads.last))
-        self._pages.drop(units)  # until `fetched`
-        group: list[Job] = []
-        group_bytes = 0
-        # States first: they are the longest.
-        for unit in sorted(units, key=lambda unit: unit.tag.kind is EntryKind.KV):
-            job = self._job(unit, after)
-            if group and (group_bytes + job.entry_bytes > GROUP_BYTES or len(group) == _GROUP_ENTRIES):
-                self.threads.read(group)
-                group, group_bytes = [], 0
-            group_bytes += job.entry_bytes
-            job.cancelled = not job.namespace or unit.pages not in free
-            group.append(job)  # also then: it is missing
-        self.threads.read(group)
-
-    def _job(self, unit: BlockTransfer, after: Sequence[Callable[[], None]]) -> Job:
-        size = self._copies.entry_bytes[unit.tag.kind]
+    def _job(self, unit: BlockTransfer, after: Sequence[torch.cuda.Event]) -> Job:
         return Job(
             namespace=self._behind.namespace(unit.tag.epoch),
             tag=unit.tag,
-            entry_bytes=size,
             pages=unit.pages,
-            views=self._pages.views(unit.pages, size),
+            views=self._pages.views(unit.pages, self._copies.entry_bytes[unit.tag.kind]),
             after=after,
         )
 
-    def read_of(self, unit: BlockTransfer) -> Job | None:
-        """The read of this entry into its pages, if there was one, and no other bytes went there since."""
-        return self.threads.read_of(unit.tag, unit.pages[0])
+    def close(self) -> None:
+        """Close the tier, and end the threads."""
+        self._behind.tier.close()
+        self.threads.close()
 
     # -- loads whose entries come from the tier ------------------------------------------------------------------------
 
-    def fetched(self, load: Transfer, wait_s: float = 0.0) -> bool | None:
-        """Whether all entries that the load waits for have arrived on the host; None: not all are known yet.
+    def fetched(self, load: Transfer, wait_s: float = 0.0) -> LoadState:
+        """COPYING if all entries that the load waits for have arrived on the host, MISSING if one is not there, else FETCHING.
 
         Entries that have arrived go to the device at once, the others group by group, while more are being read.
 
@@ -135,32 +131,34 @@ class BehindCopies:
             wait_s: Wait at most this long for them.
         """
         late = time.perf_counter() + wait_s
-        arrived: list[Awaited] = []
-        groups: dict[JobGroup, list[Awaited]] = {}
-        for awaited in load.left:
-            unit, job = awaited
-            if job is None or job.group.is_over or self._pages.holds(unit):
-                arrived.append(awaited)
-            else:
-                groups.setdefault(job.group, []).append(awaited)
-        if arrived and not self._launch(load, arrived):
-            return False
-        for group, units in groups.items():
+        over: list[_Read] = []
+        running: list[_Read] = []
+        for unit in load.left:
+            job = self.threads.read_of(unit.tag, unit.pages[0])
+            (over if job.over.done() else running).append((unit, job))
+        load.left = [unit for unit, _ in (*over, *running)]
+        for group in (over, *self._groups(running)):
             start = time.perf_counter()
-            is_over = group.wait(late - start)
+            is_over = are_over([job for _, job in group], late - start)
             self._seconds_waited += time.perf_counter() - start if wait_s else 0.0
             if not is_over:
-                return None
-            if not self._launch(load, units):
-                return False
-        return True
+                return LoadState.FETCHING
+            if not self._launch(group):
+                return LoadState.MISSING
+            del load.left[: len(group)]
+        return LoadState.COPYING
 
-    def _launch(self, load: Transfer, over: list[Awaited]) -> bool:
-        """Launches transfers whose entries nothing reads any more, and takes them out of ``left``. Returns whether all have arrived."""
-        coming = [(unit, job) for unit, job in over if not self._pages.holds(unit)]
+    def _groups(self, reads: Sequence[_Read]) -> Iterator[Sequence[_Read]]:
+        """Parts of the reads whose entries go to the device together."""
+        for kind, own in groupby(reads, key=lambda read: read[0].tag.kind):
+            entries = GROUP_BYTES // max(1, self._copies.entry_bytes[kind])
+            yield from batched(own, max(1, min(_GROUP_ENTRIES, entries)))
+
+    def _launch(self, over: Sequence[_Read]) -> bool:
+        """Launches transfers whose entries nothing reads any more. Returns whether all have arrived."""
         # A page may have gone to another entry: a load that shares this entry was late, and so it was dropped.
-        arrived = [(unit, job.checksum) for unit, job in coming if job is not None and not job.cancelled]
-        here = [(unit, checksum) for unit, checksum in arrived if checksum is not None]
+        coming = [(unit, job.checksum) for unit, job in over if not self._pages.holds(unit)]
+        here = [(unit, checksum) for unit, checksum in coming if checksum is not None]
         if here:
             first_pages, expected = self._copies.ids(
                 [unit.pages[0] for unit, _ in here], [checksum ^ unit.tag.digest for unit, checksum in here]
@@ -172,6 +170,4 @@ class BehindCopies:
         if not all(map(self._pages.holds, units)):
             return False
         self._loads.run([unit for unit in units if unit.target == DEVICE])
-        launched = set(map(id, over))
-        load.left = [awaited for awaited in load.left if id(awaited) not in launched]
         return True

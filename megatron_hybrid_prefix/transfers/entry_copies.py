@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.ops.slot_copies import as_words
 from megatron_hybrid_prefix.ops.triton_or_torch import ids_on_device
 from megatron_hybrid_prefix.ops.wrong_entries import zero_wrong
 from megatron_hybrid_prefix.support.arithmetic import ceil_div, round_up
-from megatron_hybrid_prefix.tiers.units import DEVICE, BlockTransfer, EntryKind
+from megatron_hybrid_prefix.tiers.units import BlockTransfer, EntryKind
 from megatron_hybrid_prefix.transfers.host_pages import HostPages
 
 logger = logging.getLogger(__name__)
@@ -90,37 +90,34 @@ class EntryCopies:
         """A buffer of so many bytes at most, and no more than there are pages."""
         return Staging(min(size, self.pages.memory.numel()), self.row_bytes, self.device)
 
-    def batches(self, units: Sequence[BlockTransfer], staging: Staging) -> Iterator[Batch]:
+    def batches(self, units: Sequence[BlockTransfer], staging: Staging) -> list[Batch]:
         """Batches, in the order of the transfers. Those that follow each other in one half of the buffer fit there together.
 
-        A batch has consecutive transfers of one kind that write to different places.
+        A batch has consecutive transfers of one kind, to or from different places on the device.
         """
-        batch: Batch | None = None
-        written: set[int | None] = set()
+        batches: list[Batch] = []
+        taken: set[int] = set()  # KV blocks or slots of the batch
         used = staging.half_bytes  # of the half: a new one is begun
         for unit in units:
-            target = unit.device_id if unit.target == DEVICE else unit.pages[0]
             size = self.row_bytes[unit.tag.kind]
             full = used + size > staging.half_bytes
             if full:
                 staging.used_last, used = 1 - staging.used_last, 0
-            if batch is None or full or target in written or unit.tag.kind != batch.kind:
-                if batch is not None:
-                    yield batch
+            if full or unit.device_id in taken or unit.tag.kind != batches[-1].kind:
                 half = staging.used_last
-                batch, written = Batch([], staging, half, half * staging.half_bytes + used), set()
-            batch.units.append(unit)
-            written.add(target)
+                batches.append(Batch([], staging, half, half * staging.half_bytes + used))
+                taken.clear()
+            batches[-1].units.append(unit)
+            taken.add(unit.device_id)
             used += size
-        if batch is not None:
-            yield batch
+        return batches
 
     def upload(self, batches: Sequence[Batch], *more: Sequence[int]) -> list[torch.Tensor]:
         """Uploads the ids of these batches, in one copy with more of them. Returns the batches' sums as one tensor, and the others."""
         groups: list[Sequence[int]] = []
         for batch in batches:
             count = max(1, self._used_pages[batch.kind])
-            groups.append(device_ids(batch.units))
+            groups.append([unit.device_id for unit in batch.units])
             groups.append([page for unit in batch.units for page in unit.pages[:count]])
         counts = [len(batch.units) for batch in batches]
         sums, *ids = self.ids([0] * sum(counts), *groups, *more)
@@ -173,19 +170,10 @@ class EntryCopies:
         return rows, batch.staging.row_ids[:count]
 
     def _ranges(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
-        """The bytes of a batch: (first in the staging buffer, first in the pages, count). Adjacent ones are one copy."""
-        kind, page_bytes = batch.kind, self.pages.page_bytes
-        start = first = length = 0  # of the range that may grow
-        for row, unit in enumerate(batch.units):
-            for index in range(self._used_pages[kind]):
-                at, page = batch.start + row * self.row_bytes[kind] + index * page_bytes, unit.pages[index] * page_bytes
-                if start + length != at or first + length != page:
-                    if length:
-                        yield start, first, length
-                    start, first, length = at, page, 0
-                length += min(page_bytes, self.entry_bytes[kind] - index * page_bytes)
-        if length:
-            yield start, first, length
+        """See `HostPages.ranges`."""
+        row_bytes = self.row_bytes[batch.kind]
+        rows = ((batch.start + row * row_bytes, unit.pages) for row, unit in enumerate(batch.units))
+        return self.pages.ranges(rows, self.entry_bytes[batch.kind])
 
     def zero_wrong(self, batch: Batch, sums: torch.Tensor) -> None:
         """Fills the places of the batch's entries with zeros if they have other checksums than ``sums``, by first page."""
@@ -195,7 +183,7 @@ class EntryCopies:
     def zero(self, units: Sequence[BlockTransfer]) -> None:
         """Fills the places of these transfers with zeros."""
         for kind, tensors in self.tensors().items():
-            (ids,) = self.ids(device_ids([unit for unit in units if unit.tag.kind == kind]))
+            (ids,) = self.ids([unit.device_id for unit in units if unit.tag.kind == kind])
             for tensor in tensors:
                 (words,) = as_words(tensor)  # not every type can be filled
                 words.index_fill_(1, ids, 0)
@@ -216,23 +204,11 @@ def succeeds(move: Callable[[Batch], None], batch: Batch) -> bool:
 
 def places(unit: BlockTransfer) -> tuple[int, ...]:
     """Pages, and the KV block or slot: below 0, to be another number than any page."""
-    assert unit.device_id is not None
     return (*unit.pages, -1 - unit.tag.kind - len(EntryKind) * unit.device_id)
-
-
-def device_ids(units: Sequence[BlockTransfer]) -> list[int]:
-    """Each transfer's KV block or slot; all begin or end on the device."""
-    ids = [unit.device_id for unit in units if unit.device_id is not None]
-    assert len(ids) == len(units)
-    return ids
 
 
 def without_shared_pages(units: Sequence[BlockTransfer]) -> Iterator[Sequence[BlockTransfer]]:
     """Consecutive transfers that use different pages."""
-    pages = [page for unit in units for page in unit.pages]
-    if len(set(pages)) == len(pages):
-        yield units
-        return
     first, used = 0, set[int]()
     for number, unit in enumerate(units):
         if not used.isdisjoint(unit.pages):

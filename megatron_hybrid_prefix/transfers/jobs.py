@@ -13,45 +13,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
+import torch
+
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier, copy_bytes, finish_at_exit
-from megatron_hybrid_prefix.tiers.units import Tag
-from megatron_hybrid_prefix.transfers.queue import Mark
+from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)
 
 _WRITERS = 2
 _END_S = 1.0  # a thread that hangs in a read must not keep the process from ending
-
-
-class JobGroup:
-    """Jobs that were started together. The engine is woken once: threads that wake each other often are slow."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._left, self._lock = len(jobs), threading.Lock()
-        self._over = threading.Event()
-        if not jobs:
-            self._over.set()
-
-    def end_one(self) -> None:
-        """A job is over."""
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                self._over.set()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all are over."""
-        return self._over.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until all are over, at most this long. Returns whether they are."""
-        return self._over.wait(max(0.0, seconds))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -61,50 +38,36 @@ class Job:
     Attributes:
         namespace: Its namespace; empty if the weights have changed since.
         tag: Its name.
-        entry_bytes: Bytes of the entry.
         pages: Its pages.
         views: Its bytes there, one after the other.
         after: The thread waits for these before it touches the pages.
         sum_of: Of a store: returns the entry's checksum, once ``after`` is reached.
-        checksum: Of a read that is over: what came with the entry; None if the entry is not in the pages.
-        cancelled: The pages belong to another entry.
-        is_running: A thread writes to the pages.
-        is_over: The thread is done with it.
-        group: The jobs that were started with it; not before it is started.
+        over: Done once the thread is done with it. Running while a thread may write to the pages, cancelled if none will.
+        is_lost: The pages belong to another entry.
     """
 
     namespace: bytes
     tag: Tag
-    entry_bytes: int
     pages: tuple[int, ...]
     views: Sequence[memoryview]
-    after: Sequence[Callable[[], None]]
+    after: Sequence[torch.cuda.Event]
     sum_of: Callable[[], int] | None = None
-    checksum: int | None = None
-    cancelled: bool = False
-    is_running: bool = False
-    is_over: bool = False
-    group: JobGroup = field(init=False)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    over: Future[int | None] = field(default_factory=Future)
+    is_lost: bool = False
 
-    def begin(self) -> bool:
-        """Whether a read may write to the pages, until `end`."""
-        with self.lock:
-            self.is_running = not self.cancelled
-            return self.is_running
+    @property
+    def checksum(self) -> int | None:
+        """Of a read: what came with the entry; None if the entry is not in the pages."""
+        return self.over.result() if self.over.done() and not self.is_lost else None
 
     def give_up(self) -> bool:
         """The pages get other bytes. Returns whether they can: nothing writes to them any more."""
-        with self.lock:
-            self.cancelled = True
-            return not self.is_running
+        self.is_lost = True
+        return self.sum_of is not None or self.over.cancel() or self.over.done()
 
-    def end(self) -> None:
-        """The thread is done with it."""
-        with self.lock:
-            self.is_running, self.is_over = False, True
-            self.views, self.after = (), ()  # and with them the host's memory
-        self.group.end_one()
+
+_NO_READ = Job(namespace=b"", tag=Tag(EntryKind.KV, b"", 0, 0), pages=(), views=(), after=())
+_NO_READ.give_up()
 
 
 @dataclass(slots=True)
@@ -136,7 +99,7 @@ class TierThreads:
         shared = self._shared = _Shared(tier)
         self.stats = shared.stats
         self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
-        self._stores: list[JobGroup] = []
+        self._stores: list[Job] = []
         reads = [("tier-read", shared.reads, partial(_read, tier))] * tier.threads
         # Memory for the copies is made once: new memory costs as much time as the copy.
         memories = [memoryview(bytearray(largest_bytes)) for _ in range(_WRITERS)]
@@ -151,27 +114,17 @@ class TierThreads:
         for thread in self._threads:
             thread.start()
 
-    def store(self, jobs: Sequence[Job]) -> None:
-        """Write entries to the tier, in this order."""
-        self._stores = [group for group in self._stores if not group.is_over]
-        self._stores.append(self._start(jobs, self._shared.stores))
-
-    def read(self, jobs: Sequence[Job]) -> None:
-        """Read entries from the tier into their pages, after those of earlier calls."""
-        self._start(jobs, self._shared.reads)
-
-    def _start(self, jobs: Sequence[Job], queue: SimpleQueue[Job | None]) -> JobGroup:
-        group = JobGroup(jobs)
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Begin jobs, in this order: reads after the reads of earlier calls, stores after their stores."""
+        self._stores = [job for job in (*self._stores, *jobs) if job.sum_of is not None and not job.over.done()]
         for job in jobs:
-            job.group = group
             for page in job.pages:
                 of_page = self._of_page.setdefault(page, [])
                 # A read stays until other bytes go there: loads wait for what it brought.
-                of_page[:] = [other for other in of_page if not other.is_over or other.sum_of is None]
+                of_page[:] = [other for other in of_page if other.sum_of is None or not other.over.done()]
                 of_page.append(job)
         for job in jobs:
-            queue.put(job)
-        return group
+            (self._shared.reads if job.sum_of is None else self._shared.stores).put(job)
 
     def overwrite(self, pages: Iterable[int]) -> set[int]:
         """These pages are about to get other bytes. Returns those that cannot, because they are being read into."""
@@ -185,18 +138,16 @@ class TierThreads:
 
     def is_moving(self, tag: Tag, page: int) -> bool:
         """Whether a job with this tag uses the page and is not over."""
-        return any(job.tag == tag and not job.is_over for job in self._of_page.get(page, ()))
+        return any(job.tag == tag and not job.over.done() for job in self._of_page.get(page, ()))
 
-    def read_of(self, tag: Tag, page: int) -> Job | None:
-        """The last read of this entry into the page; None if there was none, or other bytes went there since."""
-        return next(
-            (job for job in reversed(self._of_page.get(page, ())) if job.sum_of is None and job.tag == tag), None
-        )
+    def read_of(self, tag: Tag, page: int) -> Job:
+        """The last read of this entry into the page; `_NO_READ` if there was none, or other bytes went there since."""
+        jobs = reversed(self._of_page.get(page, ()))
+        return next((job for job in jobs if job.sum_of is None and job.tag == tag), _NO_READ)
 
     def drain(self, seconds: float) -> bool:
         """Wait until all entries are written, at most this long. Returns whether they are."""
-        late = time.monotonic() + seconds
-        return all([group.wait(late - time.monotonic()) for group in self._stores])
+        return are_over(self._stores, seconds)
 
     def finish(self) -> None:
         """The process ends: write what can be written in the time that a request may wait, and end the threads.
@@ -211,59 +162,57 @@ class TierThreads:
             thread.join(max(0.0, late - time.monotonic()))
 
 
+def are_over(jobs: Iterable[Job], seconds: float) -> bool:
+    """Wait for these jobs, at most this long. Returns whether all are over. Wakes once: threads that wake each other often are slow."""
+    return not wait([job.over for job in jobs if not job.over.done()], max(0.0, seconds)).not_done
+
+
 def _end_of_work(shared: _Shared, threads: int) -> None:
     for _ in range(threads):
         shared.stores.put(None)
         shared.reads.put(None)
 
 
-def marks(*queues: tuple[Callable[[Mark], None], Mark]) -> list[Callable[[], None]]:
-    """For `Job.after`: waits for marks of queues, without those that are reached by now. Each wait costs a thread its turn.
-
-    Args:
-        queues: For each queue: what waits for a mark, and the mark.
-    """
-    return [partial(wait, mark) for wait, mark in queues if mark is not None and not mark.query()]
-
-
-def _serve(shared: _Shared, jobs: SimpleQueue[Job | None], work: Callable[[Job], bool]) -> None:
-    """A thread that does jobs, each once its pages may be used. ``work`` returns whether the entry has moved or need not move."""
+def _serve(shared: _Shared, jobs: SimpleQueue[Job | None], work: Callable[[Job], int | None]) -> None:
+    """A thread that does jobs, each once its pages may be used: calls ``work``, which is `_read` or `_write`."""
     while (job := jobs.get()) is not None and not shared.ended:
-        start, done = time.perf_counter(), False
+        start, result = time.perf_counter(), None
         try:
-            for wait in job.after:
-                wait()
-            done = work(job)
+            for mark in job.after:
+                mark.synchronize()
+            if job.over.set_running_or_notify_cancel():
+                result = work(job)
         except Exception as error:  # a tier's code may raise anything
             logger.error("the tier behind the host: a move of %s failed: %r", job.tag.kind.name, error)
-        finally:
-            with shared.lock:
-                shared.stats.seconds += time.perf_counter() - start
-                shared.stats.full += job.sum_of is not None and not done
-            job.end()
+        with shared.lock:
+            shared.stats.seconds += time.perf_counter() - start
+            shared.stats.full += job.sum_of is not None and not result
+        job.views, job.after = (), ()  # and with them the host's memory
+        with suppress(InvalidStateError):  # it is cancelled
+            job.over.set_result(result)
         del job
 
 
-def _read(tier: Tier, job: Job) -> bool:
-    if job.begin():
-        job.checksum = tier.get(job.namespace, job.tag, job.views)
-    return True
+def _read(tier: Tier, job: Job) -> int | None:
+    """Returns what comes with the entry; None if the tier does not have it."""
+    return tier.get(job.namespace, job.tag, job.views)
 
 
 def _write(shared: _Shared, memory: memoryview, job: Job) -> bool:
+    """Returns whether the entry is in the tier."""
     if not shared.tier.wants(job.namespace, job.tag):
         return True
-    if job.cancelled:
+    if job.is_lost:
         return False
-    row, at = memory[: job.entry_bytes], 0
+    size = 0
     for view in job.views:
-        copy_bytes(view, row[at : at + len(view)])
-        at += len(view)
+        copy_bytes(view, memory[size : size + len(view)])
+        size += len(view)
     assert job.sum_of is not None
     checksum = job.sum_of()
     # From here on the copy is used.
-    if job.cancelled or not shared.tier.put(job.namespace, Entry(job.tag, row, checksum)):
+    if job.is_lost or not shared.tier.put(job.namespace, Entry(job.tag, memory[:size], checksum)):
         return False
     with shared.lock:
-        shared.stats.bytes_stored += job.entry_bytes
+        shared.stats.bytes_stored += size
     return True

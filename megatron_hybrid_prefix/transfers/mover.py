@@ -3,15 +3,11 @@
 The cache queues copies (`HybridPrefixCache.take_copies`). They are launched, in their order, before anything can overwrite what they
 read. KV blocks that move in shared memory are copied on the model's stream, and pages are cleared there.
 
-On the device an entry is spread over all layers; on the host it is in pages. Transfers between them go through staging buffers on the
-device, whose halves are used in turn (``to_host.py``, ``to_device.py``; the ways over the host link: ``ops/page_copies.py``). They have
-separate streams, because the host link has two directions. A forward waits for the loads that it uses.
-
-A store gives every entry a tag and a checksum over all its bytes, computed by the kernel that gathers it, or by one of its own
-where the copy engines copy it. Expected checksums stay on the device (``host_pages.py``).
-
-Threads copy entries to and from the tier behind the host, with their tags and checksums. They first wait until no transfer uses
-their pages (``behind.py``).
+Transfers to the host and back go through staging buffers on the device, whose halves are used in turn (``to_host.py``,
+``to_device.py``; the ways over the host link: ``ops/page_copies.py``). They have separate streams, because the host link has two
+directions. A forward waits for the loads that it uses. A store gives every entry a tag and a checksum over all its bytes, computed by the
+kernel that gathers it. Expected checksums stay on the device (``host_pages.py``). Threads copy entries to and from the tier behind the
+host (``behind.py``).
 """
 
 from __future__ import annotations
@@ -36,12 +32,11 @@ from megatron_hybrid_prefix.tiers.units import (
     LoadOver,
     LoadState,
     PageClear,
-    Tag,
 )
 from megatron_hybrid_prefix.transfers.behind import BehindCopies
 from megatron_hybrid_prefix.transfers.entry_copies import EntryCopies, Tensors
 from megatron_hybrid_prefix.transfers.host_pages import HostPages, HostSizes
-from megatron_hybrid_prefix.transfers.to_device import ToDevice, Transfer
+from megatron_hybrid_prefix.transfers.to_device import ToDevice
 from megatron_hybrid_prefix.transfers.to_host import ToHost
 
 if TYPE_CHECKING:
@@ -55,26 +50,22 @@ logger = logging.getLogger(__name__)
 _FETCHED = (LoadState.COPYING, LoadState.FETCHING, LoadState.MISSING, LoadState.LATE)
 
 
-type TakeCopies = Callable[..., list[Copy]]  # `HybridPrefixCache.take_copies`
-
-
 class DeviceMover:
     """Copies of a cache without a host tier.
 
     Args:
-        take_copies: Called at each launch.
+        take_copies: `HybridPrefixCache.take_copies`. Called at each launch.
         memory: Called at each launch; None while megatron has freed the memory.
 
     Attributes:
         memory: See Args.
-        sizes: There is no host tier.
-        tier: There is none behind it, either.
+        sizes, tier: There is no host tier, and none behind it.
     """
 
     sizes = HostSizes()
     tier: TierBehind | None = None
 
-    def __init__(self, take_copies: TakeCopies, memory: Callable[[], SharedMemory | None]) -> None:
+    def __init__(self, take_copies: Callable[..., list[Copy]], memory: Callable[[], SharedMemory | None]) -> None:
         self._take_copies, self.memory = take_copies, memory
 
     def tensors(self) -> Tensors:
@@ -83,7 +74,7 @@ class DeviceMover:
         assert memory is not None
         return {EntryKind.KV: [memory.kv_rows], EntryKind.STATE: [memory.state_rows]}
 
-    def launch(self, *, send: bool = True) -> None:
+    def launch(self) -> None:
         """See `Mover.launch`."""
         self.run({})
 
@@ -99,10 +90,10 @@ class DeviceMover:
         for kind, group in groupby(copies, key=type):
             run[kind](list(group))
 
-    def forward_launched(self) -> None:
-        """See `Mover.forward_launched`."""
+    def send(self) -> None:
+        """See `Mover.send`."""
 
-    step_ended = forward_launched
+    step_ended = send
     finish = launch
 
 
@@ -147,21 +138,16 @@ class Mover:
 
     # -- launches ------------------------------------------------------------------------------------------------------
 
-    def launch(self, *, send: bool = True) -> None:
-        """Launch the queued copies. Call it before anything writes to a slot or block.
+    def launch(self) -> None:
+        """Launch the queued copies, but to the host (`send`). Call it before anything writes to a slot or block.
 
         The model's later launches run after stores have read their entries, and after loads that are over.
-
-        Args:
-            send: False: leave the copies to the host to `forward_launched`, or to `step_ended` if nobody says when that is.
         """
         self.to_host.wait()  # for what publication queued
-        self._run(send=send)
-        if send:
-            self.to_host.send()
+        self._run()
 
-    def forward_launched(self) -> None:
-        """Launch what need not precede a forward: copies to the host that `launch` left."""
+    def send(self) -> None:
+        """Launch what need not precede a forward: copies to the host of what is gathered."""
         self.to_host.send()
 
     def step_ended(self) -> None:
@@ -169,7 +155,7 @@ class Mover:
 
         And what is left of copies to the host.
         """
-        self._run(send=False, published=True)
+        self._run(published=True)
         self.to_host.send()
 
     def finish(self) -> None:
@@ -177,31 +163,31 @@ class Mover:
         self.launch()
         self.drain_queues()
 
-    def _run(self, *, send: bool, published: bool = False) -> None:
+    def _run(self, *, published: bool = False) -> None:
         def transfer(units: list[BlockTransfer]) -> None:
             memory = self._on_device.memory()
             assert memory is not None
             # States on the device are named by their rows, not by their slots.
             rows = [
                 unit._replace(device_id=memory.row(unit.device_id))
-                if unit.device_id is not None and unit.tag.kind == EntryKind.STATE
+                if unit.device_id >= 0 and unit.tag.kind == EntryKind.STATE
                 else unit
                 for unit in units
             ]
-            self.carry_out(rows, send=send, beside=published)
+            self.carry_out(rows, beside=published)
             if not published:  # else the next launch waits
                 self.to_host.wait()
 
         self._on_device.run({BlockTransfer: transfer, LoadOver: self._end}, published=published)
 
-    def carry_out(self, units: Sequence[BlockTransfer], *, send: bool = True, beside: bool = False) -> None:
+    def carry_out(self, units: Sequence[BlockTransfer], *, beside: bool = False) -> None:
         """Launch transfers in order. The model may overwrite stored entries after `ToHost.wait`.
 
-        A transfer that fails is logged. Its load counts as failed, on this rank. A load that fetches waits for `fetch`.
+        What is stored is gathered; its copies to the host are left to `ToHost.send`, or to what needs them. A transfer that fails is
+        logged. Its load counts as failed, on this rank. A load that fetches waits for `fetch`.
 
         Args:
             units: The transfers.
-            send: False: gather what is stored, and leave its copies to the host to `ToHost.send`. What needs them launches them, too.
             beside: Leave half of the device to the model's later launches while entries are gathered.
         """
         for (source, target), group in groupby(units, key=attrgetter("source", "target")):
@@ -209,7 +195,7 @@ class Mover:
             if source == DEVICE:
                 if self.behind is not None:
                     run = self.behind.overwrite(run)
-                self.to_host.run(run, self.to_device.mark_before_stores(run), send=send, beside=beside)
+                self.to_host.run(run, self.to_device.mark_before_stores(run), beside=beside)
             elif target == DEVICE:
                 self._begin_loads(run)
             else:
@@ -220,13 +206,10 @@ class Mover:
     def _begin_loads(self, units: Sequence[BlockTransfer]) -> None:
         """Launches transfers of loads, but for those whose entries are being read from the tier behind."""
         launched: list[BlockTransfer] = []
-        for load_id, group in groupby(units, key=attrgetter("load_id")):
-            own, load = list(group), self.to_device.transfer(load_id)
-            load.units += own
-            launched += [unit for unit in own if not unit.is_coming]
-            for unit in [unit for unit in own if unit.is_coming]:
-                assert self.behind is not None
-                load.left.append((unit, self.behind.read_of(unit)))
+        for unit in units:
+            load = self.to_device.transfer(unit.load_id)
+            load.units.append(unit)
+            (load.left if unit.is_coming else launched).append(unit)
         self.to_device.run(launched)
 
     def drain_queues(self) -> None:
@@ -239,14 +222,12 @@ class Mover:
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
-    def begin_fetch(self, load_id: int, entries: Iterable[tuple[tuple[int, ...], Tag]]) -> None:
-        """Launch the reads that a fetch waits for, and note them. ``entries``: pages and tag of each."""
-        self.launch(send=False)
-        assert self.behind is not None
-        units = [BlockTransfer(SHARED, HOST, pages, tag) for pages, tag in entries]
-        self.to_device.transfer(load_id).left = [(unit, self.behind.read_of(unit)) for unit in units]
+    def begin_fetch(self, load_id: int, reads: Iterable[BlockTransfer]) -> None:
+        """Launch the reads that a fetch waits for, and note them."""
+        self.launch()
+        self.to_device.transfer(load_id).left += reads
 
-    def fetch(self, load_id: int, deadline_s: float, *, wait: bool, zero: bool) -> LoadState:
+    def fetch(self, load_id: int, deadline_s: float, *, wait: bool) -> LoadState:
         """Check whether the entries of a load or a fetch have arrived from the tier behind, and launch a load if they have.
 
         A collective: time passes differently on each rank, so they agree on what it means.
@@ -255,7 +236,6 @@ class Mover:
             load_id: The load.
             deadline_s: Until when its request waits (`time.monotonic` of this rank).
             wait: Wait for the entries, until they have arrived or are late.
-            zero: If they do not arrive, the next forward reads the load's blocks and its slot all the same: they hold zeros by then.
 
         Returns:
             The load's state: it still fetches, is launched, or has failed.
@@ -263,14 +243,16 @@ class Mover:
         assert self.behind is not None
         self.to_host.send()
         load = self.to_device.transfer(load_id)
-        arrived = self.behind.fetched(load, max(0.0, deadline_s - time.monotonic()) if wait else 0.0)
-        if arrived is None:
-            own = LoadState.LATE if time.monotonic() >= deadline_s else LoadState.FETCHING
-        else:
-            own = LoadState.COPYING if arrived else LoadState.MISSING
+        own = self.behind.fetched(load, max(0.0, deadline_s - time.monotonic()) if wait else 0.0)
+        if own is LoadState.FETCHING and time.monotonic() >= deadline_s:
+            own = LoadState.LATE
         agreed = _FETCHED[self._max_of_ranks([_FETCHED.index(own)])[0]]
         if agreed in (LoadState.MISSING, LoadState.LATE):
-            self.drop(load, zero=zero)
+            self.to_device.wait_for(load)  # its blocks and slots may be reused
+            if (
+                load.units
+            ):  # the next forward reads them. What was there may be anything, and a request cannot be sampled from NaN
+                self.copies.zero(load.units)
         return agreed
 
     def wait_for(self, load_id: int) -> None:
@@ -282,30 +264,16 @@ class Mover:
 
         A collective, if there are any.
         """
-        loads = {load_id: self.to_device.transfer(load_id) for load_id in load_ids}
-        flags = [int(self.to_device.is_wrong(load)) for load in loads.values()]
-        flags = self._max_of_ranks(flags) if flags else []
-        return {
-            load_id: LoadState.FAILED if is_wrong else LoadState.ARRIVED
-            for load_id, is_wrong in zip(loads, flags, strict=True)
-        }
-
-    def drop(self, load: Transfer, *, zero: bool = False) -> None:
-        """The load is over before all of it was launched. Its entries may still arrive on the host.
-
-        The model's later launches run after what was launched of it: its blocks and slots may be reused. ``zero``: see `fetch`. What was
-        there before may be anything, and a request cannot be sampled from NaN.
-        """
-        self.to_device.wait_for(load)
-        self.to_device.forget(load)
-        if zero:
-            self.copies.zero(load.units)
+        own = {load_id: int(self.to_device.is_wrong(self.to_device.transfer(load_id))) for load_id in load_ids}
+        agreed = self._max_of_ranks([*own.values()]) if own else ()
+        states = (LoadState.ARRIVED, LoadState.FAILED)
+        return {load_id: states[is_wrong] for load_id, is_wrong in zip(own, agreed, strict=True)}
 
     def _end(self, over: Sequence[LoadOver]) -> None:
         for (load_id,) in over:
             load = self.to_device.transfers.pop(load_id, None)
-            if load is not None and load in self.to_device.running:
-                self.drop(load)
+            if load is not None:
+                self.to_device.wait_for(load)
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 
@@ -315,9 +283,8 @@ class Mover:
 
     def close(self) -> None:
         """Close the tier behind the host, and free the memory; garbage collection does the latter, too."""
-        if self.tier is not None and self.behind is not None:
-            self.tier.tier.close()
-            self.behind.threads.close()
+        if self.behind is not None:
+            self.behind.close()
         self.pages.close()
 
     def count(self, stats: PrefixStats) -> None:
@@ -328,9 +295,7 @@ class Mover:
         times = [each.queue.seconds() for each in (self.to_host, self.to_device)]
         host.seconds, host.seconds_waited = (sum(part) for part in zip(*times, strict=True))
         if self.behind is not None and SHARED in stats.tiers:
-            counted, moved = stats.tiers[SHARED], self.behind.stats
-            moved.loads, moved.stores, moved.failed = counted.loads, counted.stores, counted.failed
-            stats.tiers[SHARED] = moved
+            self.behind.count(stats.tiers[SHARED])
 
     def report(self) -> str:
         """Size of the host tier, and the tier behind it, in one line."""
@@ -356,7 +321,7 @@ def stores_first(copies: Sequence[Copy], page_blocks: int, page_states: int, fir
     stores: list[Copy] = []
     others: list[Copy] = []
     moved: set[int] = set()  # blocks that the moves and clears read or write
-    slots: set[int] = set()  # of their pages
+    pages: set[int] = set()  # of these blocks
     no_transfer_yet = True
     for copy in copies:
         if isinstance(copy, BlockMove | PageClear):
@@ -365,12 +330,11 @@ def stores_first(copies: Sequence[Copy], page_blocks: int, page_states: int, fir
             else:
                 blocks = set(range(copy.page * page_blocks, (copy.page + 1) * page_blocks))
             moved |= blocks
-            for page in {block // page_blocks for block in blocks}:
-                first = first_page_slot + page * page_states
-                slots.update(range(first, first + page_states))
+            pages.update(block // page_blocks for block in blocks)
         elif isinstance(copy, BlockTransfer):
             # Transfers keep their order: they may use the same pages on the host.
-            reads_moved = copy.device_id in (moved if copy.tag.kind == EntryKind.KV else slots)
+            is_kv, page = copy.tag.kind == EntryKind.KV, (copy.device_id - first_page_slot) // page_states
+            reads_moved = copy.device_id in moved if is_kv else page in pages
             no_transfer_yet = no_transfer_yet and copy.source == DEVICE and not reads_moved
             if no_transfer_yet:
                 stores.append(copy)

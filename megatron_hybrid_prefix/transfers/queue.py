@@ -15,6 +15,11 @@ Mark = torch.cuda.Event | None
 BUFFERS = 2  # that `ahead` fills in turn
 
 
+def not_reached(*marks: Mark) -> list[torch.cuda.Event]:
+    """Those of the marks that are not reached yet. Each wait for one takes time."""
+    return [mark for mark in marks if mark is not None and not mark.query()]
+
+
 class DeviceQueue:
     """A CUDA stream next to the model's stream.
 
@@ -24,12 +29,11 @@ class DeviceQueue:
     """
 
     def __init__(self, device: torch.device, ahead: int = 1) -> None:
-        self._stream = torch.cuda.Stream(
-            device, priority=-1
-        )  # its few programs start before a large launch of the model
+        # Its few programs start before a large launch of the model.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self._ahead = [torch.cuda.Stream(device, priority=-1) for _ in range(ahead)]
-        self._filled: list[Mark] = [None] * BUFFERS
-        self._free: list[Mark] = [None] * BUFFERS  # when the content of each was used
+        self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]
+        self._free = [torch.cuda.Event() for _ in range(BUFFERS)]  # when the content of each was used
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=4096)
         self._seconds = self._waited = 0.0
@@ -42,7 +46,7 @@ class DeviceQueue:
             *after: They also run after these marks of other queues.
             after_model: False: they need not run after the model's launches.
         """
-        marks = [mark for mark in after if mark is not None and not mark.query()]
+        marks = not_reached(*after)
         if after_model:
             marks.append(self._current().record_event())
         for mark in marks:
@@ -62,9 +66,8 @@ class DeviceQueue:
 
         Call it inside `running`. They wait until the buffer was freed.
         """
-        stream, free = self._ahead[buffer % len(self._ahead)], self._free[buffer]
-        if free is not None:
-            stream.wait_event(free)
+        stream = self._ahead[buffer % len(self._ahead)]
+        stream.wait_event(self._free[buffer])
         with stream:
             try:
                 yield
@@ -83,9 +86,7 @@ class DeviceQueue:
 
     def use(self, buffer: int) -> None:
         """The queue's later launches run after those that filled the buffer; call it inside `running`."""
-        filled = self._filled[buffer]
-        if filled is not None:
-            self._stream.wait_event(filled)
+        self._stream.wait_event(self._filled[buffer])
 
     def free(self, buffer: int) -> None:
         """The queue's launches until now are the last that use the buffer; call it inside `running`."""
@@ -93,8 +94,7 @@ class DeviceQueue:
 
     def mark(self) -> Mark:
         """Mark the current point of the queue, for `wait` and `finish`; call it inside `running` or `ahead`."""
-        event = torch.cuda.Event()
-        event.record(self._current())
+        event: torch.cuda.Event = self._current().record_event()
         return event
 
     def wait(self, mark: Mark) -> None:

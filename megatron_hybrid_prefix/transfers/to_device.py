@@ -12,14 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
 
 import torch
 
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
 from megatron_hybrid_prefix.transfers.entry_copies import Batch, places, succeeds
-from megatron_hybrid_prefix.transfers.jobs import Job
 from megatron_hybrid_prefix.transfers.queue import BUFFERS, Mark, queue_for
 from megatron_hybrid_prefix.transfers.to_host import ToHost
 
@@ -27,10 +26,6 @@ logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 128 * 2**20
 _LOADS = 4096  # at most this many loads are known at a time
-
-
-type Awaited = tuple[BlockTransfer, Job | None]
-"""A copy to the device, and the read of its entry from the tier behind the host, if there was one."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -41,20 +36,18 @@ class Transfer:
         load_id: The load.
         units: Its copies to the device.
         left: Those of them, or of a fetch its reads, that wait for entries from the tier behind the host.
-        places: Pages, blocks and slots that launched copies use.
+        places: Pages, blocks and slots that launched copies use, until the model's later launches run after them.
         is_launched: Whether a copy was launched.
         end: Mark after the last of them.
-        awaited: Whether the model's later launches run after it.
         is_wrong: An entry was missing, or a copy could not be launched.
     """
 
     load_id: int
     units: list[BlockTransfer] = field(default_factory=list)
-    left: list[Awaited] = field(default_factory=list)
+    left: list[BlockTransfer] = field(default_factory=list)
     places: set[int] = field(default_factory=set)
     is_launched: bool = False
     end: Mark = None
-    awaited: bool = False
     is_wrong: bool = False
 
 
@@ -66,7 +59,6 @@ class ToDevice:
         bytes: Bytes loaded.
         last: End of the last loads.
         transfers: Copies of the loads that are not over, by load id.
-        running: Transfers of which something was launched, until `forget`.
     """
 
     def __init__(self, stores: ToHost) -> None:
@@ -77,7 +69,6 @@ class ToDevice:
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int64, device=device)  # by load
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.transfers: dict[int, Transfer] = {}
-        self.running: list[Transfer] = []
         self.last: Mark = None
         self.bytes = 0
 
@@ -89,7 +80,7 @@ class ToDevice:
         if not units:
             return
         try:
-            self._run(units, self._of(units))
+            self._run(units, [self.transfers[unit.load_id] for unit in units])
         except BaseException:
             self._note_wrong(units)
             raise
@@ -98,26 +89,19 @@ class ToDevice:
         """The copies of a load."""
         return self.transfers.get(load_id) or self.transfers.setdefault(load_id, Transfer(load_id=load_id))
 
-    def _of(self, units: Sequence[BlockTransfer]) -> list[Transfer]:
-        """The transfer that each of these belongs to; all end on the device."""
-        of = [self.transfers[unit.load_id] for unit in units if unit.load_id is not None]
-        assert len(of) == len(units)
-        return of
-
     def _note_wrong(self, units: Sequence[BlockTransfer]) -> None:
         """The loads of these cannot be right, on this rank."""
-        for transfer in self._of(units):
-            transfer.is_wrong = True
+        for unit in units:
+            self.transfers[unit.load_id].is_wrong = True
 
     def _run(self, units: Sequence[BlockTransfer], loads: Sequence[Transfer]) -> None:
         with self.queue.running(*self._stores.marks_before_loads(units)):
-            later = groupby(self._copies.batches(units, self._staging), key=attrgetter("half"))
-            rounds = [list(next(later)[1])]  # batches of one half of the buffer after the other
-            self._bring(rounds[0])  # so that the host link is busy while the rest is prepared
-            rounds += [list(round_) for _, round_ in later]
-            self._bring(*rounds[1:BUFFERS])
+            batches = self._copies.batches(units, self._staging)
+            # Batches of one half of the buffer after the other.
+            rounds = [list(round_) for _, round_ in groupby(batches, key=attrgetter("half"))]
+            self._bring(*rounds[:BUFFERS])  # so that the host link is busy while the rest is prepared
             sums, first_pages, load_of, new_loads = self._copies.upload(
-                list(chain(*rounds)),
+                batches,
                 [unit.pages[0] for unit in units],
                 [load.load_id % _LOADS for load in loads],
                 sorted({load.load_id % _LOADS for load in loads if not load.is_launched}),
@@ -137,28 +121,20 @@ class ToDevice:
             finally:
                 self.last = self.queue.mark()
                 for unit, load in zip(units, loads, strict=True):
-                    if not load.is_launched:
-                        self.running.append(load)
                     load.is_launched, load.end = True, self.last
                     load.places.update(places(unit))
 
     def wait_for(self, load: Transfer) -> None:
         """The model's later launches run after this transfer."""
-        if load.is_launched and not load.awaited:
+        if load.places:
             self.queue.wait(load.end)
-        load.awaited = True
-
-    def forget(self, load: Transfer) -> None:
-        """The transfer is over, and the model has waited for it."""
-        if load in self.running:
-            self.running.remove(load)
+            load.places.clear()
 
     def is_wrong(self, load: Transfer) -> bool:
-        """Whether an entry of the load differs from what was stored, or its launch raised, or it was never launched. Forgets it.
+        """Whether an entry of the load differs from what was stored, or its launch raised, or it was never launched.
 
         Call it after the model has used the loaded entries: the load is over by then, and the call does not wait.
         """
-        self.forget(load)
         if load.is_wrong or not load.is_launched:
             return True
         self.queue.finish(load.end)
@@ -166,10 +142,8 @@ class ToDevice:
 
     def mark_before_stores(self, units: Sequence[BlockTransfer]) -> Mark:
         """The mark after which these stores may run; None if no unfinished load uses their places."""
-        if not self.running:
-            return None
-        touched = set().union(*(load.places for load in self.running))  # what unfinished loads read or write
-        return self.last if any(not touched.isdisjoint(places(unit)) for unit in units) else None
+        touched = set().union(*(load.places for load in self.transfers.values()))
+        return self.last if touched and any(not touched.isdisjoint(places(unit)) for unit in units) else None
 
     def _bring(self, *rounds: list[Batch]) -> None:
         """Copies entries to the staging buffer, if the copy engines do that."""

@@ -3,13 +3,13 @@
 A store gathers entries into a staging buffer on the device, and copies that to the pages: by the copy engines, or by a kernel if pages
 are small. A forward or a load that overwrites a stored block waits until it is gathered, but not for the copies to the host.
 
-These copies can also be launched later (`ToHost.send`): a forward that needs the room, and the GPU with it, would wait while the CPU
-launches them.
+These copies are launched later (`ToHost.send`), or when a half of the buffer, or a page, is needed again: a forward that needs the room,
+and the GPU with it, would wait while the CPU launches them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -46,31 +46,30 @@ class ToHost:
         self.stored: Mark = None
         self.bytes = 0
 
-    def run(self, units: Sequence[BlockTransfer], after: Mark, *, send: bool = True, beside: bool = False) -> None:
-        """Launch stores, in order. The model may overwrite the entries after `wait`.
+    def run(self, units: Sequence[BlockTransfer], after: Mark, *, beside: bool = False) -> None:
+        """Gather entries, in order; `send` copies them to the host. The model may overwrite the entries after `wait`.
 
         A copy that fails is logged. Its entries are not on the host then.
 
         Args:
             units: The stores.
             after: They run after this mark of another queue.
-            send: False: leave the copies of what is gathered to `send`.
             beside: Leave half of the device to the model's later launches.
         """
         if not units:
             return
-        if send or any(not self._waiting_pages.isdisjoint(unit.pages) for unit in units):
+        if any(not self._waiting_pages.isdisjoint(unit.pages) for unit in units):
             self.send()
         self._new_pages.update(_first_pages(units))
         with self._storing(after):
             for number, different in enumerate(without_shared_pages(units)):
                 if number:
                     self._send()  # to the same pages
-                self._run_different(different, send=send, beside=beside)
+                self._gather(different, beside=beside)
 
     def send(self) -> None:
-        """Launch the copies that `run` left. They need not run after what the model launched since."""
-        if self._waiting:
+        """Launch the copies of what is gathered. They need not run after what the model launched since."""
+        if self._summed:
             with self._storing(after_model=False):
                 self._send()
 
@@ -83,36 +82,23 @@ class ToHost:
             finally:
                 self.stored = self.queue.mark()
 
-    def _run_different(self, units: Sequence[BlockTransfer], *, send: bool, beside: bool) -> None:
-        """Launches stores to different pages; arguments as of `run`."""
+    def _gather(self, units: Sequence[BlockTransfer], *, beside: bool) -> None:
+        """Gathers entries, which go to different pages, in the staging buffer; arguments as of `run`."""
         units = sorted(units, key=lambda unit: unit.tag.kind)  # for fewer batches
         self._pages.drop(units)  # until they are copied
         self._waiting_pages.update(page for unit in units for page in unit.pages)
-        batches = list(self.copies.batches(units, self._staging))
+        batches = self.copies.batches(units, self._staging)
         with self.queue.beside():  # the queue may be busy for long
             sums, first_pages = self.copies.upload(batches, _first_pages(units))
         if sums.is_cuda:
             sums.record_stream(torch.cuda.current_stream())  # the memory of all that was uploaded
         for half, round_ in groupby(batches, key=attrgetter("half")):
-            self._gather(half, round_, send=send, beside=beside)
-        self._summed.append((first_pages, sums))
-        if send:
-            self._send()
-
-    def _gather(self, half: int, batches: Iterable[Batch], *, send: bool, beside: bool) -> None:
-        """Gathers entries in a half of the staging buffer, and with ``send`` copies them to the host."""
-        self._send_half(half)  # what is still there
-        self._waiting[half] = []
-        for batch in batches:
+            self._send_half(half)  # what is still there
             with self.queue.ahead(half):
-                is_here = succeeds(partial(self.copies.gather, beside=beside), batch)
+                gather = partial(self.copies.gather, beside=beside)
+                self._waiting[half] = [batch for batch in round_ if succeeds(gather, batch)]
                 self._gathered = self.queue.mark()
-            if is_here:
-                self._waiting[half].append(batch)
-            if send:
-                self._store_waiting(half)
-        if send:
-            self._send_half(half)
+        self._summed.append((first_pages, sums))
 
     def _send(self) -> None:
         """Copies what is gathered to the host, and notes its checksums."""
@@ -125,20 +111,16 @@ class ToHost:
 
     def _send_half(self, half: int) -> None:
         """Copies a half of the staging buffer to the host, and frees it."""
-        if half in self._waiting:
-            try:
-                self._store_waiting(half)
-            finally:
-                del self._waiting[half]
-                self.queue.free(half)
-
-    def _store_waiting(self, half: int) -> None:
+        if half not in self._waiting:
+            return
         self.queue.use(half)
-        while self._waiting[half]:
-            batch = self._waiting[half].pop(0)
-            if succeeds(self.copies.to_pages, batch):  # on the host, once the queue gets here
-                self._pages.put_tags(batch.units)
-                self.bytes += self.copies.entry_bytes[batch.kind] * len(batch.units)
+        try:
+            for batch in self._waiting.pop(half):
+                if succeeds(self.copies.to_pages, batch):  # on the host, once the queue gets here
+                    self._pages.put_tags(batch.units)
+                    self.bytes += self.copies.entry_bytes[batch.kind] * len(batch.units)
+        finally:
+            self.queue.free(half)
 
     def wait(self) -> None:
         """The model's later launches run after all stores have read their entries."""

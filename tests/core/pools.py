@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.tiers.base import Entry, Tier
 from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.settings import TierSettings
-from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, EntryKind, Tag
+from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, BlockTransfer, EntryKind, LoadState, Tag
 from megatron_hybrid_prefix.transfers import entry_copies, to_device, to_host
 from megatron_hybrid_prefix.transfers.entry_copies import Tensors
-from megatron_hybrid_prefix.transfers.host_pages import HostSizes
+from megatron_hybrid_prefix.transfers.host_pages import HostSizes, choose_page_bytes
 from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
-from megatron_hybrid_prefix.transfers.pinned import choose_page_bytes
 from megatron_hybrid_prefix.transfers.queue import HostQueue
 from megatron_hybrid_prefix.transfers.to_device import Transfer
 from tests.harness.limits import HANG_S
@@ -116,14 +116,14 @@ class Pools:
             device_id=index,
             pages=tuple(reversed(pages)),
             tag=tag,
-            load_id=None if load is None else load.load_id,
+            load_id=-1 if load is None else load.load_id,
             is_coming=load is not None and load.load_id in self.fetching,
         )
 
     def behind_unit(self, kind: EntryKind, entry: int, key: bytes, *, take: bool) -> BlockTransfer:
         """A transfer from the host to the tier behind it, or back."""
         source, target = (HOST, SHARED) if take else (SHARED, HOST)
-        return self.unit(kind, 0, entry, key=key)._replace(source=source, target=target, device_id=None)
+        return self.unit(kind, 0, entry, key=key)._replace(source=source, target=target, device_id=-1)
 
     def store(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> None:
         self.mover.carry_out([self.unit(kind, index, entry, key=key)])
@@ -159,10 +159,17 @@ class Pools:
         self.mover.carry_out([self.behind_unit(kind, entry, key, take=False), self.unit(kind, index, entry, load, key)])
         return load
 
+    def behind_stats(self) -> TierStats:
+        assert self.mover.behind is not None
+        stats = TierStats()
+        self.mover.behind.count(stats)
+        return stats
+
     def arrives(self, load: Transfer, wait_s: float = HANG_S) -> bool | None:
         """Whether all that the load waits for has arrived; None: not all of it is known yet."""
         assert self.mover.behind is not None
-        return self.mover.behind.fetched(load, wait_s)
+        state = self.mover.behind.fetched(load, wait_s)
+        return None if state is LoadState.FETCHING else state is LoadState.COPYING
 
 
 class OnItsWay:
@@ -170,6 +177,9 @@ class OnItsWay:
 
     def query(self) -> bool:
         return False
+
+    def synchronize(self) -> None:
+        """On the CPU it has run at once."""
 
 
 # -- tiers -------------------------------------------------------------------------------------------------------------
@@ -262,7 +272,9 @@ class AnyOrder:
             if not isinstance(queue, HostQueue) and self._delays.random() < 0.3:  # what does not wait for it shows
                 with torch.cuda.stream(queue._stream):
                     torch.cuda._sleep(2_000_000)
-        mover.carry_out(units, send=self._delays.random() < 0.5)
+        mover.carry_out(units)
+        if self._delays.random() < 0.5:
+            mover.to_host.send()
         mover.to_host.wait()
 
     def place_of(self, kind: EntryKind) -> tuple[EntryKind, int]:

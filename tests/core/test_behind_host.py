@@ -43,7 +43,7 @@ def test_a_load_whose_page_went_to_another_entry_is_a_miss(pools):
     fetch = [pools.behind_unit(KV, 1, key, take=False) for key in (b"a", b"b")]
     pools.mover.carry_out([fetch[0], pools.unit(KV, 3, 1, own[0], key=b"a"), fetch[1]])
     assert pools.arrives(own[0]) is False
-    pools.mover.drop(own[0])
+    pools.mover.to_device.wait_for(own[0])
     pools.mover.carry_out([pools.unit(KV, 3, 1, own[1], key=b"b")])
     assert pools.arrives(own[1]) is True and pools.is_right(own[1])
     pools.mover.carry_out([pools.unit(KV, 3, 1, own[2], key=b"a")])
@@ -90,14 +90,14 @@ def test_a_load_that_fetches_also_needs_what_was_just_stored(pools):
     pools.mover.carry_out([pools.behind_unit(KV, 1, b"k", take=False)])
     load = pools.new_load(fetches=True)
     units = [pools.unit(KV, 3, 1, load), pools.unit(KV, 4, 2, load, key=b"new")]
-    pools.mover.carry_out([pools.unit(KV, 1, 2, key=b"new"), *units], send=False)
-    assert pools.mover.fetch(load.load_id, time.monotonic() + HANG_S, wait=True, zero=True) is LoadState.COPYING
+    pools.mover.carry_out([pools.unit(KV, 1, 2, key=b"new"), *units])
+    assert pools.mover.fetch(load.load_id, time.monotonic() + HANG_S, wait=True) is LoadState.COPYING
     assert pools.is_right(load) and [pools.value(index) for index in (3, 4)] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("end", ["arrives", "dropped", "dropped before", "zeros"])
+@pytest.mark.parametrize("end", ["arrives", "late", "late before"])
 def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, monkeypatch):
-    """If the load is given up, the model waits for what was launched of it."""
+    """If the load is late, the model waits for what was launched of it, and then all of it is zeros."""
     monkeypatch.setattr(behind, "GROUP_BYTES", 1)
     keys = (b"a", b"b")
     for index, key in enumerate(keys):
@@ -105,7 +105,7 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, mon
         pools.give_to_tier(index, index, key)
         pools.write(KV, 5 + index, 9.0)
     waits: list[Any] = []
-    tier.slow = {b"b"} if end != "dropped before" else {b"a", b"b"}
+    tier.slow = {b"b"} if end != "late before" else {b"a", b"b"}
     tier.may_read.clear()
     monkeypatch.setattr(pools.mover.to_device.queue, "wait", waits.append)
     load = pools.new_load(fetches=True)
@@ -115,7 +115,7 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, mon
 
     def is_loaded() -> bool:
         assert pools.arrives(load, 0.1) is None
-        return (pools.value(5), pools.value(6)) == (9.0 if end == "dropped before" else 1.0, 9.0)
+        return (pools.value(5), pools.value(6)) == (9.0 if end == "late before" else 1.0, 9.0)
 
     wait_until(is_loaded, "what has arrived is loaded, and nothing else")
     if end == "arrives":
@@ -123,10 +123,9 @@ def test_what_has_arrived_is_loaded_while_the_rest_is_read(pools, tier, end, mon
         assert pools.arrives(load) is True and not pools.mover.to_device.is_wrong(load)
         assert (pools.value(5), pools.value(6)) == (1.0, 2.0)
         return
-    pools.mover.drop(load, zero=end == "zeros")
-    assert len(waits) == (end != "dropped before") and not pools.mover.to_device.running
-    left = {"dropped": (1.0, 9.0), "zeros": (0.0, 0.0), "dropped before": (9.0, 9.0)}
-    assert (pools.value(5), pools.value(6)) == left[end]
+    assert pools.mover.fetch(load.load_id, 0.0, wait=False) is LoadState.LATE
+    assert len(waits) == (end != "late before")
+    assert (pools.value(5), pools.value(6)) == (0.0, 0.0)
 
 
 def test_a_page_that_is_being_read_into_takes_nothing_else(pools, tier, caplog):
@@ -136,7 +135,7 @@ def test_a_page_that_is_being_read_into_takes_nothing_else(pools, tier, caplog):
     tier.may_read.clear()
     load = pools.bring(3, 1, b"a")
     assert tier.began.wait(HANG_S) and pools.arrives(load, 0.01) is None
-    pools.mover.drop(load)
+    pools.mover.to_device.wait_for(load)
     for _ in range(2):  # the page stays taken
         pools.mover.carry_out([pools.unit(KV, 0, 1, key=b"b"), pools.unit(KV, 0, 2, key=b"c")])
     assert "have no place" in caplog.text
@@ -144,7 +143,7 @@ def test_a_page_that_is_being_read_into_takes_nothing_else(pools, tier, caplog):
     load = pools.bring(3, 1, b"a")
     tier.may_read.set()
     assert pools.arrives(load) is False
-    pools.mover.drop(load)
+    pools.mover.to_device.wait_for(load)
     pages = pools.unit(KV, 0, 1).pages
     wait_until(lambda: not pools.mover.behind.threads.overwrite(pages), "the disk answers")
     pools.store(0, 1, b"b")
@@ -185,7 +184,7 @@ def test_what_is_not_on_the_host_is_not_written(pools, tier):
     """Else other bytes would get this name, with a checksum that is right for them."""
     pools.store(0, 0, b"other")
     pools.mover.carry_out([pools.behind_unit(KV, 0, b"k", take=True)])
-    assert pools.mover.behind.threads.drain(HANG_S) and tier.entries == {} and pools.mover.behind.stats.full == 1
+    assert pools.mover.behind.threads.drain(HANG_S) and tier.entries == {} and pools.behind_stats().full == 1
 
 
 def test_an_entry_that_is_offered_twice_is_written_once(pools, tier):
@@ -195,27 +194,28 @@ def test_an_entry_that_is_offered_twice_is_written_once(pools, tier):
     tier.may_write.set()
     assert pools.mover.behind.threads.drain(HANG_S)
     (stored,) = tier.entries.values()
-    assert pools.mover.behind.stats.bytes_stored == len(stored[1]) and pools.mover.behind.stats.full == 0
+    assert pools.behind_stats().bytes_stored == len(stored[1]) and pools.behind_stats().full == 0
 
 
 @pytest.mark.parametrize("way", ["write", "read"])
 def test_a_thread_waits_for_the_transfers_that_use_its_pages(pools, tier, way, monkeypatch):
     """For those that are on their way when it is asked: stores write there, and loads read there."""
     mover, done, marks = pools.mover, [], (OnItsWay(), OnItsWay())
+    for mark, name in zip(marks, ("stores", "loads"), strict=True):
+        mark.synchronize = lambda name=name: done.append(name)
     pools.give_to_tier(0, 0, b"a")
     pools.store(0, 1, b"b")
+    mover.to_host.send()
     mover.to_host.stored, mover.to_device.last = marks
-    for queue, name in ((mover.to_host.queue, "stores"), (mover.to_device.queue, "loads")):
-        monkeypatch.setattr(queue, "finish", lambda mark, name=name: done.append((name, mark)))
     for name in ("put", "get"):
         original = getattr(tier, name)
         monkeypatch.setattr(tier, name, lambda *args, f=original, name=name: (done.append(name), f(*args))[1])
     if way == "write":
         mover.carry_out([pools.behind_unit(KV, 1, b"b", take=True)])
-        assert mover.behind.threads.drain(HANG_S) and done == [("stores", marks[0]), "put"]
+        assert mover.behind.threads.drain(HANG_S) and done == ["stores", "put"]
     else:
         assert pools.arrives(pools.bring(3, 2, b"a"))
-        assert done == [("stores", marks[0]), ("loads", marks[1]), "get"]
+        assert done == ["stores", "loads", "get"]
 
 
 def test_what_is_overwritten_while_a_thread_copies_it_is_not_written(pools, tier, monkeypatch):
@@ -228,7 +228,7 @@ def test_what_is_overwritten_while_a_thread_copies_it_is_not_written(pools, tier
 
     monkeypatch.setattr(mover.pages, "seen_checksum", overwritten)
     pools.give_to_tier(0, 0)
-    assert tier.entries == {} and mover.behind.stats.full == 1 and mover.behind.stats.bytes_stored == 0
+    assert tier.entries == {} and pools.behind_stats().full == 1 and pools.behind_stats().bytes_stored == 0
 
 
 @pytest.mark.parametrize("page", [0, -1])
@@ -241,7 +241,7 @@ def test_what_is_written_late_is_what_was_stored_or_nothing(pools, tier, page):
     pages = (pools.unit(STATE, 0, 3).pages[page], *other.pages[1:])
     pools.mover.carry_out([other._replace(pages=pages)])
     tier.may_write.set()
-    assert pools.mover.behind.threads.drain(HANG_S) and pools.mover.behind.stats.full == 1
+    assert pools.mover.behind.threads.drain(HANG_S) and pools.behind_stats().full == 1
     assert sorted(key for _, _, key in tier.entries) == [b"0", b"1", b"2"]
 
 
@@ -261,11 +261,11 @@ def test_a_tier_that_raises_loses_this_entry_only(pools, tier, method, monkeypat
         pools.write(KV, entry, 1.0 + entry)
         pools.give_to_tier(entry, entry, key)
     assert len(tier.entries) == (5 if method == "get" else 1)
-    assert pools.mover.behind.stats.full == (0 if method == "get" else 4)
+    assert pools.behind_stats().full == (0 if method == "get" else 4)
     for key in keys[:-1]:
         load = pools.bring(7, 9, key)
         assert pools.arrives(load) is False
-        pools.mover.drop(load)
+        pools.mover.to_device.wait_for(load)
     load = pools.bring(7, 9, b"good")
     assert pools.arrives(load) and pools.is_right(load) and pools.value(7) == 5.0
     assert caplog.text.count("the disk is on fire") == 4
@@ -278,9 +278,9 @@ def test_entries_of_other_weights_are_not_moved(pools, tier):
     behind.invalidate(1)
     load = pools.bring(3, 1)
     assert pools.arrives(load) is False and not tier.began.is_set()
-    pools.mover.drop(load)
+    pools.mover.to_device.wait_for(load)
     pools.give_to_tier(0, 2, b"late")
-    assert len(tier.entries) == 1 and pools.mover.behind.stats.full == 1
+    assert len(tier.entries) == 1 and pools.behind_stats().full == 1
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def transfer(kind, device_id, page, *, load=False):
     source, target = (HOST, DEVICE) if load else (DEVICE, HOST)
     tag = Tag(kind=kind, key=b"", depth_tokens=0, epoch=0)
     return BlockTransfer(
-        source=source, target=target, pages=(page,), tag=tag, device_id=device_id, load_id=0 if load else None
+        source=source, target=target, pages=(page,), tag=tag, device_id=device_id, load_id=0 if load else -1
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 from megatron_hybrid_prefix.transfers import behind, entry_copies, to_device
-from megatron_hybrid_prefix.transfers.pinned import allocate, choose_page_bytes, pin, unpin
+from megatron_hybrid_prefix.transfers.host_pages import allocate, choose_page_bytes, pin, unpin
 from megatron_hybrid_prefix.transfers.to_device import Transfer
 from tests.core.pools import (
     KV,
@@ -45,7 +45,7 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
         units, own = [], []
         for _ in range(dice.randint(0, 12)):
             if on_host and dice.random() < 0.4:
-                if not units or units[-1].load_id is None or dice.random() < 0.3:
+                if not units or units[-1].load_id < 0 or dice.random() < 0.3:
                     own.append(pools.new_load())
                 entry = dice.choice(sorted(on_host))
                 kind, value = on_host[entry]
@@ -63,7 +63,6 @@ def test_any_order_of_moves_and_writes(device, seed, monkeypatch):
                 assert pools.is_right(load)
             else:
                 pools.mover.to_device.wait_for(load)
-                pools.mover.to_device.forget(load)
         world.write_some(1000 + step)
     world.check()
 
@@ -146,7 +145,7 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
                 on_device |= values
                 continue
             ends["refused" if failed else "late" if arrived is None else "missing"] += 1
-            mover.drop(load)
+            mover.to_device.wait_for(load)
             for place in values:  # part of it may have been loaded; what the model writes now comes after that
                 world.write(place, 2000 + step)
             for entry in entries if is_fetch else ():  # the cache drops what did not arrive
@@ -162,12 +161,12 @@ def test_any_order_of_moves_with_a_tier_behind(device, seed, monkeypatch):
     threads = mover.behind.threads
     wait_until(lambda: not threads.overwrite([*first.pages, *second.pages]), "no page is being read into")
     world.carry_out([first, pools.behind_unit(KV, 0, b"end", take=True)])
-    assert mover.behind.threads.drain(HANG_S) and mover.behind.stats.bytes_stored > 0
+    assert mover.behind.threads.drain(HANG_S) and pools.behind_stats().bytes_stored > 0
     load = pools.bring(1, 1, b"end")
     assert pools.arrives(load) and pools.is_right(load)
     on_device[KV, 1] = on_device[KV, 0]
     world.check()
-    assert mover.behind.stats.bytes_loaded > 0
+    assert pools.behind_stats().bytes_loaded > 0
     mover.close()
 
 
@@ -331,7 +330,7 @@ def test_neighbouring_pages_of_two_entries_are_no_neighbours_in_the_buffer(monke
     tag = Tag(kind=KV, key=b"k", depth_tokens=1, epoch=0)
     load = mover.to_device.transfer(0)
     for source, target, first, of_load in ((DEVICE, HOST, 0, None), (HOST, DEVICE, 2, load)):
-        ends = {"source": source, "target": target, "tag": tag, "load_id": of_load and of_load.load_id}
+        ends = {"source": source, "target": target, "tag": tag, "load_id": of_load.load_id if of_load else -1}
         mover.carry_out([BlockTransfer(device_id=first + n, pages=(n, 4 + n), **ends) for n in range(2)])
     assert not mover.to_device.is_wrong(load)
     assert torch.equal(kv[:, :2], kv[:, 2:]) and not torch.equal(kv[:, 0], kv[:, 1])

@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.transfers import entry_copies, to_device, to_host
 from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
 from megatron_hybrid_prefix.transfers.queue import BUFFERS, DeviceQueue
 from megatron_hybrid_prefix.transfers.to_device import Transfer
-from tests.core.pools import KV, STATE, Pools
+from tests.core.pools import KV, Pools
 
 
 class Stream:
@@ -114,13 +114,15 @@ class Launches:
 
     def store(self, *entries: int, send: bool = True) -> None:
         """Stores KV blocks, each in an entry with its number."""
-        self.mover.carry_out([self.pools.unit(KV, n, n) for n in entries], send=send)
+        self.mover.carry_out([self.pools.unit(KV, n, n) for n in entries])
+        if send:
+            self.mover.to_host.send()
 
-    def load(self, device_id: int, *entries: int, load_id: int = 0, send: bool = True) -> Transfer:
+    def load(self, device_id: int, *entries: int, load_id: int = 0) -> Transfer:
         """A load of these entries, to this block and those after it."""
         load = self.pools.new_load(load_id)
         units = [self.pools.unit(KV, device_id + n, entry, load) for n, entry in enumerate(entries)]
-        self.mover.carry_out(units, send=send)
+        self.mover.carry_out(units)
         return load
 
     def next_forward(self) -> None:
@@ -191,6 +193,7 @@ def test_stores_to_the_same_pages_run_one_after_the_other(idle: Launches) -> Non
     for device_id in range(3):
         idle.pools.write(KV, device_id, 1.0 + device_id)
     idle.mover.carry_out([idle.pools.unit(KV, n, 5) for n in range(3)])
+    idle.mover.to_host.send()
     assert noted == [[idle.first_page(5)]] * 3
     assert "to_pages 0" in idle.before["to_pages 1"] and "to_pages 1" in idle.before["to_pages 2"]
     assert {"to_pages 1", "to_pages 2"} <= idle.before.keys()  # the model does not wait until they are on the host
@@ -221,14 +224,6 @@ def test_small_pages_are_gathered(idle: Launches) -> None:
     stored = {name for name in idle.before if name.startswith("to_pages")}
     assert stored == {f"to_pages {n}" for n in range(5)}
     assert {f"gather {n}" for n in range(5)} <= idle.before["next forward"]
-
-
-def test_what_shares_a_half_of_the_buffer_is_gathered_while_the_rest_is_copied(world: Launches) -> None:
-    pools, staging = world.pools, world.mover.to_host._staging
-    staging.half_bytes, staging.memory = 2 * staging.half_bytes, staging.memory.repeat(2)
-    world.mover.carry_out([pools.unit(KV, 0, 0), pools.unit(STATE, 1, 1)])
-    assert {"gather 0", "to_pages 0", "gather 1"} <= world.before["to_pages 1"]
-    assert "to_pages 0" not in world.before["gather 1"]
 
 
 def test_copies_that_are_sent_later_do_not_wait_for_the_forward(idle: Launches) -> None:
@@ -269,15 +264,15 @@ def test_what_publication_queued_is_stored_after_the_forward_that_writes_it(idle
     """What comes later waits until it is gathered, though nothing else is stored."""
     before, mover = idle.before, idle.mover
     Queue(mover, idle.pools.unit(KV, 1, 1))
-    mover.launch(send=False)
+    mover.launch()
     idle.launch("forward")
-    mover.forward_launched()
+    mover.send()
     idle.launch("sampling")
     assert "gather 1" not in before["sampling"], "it is not known yet whether it is finite"
     mover.step_ended()
     assert "forward" in before["gather 1"] and "gather 1" in before["to_pages 1"]
     assert idle.options["gather 1"]["beside"], "what follows does not wait for its programs"
-    mover.launch(send=False)
+    mover.launch()
     idle.launch("next forward")
     assert "gather 1" in before["next forward"] and "to_pages 1" not in before["next forward"]
 
@@ -286,7 +281,7 @@ def test_what_is_left_is_sent_at_the_end_of_a_step(idle: Launches) -> None:
     """With a controller that does not say when a forward is launched."""
     queue = Queue(idle.mover)
     queue.queued.append(idle.pools.unit(KV, 0, 0))
-    idle.mover.launch(send=False)
+    idle.mover.launch()
     assert "gather 0" in idle.before and "to_pages 0" not in idle.before
     idle.mover.step_ended()
     assert "to_pages 0" in idle.before
@@ -296,37 +291,37 @@ def test_what_comes_after_a_load_that_was_given_up_waits_for_it(world: Launches)
     """Its blocks and its slot may be another's. A load that still runs holds its own, and is not waited for."""
     before, mover, queue = world.before, world.mover, Queue(world.mover)
     own = [world.load(8 + load_id, 20, load_id=load_id) for load_id in (1, 0)][::-1]
-    mover.launch(send=False)
+    mover.launch()
     world.launch("forward")
-    assert not {"_load 8", "_load 9"} & before["forward"] and set(mover.to_device.running) == set(own)
+    assert not {"_load 8", "_load 9"} & before["forward"]
     queue.queued.append(LoadOver(1))
-    mover.launch(send=False)
+    mover.launch()
     world.launch("next forward")
     assert "_load 9" in before["next forward"] and "_load 8" not in before["next forward"]
-    assert mover.to_device.running == own[:1] and set(mover.to_device.transfers) == {0}
+    assert mover.to_device.transfers == {0: own[0]} and own[0].places
 
 
 def test_what_needs_the_copies_to_the_host_sends_them(idle: Launches) -> None:
     before, pools = idle.before, idle.pools
     idle.store(0, 1, send=False)
-    idle.load(9, 20, load_id=1, send=False)
+    idle.load(9, 20, load_id=1)
     assert {"gather 0", "gather 1"} <= before["to_staging 9"], "it may write there"
     assert "to_pages 0" not in before, "a load of another entry"
-    load = idle.load(10, 1, load_id=2, send=False)
+    load = idle.load(10, 1, load_id=2)
     assert {"to_pages 0", "to_pages 1"} <= before["to_staging 10"]
     assert not idle.mover.to_device.is_wrong(load)
     idle.store(2, 3, send=False)
     idle.launch("forward")
-    idle.mover.carry_out([pools.unit(KV, 4, 2)], send=False)
+    idle.mover.carry_out([pools.unit(KV, 4, 2)])
     assert "to_pages 2" in before["gather 4"], "it takes its half of the buffer, and its pages"
     assert not any("forward" in before[name] for name in ("to_pages 2", "to_pages 3")) and "to_pages 4" not in before
-    idle.mover.carry_out([pools.unit(KV, 5, 6)], send=False)
+    idle.mover.carry_out([pools.unit(KV, 5, 6)])
     assert "gather 5" in before and "to_pages 4" not in before, "there is room beside it"
-    idle.load(11, 3, load_id=3, send=False)
+    idle.load(11, 3, load_id=3)
     assert "to_pages 3" in before["to_staging 11"] and "to_pages 4" not in before, "a load of what was sent"
-    idle.load(8, 2, load_id=4, send=False)
+    idle.load(8, 2, load_id=4)
     assert {"to_pages 4", "to_pages 5"} <= before["to_staging 8"]
-    idle.mover.carry_out([pools.unit(KV, 6, 7)], send=False)
+    idle.mover.carry_out([pools.unit(KV, 6, 7)])
     idle.mover.drain_queues()
     assert "to_pages 6" in before
 
@@ -337,9 +332,9 @@ def test_copies_are_sent_where_the_buffer_or_a_page_is_needed_again(world: Launc
         pools.write(KV, n, 1.0 + n)
     world.store(*range(3), send=False)
     assert "to_pages 0" in before["gather 2"] and not {"to_pages 1", "to_pages 2"} & before.keys()
-    world.mover.carry_out([pools.unit(KV, n, 5) for n in (3, 4, 5)], send=False)
+    world.mover.carry_out([pools.unit(KV, n, 5) for n in (3, 4, 5)])
     assert {"to_pages 2", "to_pages 3"} <= before["to_pages 4"] and "to_pages 5" not in before
-    load = world.load(7, 5, send=False)
+    load = world.load(7, 5)
     assert "to_pages 5" in before["to_staging 7"]
     assert not world.mover.to_device.is_wrong(load) and pools.value(7) == 6.0
 

@@ -107,7 +107,7 @@ def test_a_forward_does_not_wait_until_copies_to_the_host_are_launched(model, mo
 def test_copies_to_the_host_are_launched_if_nobody_says_when_a_forward_is(model, monkeypatch):
     """With a controller of somebody else."""
     served = small(model)
-    monkeypatch.setattr(served.context.host_moves, "forward_launched", lambda: None)
+    monkeypatch.setattr(served.context.host_moves, "send", lambda: None)
     push_out(served)
     order = noted_launches(served, monkeypatch)
     served.send(tokens(6, 7, seed=990), count=1)

@@ -133,7 +133,7 @@ class Admissions:
         if admission.load is not None:
             allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
             allocator.take_routing(admission.load.payloads)
-            self._context.moves.launch(send=False)  # as early as can be
+            self._context.moves.launch()  # as early as can be
         self._watch_lengths(known.chain.tokens)
         return AdmittedChunk(
             shared=list(admission.block_ids[: admission.shared_blocks]),

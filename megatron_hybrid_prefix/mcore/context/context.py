@@ -237,7 +237,7 @@ class HybridPrefixContext(SlotContext):
         return budget
 
     def zero_live_states(self, live_indices: list[int]) -> None:
-        self.moves.launch(send=False)  # what was in these slots goes elsewhere first
+        self.moves.launch()  # what was in these slots goes elsewhere first
         super().zero_live_states(live_indices)
 
     def deallocate_inference_state_buffers(self) -> None:
@@ -347,7 +347,7 @@ class HybridPrefixContext(SlotContext):
 
     def transfer_bookkeeping_to_gpu(self, skip_token_input_ids: bool = False, record_done_event: bool = False) -> Any:
         """The CPU waits for upstream's copies, and so for all launches before them. Loads are waited for afterwards."""
-        self.moves.launch(send=False)
+        self.moves.launch()
         done = super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
         if self.loads is not None:
             self.loads.wait()
@@ -360,7 +360,7 @@ class HybridPrefixContext(SlotContext):
         if self._can_be_published():
             self._publish(failed=set())
             self._step.published_plans = plans
-        self.moves.forward_launched()
+        self.moves.send()
 
     def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
         return log_softmax(logits) if self.is_exact else None
@@ -493,7 +493,7 @@ class HybridPrefixContext(SlotContext):
             for request_id, live_index in zip(request_ids, self.live_indices[request_indexes].tolist(), strict=True):
                 slot = self.states.live.slot(live_index)
                 self.prefix_cache.loads.swap_out(request_id, self._decodes.processed(live_index), slot)
-            self.host_moves.launch(send=False)
+            self.host_moves.launch()
         for request_id in request_ids:
             if request_id in self._step.parts:
                 self.prefix_cache.abandon(self._step.parts.pop(request_id)[1], "released")
@@ -520,6 +520,7 @@ class HybridPrefixContext(SlotContext):
 
     def flush(self) -> None:
         self.moves.launch()
+        self.moves.send()
 
     def invalidate(self, why: str = "") -> None:
         """The weights changed: older KV and states no longer match, and running requests stop caching.

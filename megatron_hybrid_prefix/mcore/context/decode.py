@@ -91,7 +91,7 @@ class DecodedStates:
             self._context.decisions.note(partial(words.format, request_id, end_tokens, slot))
         if not copies:
             return
-        self._context.moves.launch(send=False)  # what was in these slots goes elsewhere first
+        self._context.moves.launch()  # what was in these slots goes elsewhere first
         live_slots, forward_tokens = zip(*copies.values(), strict=True)
         self._context.states.copy_decoded(list(copies), list(live_slots), list(forward_tokens))
 

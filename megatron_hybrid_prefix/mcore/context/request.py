@@ -287,7 +287,7 @@ class RequestLoads:
             fetch = cache.loads.fetch(req.request_id, known.match(cache, req.remaining_prompt_length))
             if fetch is None:
                 return False
-            self._moves.begin_fetch(fetch.load_id, [(entry.pages, entry.tag) for entry in fetch.coming])
+            self._moves.begin_fetch(fetch.load_id, [entry.read for entry in fetch.coming])
         state = self._fetch(known, fetch, wait=False)
         if state in (LoadState.MISSING, LoadState.LATE):
             self._context.decisions.note(lambda: f"request {req.request_id} does not wait for its load: {state}")
@@ -311,7 +311,7 @@ class RequestLoads:
         assert tier is not None
         if known.deadline_s is None:
             known.deadline_s = time.monotonic() + tier.tier.wait_s
-        state = self._moves.fetch(load.load_id, known.deadline_s, wait=wait, zero=load.slot >= 0)
+        state = self._moves.fetch(load.load_id, known.deadline_s, wait=wait)
         if state is not LoadState.FETCHING:
             known.deadline_s = None
             self._cache.loads.end_fetch(load, state)

@@ -20,9 +20,8 @@ from megatron_hybrid_prefix.tiers.base import Tier
 from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.registry import parse_url
 from megatron_hybrid_prefix.tiers.units import EntryKind
-from megatron_hybrid_prefix.transfers.host_pages import HostSizes
+from megatron_hybrid_prefix.transfers.host_pages import HostSizes, choose_page_bytes
 from megatron_hybrid_prefix.transfers.mover import DeviceMover, Mover
-from megatron_hybrid_prefix.transfers.pinned import choose_page_bytes
 
 if TYPE_CHECKING:
     from megatron_hybrid_prefix.config import HybridPrefixConfig
