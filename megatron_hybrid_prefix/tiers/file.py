@@ -32,9 +32,8 @@ from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.base import HEADER_BYTES, Entry, Tier, checksum_in, make_header
 from megatron_hybrid_prefix.tiers.folder import SharedFolder
-from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.settings import TierSettings, gib
-from megatron_hybrid_prefix.tiers.space import Space
+from megatron_hybrid_prefix.tiers.space import FileName, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)

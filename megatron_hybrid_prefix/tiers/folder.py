@@ -41,8 +41,7 @@ from typing import Any
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.base import VERSION
-from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, leave, names_in
-from megatron_hybrid_prefix.tiers.space import Space
+from megatron_hybrid_prefix.tiers.space import PARTS, FileName, Listing, Space, leave, names_in
 
 # A disk that is full although there is nothing to delete is left alone for this long.
 _PAUSE_S = 10.0

@@ -22,10 +22,9 @@ from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers import folder as folders
-from megatron_hybrid_prefix.tiers import listing
 from megatron_hybrid_prefix.tiers import space as spaces
 from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings
-from megatron_hybrid_prefix.tiers.listing import FileName
+from megatron_hybrid_prefix.tiers.space import FileName
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, raises, tag
 from tests.harness.limits import HANG_S, wait_until
@@ -351,7 +350,7 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
 
 def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
     """The engine's thread waits for no lock, and a look at a large folder lets others in again and again."""
-    first, count = tier_on(tmp_path), 3 * listing.AT_ONCE + 1
+    first, count = tier_on(tmp_path), 3 * spaces.AT_ONCE + 1
     tags = [tag(KV, 1 + number % 200, 1 + number // 200) for number in range(count)]
     put(first, *tags)
     added = [0]
@@ -359,7 +358,7 @@ def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
     monkeypatch.setattr(spaces.Space, "add", lambda *args: added.append(added.pop() + 1) or add(*args))
     monkeypatch.setattr(time, "sleep", lambda pause_s: added.append(0))
     tier = tier_on(tmp_path)
-    assert sum(added) == count and max(added) == listing.AT_ONCE
+    assert sum(added) == count and max(added) == spaces.AT_ONCE
     for holder, lock in ((tier.folder, "_looking"), (tier.folder, "_room"), (tier.folder.space, "_lock")):
         monkeypatch.setattr(holder, lock, None)
     tier.describe(TierStats())
@@ -499,7 +498,7 @@ def test_two_changes_within_one_tick_are_both_seen(tmp_path):
 
 
 def test_a_settled_folder_is_not_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(listing, "_TICK_S", -1.0)
+    monkeypatch.setattr(spaces, "_TICK_S", -1.0)
     tier = tier_on(tmp_path)
     put(tier, tag(KV, 1, 1))
     tier.folder.look()

@@ -19,9 +19,9 @@ from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers import mooncake
 from megatron_hybrid_prefix.tiers.base import HEADER_BYTES
-from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.registry import parse_url
 from megatron_hybrid_prefix.tiers.settings import TierSettings
+from megatron_hybrid_prefix.tiers.space import FileName
 from megatron_hybrid_prefix.tiers.units import Tag
 from tests.core.entries import BLOCK, NAME, SIZE
 from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
