@@ -122,7 +122,7 @@ class FileTier(Tier):
     def look(self) -> None:
         """Look at what other processes have done. Opens the namespace of new weights, and deletes wrong files."""
         space = self.folder.space
-        while space is not None and space.wrong:
+        while space.wrong:
             self._drop(space, space.wrong.pop())
         self.folder.look()
 
@@ -144,16 +144,15 @@ class FileTier(Tier):
         else:
             self._wake.set()
 
-    def _space(self, namespace: bytes) -> Space | None:
-        """The index of a namespace; None if it is not in use, or not open yet."""
+    def _space(self, namespace: bytes) -> Space:
+        """The index of a namespace; one without a name if it is not in use, or not open yet."""
         space = self.folder.space
-        return space if space is not None and namespace == space.namespace == self.folder.wanted else None
+        return space if namespace == space.namespace == self.folder.wanted else self.folder.nothing
 
     # -- queries: the index only ---------------------------------------------------------------------------------------
 
     def contains(self, namespace: bytes, kind: EntryKind, key: bytes) -> bool:
-        space = self._space(namespace)
-        return space is not None and space.get(kind, key) is not None
+        return self._space(namespace).get(kind, key) is not None
 
     def state_depth(self, namespace: bytes, keys: Sequence[bytes], after: int, limit: int) -> int:
         return self._unless_stuck(super().state_depth(namespace, keys, after, limit), after)
@@ -162,7 +161,7 @@ class FileTier(Tier):
 
     def put(self, namespace: bytes, entry: Entry) -> bool:
         tag, space, name = entry.tag, self._space(namespace), self._file_name(entry.tag)
-        if space is None:
+        if not space.namespace:
             self.count("old_weights")
             return False
         if space.get(tag.kind, tag.key) is not None:
@@ -184,8 +183,8 @@ class FileTier(Tier):
 
     def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
         space, header = self._space(namespace), memoryview(bytearray(HEADER_BYTES))
-        file = None if space is None else space.get(tag.kind, tag.key)
-        if space is None or file is None:
+        file = space.get(tag.kind, tag.key)
+        if file is None:
             self.count("gone")
             return None
         try:
@@ -217,7 +216,7 @@ class FileTier(Tier):
         """The entries were wrong when they arrived on the device. The thread that looks deletes their files."""
         space = self._space(namespace)
         for tag in tags:
-            if space is not None and (file := space.get(tag.kind, tag.key)) is not None:
+            if (file := space.get(tag.kind, tag.key)) is not None:
                 self.count("wrong")
                 space.wrong.add(file)
                 space.remove(file)
@@ -225,9 +224,8 @@ class FileTier(Tier):
 
     def describe(self, stats: TierStats) -> None:
         super().describe(stats)
-        space = self.folder.space
-        if space is not None:
-            stats.kv_blocks, stats.states = space.counts[EntryKind.KV], space.counts[EntryKind.STATE]
+        counts = self.folder.space.counts
+        stats.kv_blocks, stats.states = counts[EntryKind.KV], counts[EntryKind.STATE]
         stats.evictions = self.folder.evictions
         stats.bytes_used, stats.bytes_budget = self.folder.bytes_used, self.folder.budget_bytes
 

@@ -75,11 +75,9 @@ class Listing:
         self.bytes += size
         return True
 
-    def remove(self, name: FileName) -> int:
-        """A file is gone, or about to be deleted. Returns its bytes; 0 if it was not known."""
-        size = self.sizes[name.part].pop(str(name), 0)
-        self.bytes -= size
-        return size
+    def remove(self, name: FileName) -> None:
+        """A file is gone, or about to be deleted."""
+        self.bytes -= self.sizes[name.part].pop(str(name), 0)
 
     def look(self, folder: Directory) -> None:
         """Read the parts that changed. What is no regular file, or has no name of an entry, is not there.
@@ -228,14 +226,15 @@ class Space(Listing, TierIndex[KeptFile]):
                     self._orphans.setdefault(name.parent, {})[name] = seen
             return True
 
-    def remove(self, name: FileName) -> int:
+    def remove(self, name: FileName) -> None:
         with self._lock:
-            size, orphans = super().remove(name), self._orphans.get(name.parent, {})
+            super().remove(name)
+            orphans = self._orphans.get(name.parent, {})
             if orphans.pop(name, None) and not orphans:
                 del self._orphans[name.parent]
             node = self._nodes.get(name.key)
             if node is None or node.names.get(name.kind) != name:
-                return size
+                return
             del node.names[name.kind]
             self.counts[name.kind] -= 1
             if name.kind == EntryKind.STATE:
@@ -250,7 +249,6 @@ class Space(Listing, TierIndex[KeptFile]):
                 node = node.parent
                 node.children -= 1
                 self._goes_first(node)  # right after what was below it
-            return size
 
     def use(self, name: FileName, used_ns: int) -> None:
         """A request resumed from the state."""

@@ -259,4 +259,4 @@ class Mooncake(Stored):
 
 def wait_for_namespace(tier: Any, name: bytes) -> None:
     """The thread of a folder's tier opens another namespace."""
-    wait_until(lambda: not hasattr(tier, "_space") or tier._space(name), "the namespace is open")
+    wait_until(lambda: not hasattr(tier, "_space") or tier._space(name).namespace, "the namespace is open")
