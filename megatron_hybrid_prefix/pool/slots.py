@@ -51,9 +51,7 @@ class SlotPool:
         ValueError: A number is negative.
 
     Attributes:
-        pages: See Args.
         total_slots: Number of slots. With 0 nothing is ever kept.
-        first_slot: See Args.
         most_cached: Most slots that are reserved, published or retired.
         used_slots: Slots in use, with live ones.
         live_slots: Slots of running requests.

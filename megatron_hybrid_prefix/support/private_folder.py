@@ -114,9 +114,8 @@ def warn_if_others_read(file: Path) -> None:
             logger.warning("others can read the keys in %s: chmod 600 it", file)
 
 
-def who_else_writes(folder: Path, status: os.stat_result | None = None) -> str | None:
-    """Who besides this user and root can write to a folder, in a few words; None: nobody. ``status``: what is known of it."""
-    status = status or folder.stat()
+def who_else_writes(folder: Path, status: os.stat_result) -> str | None:
+    """Who besides this user and root can write to a folder, in a few words; None: nobody."""
     return _open_to(folder, status) or _foreign(folder, status, _ROOT)
 
 

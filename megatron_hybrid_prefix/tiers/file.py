@@ -1,9 +1,7 @@
 """`FileTier`: KV blocks and states as files in a folder that outlives the process and may be shared (``shared="file:///..."``).
 
-A file has a header and the bytes of the entry. The header names the content: format, namespace, kind, key, depth, size,
-and the checksum that was made on the device. The header has a digest of its own. A file that does not fit is not here: one that
-is torn, truncated or of another model is a counted miss, and is deleted. The bytes are checked on the device when they have
-arrived there (``transfers/mover.py``).
+A file has the header of ``base.py``, then the bytes of the entry. A file that does not fit its header is a counted miss, and is
+deleted.
 
 Two processes that write one key write the same content, but maybe other bytes, because sums depend on the batch. The file that
 is renamed last stays; a reader has all of one or all of the other.
@@ -22,17 +20,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
-from urllib.parse import SplitResult, unquote
+from typing import Any
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.base import HEADER_BYTES, Entry, Tier, checksum_in, make_header
-from megatron_hybrid_prefix.tiers.folder import SharedFolder
-from megatron_hybrid_prefix.tiers.settings import TierSettings, gib
+from megatron_hybrid_prefix.tiers.folder import FolderSettings, SharedFolder
 from megatron_hybrid_prefix.tiers.space import FileName, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
@@ -43,57 +37,11 @@ logger = logging.getLogger(__name__)
 _LASTING = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderSettings(TierSettings):
-    """A folder.
-
-    Attributes:
-        folder: The folder.
-        budget_bytes: Most bytes in the folder, of all processes together (``gb``, GiB).
-    """
-
-    folder: Path
-    budget_bytes: int
-    threads: int = 16
-
-    example = "file:///var/cache/prefix?gb=200"
-    parameters: ClassVar = {"gb": ("budget_bytes", gib), **TierSettings.parameters}
-
-    @classmethod
-    def place(cls, url: str, parts: SplitResult, given: dict[str, str]) -> dict[str, Any]:
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.path == "/":
-            raise ValueError(f"shared={url!r}: needs three slashes and the absolute path of a folder: {cls.example}")
-        if "gb" not in given:
-            raise ValueError(f"shared={url!r}: needs the size of the folder in GiB: {cls.example}")
-        return {"folder": Path(unquote(parts.path))}
-
-    def check(self) -> None:
-        self.secret()
-        existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
-        if not existing.is_dir():
-            raise ValueError(f"shared: {existing} is not a folder")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise ValueError(f"shared: cannot write to the folder {existing}")
-        try:
-            if existing == self.folder:
-                Directory(existing)
-        except OSError as error:
-            raise ValueError(f"shared: {error}") from None
-
-
 class FileTier(Tier):
     """Entries as files in a folder.
 
-    Args:
-        settings: Folder, budget and limits.
-        block_tokens: Tokens per block.
-        make_ranking: Makes the eviction policy of the states.
-
     Attributes:
         folder: The files.
-
-    Raises:
-        OSError: The folder cannot be used.
     """
 
     settings_class = FolderSettings
@@ -103,12 +51,7 @@ class FileTier(Tier):
     ) -> None:
         super().__init__(settings, block_tokens=block_tokens, make_ranking=make_ranking)
         self._block_tokens = block_tokens
-        self.folder = SharedFolder(
-            settings.folder,
-            budget_bytes=settings.budget_bytes,
-            make_ranking=make_ranking,
-            wait_s=settings.wait_s,
-        )
+        self.folder = SharedFolder(settings, make_ranking)
         self._about = "shared folder"
         self._wake = threading.Event()
         watch = threading.Thread(
@@ -227,7 +170,7 @@ class FileTier(Tier):
         counts = self.folder.space.counts
         stats.kv_blocks, stats.states = counts[EntryKind.KV], counts[EntryKind.STATE]
         stats.evictions = self.folder.evictions
-        stats.bytes_used, stats.bytes_budget = self.folder.bytes_used, self.folder.budget_bytes
+        stats.bytes_used, stats.bytes_budget = self.folder.bytes_used, self.folder.settings.budget_bytes
 
     def close(self) -> None:
         """Stop the thread, and release the locks."""

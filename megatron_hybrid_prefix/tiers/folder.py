@@ -35,13 +35,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import SplitResult, unquote
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.base import VERSION
+from megatron_hybrid_prefix.tiers.settings import TierSettings, gib
 from megatron_hybrid_prefix.tiers.space import PARTS, FileName, Listing, Space, leave, names_in
 
 # A disk that is full although there is nothing to delete is left alone for this long.
@@ -50,14 +53,50 @@ _TRIES = 3  # others may use up what was made free
 _PROCESS, _FILE, _SPACE = "[0-9a-f]{16}", "[1-9][0-9]*|lock", "[0-9a-f]{32}|writing"  # names, as in the layout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderSettings(TierSettings):
+    """A folder.
+
+    Attributes:
+        folder: The folder.
+        budget_bytes: Most bytes in the folder, of all processes together (``gb``, GiB).
+    """
+
+    folder: Path
+    budget_bytes: int
+    threads: int = 16
+
+    example = "file:///var/cache/prefix?gb=200"
+    parameters: ClassVar = {"gb": ("budget_bytes", gib), **TierSettings.parameters}
+
+    @classmethod
+    def place(cls, url: str, parts: SplitResult, given: dict[str, str]) -> dict[str, Any]:
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.path == "/":
+            raise ValueError(f"shared={url!r}: needs three slashes and the absolute path of a folder: {cls.example}")
+        if "gb" not in given:
+            raise ValueError(f"shared={url!r}: needs the size of the folder in GiB: {cls.example}")
+        return {"folder": Path(unquote(parts.path))}
+
+    def check(self) -> None:
+        self.secret()
+        existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
+        if not existing.is_dir():
+            raise ValueError(f"shared: {existing} is not a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ValueError(f"shared: cannot write to the folder {existing}")
+        try:
+            if existing == self.folder:
+                Directory(existing)
+        except OSError as error:
+            raise ValueError(f"shared: {error}") from None
+
+
 class SharedFolder:
     """The files of a folder: looked at, written within a budget, and deleted. Thread-safe.
 
     Args:
-        folder: The folder.
-        budget_bytes: Most bytes of all namespaces.
+        settings: Folder and budget, and how long to wait for a lock that another process holds (``wait_s``).
         make_ranking: Makes the eviction policy of a namespace.
-        wait_s: Longest time to wait for a lock that another process holds.
 
     Attributes:
         wanted: The namespace to use; empty: none.
@@ -70,11 +109,8 @@ class SharedFolder:
         OSError: The folder cannot be made or written to, others can write to it, or its file system has no locks.
     """
 
-    def __init__(
-        self, folder: Path, *, budget_bytes: int, make_ranking: Callable[[], EvictionPolicy[Any]], wait_s: float = 1.0
-    ) -> None:
-        self.budget_bytes, self._make_ranking, self._wait_s = budget_bytes, make_ranking, wait_s
-        self._top = folder
+    def __init__(self, settings: FolderSettings, make_ranking: Callable[[], EvictionPolicy[Any]]) -> None:
+        self.settings, self._make_ranking = settings, make_ranking
         self._looking, self._room = threading.Lock(), threading.RLock()
         self.wanted = b""
         self.space = self.nothing = Space(make_ranking(), b"")
@@ -129,8 +165,8 @@ class SharedFolder:
         return others
 
     def _open_above(self) -> None:
-        os.makedirs(self._top.parent, exist_ok=True)
-        top = Directory(self._top, make=True)
+        os.makedirs(self.settings.folder.parent, exist_ok=True)
+        top = Directory(self.settings.folder, make=True)
         root = top.below(f"v{VERSION}", make=True)
         writing = root.below("writing", make=True)
         self._own_lock.close()
@@ -144,7 +180,7 @@ class SharedFolder:
 
     def _open_space(self, space: Space) -> None:
         self._space_lock.close()
-        root, name, late = self._above[1], space.namespace.hex(), time.monotonic() + self._wait_s
+        root, name, late = self._above[1], space.namespace.hex(), time.monotonic() + self.settings.wait_s
         while True:
             try:
                 folder = root.below(name, make=True)
@@ -243,10 +279,10 @@ class SharedFolder:
 
     def _make_room(self, space: Space, size: int) -> bool:
         """Reserve bytes, if need be by deleting files. False: there is not enough to delete."""
-        if size > self.budget_bytes:
+        if size > self.settings.budget_bytes:
             return False
         with self._room:
-            most_bytes = self.budget_bytes - self._reserved_bytes - size
+            most_bytes = self.settings.budget_bytes - self._reserved_bytes - size
             if self.bytes_used > most_bytes:
                 self.look()  # others may have deleted enough
             if not self._delete_down_to(space, most_bytes):

@@ -23,7 +23,8 @@ from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers import space as spaces
-from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings
+from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
+from megatron_hybrid_prefix.tiers.folder import FolderSettings
 from megatron_hybrid_prefix.tiers.space import FileName
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, raises, tag
