@@ -27,7 +27,7 @@ What is lost:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
@@ -232,13 +232,10 @@ class Pages:
         """The page that the block is in."""
         return block_id // self.page_blocks
 
-    def is_whole(self, page: int) -> bool:
-        """Whether the page can hold a state."""
-        return page < self._whole
-
-    def held_in(self, page: int) -> int:
-        """Blocks of the page that requests hold."""
-        return self._held[page]
+    def unheld_without(self, block_ids: Iterable[int]) -> int:
+        """Whole pages without a held block, if these blocks were held, too."""
+        touched = set(map(self.page_of, block_ids))
+        return self.unheld_pages - sum(page < self._whole and not self._held[page] for page in touched)
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
