@@ -63,16 +63,15 @@ class FileTier(Tier):
     # -- namespace -----------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Look at what other processes have done. Opens the namespace of new weights, and deletes wrong files."""
-        space = self.folder.space
-        while space.wrong:
-            self._drop(space, space.wrong.pop())
-        self.folder.look()
+        """Look at what other processes have done. Opens the namespace of new weights, and deletes wrong files.
 
-    def _try_to_look(self) -> None:
-        """`look`; if it fails, the tier has what was seen before, and the next look tries again."""
+        If it fails, the tier has what was seen before, and the next look tries again.
+        """
+        space = self.folder.space
         try:
-            self.look()
+            while space.wrong:
+                self._drop(space, space.wrong.pop())
+            self.folder.look()
         except OSError as error:
             self.count("look_" + _reason(error), error)
         except Exception:  # without the thread that looks, new weights would never get their namespace
@@ -83,7 +82,7 @@ class FileTier(Tier):
         """The thread that looks opens it, because that reads the disk; the first one is opened here."""
         is_first, self.folder.wanted = not self.folder.wanted, namespace
         if is_first:
-            self._try_to_look()
+            self.look()
         else:
             self._wake.set()
 
@@ -103,7 +102,8 @@ class FileTier(Tier):
     # -- put, read: on other threads -----------------------------------------------------------------------------------
 
     def put(self, namespace: bytes, entry: Entry) -> bool:
-        tag, space, name = entry.tag, self._space(namespace), self._file_name(entry.tag)
+        tag, space = entry.tag, self._space(namespace)
+        name = FileName(tag.kind, tag.depth_tokens // self._block_tokens, tag.key, tag.parent)
         if not space.namespace:
             self.count("old_weights")
             return False
@@ -177,9 +177,6 @@ class FileTier(Tier):
         self.folder.close()
         self._wake.set()
 
-    def _file_name(self, tag: Tag) -> FileName:
-        return FileName(tag.kind, tag.depth_tokens // self._block_tokens, tag.key, tag.parent)
-
     def _drop(self, space: Space, file: FileName) -> None:
         """Delete a file that is no good."""
         folder, text = space.place(file)
@@ -220,7 +217,7 @@ def _watch(tier_of: Callable[[], FileTier | None], wake: threading.Event, refres
         tier = tier_of()
         if tier is None or tier.folder.closed:
             return
-        tier._try_to_look()
+        tier.look()
         del tier
 
 

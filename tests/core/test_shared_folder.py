@@ -28,6 +28,7 @@ from megatron_hybrid_prefix.tiers.folder import FolderSettings
 from megatron_hybrid_prefix.tiers.space import FileName
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, raises, tag
+from tests.core.tier_kinds import file_name
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
 
@@ -52,7 +53,7 @@ def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes | None = NAM
 
 
 def path_of(tier: FileTier, of: Tag) -> Path:
-    folder, name = tier.folder.space.place(tier._file_name(of))
+    folder, name = tier.folder.space.place(file_name(of))
     return folder.path / name
 
 
@@ -132,7 +133,7 @@ def test_a_late_write_deletes_nothing_of_old_weights(tmp_path, no_grace):
     old, before = tier.folder.space, files(tmp_path)
     tier.use_namespace(other)
     wait_until(lambda: tier._space(other).namespace, "the namespace is open")
-    assert not tier.folder.write(old, tier._file_name(tag(KV, 1, 3)), [bytes(1_000)]) and files(tmp_path) == before
+    assert not tier.folder.write(old, file_name(tag(KV, 1, 3)), [bytes(1_000)]) and files(tmp_path) == before
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -414,7 +415,7 @@ def test_namespaces_that_nobody_uses_go_before_states(tmp_path):
 def test_an_entry_whose_parent_was_deleted_has_no_place(tmp_path):
     tier = tier_on(tmp_path)
     put(tier, *prompt_tags(1, 3))
-    tier._drop(tier.folder.space, tier._file_name(tag(KV, 1, 2)))
+    tier._drop(tier.folder.space, file_name(tag(KV, 1, 2)))
     other = tier_on(tmp_path)
     prompt = keys(1, 3)
     assert tier.kv_depth(NAME, prompt, 0) == 1 == other.kv_depth(NAME, prompt, 0)
@@ -490,7 +491,7 @@ def test_two_changes_within_one_tick_are_both_seen(tmp_path):
     part = path_of(tier, tag(KV, 1, 1)).parent
     changed = part.stat().st_mtime_ns
     other.folder.look()
-    tier._drop(tier.folder.space, tier._file_name(tag(KV, 1, 1)))
+    tier._drop(tier.folder.space, file_name(tag(KV, 1, 1)))
     os.utime(part, ns=(changed, changed))  # the same time
     other.folder.look()
     assert not other.contains(NAME, KV, key(1, 1))
@@ -618,7 +619,7 @@ def use(folder: Path, name: bytes = NAME) -> FileTier:
         put(tier, *prompt_tags(number, 2), name=name)
         for each in prompt_tags(number, 2):
             get(tier, each, name)
-        tier._try_to_look()
+        tier.look()
     tier.close()
     return tier
 
@@ -723,7 +724,7 @@ def test_a_link_that_takes_the_place_of_an_open_folder(tmp_path, no_grace, where
     for number in range(3, 9):
         put(tier, *prompt_tags(number, 2))
         tier.remove(NAME, prompt_tags(number, 2)[:1])
-        tier._try_to_look()
+        tier.look()
     tier.close()
     assert all_below(outside) == before and tier.counts["look_ENOTDIR"] >= 6
 

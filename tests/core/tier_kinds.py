@@ -137,7 +137,7 @@ class Folder(Stored):
         return sorted(path for path in self.path.rglob(f"{kind}*-*-*-*"))
 
     def name(self, name: bytes, of: Tag) -> Path:
-        file = FileName(of.kind, of.depth_tokens // BLOCK, of.key, of.parent)
+        file = file_name(of)
         return self.path / "v1" / name.hex() / file.part / str(file)
 
     def settle(self, tier: Any) -> None:
@@ -180,6 +180,11 @@ class Folder(Stored):
     def write(self, entry: Path, content: Any) -> None:
         entry.unlink(missing_ok=True)
         entry.write_bytes(content)
+
+
+def file_name(of: Tag) -> FileName:
+    """Of an entry."""
+    return FileName(of.kind, of.depth_tokens // BLOCK, of.key, of.parent)
 
 
 class ShortReads(Folder):
