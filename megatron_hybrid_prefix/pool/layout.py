@@ -66,11 +66,6 @@ class StateLayout:
         if self.layers < 0 or not names or len(set(names)) < len(names):
             raise ValueError(f"state layout {self.kind!r}: {self.layers} layers, components {names}")
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one state in every layer."""
-        return self.layers * sum(component.bytes for component in self.components)
-
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
@@ -96,8 +91,8 @@ class SlotLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot."""
-        return sum(layout.slot_bytes for layout in self.kinds)
+        """Bytes of one slot; 0 if this rank has no recurrent layers."""
+        return sum(of_kind.layers * component.bytes for of_kind, component in self)
 
     def with_dtypes(self, *, state: str | None, window: str | None) -> SlotLayout:
         """The same states in other dtypes.
@@ -113,7 +108,3 @@ class SlotLayout:
 
         kinds = (replace(layout, components=tuple(map(changed, layout.components))) for layout in self.kinds)
         return SlotLayout(tuple(kinds))
-
-    def slots_within(self, budget_bytes: int) -> int | None:
-        """Number of slots that fit the budget; None if a slot takes no bytes (this rank has no recurrent layers)."""
-        return budget_bytes // self.slot_bytes if self.slot_bytes else None

@@ -27,7 +27,7 @@ What is lost:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
@@ -204,15 +204,15 @@ class Pages:
                 f"kv_blocks={blocks}, page_blocks={page_blocks}, page_states={page_states}: must be 0, 1 and 1 or more"
             )
         self.total_blocks, self.page_blocks, self.page_states = blocks, page_blocks, page_states
-        self._size, self._whole = page_blocks, blocks // page_blocks
+        self._whole = blocks // page_blocks
         self.pages_to_states = self.pages_to_kv = 0
         self.with_old_state: list[int] = []
-        self._last_owner = bytearray(ceil_div(blocks, self._size))
+        self._last_owner = bytearray(ceil_div(blocks, self.page_blocks))
         self.reset()
 
     def reset(self) -> None:
         """Frees everything. The bytes in the memory stay."""
-        size, blocks = self._size, self.total_blocks
+        size, blocks = self.page_blocks, self.total_blocks
         # Stacks with the lowest id on top.
         self._free_ids = [list(range(min(start + size, blocks) - 1, start - 1, -1)) for start in range(0, blocks, size)]
         self._held = array("i", bytes(4 * len(self._free_ids)))
@@ -230,15 +230,12 @@ class Pages:
 
     def page_of(self, block_id: int) -> int:
         """The page that the block is in."""
-        return block_id // self._size
+        return block_id // self.page_blocks
 
-    def is_whole(self, page: int) -> bool:
-        """Whether the page can hold a state."""
-        return page < self._whole
-
-    def held_in(self, page: int) -> int:
-        """Blocks of the page that requests hold."""
-        return self._held[page]
+    def unheld_without(self, block_ids: Iterable[int]) -> int:
+        """Whole pages without a held block, if these blocks were held, too."""
+        touched = set(map(self.page_of, block_ids))
+        return self.unheld_pages - sum(page < self._whole and not self._held[page] for page in touched)
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -270,7 +267,7 @@ class Pages:
 
     def hold(self, block_id: int, count: int) -> None:
         """Requests hold ``count`` more blocks of this block's page; below 0: fewer. Those stay cached."""
-        page = block_id // self._size
+        page = block_id // self.page_blocks
         before = self._held[page]
         self._held[page] = before + count
         self.held_blocks += count
@@ -286,7 +283,7 @@ class Pages:
 
     def evict(self, block_id: int) -> None:
         """Frees a cached block."""
-        page = block_id // self._size
+        page = block_id // self.page_blocks
         self._free_ids[page].append(block_id)
         self.free_blocks += 1
         self._changed.add(page)
@@ -296,14 +293,14 @@ class Pages:
     @property
     def empty_page(self) -> int | None:
         """A page whose blocks are all free; None if there is none."""
-        if self.free_blocks < self._size:
+        if self.free_blocks < self.page_blocks:
             return None
         page = self._listed(self._unheld_by_free).first(self._is_unheld)
-        return page if page is not None and len(self._free_ids[page]) == self._size else None
+        return page if page is not None and len(self._free_ids[page]) == self.page_blocks else None
 
     def can_be_emptied(self) -> bool:
         """Whether there is a page without a held block, and room for its blocks elsewhere."""
-        return self.unheld_pages > 0 and self.free_blocks >= self._size
+        return self.unheld_pages > 0 and self.free_blocks >= self.page_blocks
 
     def empty(self) -> tuple[int, list[tuple[int, int]]]:
         """Chooses the page that is emptied with the fewest moves. The caller carries out the moves.
@@ -314,7 +311,7 @@ class Pages:
         """
         page = self._listed(self._unheld_by_free).first(self._is_unheld)
         assert page is not None and self.can_be_emptied()
-        size, free = self._size, self._free_ids[page]
+        size, free = self.page_blocks, self._free_ids[page]
         start = page * size
         used = sorted({*range(start, start + size)}.difference(free))
         targets: list[int] = []
@@ -328,14 +325,14 @@ class Pages:
 
     def give_to_state(self, page: int) -> None:
         """Gives an empty page to its slot."""
-        if page >= self._whole or self._is_state[page] or len(self._free_ids[page]) != self._size:
+        if page >= self._whole or self._is_state[page] or len(self._free_ids[page]) != self.page_blocks:
             raise CacheCorruptionError(f"page {page} is given to a state, but is not empty")
         self._is_state[page] = 1
         self.pages_to_states += self._last_owner[page] == _KV
         self._last_owner[page] = _STATE
         self.state_pages += 1
         self.unheld_pages -= 1
-        self.free_blocks -= self._size
+        self.free_blocks -= self.page_blocks
 
     def take_from_state(self, page: int) -> None:
         """The page's slot became free, so its blocks are."""
@@ -344,7 +341,7 @@ class Pages:
         self._is_state[page] = 0
         self.state_pages -= 1
         self.unheld_pages += 1
-        self.free_blocks += self._size
+        self.free_blocks += self.page_blocks
         self._changed.add(page)
 
     def is_state(self, page: int) -> bool:
@@ -362,7 +359,7 @@ class Pages:
         Raises:
             CacheCorruptionError: They differ, or a page of a state has a block that is in use.
         """
-        size = self._size
+        size = self.page_blocks
         held = array("i", bytes(4 * len(self._free_ids)))
         for block_id, ref_count in enumerate(ref_counts):
             held[block_id // size] += ref_count > 0

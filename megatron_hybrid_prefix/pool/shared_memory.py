@@ -89,7 +89,7 @@ class SharedMemory:
         block: BlockShape | None = None,
         device: torch.device | int | str,
     ) -> None:
-        self._slots, self.layout, self.first_page_slot = slots, layout, own_slots
+        self.layout, self.first_page_slot = layout, own_slots
         self._state_bytes = state_bytes = slot_bytes(slots)
         self._row_bytes = max(1, state_bytes) if layout is None else ALIGNMENT_BYTES
         self._drafted_bytes, self._drafts = own_slots * state_bytes, drafts

@@ -51,9 +51,7 @@ class SlotPool:
         ValueError: A number is negative.
 
     Attributes:
-        pages: See Args.
         total_slots: Number of slots. With 0 nothing is ever kept.
-        first_slot: See Args.
         most_cached: Most slots that are reserved, published or retired.
         used_slots: Slots in use, with live ones.
         live_slots: Slots of running requests.
@@ -107,7 +105,7 @@ class SlotPool:
 
     def reserve(self) -> int | None:
         """Reserve a slot for the next forward to write; None if no page has a free slot and none is empty."""
-        page = self._open.first(self._is_open)
+        page = self._open.first(lambda page, free: len(self._places.get(page, ())) == free)
         if page is None:
             page = self.pages.empty_page
             if page is None:
@@ -184,6 +182,10 @@ class SlotPool:
         stuck = array("i", bytes(4 * len(self.pages)))
         for index, (state, pins) in enumerate(zip(self._state, self._pins, strict=True)):
             stuck[index // self._size] += bool(pins) or state in _FIXED
+            if pins < 0 or (pins and state not in (SlotState.PUBLISHED, SlotState.RETIRED)):
+                raise CacheCorruptionError(f"slot {self.first_slot + index}: {pins} pins while {SlotState(state).name}")
+            if not pins and state == SlotState.RETIRED:
+                raise CacheCorruptionError(f"slot {self.first_slot + index} leaked: it is retired and has no pin")
         if stuck != self._stuck or self.stuck_pages != sum(map(bool, stuck)):
             raise CacheCorruptionError(f"{sum(map(bool, stuck))} pages cannot be evicted, counted {self.stuck_pages}")
         counts = (self.used_slots, self.live_slots)
@@ -196,32 +198,12 @@ class SlotPool:
             is_state = len(free) < self._size
             if self.pages.is_state(page) != is_state or sorted(self._places.get(page, ids)) != (free or []):
                 raise CacheCorruptionError(f"page {page}: its states and its slots in use differ")
-        for index, pins in enumerate(self._pins):
-            state = self._state[index]
-            if pins < 0 or (pins and state not in (SlotState.PUBLISHED, SlotState.RETIRED)):
-                raise CacheCorruptionError(f"slot {self.first_slot + index}: {pins} pins while {SlotState(state).name}")
-            if not pins and state == SlotState.RETIRED:
-                raise CacheCorruptionError(f"slot {self.first_slot + index} leaked: it is retired and has no pin")
 
     def _stick(self, page: int, count: int) -> None:
         """``count`` more slots of the page cannot become free by eviction."""
         before = self._stuck[page]
         self._stuck[page] = before + count
         self.stuck_pages += (before + count > 0) - (before > 0)
-
-    def _put_back(self, index: int) -> None:
-        page = index // self._size
-        places = self._places[page]
-        places.append(index)
-        self.used_slots -= 1
-        if len(places) == self._size:
-            del self._places[page]
-            self.pages.take_from_state(page)
-        else:
-            self._open.push(page, len(places))
-
-    def _is_open(self, page: int, free: int) -> bool:
-        return len(self._places.get(page, ())) == free
 
     def _index(self, slot: int) -> int:
         index = slot - self.first_slot
@@ -234,7 +216,15 @@ class SlotPool:
         if self._state[index] != source:
             raise CacheCorruptionError(f"slot {slot} is {self.state(slot).name}, expected {source.name}")
         self._state[index] = target
+        page = index // self._size
         if (target in _FIXED) != (source in _FIXED):
-            self._stick(index // self._size, 1 if target in _FIXED else -1)
+            self._stick(page, 1 if target in _FIXED else -1)
         if target == SlotState.FREE:
-            self._put_back(index)
+            places = self._places[page]
+            places.append(index)
+            self.used_slots -= 1
+            if len(places) == self._size:
+                del self._places[page]
+                self.pages.take_from_state(page)
+            else:
+                self._open.push(page, len(places))

@@ -48,7 +48,7 @@ class Directory:
             raise OSError(error.errno, f"{path} is no folder, or a link, which is not followed") from None
         weakref.finalize(self, os.close, self.fd).atexit = False
         self._status = os.fstat(self.fd)
-        if problem := who_else_writes(path, self._status):
+        if problem := _open_to(path, self._status) or _foreign(path, self._status, _ROOT):
             raise OSError(errno.EPERM, f"{problem}: chmod -R go-w or chown it, or name a new folder in it")
 
     def below(self, name: str, *, make: bool = False) -> Directory:
@@ -112,12 +112,6 @@ def warn_if_others_read(file: Path) -> None:
         by_group = status.st_mode & stat.S_IRGRP and not _is_own_group(status.st_gid)
         if (by_group or status.st_mode & stat.S_IROTH) and os.environ.get("LOCAL_RANK", "0") == "0":
             logger.warning("others can read the keys in %s: chmod 600 it", file)
-
-
-def who_else_writes(folder: Path, status: os.stat_result | None = None) -> str | None:
-    """Who besides this user and root can write to a folder, in a few words; None: nobody. ``status``: what is known of it."""
-    status = status or folder.stat()
-    return _open_to(folder, status) or _foreign(folder, status, _ROOT)
 
 
 def _open_to(folder: Path, status: os.stat_result) -> str | None:

@@ -130,8 +130,7 @@ class DeviceTier:
             return False
         if not needed:
             return True
-        touched = {pages.page_of(node.block_id) for node in tail}
-        unheld = pages.unheld_pages - sum(pages.is_whole(page) and not pages.held_in(page) for page in touched)
+        unheld = pages.unheld_without(node.block_id for node in tail)
         return unheld + pages.state_pages - self.slots.stuck_pages >= needed
 
     def take_copies(self) -> list[Copy]:

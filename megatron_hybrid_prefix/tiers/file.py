@@ -1,9 +1,7 @@
 """`FileTier`: KV blocks and states as files in a folder that outlives the process and may be shared (``shared="file:///..."``).
 
-A file has a header and the bytes of the entry. The header names the content: format, namespace, kind, key, depth, size,
-and the checksum that was made on the device. The header has a digest of its own. A file that does not fit is not here: one that
-is torn, truncated or of another model is a counted miss, and is deleted. The bytes are checked on the device when they have
-arrived there (``transfers/mover.py``).
+A file has the header of ``base.py``, then the bytes of the entry. A file that does not fit its header is a counted miss, and is
+deleted.
 
 Two processes that write one key write the same content, but maybe other bytes, because sums depend on the batch. The file that
 is renamed last stays; a reader has all of one or all of the other.
@@ -22,19 +20,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
-from urllib.parse import SplitResult, unquote
+from typing import Any
 
 from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.base import HEADER_BYTES, Entry, Tier, checksum_in, make_header
-from megatron_hybrid_prefix.tiers.folder import SharedFolder
-from megatron_hybrid_prefix.tiers.listing import FileName
-from megatron_hybrid_prefix.tiers.settings import TierSettings, gib
-from megatron_hybrid_prefix.tiers.space import Space
+from megatron_hybrid_prefix.tiers.folder import FolderSettings, SharedFolder
+from megatron_hybrid_prefix.tiers.space import FileName, Space
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 
 logger = logging.getLogger(__name__)
@@ -44,57 +37,11 @@ logger = logging.getLogger(__name__)
 _LASTING = (errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderSettings(TierSettings):
-    """A folder.
-
-    Attributes:
-        folder: The folder.
-        budget_bytes: Most bytes in the folder, of all processes together (``gb``, GiB).
-    """
-
-    folder: Path
-    budget_bytes: int
-    threads: int = 16
-
-    example = "file:///var/cache/prefix?gb=200"
-    parameters: ClassVar = {"gb": ("budget_bytes", gib), **TierSettings.parameters}
-
-    @classmethod
-    def place(cls, url: str, parts: SplitResult, given: dict[str, str]) -> dict[str, Any]:
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.path == "/":
-            raise ValueError(f"shared={url!r}: needs three slashes and the absolute path of a folder: {cls.example}")
-        if "gb" not in given:
-            raise ValueError(f"shared={url!r}: needs the size of the folder in GiB: {cls.example}")
-        return {"folder": Path(unquote(parts.path))}
-
-    def check(self) -> None:
-        self.secret()
-        existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
-        if not existing.is_dir():
-            raise ValueError(f"shared: {existing} is not a folder")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise ValueError(f"shared: cannot write to the folder {existing}")
-        try:
-            if existing == self.folder:
-                Directory(existing)
-        except OSError as error:
-            raise ValueError(f"shared: {error}") from None
-
-
 class FileTier(Tier):
     """Entries as files in a folder.
 
-    Args:
-        settings: Folder, budget and limits.
-        block_tokens: Tokens per block.
-        make_ranking: Makes the eviction policy of the states.
-
     Attributes:
         folder: The files.
-
-    Raises:
-        OSError: The folder cannot be used.
     """
 
     settings_class = FolderSettings
@@ -104,12 +51,7 @@ class FileTier(Tier):
     ) -> None:
         super().__init__(settings, block_tokens=block_tokens, make_ranking=make_ranking)
         self._block_tokens = block_tokens
-        self.folder = SharedFolder(
-            settings.folder,
-            budget_bytes=settings.budget_bytes,
-            make_ranking=make_ranking,
-            wait_s=settings.wait_s,
-        )
+        self.folder = SharedFolder(settings, make_ranking)
         self._about = "shared folder"
         self._wake = threading.Event()
         watch = threading.Thread(
@@ -121,16 +63,15 @@ class FileTier(Tier):
     # -- namespace -----------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Look at what other processes have done. Opens the namespace of new weights, and deletes wrong files."""
-        space = self.folder.space
-        while space is not None and space.wrong:
-            self._drop(space, space.wrong.pop())
-        self.folder.look()
+        """Look at what other processes have done. Opens the namespace of new weights, and deletes wrong files.
 
-    def _try_to_look(self) -> None:
-        """`look`; if it fails, the tier has what was seen before, and the next look tries again."""
+        If it fails, the tier has what was seen before, and the next look tries again.
+        """
+        space = self.folder.space
         try:
-            self.look()
+            while space.wrong:
+                self._drop(space, space.wrong.pop())
+            self.folder.look()
         except OSError as error:
             self.count("look_" + _reason(error), error)
         except Exception:  # without the thread that looks, new weights would never get their namespace
@@ -141,20 +82,19 @@ class FileTier(Tier):
         """The thread that looks opens it, because that reads the disk; the first one is opened here."""
         is_first, self.folder.wanted = not self.folder.wanted, namespace
         if is_first:
-            self._try_to_look()
+            self.look()
         else:
             self._wake.set()
 
-    def _space(self, namespace: bytes) -> Space | None:
-        """The index of a namespace; None if it is not in use, or not open yet."""
+    def _space(self, namespace: bytes) -> Space:
+        """The index of a namespace; one without a name if it is not in use, or not open yet."""
         space = self.folder.space
-        return space if space is not None and namespace == space.namespace == self.folder.wanted else None
+        return space if namespace == space.namespace == self.folder.wanted else self.folder.nothing
 
     # -- queries: the index only ---------------------------------------------------------------------------------------
 
     def contains(self, namespace: bytes, kind: EntryKind, key: bytes) -> bool:
-        space = self._space(namespace)
-        return space is not None and space.get(kind, key) is not None
+        return self._space(namespace).get(kind, key) is not None
 
     def state_depth(self, namespace: bytes, keys: Sequence[bytes], after: int, limit: int) -> int:
         return self._unless_stuck(super().state_depth(namespace, keys, after, limit), after)
@@ -162,8 +102,9 @@ class FileTier(Tier):
     # -- put, read: on other threads -----------------------------------------------------------------------------------
 
     def put(self, namespace: bytes, entry: Entry) -> bool:
-        tag, space, name = entry.tag, self._space(namespace), self._file_name(entry.tag)
-        if space is None:
+        tag, space = entry.tag, self._space(namespace)
+        name = FileName(tag.kind, tag.depth_tokens // self._block_tokens, tag.key, tag.parent)
+        if not space.namespace:
             self.count("old_weights")
             return False
         if space.get(tag.kind, tag.key) is not None:
@@ -185,8 +126,8 @@ class FileTier(Tier):
 
     def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
         space, header = self._space(namespace), memoryview(bytearray(HEADER_BYTES))
-        file = None if space is None else space.get(tag.kind, tag.key)
-        if space is None or file is None:
+        file = space.get(tag.kind, tag.key)
+        if file is None:
             self.count("gone")
             return None
         try:
@@ -218,7 +159,7 @@ class FileTier(Tier):
         """The entries were wrong when they arrived on the device. The thread that looks deletes their files."""
         space = self._space(namespace)
         for tag in tags:
-            if space is not None and (file := space.get(tag.kind, tag.key)) is not None:
+            if (file := space.get(tag.kind, tag.key)) is not None:
                 self.count("wrong")
                 space.wrong.add(file)
                 space.remove(file)
@@ -226,19 +167,15 @@ class FileTier(Tier):
 
     def describe(self, stats: TierStats) -> None:
         super().describe(stats)
-        space = self.folder.space
-        if space is not None:
-            stats.kv_blocks, stats.states = space.counts[EntryKind.KV], space.counts[EntryKind.STATE]
+        counts = self.folder.space.counts
+        stats.kv_blocks, stats.states = counts[EntryKind.KV], counts[EntryKind.STATE]
         stats.evictions = self.folder.evictions
-        stats.bytes_used, stats.bytes_budget = self.folder.bytes_used, self.folder.budget_bytes
+        stats.bytes_used, stats.bytes_budget = self.folder.bytes_used, self.folder.settings.budget_bytes
 
     def close(self) -> None:
         """Stop the thread, and release the locks."""
         self.folder.close()
         self._wake.set()
-
-    def _file_name(self, tag: Tag) -> FileName:
-        return FileName(tag.kind, tag.depth_tokens // self._block_tokens, tag.key, tag.parent)
 
     def _drop(self, space: Space, file: FileName) -> None:
         """Delete a file that is no good."""
@@ -280,7 +217,7 @@ def _watch(tier_of: Callable[[], FileTier | None], wake: threading.Event, refres
         tier = tier_of()
         if tier is None or tier.folder.closed:
             return
-        tier._try_to_look()
+        tier.look()
         del tier
 
 

@@ -35,14 +35,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import SplitResult, unquote
 
 from megatron_hybrid_prefix.policy.base import EvictionPolicy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers.base import VERSION
-from megatron_hybrid_prefix.tiers.listing import PARTS, FileName, Listing, leave, names_in
-from megatron_hybrid_prefix.tiers.space import Space
+from megatron_hybrid_prefix.tiers.settings import TierSettings, gib
+from megatron_hybrid_prefix.tiers.space import PARTS, FileName, Listing, Space, leave, names_in
 
 # A disk that is full although there is nothing to delete is left alone for this long.
 _PAUSE_S = 10.0
@@ -50,18 +53,55 @@ _TRIES = 3  # others may use up what was made free
 _PROCESS, _FILE, _SPACE = "[0-9a-f]{16}", "[1-9][0-9]*|lock", "[0-9a-f]{32}|writing"  # names, as in the layout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderSettings(TierSettings):
+    """A folder.
+
+    Attributes:
+        folder: The folder.
+        budget_bytes: Most bytes in the folder, of all processes together (``gb``, GiB).
+    """
+
+    folder: Path
+    budget_bytes: int
+    threads: int = 16
+
+    example = "file:///var/cache/prefix?gb=200"
+    parameters: ClassVar = {"gb": ("budget_bytes", gib), **TierSettings.parameters}
+
+    @classmethod
+    def place(cls, url: str, parts: SplitResult, given: dict[str, str]) -> dict[str, Any]:
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.path == "/":
+            raise ValueError(f"shared={url!r}: needs three slashes and the absolute path of a folder: {cls.example}")
+        if "gb" not in given:
+            raise ValueError(f"shared={url!r}: needs the size of the folder in GiB: {cls.example}")
+        return {"folder": Path(unquote(parts.path))}
+
+    def check(self) -> None:
+        self.secret()
+        existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
+        if not existing.is_dir():
+            raise ValueError(f"shared: {existing} is not a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ValueError(f"shared: cannot write to the folder {existing}")
+        try:
+            if existing == self.folder:
+                Directory(existing)
+        except OSError as error:
+            raise ValueError(f"shared: {error}") from None
+
+
 class SharedFolder:
     """The files of a folder: looked at, written within a budget, and deleted. Thread-safe.
 
     Args:
-        folder: The folder.
-        budget_bytes: Most bytes of all namespaces.
+        settings: Folder and budget, and how long to wait for a lock that another process holds (``wait_s``).
         make_ranking: Makes the eviction policy of a namespace.
-        wait_s: Longest time to wait for a lock that another process holds.
 
     Attributes:
         wanted: The namespace to use; empty: none.
-        space: The namespace that is open: the wanted one, as of the last look. None: there is none.
+        space: The namespace that is open: the wanted one, as of the last look; or `nothing`.
+        nothing: A namespace without a name and without files.
         closed: Nothing is looked at any more.
         evictions: Files that this process deleted to make room.
 
@@ -69,14 +109,11 @@ class SharedFolder:
         OSError: The folder cannot be made or written to, others can write to it, or its file system has no locks.
     """
 
-    def __init__(
-        self, folder: Path, *, budget_bytes: int, make_ranking: Callable[[], EvictionPolicy[Any]], wait_s: float = 1.0
-    ) -> None:
-        self.budget_bytes, self._make_ranking, self._wait_s = budget_bytes, make_ranking, wait_s
-        self._top = folder
-        self._looking, self._room = threading.Lock(), threading.Lock()
+    def __init__(self, settings: FolderSettings, make_ranking: Callable[[], EvictionPolicy[Any]]) -> None:
+        self.settings, self._make_ranking = settings, make_ranking
+        self._looking, self._room = threading.Lock(), threading.RLock()
         self.wanted = b""
-        self.space: Space | None = None
+        self.space = self.nothing = Space(make_ranking(), b"")
         self._others: dict[str, Listing] = {}
         self._own_lock, self._space_lock = ExitStack(), ExitStack()  # of the own folder in ``writing``, and of `space`
         self._temporary = map(str, itertools.count(1))  # names of half-written files
@@ -103,22 +140,22 @@ class SharedFolder:
             if moved:
                 self._open_above()
             space, wanted = self.space, self.wanted
-            if wanted and (space is None or space.namespace != wanted):
+            if space.namespace != wanted:
                 space = Space(self._make_ranking(), wanted)
-            if space is not None:
+            if wanted:
                 folders = space.folders.values()
                 if moved or not folders or not all(folder.is_in_place() for folder in folders):
                     self._open_space(space)
             self._clean()
             others = self._look_at_others(space)
-            if space is not None:
+            if wanted:
                 space.look(space.folders[""])
             self.space, self._others = space, others
 
-    def _look_at_others(self, space: Space | None) -> dict[str, Listing]:
+    def _look_at_others(self, space: Space) -> dict[str, Listing]:
         root, others = self._above[1], dict[str, Listing]()
         for name in names_in(root, _SPACE):
-            if name != "writing" and (space is None or name != space.namespace.hex()):
+            if name not in ("writing", space.namespace.hex()):
                 other = self._others.get(name, Listing())
                 try:
                     other.look(root.below(name))
@@ -128,8 +165,8 @@ class SharedFolder:
         return others
 
     def _open_above(self) -> None:
-        os.makedirs(self._top.parent, exist_ok=True)
-        top = Directory(self._top, make=True)
+        os.makedirs(self.settings.folder.parent, exist_ok=True)
+        top = Directory(self.settings.folder, make=True)
         root = top.below(f"v{VERSION}", make=True)
         writing = root.below("writing", make=True)
         self._own_lock.close()
@@ -143,7 +180,7 @@ class SharedFolder:
 
     def _open_space(self, space: Space) -> None:
         self._space_lock.close()
-        root, name, late = self._above[1], space.namespace.hex(), time.monotonic() + self._wait_s
+        root, name, late = self._above[1], space.namespace.hex(), time.monotonic() + self.settings.wait_s
         while True:
             try:
                 folder = root.below(name, make=True)
@@ -173,7 +210,7 @@ class SharedFolder:
 
     def close(self) -> None:
         """Let go of the locks, and of the folder for half-written files."""
-        self.closed, self.space = True, None
+        self.closed, self.space = True, self.nothing
         self._space_lock.close()
         self._own_lock.close()
         with suppress(OSError):
@@ -211,7 +248,7 @@ class SharedFolder:
                         self.look()
                     elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
                         raise
-                    elif not left or not self._delete_bytes(space, size):
+                    elif not left or not self._delete_down_to(space, self.bytes_used - size):
                         self._full_until = time.monotonic() + _PAUSE_S
                         raise
             space.add(name, size, time.time_ns())
@@ -222,13 +259,11 @@ class SharedFolder:
 
     def _write_and_rename(self, folder: Directory, name: str, pieces: Sequence[Any]) -> None:
         own, beside = self._above[-1], next(self._temporary)
-        file = own.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        file = FileIO(own.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w")
         try:
-            try:
+            with file:
                 for piece in pieces:
-                    write_all(file, memoryview(piece))
-            finally:
-                os.close(file)
+                    write_all(file.fileno(), memoryview(piece))
             os.rename(beside, name, src_dir_fd=own.fd, dst_dir_fd=folder.fd)
         except BaseException:
             with suppress(OSError):
@@ -240,48 +275,42 @@ class SharedFolder:
     @property
     def bytes_used(self) -> int:
         """Bytes of all namespaces, as of the last look."""
-        space = self.space
-        own_bytes = 0 if space is None else space.bytes
-        return own_bytes + sum(other.bytes for other in self._others.values())
+        return self.space.bytes + sum(other.bytes for other in self._others.values())
 
     def _make_room(self, space: Space, size: int) -> bool:
         """Reserve bytes, if need be by deleting files. False: there is not enough to delete."""
-        most_bytes = self.budget_bytes - size
-        if most_bytes < 0:
+        if size > self.settings.budget_bytes:
             return False
         with self._room:
-            if self.bytes_used + self._reserved_bytes > most_bytes:
+            most_bytes = self.settings.budget_bytes - self._reserved_bytes - size
+            if self.bytes_used > most_bytes:
                 self.look()  # others may have deleted enough
-            while self.bytes_used + self._reserved_bytes > most_bytes:
-                if not self._delete_some(space):
-                    return False
+            if not self._delete_down_to(space, most_bytes):
+                return False
             self._reserved_bytes += size
             return True
 
-    def _delete_bytes(self, space: Space, size: int) -> bool:
-        """Delete files of this many bytes. False: there are not that many."""
+    def _delete_down_to(self, space: Space, most_bytes: int) -> bool:
+        """Delete what is worth least, until at most these bytes are used. False: nothing is left to delete, or the namespace is not open."""
         with self._room:
-            while size > 0 and (deleted := self._delete_some(space)):
-                size -= deleted
-        return size <= 0
+            while self.bytes_used > most_bytes:
+                if space is not self.space:
+                    return False
+                if not (self._delete_unneeded(space) or self._delete_unused_space() or self._delete_state(space)):
+                    return False
+        return True
 
-    def _delete_some(self, space: Space) -> int:
-        """Delete what is worth least. Returns its bytes; 0 if there is nothing to delete, or the namespace is not open any more."""
-        if space is not self.space:
-            return 0
-        return self._delete_unneeded(space) or self._delete_unused_space() or self._delete_state(space)
-
-    def _evict(self, space: Space, name: FileName) -> int:
-        """Delete a file. Returns its bytes; above 0, even if others were faster."""
+    def _evict(self, space: Space, name: FileName) -> None:
         folder, text = space.place(name)
         self.evictions += folder.delete(text)
-        return max(1, space.remove(name))
+        space.remove(name)
 
-    def _delete_unneeded(self, space: Space) -> int:
-        name = space.next_unneeded()
-        return 0 if name is None else self._evict(space, name)
+    def _delete_unneeded(self, space: Space) -> bool:
+        if (name := space.next_unneeded()) is not None:
+            self._evict(space, name)
+        return name is not None
 
-    def _delete_state(self, space: Space) -> int:
+    def _delete_state(self, space: Space) -> bool:
         """Delete a state, and the KV that only it needed: whoever writes the state again writes that KV, too."""
         while (found := space.next_used_least()) is not None:
             name, used_ns = found
@@ -290,13 +319,13 @@ class SharedFolder:
                 if (since_ns := folder.status(text).st_mtime_ns) > used_ns:  # another process used it
                     space.use(name, since_ns)
                     continue
-            deleted = self._evict(space, name)
-            while more := self._delete_unneeded(space):
-                deleted += more
-            return deleted
-        return 0
+            self._evict(space, name)
+            while self._delete_unneeded(space):
+                pass
+            return True
+        return False
 
-    def _delete_unused_space(self) -> int:
+    def _delete_unused_space(self) -> bool:
         """Delete the oldest files of a namespace that no process uses."""
         with self._looking:
             for name, other in self._others.items():
@@ -308,11 +337,11 @@ class SharedFolder:
                 except OSError:
                     continue
                 with lock:
-                    if deleted := self._delete_oldest(other, folder):
-                        return deleted
-        return 0
+                    if self._delete_oldest(other, folder):
+                        return True
+        return False
 
-    def _delete_oldest(self, other: Listing, folder: Directory) -> int:
+    def _delete_oldest(self, other: Listing, folder: Directory) -> bool:
         ages, before = [], other.bytes
         for part, names in other.sizes.items():
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -320,7 +349,8 @@ class SharedFolder:
                 for text in names:
                     with suppress(FileNotFoundError):
                         ages.append((opened.status(text).st_mtime_ns, text, opened))
-        self.evictions += sum(opened.delete(text) for _, text, opened in sorted(ages)[: max(1, len(ages) // 8)])
+        deleted = sum(opened.delete(text) for _, text, opened in sorted(ages)[: max(1, len(ages) // 8)])
+        self.evictions += deleted
         other.look(folder)
         if not other.bytes:  # nobody else can be in the folder: its lock is held
             with suppress(OSError):
@@ -328,7 +358,7 @@ class SharedFolder:
                     os.rmdir(part, dir_fd=folder.fd)
                 folder.delete("lock")
                 os.rmdir(folder.path.name, dir_fd=self._above[1].fd)
-        return max(before - other.bytes, len(ages))
+        return deleted > 0 or other.bytes < before
 
 
 def write_all(file: int, data: memoryview) -> None:

@@ -37,14 +37,7 @@ _MOST_ANSWERS = 2**18  # remembered
 
 
 class MooncakeTier(Tier):
-    """Entries as objects in a Mooncake Store.
-
-    Args:
-        settings: Master, limits and lent memory.
-
-    Raises:
-        ValueError: The package is missing, or the master does not answer; one line says what.
-    """
+    """Entries as objects in a Mooncake Store."""
 
     settings_class = MooncakeSettings
 

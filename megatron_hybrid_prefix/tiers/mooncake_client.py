@@ -120,14 +120,11 @@ class Client:
 
     The client is closed after its last call: a call on a closed one would end the process.
 
-    Args:
-        settings: See `MooncakeTier`.
-
     Attributes:
         is_down: The last call did not reach the master.
 
     Raises:
-        ValueError: See `MooncakeTier`.
+        ValueError: The package is missing, or the master does not answer; one line says what.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:

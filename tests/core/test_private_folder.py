@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_hybrid_prefix.support import private_folder
-from megatron_hybrid_prefix.support.private_folder import make_private, who_else_writes
+from megatron_hybrid_prefix.support.private_folder import make_private
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_group_of_this_user_alone_may_write(tmp_path, monkeypatch):
         monkeypatch.setattr(pwd, "getpwall", lambda: [account, SimpleNamespace(pw_name="you", pw_gid=other)])
         monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name=name, gr_mem=list(members)))
         monkeypatch.setattr(private_folder, "_ROOT", root)
-        return who_else_writes(tmp_path)
+        return private_folder._open_to(tmp_path, tmp_path.stat())
 
     assert found() is None
     # Accounts of the system may be in a group of root. The other one need not be among the members.

@@ -22,12 +22,13 @@ from megatron_hybrid_prefix.metrics import TierStats
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.support.private_folder import Directory
 from megatron_hybrid_prefix.tiers import folder as folders
-from megatron_hybrid_prefix.tiers import listing
 from megatron_hybrid_prefix.tiers import space as spaces
-from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier, FolderSettings
-from megatron_hybrid_prefix.tiers.listing import FileName
+from megatron_hybrid_prefix.tiers.file import HEADER_BYTES, FileTier
+from megatron_hybrid_prefix.tiers.folder import FolderSettings
+from megatron_hybrid_prefix.tiers.space import FileName
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, raises, tag
+from tests.core.tier_kinds import file_name
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
 
@@ -52,7 +53,7 @@ def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes | None = NAM
 
 
 def path_of(tier: FileTier, of: Tag) -> Path:
-    folder, name = tier.folder.space.place(tier._file_name(of))
+    folder, name = tier.folder.space.place(file_name(of))
     return folder.path / name
 
 
@@ -66,7 +67,6 @@ def check(folder: Path, *tiers: FileTier) -> None:
     found = files(folder)
     for tier in tiers:
         tier.folder.look()
-        assert tier.folder.space is not None
         assert tier.folder.bytes_used == sum(found.values())
         sizes, nodes = tier.folder.space.sizes.values(), tier.folder.space._nodes.values()
         listed = {name: size for part in sizes for name, size in part.items()}
@@ -122,7 +122,7 @@ def test_new_weights_have_nothing_and_take_nothing_until_a_look(tmp_path):
             assert put(tier, tag(KV, 9, 1), name=name) == [False]  # a thread was late
             tier.remove(name, [of])
     assert tier.counts == {"gone": 3, "old_weights": 2}
-    wait_until(lambda: tier._space(other), "the namespace is open")
+    wait_until(lambda: tier._space(other).namespace, "the namespace is open")
     tier.use_namespace(NAME)
     wait_until(lambda: holds(tier, of), "the first namespace is open again")
 
@@ -132,8 +132,8 @@ def test_a_late_write_deletes_nothing_of_old_weights(tmp_path, no_grace):
     put(tier, *prompt_tags(1, 2))
     old, before = tier.folder.space, files(tmp_path)
     tier.use_namespace(other)
-    wait_until(lambda: tier._space(other), "the namespace is open")
-    assert not tier.folder.write(old, tier._file_name(tag(KV, 1, 3)), [bytes(1_000)]) and files(tmp_path) == before
+    wait_until(lambda: tier._space(other).namespace, "the namespace is open")
+    assert not tier.folder.write(old, file_name(tag(KV, 1, 3)), [bytes(1_000)]) and files(tmp_path) == before
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_kv_that_no_state_needs_is_found_without_a_search(no_grace, monkeypatch,
 
 def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
     """The engine's thread waits for no lock, and a look at a large folder lets others in again and again."""
-    first, count = tier_on(tmp_path), 3 * listing.AT_ONCE + 1
+    first, count = tier_on(tmp_path), 3 * spaces.AT_ONCE + 1
     tags = [tag(KV, 1 + number % 200, 1 + number // 200) for number in range(count)]
     put(first, *tags)
     added = [0]
@@ -359,7 +359,7 @@ def test_queries_and_looks_hold_no_one_up(tmp_path, monkeypatch):
     monkeypatch.setattr(spaces.Space, "add", lambda *args: added.append(added.pop() + 1) or add(*args))
     monkeypatch.setattr(time, "sleep", lambda pause_s: added.append(0))
     tier = tier_on(tmp_path)
-    assert sum(added) == count and max(added) == listing.AT_ONCE
+    assert sum(added) == count and max(added) == spaces.AT_ONCE
     for holder, lock in ((tier.folder, "_looking"), (tier.folder, "_room"), (tier.folder.space, "_lock")):
         monkeypatch.setattr(holder, lock, None)
     tier.describe(TierStats())
@@ -377,8 +377,7 @@ def test_kv_goes_with_the_last_state_that_needs_it(tmp_path, no_grace):
         """Keys of the files that go with the next state, in this order."""
         deleted, remove = [], space.remove
         space.remove = lambda name: deleted.append(name.key) or remove(name)
-        before = tier.folder.bytes_used
-        assert tier.folder._delete_state(space) == before - tier.folder.bytes_used
+        assert tier.folder._delete_state(space)
         del space.remove
         return deleted
 
@@ -416,7 +415,7 @@ def test_namespaces_that_nobody_uses_go_before_states(tmp_path):
 def test_an_entry_whose_parent_was_deleted_has_no_place(tmp_path):
     tier = tier_on(tmp_path)
     put(tier, *prompt_tags(1, 3))
-    tier._drop(tier.folder.space, tier._file_name(tag(KV, 1, 2)))
+    tier._drop(tier.folder.space, file_name(tag(KV, 1, 2)))
     other = tier_on(tmp_path)
     prompt = keys(1, 3)
     assert tier.kv_depth(NAME, prompt, 0) == 1 == other.kv_depth(NAME, prompt, 0)
@@ -492,14 +491,14 @@ def test_two_changes_within_one_tick_are_both_seen(tmp_path):
     part = path_of(tier, tag(KV, 1, 1)).parent
     changed = part.stat().st_mtime_ns
     other.folder.look()
-    tier._drop(tier.folder.space, tier._file_name(tag(KV, 1, 1)))
+    tier._drop(tier.folder.space, file_name(tag(KV, 1, 1)))
     os.utime(part, ns=(changed, changed))  # the same time
     other.folder.look()
     assert not other.contains(NAME, KV, key(1, 1))
 
 
 def test_a_settled_folder_is_not_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(listing, "_TICK_S", -1.0)
+    monkeypatch.setattr(spaces, "_TICK_S", -1.0)
     tier = tier_on(tmp_path)
     put(tier, tag(KV, 1, 1))
     tier.folder.look()
@@ -583,7 +582,7 @@ def a_cache(folder: Path) -> Path:
     put(tier, *prompt_tags(1, 2))
     for name in (b"o" * 16, NAME):
         tier.use_namespace(name)
-        wait_until(lambda name=name: tier._space(name), "the namespace is open")
+        wait_until(lambda name=name: tier._space(name).namespace, "the namespace is open")
         put(tier, *prompt_tags(3, 2), name=name)
     tier.close()
     for below in (f"writing/{DEAD}", f"writing/{DEAD[::-1]}", SPACE, SPACE + "/03"):
@@ -620,7 +619,7 @@ def use(folder: Path, name: bytes = NAME) -> FileTier:
         put(tier, *prompt_tags(number, 2), name=name)
         for each in prompt_tags(number, 2):
             get(tier, each, name)
-        tier._try_to_look()
+        tier.look()
     tier.close()
     return tier
 
@@ -725,7 +724,7 @@ def test_a_link_that_takes_the_place_of_an_open_folder(tmp_path, no_grace, where
     for number in range(3, 9):
         put(tier, *prompt_tags(number, 2))
         tier.remove(NAME, prompt_tags(number, 2)[:1])
-        tier._try_to_look()
+        tier.look()
     tier.close()
     assert all_below(outside) == before and tier.counts["look_ENOTDIR"] >= 6
 

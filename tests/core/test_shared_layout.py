@@ -63,16 +63,11 @@ def test_impossible_layouts_are_refused(message, make, arguments):
         make(**arguments)
 
 
-def test_slots_within_a_budget():
-    """Of the states of all kinds; a rank without recurrent layers does not vote."""
+def test_a_slot_has_the_states_of_all_kinds():
     other = StateLayout(kind="other", layers=2, components=(StateComponent(name="sum", shape=(7,), dtype="float64"),))
     for slots, size in ((SlotLayout((layout(),)), 3 * BYTES), (SlotLayout((layout(), other)), 3 * BYTES + 2 * 7 * 8)):
         assert slots.slot_bytes == size
-        for count in (0, 1, 2, 100):
-            assert slots.slots_within(count * size) == slots.slots_within((count + 1) * size - 1) == count
-    assert (
-        SlotLayout((layout(layers=0),)).slots_within(0) is SlotLayout((layout(layers=0),)).slots_within(2**40) is None
-    )
+    assert SlotLayout((layout(layers=0),)).slot_bytes == 0
 
 
 # -- a page ------------------------------------------------------------------------------------------------------------

@@ -279,7 +279,7 @@ MUTANTS = {
     "a page that is not cleared": [(Pages, "take_blocks", not_cleared)],
     "a held block moves": [
         (Pages, "_is_unheld", Pages._has_free),
-        (Pages, "can_be_emptied", lambda self: self.free_blocks >= self._size),
+        (Pages, "can_be_emptied", lambda self: self.free_blocks >= self.page_blocks),
     ],
     "a decoded state without protection": [(DeviceTier, "protect", lambda self, slot: None)],
     "a live slot that is evicted": [(SlotPool, "make_live", SlotPool.abandon)],

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hybrid_prefix.tiers.file import FileTier, FolderSettings
+from megatron_hybrid_prefix.tiers.file import FileTier
+from megatron_hybrid_prefix.tiers.folder import FolderSettings
 from megatron_hybrid_prefix.tiers.mooncake import MooncakeTier
 from megatron_hybrid_prefix.tiers.mooncake_client import MooncakeSettings
 from megatron_hybrid_prefix.tiers.registry import parse_url

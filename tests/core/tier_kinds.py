@@ -19,9 +19,9 @@ from megatron_hybrid_prefix.tiers import file as file_tier
 from megatron_hybrid_prefix.tiers import folder as folders
 from megatron_hybrid_prefix.tiers import mooncake
 from megatron_hybrid_prefix.tiers.base import HEADER_BYTES
-from megatron_hybrid_prefix.tiers.listing import FileName
 from megatron_hybrid_prefix.tiers.registry import parse_url
 from megatron_hybrid_prefix.tiers.settings import TierSettings
+from megatron_hybrid_prefix.tiers.space import FileName
 from megatron_hybrid_prefix.tiers.units import Tag
 from tests.core.entries import BLOCK, NAME, SIZE
 from tests.harness.fake_mooncake import FakeCluster, use_fake_mooncake
@@ -137,7 +137,7 @@ class Folder(Stored):
         return sorted(path for path in self.path.rglob(f"{kind}*-*-*-*"))
 
     def name(self, name: bytes, of: Tag) -> Path:
-        file = FileName(of.kind, of.depth_tokens // BLOCK, of.key, of.parent)
+        file = file_name(of)
         return self.path / "v1" / name.hex() / file.part / str(file)
 
     def settle(self, tier: Any) -> None:
@@ -180,6 +180,11 @@ class Folder(Stored):
     def write(self, entry: Path, content: Any) -> None:
         entry.unlink(missing_ok=True)
         entry.write_bytes(content)
+
+
+def file_name(of: Tag) -> FileName:
+    """Of an entry."""
+    return FileName(of.kind, of.depth_tokens // BLOCK, of.key, of.parent)
 
 
 class ShortReads(Folder):
@@ -259,4 +264,4 @@ class Mooncake(Stored):
 
 def wait_for_namespace(tier: Any, name: bytes) -> None:
     """The thread of a folder's tier opens another namespace."""
-    wait_until(lambda: not hasattr(tier, "_space") or tier._space(name), "the namespace is open")
+    wait_until(lambda: not hasattr(tier, "_space") or tier._space(name).namespace, "the namespace is open")

@@ -175,7 +175,7 @@ def held_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
         free = len(self._free_ids[page])
         if free:
             self._by_free.push(page, free)
-        if self.is_whole(page):
+        if page < len(self):
             self._unheld_by_free.push(page, free)
 
     monkeypatch.setattr(Pages, "_list", list_page)

@@ -231,9 +231,9 @@ class HybridPrefixContext(SlotContext):
         )
         self.checkpoint_slots: int = budget.layout.slots
         if prefix.mamba_gb is not None:
-            slots = self.state_layout.slots_within(int(prefix.mamba_gb * 2**30))
-            # A stage without recurrent layers has room for any number.
-            self.checkpoint_slots = min_over_model_ranks(2**62 if slots is None else slots, config.pg_collection)
+            # A stage without recurrent layers has room for more than the others.
+            slots = int(prefix.mamba_gb * 2**30) // max(1, self.state_layout.slot_bytes)
+            self.checkpoint_slots = min_over_model_ranks(slots, config.pg_collection)
         return budget
 
     def zero_live_states(self, live_indices: list[int]) -> None:

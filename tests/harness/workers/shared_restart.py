@@ -106,7 +106,9 @@ def files(folder):
 def accounted(folder):
     """What the index of a new process counts, after it has looked."""
     (space,) = {path.name for path in (folder / "v1").iterdir()} - {"writing"}
-    opened = folders.SharedFolder(folder, budget_bytes=10**9, make_ranking=lambda: make_eviction_policy("lru"))
+    opened = folders.SharedFolder(
+        folders.FolderSettings(folder=folder, budget_bytes=10**9), lambda: make_eviction_policy("lru")
+    )
     opened.wanted = bytes.fromhex(space)
     opened.look()
     named = {name: size for part in opened.space.sizes.values() for name, size in part.items()}
