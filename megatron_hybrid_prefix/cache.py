@@ -47,7 +47,7 @@ from megatron_hybrid_prefix.requests.book import (
     share_beyond,
     unpin_source,
 )
-from megatron_hybrid_prefix.requests.explain import Explainer, Explanation, Question
+from megatron_hybrid_prefix.requests.explain import Explanation, Question, explain
 from megatron_hybrid_prefix.requests.integrity import check_integrity
 from megatron_hybrid_prefix.requests.loads import Loads, room_for
 from megatron_hybrid_prefix.requests.matcher import Match, Matcher
@@ -146,7 +146,7 @@ class HybridPrefixCache:
 
     def explain(self, asked: Question) -> Explanation:
         """What this request would reuse now, and why not more. Changes nothing, and asks no other rank or process."""
-        return Explainer(self._device, self._planner, asked).explain()
+        return explain(self._device, self._planner, asked)
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
