@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.requests.matcher import Match
-from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.host import HostEntry
 from megatron_hybrid_prefix.tiers.units import LoadState
 
@@ -183,12 +180,12 @@ class LiveRequest:
     write: bool
     block_ids: list[int]
     path: list[Node]
-    boundaries: tuple[Boundary, ...]
     computed_tokens: int
     planned_tokens: int
     stored_tokens: int
     read: bool
     pinned_slot: int | None
+    boundaries: tuple[Boundary, ...] = ()
     decoded: list[tuple[Node, int]] = field(default_factory=list)
     written: list[Node] = field(default_factory=list)
     plans: dict[int, StepPlan] = field(default_factory=dict)
@@ -198,63 +195,10 @@ class LiveRequest:
     uncounted: Match | None = None
     counted_tokens: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        request_id: int,
-        match: Match,
-        path: Sequence[Node],
-        block_ids: list[int],
-        block_tokens: int,
-        *,
-        load: Load | None,
-    ) -> Self:
-        """A request with this match, which shares a path, and holds these blocks."""
-        return cls(
-            request_id=request_id,
-            chain=copy(match.chain),
-            prompt_tokens=match.chain.tokens,
-            write=False,
-            block_ids=block_ids,
-            path=list(path),
-            boundaries=(),
-            computed_tokens=match.resume_tokens,
-            planned_tokens=match.resume_tokens,
-            # A request that was preempted inside a block may share the whole block.
-            stored_tokens=max(match.resume_tokens, len(path) * block_tokens),
-            read=match.read,
-            pinned_slot=match.source_slot if load is None else None,
-            load=load,
-            uncounted=match,
-        )
-
 
 def is_prefilling(live: LiveRequest) -> bool:
     """Whether the request has prompt tokens left to plan, and caches what it computes."""
     return live.write and live.planned_tokens < live.prompt_tokens
-
-
-def let_go(live: LiveRequest, device: DeviceTier) -> None:
-    """Drops the request's references to its blocks, its pin and its slot."""
-    unpin_source(live, device)
-    device.blocks.release(live.block_ids, live.path)
-    if live.live_slot is not None:
-        device.slots.end_live(live.live_slot)
-        live.live_slot = None
-
-
-def unpin_source(live: LiveRequest, device: DeviceTier) -> None:
-    """Unpins the checkpoint that the request starts from, if it has one."""
-    if live.pinned_slot is not None:
-        device.slots.unpin(live.pinned_slot)
-        live.pinned_slot = None
-
-
-def share_beyond(live: LiveRequest, beyond: Sequence[Node], block_tokens: int) -> None:
-    """The request shares these blocks after those of its path, and computes their tokens again."""
-    live.path += beyond
-    if beyond:
-        live.stored_tokens = len(live.path) * block_tokens
 
 
 class RequestBook:
