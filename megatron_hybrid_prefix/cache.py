@@ -552,7 +552,7 @@ class HybridPrefixCache:
             live.write = False
             live.path.clear()  # it keeps its blocks, which have no keys any more
             if live.load is not None:  # the host is about to be emptied
-                live.load.pinned, live.load.swapped_out, live.load.coming = (), None, ()
+                live.load.pinned = live.load.private = live.load.coming = ()
         self._requests.swapped_out.clear()
         self._requests.fetches.clear()
         self._planner.writing.clear()

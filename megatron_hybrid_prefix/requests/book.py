@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
@@ -14,20 +15,32 @@ from megatron_hybrid_prefix.tiers.units import LoadState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SwappedOut:
-    """What a preempted request left on the host, to continue from.
+class LoadSource:
+    """Where a request can resume from with a load. A preempted one resumes from what it left on the host.
 
     Attributes:
+        keys: Keys of its first blocks that are in the prefix tree, or in a tier.
         depth_tokens: Tokens up to the state.
-        keys: Keys of its first blocks, which the prefix tree has.
-        pinned: The entries of their KV, which stay.
-        private: Entries that nobody else has: KV (the last block may be partly filled), then the state.
+        pinned: Of a preempted request: the entries of the KV of these blocks, which stay.
+        private: Of a preempted request: entries that nobody else has. KV (the last block may be partly filled), then the state.
     """
 
+    keys: Sequence[bytes]
     depth_tokens: int
-    keys: tuple[bytes, ...]
-    pinned: tuple[HostEntry, ...]
-    private: tuple[HostEntry, ...]
+    pinned: tuple[HostEntry, ...] = ()
+    private: tuple[HostEntry, ...] = ()
+
+    def as_match(self, match: Match, slot: int, block_tokens: int) -> Match:
+        """The match of a request that loads the state into ``slot``."""
+        usable_tokens = min(match.kv_depth_blocks, match.limit_tokens // block_tokens) * block_tokens
+        return replace(
+            match,
+            resume_tokens=self.depth_tokens,
+            source_slot=slot,
+            lost_tokens_no_state=max(0, usable_tokens - self.depth_tokens),
+            loadable_blocks=0,
+            lost_tokens_elsewhere=0,
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,7 +55,7 @@ class Load:
         state: How far it is, or why it failed.
         depth_tokens: Tokens up to the state.
         pinned: Host entries of the prefix tree that stay until it ends, KV from the front.
-        swapped_out: What its request left on the host when it was preempted, or None.
+        private: See `LoadSource`; dropped when it ends.
         coming: Those of ``pinned`` that are being read from the tier below.
         slot: Slot on the device that the state goes to; below 0: none, it is a fetch.
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
@@ -53,18 +66,13 @@ class Load:
     state: LoadState
     depth_tokens: int
     pinned: tuple[HostEntry, ...]
-    swapped_out: SwappedOut | None = None
+    private: tuple[HostEntry, ...] = ()
     coming: tuple[HostEntry, ...] = ()
     slot: int = -1
     payloads: dict[int, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Load({self.load_id} of request {self.request_id}: {self.state})"
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended."""
-        return self.state in (LoadState.FETCHING, LoadState.COPYING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +225,7 @@ class RequestBook:
         self.ending: list[LiveRequest] = []
         self.loads: list[Load] = []
         self.fetches: dict[int, Load] = {}
-        self.swapped_out: dict[int, SwappedOut] = {}
+        self.swapped_out: dict[int, LoadSource] = {}
 
     def __getitem__(self, request_id: int) -> LiveRequest:
         """The live request. Raises ValueError if there is none with this id."""

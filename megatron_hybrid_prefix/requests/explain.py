@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.policy.base import RemembersEvicted
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.requests.loads import LoadSource, room_for
+from megatron_hybrid_prefix.requests.loads import room_for, source_below
 from megatron_hybrid_prefix.requests.matcher import Matcher, kv_depth
 from megatron_hybrid_prefix.requests.planner import StepPlanner
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
@@ -143,7 +143,7 @@ def explain(device: DeviceTier, planner: StepPlanner, asked: Question) -> Explan
         return tuple(depth * block_tokens for depth, holds in enumerate(blocks, 1) if holds)
 
     states = {tier: ends(has_state(tier, key) for key in keys[: match.kv_depth_blocks]) for tier in kv}
-    used, source = match, LoadSource.below(device, match)
+    used, source = match, source_below(device, match)
     if asked.refused_by:
         used, source = replace(match, resume_tokens=0, kv_depth_blocks=0, seen_blocks=0), None
     resume_tokens, from_tier = used.resume_tokens, DEVICE if used.resume_tokens else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import chain
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
@@ -53,10 +52,9 @@ def check_integrity(
     _expect(all(live.released and live.plans for live in book.ending), "a released request has no plan in flight")
     loads = [live.load for live in requests if live.load is not None]
     _expect(sorted(map(id, loads)) == sorted(map(id, book.loads)), "the loads differ from those of the requests")
-    left = [*book.swapped_out.values(), *(load.swapped_out for load in book.loads if load.swapped_out is not None)]
-    pinned = [load.pinned for load in (*book.loads, *book.fetches.values())]
-    pinned += [swapped_out.pinned for swapped_out in book.swapped_out.values()]
-    device.host.check(Counter(chain.from_iterable(pinned)), [entry for each in left for entry in each.private])
+    users = [*book.swapped_out.values(), *book.loads, *book.fetches.values()]
+    pinned = Counter(entry for each in users for entry in each.pinned)
+    device.host.check(pinned, [entry for each in users for entry in each.private])
 
 
 def _expect(holds: bool, what: str, *named: object) -> None:
