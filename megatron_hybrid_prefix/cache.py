@@ -30,6 +30,7 @@ This file is longer than 400 lines because it has every step of the pipeline, in
 from __future__ import annotations
 
 from collections.abc import Buffer, Collection, Iterator, Sequence
+from copy import copy
 
 from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.settings import CacheSettings
@@ -43,11 +44,8 @@ from megatron_hybrid_prefix.requests.book import (
     LiveRequest,
     RequestBook,
     StepPlan,
-    let_go,
-    share_beyond,
-    unpin_source,
 )
-from megatron_hybrid_prefix.requests.explain import Explainer, Explanation, Question
+from megatron_hybrid_prefix.requests.explain import Explanation, Question, explain
 from megatron_hybrid_prefix.requests.integrity import check_integrity
 from megatron_hybrid_prefix.requests.loads import Loads, room_for
 from megatron_hybrid_prefix.requests.matcher import Match, Matcher
@@ -146,7 +144,7 @@ class HybridPrefixCache:
 
     def explain(self, asked: Question) -> Explanation:
         """What this request would reuse now, and why not more. Changes nothing, and asks no other rank or process."""
-        return Explainer(self._device, self._planner, asked).explain()
+        return explain(self._device, self._planner, asked)
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
@@ -222,7 +220,7 @@ class HybridPrefixCache:
         device, expected = self._device, match
         match = self._matcher.fresh(match)
         source = self.loads.source(request_id, match) if load else None
-        room = room_for(self._device, match, source, self._blocks_for(match, length_tokens))
+        room = room_for(device, match, source, self._blocks_for(match, length_tokens))
         if room is None:
             return None
         if match.resume_tokens < expected.resume_tokens:
@@ -246,14 +244,28 @@ class HybridPrefixCache:
             match = source.as_match(match, loading.slot, self.block_tokens)
             beyond = device.tree.path([node.key for node in beyond])  # some may have gone for the slot
         self.loads.drop_swapped_out(request_id)
-        live = LiveRequest.of(request_id, match, path, block_ids, self.block_tokens, load=loading)
-        self._requests.live[request_id] = live
+        block_ids += device.blocks.share(beyond)
+        live = self._requests.live[request_id] = LiveRequest(
+            request_id=request_id,
+            chain=copy(match.chain),
+            prompt_tokens=match.chain.tokens,
+            read=match.read,
+            write=write and match.chain.epoch == self.epoch,
+            block_ids=block_ids,
+            path=[*path, *beyond],
+            computed_tokens=match.resume_tokens,
+            planned_tokens=match.resume_tokens,
+            # A request that was preempted inside a block may share the whole block.
+            stored_tokens=max(match.resume_tokens, len(block_ids) * self.block_tokens),
+            pinned_slot=match.source_slot if loading is None else None,
+            load=loading,
+            uncounted=match,
+            counted_tokens=counted_tokens,
+        )
         if live.pinned_slot is not None:
             device.slots.pin(live.pinned_slot)
         if path and loading is None:
             device.use(path[-1])
-        live.block_ids += device.blocks.share(beyond)
-        share_beyond(live, beyond, self.block_tokens)
         # Slots first: blocks could take the last page that can be emptied.
         live.live_slot = device.take_live_slot()
         live.block_ids += device.take_blocks(max(0, -(-match.resume_tokens // self.block_tokens) - len(live.block_ids)))
@@ -261,7 +273,6 @@ class HybridPrefixCache:
             self.loads.copy(loading, len(path), live.block_ids[len(path) :])
         shared_blocks = len(live.block_ids)
         live.block_ids += device.take_blocks(max(0, self._blocks_for(match, length_tokens) - shared_blocks))
-        live.write, live.counted_tokens = write and match.chain.epoch == self.epoch, counted_tokens
         if live.write:
             live.boundaries = self._planner.boundaries(match, breakpoints)
             if live.boundaries and verify_at_tokens:
@@ -320,7 +331,9 @@ class HybridPrefixCache:
             return None
         own = self._device.take_blocks(max(0, count - len(shared)))
         live.block_ids += shared + own
-        share_beyond(live, beyond, self.block_tokens)
+        live.path += beyond
+        if beyond:
+            live.stored_tokens = len(live.path) * self.block_tokens
         return Grown(shared=shared, own=own, stored_tokens=live.stored_tokens)
 
     # -- 4. plan, 5. (the engine launches), 6. publish -----------------------------------------------------------------
@@ -361,7 +374,7 @@ class HybridPrefixCache:
             self._settle(live, plan, kept=False)
             return False
         live.computed_tokens = plan.end_tokens
-        unpin_source(live, self._device)
+        self._unpin_source(live)
         self._count(live, plan)
         if live.write:
             self._planner.register(live)
@@ -539,7 +552,7 @@ class HybridPrefixCache:
             live.write = False
             live.path.clear()  # it keeps its blocks, which have no keys any more
             if live.load is not None:  # the host is about to be emptied
-                live.load.pinned, live.load.swapped_out, live.load.coming = (), None, ()
+                live.load.pinned = live.load.private = live.load.coming = ()
         self._requests.swapped_out.clear()
         self._requests.fetches.clear()
         self._planner.writing.clear()
@@ -605,7 +618,15 @@ class HybridPrefixCache:
             self.loads.end(live)
         if live.decoded:
             self._device.end_decoded(*live.decoded[-1])
-        let_go(live, self._device)
+        self._unpin_source(live)
+        self._device.blocks.release(live.block_ids, live.path)
+        if live.live_slot is not None:
+            self._device.slots.end_live(live.live_slot)
+
+    def _unpin_source(self, live: LiveRequest) -> None:
+        if live.pinned_slot is not None:
+            self._device.slots.unpin(live.pinned_slot)
+            live.pinned_slot = None
 
     def _count(self, live: LiveRequest, plan: StepPlan) -> None:
         """Counts what a forward computed; the first one also counts the prompt, and what it reused."""

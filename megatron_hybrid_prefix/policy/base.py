@@ -77,7 +77,7 @@ class SharesMemory(Protocol):
     """
 
     def share_memory(self, *, state_blocks: float) -> None:
-        """From now on states and KV share their memory. Called once, before any other method.
+        """States and KV share their memory. Called once for each tier, before any other method but `tier_below`.
 
         Args:
             state_blocks: Bytes of a state, in KV blocks.

@@ -97,7 +97,16 @@ class TierIndex[N: KeptState](ABC):
         """The tier has the node's state now."""
         self.eviction.added(node)
         self.states.add(node)
-        self._need(node)
+        users, unneeded = self.users, self.unneeded
+        above: N | None = node
+        while above is not None:
+            if above in users:
+                users[above] += 1
+                return
+            users[above] = 1
+            if above in unneeded and not self.is_copy(above):
+                del unneeded[above]
+            above = above.parent
 
     def use_state(self, node: N) -> None:
         """A request resumes from the node's state."""
@@ -107,7 +116,18 @@ class TierIndex[N: KeptState](ABC):
         """The node's state has left the tier."""
         self.eviction.removed(node)
         self.states.remove(node)
-        self._unneed(node)
+        users, unneeded = self.users, self.unneeded
+        above: N | None = node
+        while above is not None:
+            if users[above] > 1:
+                users[above] -= 1
+                return
+            del users[above]
+            if self.has_kv(above):  # as `note_kv`, but this loop may be long
+                if above in unneeded:
+                    del unneeded[above]
+                unneeded[above] = None
+            above = above.parent
 
     # -- what goes next ------------------------------------------------------------------------------------------------
 
@@ -151,34 +171,6 @@ class TierIndex[N: KeptState](ABC):
         if len(self.eviction) != len(self.states) or set(self.eviction) != self.states:
             raise CacheCorruptionError("the states and those of the eviction policy differ")
 
-    # -- internal ------------------------------------------------------------------------------------------------------
-
-    def _need(self, node: N) -> None:
-        users, unneeded = self.users, self.unneeded
-        above: N | None = node
-        while above is not None:
-            if above in users:
-                users[above] += 1
-                return
-            users[above] = 1
-            if above in unneeded and not self.is_copy(above):
-                del unneeded[above]
-            above = above.parent
-
-    def _unneed(self, node: N) -> None:
-        users, unneeded = self.users, self.unneeded
-        above: N | None = node
-        while above is not None:
-            if users[above] > 1:
-                users[above] -= 1
-                return
-            del users[above]
-            if self.has_kv(above):  # as `note_kv`, but this loop may be long
-                if above in unneeded:
-                    del unneeded[above]
-                unneeded[above] = None
-            above = above.parent
-
 
 class Place[T: KeptState]:
     """A node of the trie: a kept state, or a fork.
@@ -187,22 +179,22 @@ class Place[T: KeptState]:
         node: Its node in the prefix tree; None for the root, which is before the first token.
         depth_blocks: Blocks before it.
         kept: Whether a state is kept here. Always True for the root, whose state is zero.
-        above: The next place above; None for the root.
-        via: First node on the path from the place above to here.
-        below: Places below, by the first node on the path to each.
+        above: The next place above; for the root the root itself.
+        via: First node on the path from the place above to here; None for the root.
+        below: Places below, by the first node on the path to each. A fork has two or more.
     """
 
     __slots__ = ("above", "below", "depth_blocks", "kept", "node", "via")
 
-    def __init__(self, node: T | None, *, kept: bool) -> None:
+    def __init__(self, node: T | None, *, kept: bool = True) -> None:
         self.node = node
         self.depth_blocks = 0 if node is None else node.depth_blocks
         self.kept = kept
-        self.above: Place[T] | None = None
+        self.above: Place[T] = self
         self.via: T | None = None
-        self.below: dict[T, Place[T]] = {}
+        self.below: dict[T | None, Place[T]] = {}
 
-    def hang(self, other: Place[T], via: T) -> None:
+    def hang(self, other: Place[T], via: T | None) -> None:
         """Puts ``other`` below this place, instead of the place that was there."""
         self.below[via] = other
         other.above, other.via = self, via
@@ -212,17 +204,12 @@ class Ancestry[T: KeptState]:
     """The trie of the kept states."""
 
     def __init__(self) -> None:
-        self._places: dict[T, Place[T]] = {}
-        self._root: Place[T] = Place(None, kept=True)
+        self.clear()
 
     def clear(self) -> None:
         """Forgets all states."""
-        self._places.clear()
-        self._root = Place(None, kept=True)
-
-    def __contains__(self, node: T) -> bool:
-        """Whether the trie has the state at ``node``."""
-        return node in self._places and self._places[node].kept
+        self._places: dict[T | None, Place[T]] = {}
+        self._root: Place[T] = Place(None)
 
     def add(self, node: T) -> None:
         """Adds the state at ``node``, which had none."""
@@ -230,18 +217,18 @@ class Ancestry[T: KeptState]:
         if place is not None:  # a fork already
             place.kept = True
             return
-        place = self._places[node] = Place(node, kept=True)
-        above, via = self._next_above(node)
+        place = self._places[node] = Place(node)
+        via, parent = node, node.parent
+        while parent is not None and parent not in self._places:
+            via, parent = parent, parent.parent
+        above = self._root if parent is None else self._places[parent]
         other = above.below.get(via)
         if other is None:
             above.hang(place, via)
             return
         assert other.node is not None
-        fork, mine_via, its_via = _part(node, other.node)
-        if fork is node:
-            joint = place
-        else:
-            assert mine_via is not None
+        joint, (fork, mine_via, its_via) = place, _part(node, other.node)
+        if fork is not node:
             joint = self._places[fork] = Place(fork, kept=False)
             joint.hang(place, mine_via)
         above.hang(joint, via)
@@ -254,32 +241,23 @@ class Ancestry[T: KeptState]:
             The kept state whose `exclusive_blocks` grew; None if there is none.
         """
         place = self._places[node]
-        above = place.above
-        assert above is not None
         place.kept = False
-        if not place.below:
-            self._tidy(place)
-            # The state above has no state below it now, or the fork above is gone and one branch of it is left.
-            left = above if above.kept else next(iter(above.below.values()), above)
-        elif len(place.below) == 1:
-            (left,) = place.below.values()
-            self._tidy(place)
-        else:
+        if len(place.below) > 1:
             return None  # a fork now
+        left = self._take_out(place)
+        if not left.kept and len(left.below) == 1:  # a fork that lost a branch
+            left = self._take_out(left)
         return left.node if left.kept and not left.below else None
 
     def exclusive_blocks(self, node: T) -> int:
         """Blocks that only the state at ``node`` makes useful: down from the next place above, if no state is below."""
         place = self._places[node]
-        assert place.above is not None
         return 0 if place.below else place.depth_blocks - place.above.depth_blocks
 
     def nearest_above(self, node: T) -> T | None:
         """The nearest kept state above ``node``, which must be a place. None: there is only the root."""
         place = self._places[node].above
-        assert place is not None
         while not place.kept:
-            assert place.above is not None
             place = place.above
         return place.node
 
@@ -294,47 +272,31 @@ class Ancestry[T: KeptState]:
             else:
                 waiting.extend(place.below.values())
 
-    def _next_above(self, node: T) -> tuple[Place[T], T]:
-        """The nearest place above ``node``, and the first node on the path from there."""
-        via, parent = node, node.parent
-        while parent is not None:
-            place = self._places.get(parent)
-            if place is not None:
-                return place, via
-            via, parent = parent, parent.parent
-        return self._root, via
-
-    def _tidy(self, place: Place[T]) -> None:
-        """Removes a place that is neither a kept state nor a fork any more."""
+    def _take_out(self, place: Place[T]) -> Place[T]:
+        """Removes a place with at most one below. Returns the one below, which takes its place; else the one above."""
         above = place.above
-        if place.kept or above is None or len(place.below) > 1:
-            return
-        assert place.node is not None and place.via is not None
         del self._places[place.node]
-        if place.below:
-            (only,) = place.below.values()
-            above.hang(only, place.via)
-        else:
+        if not place.below:
             del above.below[place.via]
-            self._tidy(above)  # recurses at most once: a fork has two places below
+            return above
+        (only,) = place.below.values()
+        above.hang(only, place.via)
+        return only
 
 
-def _part[T: KeptState](mine: T, its: T) -> tuple[T, T | None, T]:
-    """The fork of the paths to two nodes, and the next node on each path; None for ``mine`` if ``mine`` is the fork.
+def _part[T: KeptState](mine: T, its: T) -> tuple[T, T, T]:
+    """The fork of the paths to two nodes, and the next node on each path.
 
     ``its`` is neither ``mine`` nor above it. Both paths start with the same node.
     """
-    mine_via: T | None = None
-    its_via = its
+    mine_via, its_via = mine, its
     while mine is not its:
         # The deeper of the two moves up; at the same depth both do.
         mine_depth, its_depth = mine.depth_blocks, its.depth_blocks
         if mine_depth >= its_depth:
-            mine_via, parent = mine, mine.parent
-            assert parent is not None
-            mine = parent
+            assert mine.parent is not None
+            mine_via, mine = mine, mine.parent
         if its_depth >= mine_depth:
-            its_via, parent = its, its.parent
-            assert parent is not None
-            its = parent
+            assert its.parent is not None
+            its_via, its = its, its.parent
     return mine, mine_via, its_via

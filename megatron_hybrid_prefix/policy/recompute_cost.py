@@ -58,7 +58,7 @@ class _Record[T]:
         touched: Time of its last use (or publication), or that of the state it inherited from.
         kind, age: Kind and age number of its cell.
         cell: The cell it is a member of.
-        entry: Number of its valid entry on each tier.
+        entry: Number of its valid entry on each tier that keeps it.
         due: Number of its valid entry in the calendar.
     """
 
@@ -80,9 +80,9 @@ class _Record[T]:
         return int(self.origin), min(self.uses.bit_length(), _MOST_USES_BITS), self.first_blocks.bit_length()
 
 
-type _Entry[T] = tuple[float, int, int, int, _Record[T]]
-"""Value, order of age, serial, number, record. Valid if the number is that of the record, and its state is kept. One entry of a
-record has at most its current value; more of them only come later."""
+type _Entry[T] = tuple[float, int, int, int, T]
+"""Value, order of age, serial, number, state. Valid if the number is that of the state's record, and the state is kept. One entry
+of a state has at most its current value; more of them only come later."""
 
 
 def count_blocks(start_blocks: int, end_blocks: int) -> float:
@@ -134,9 +134,9 @@ class _Known[T: KeptState]:
         record.state = state
         self.records[state] = record
         self._most_kept = max(self._most_kept, len(self.records))
-        self._touch(record)
+        self._touch(state, record)
         for below in self.ancestry.next_below(state):  # they cost less to recompute now
-            self.rank(self.records[below])
+            self.rank(below)
 
     def used(self, state: T) -> None:
         """A request resumes from ``state``."""
@@ -144,18 +144,18 @@ class _Known[T: KeptState]:
         record = self.records[state]
         record.cell.leave(self._now, used=True)
         record.uses += 1
-        self._touch(record)
+        self._touch(state, record)
 
     def removed(self, state: T) -> None:
         """No tier keeps ``state`` any more."""
         record = self.records.pop(state)
-        record.state, record.entry = None, -1
+        record.state = None
         above = self.ancestry.nearest_above(state)
         longer = self.ancestry.remove(state)
         if longer is not None:
-            self.tiers[-1].frees_more(longer)
+            self.tiers[-1].rank(longer)
         if above is not None:
-            self._inherit(self.records[above], record)
+            self._inherit(above, record)
         self.lost[state.key] = record
         while len(self.lost) > _REMEMBERED * self._most_kept + _REMEMBERED_AT_LEAST:
             self.forget(self.lost.popitem(last=False)[1])
@@ -173,11 +173,11 @@ class _Known[T: KeptState]:
         """Cost of computing from the nearest state above to ``state``."""
         return self.cost(self._depth_above_blocks(state), state.depth_blocks)
 
-    def rank(self, record: _Record[T]) -> None:
-        """The value of a kept record fell, or others go before it now. The tiers that keep it rank it again."""
-        record.entry = self._number()
+    def rank(self, state: T) -> None:
+        """The value of a kept state fell, or others go before it now. The tiers that keep it rank it again."""
+        self.records[state].entry = self._number()
         for tier in self.tiers:
-            tier.rank(record)
+            tier.rank(state)
 
     def forget(self, record: _Record[T]) -> None:
         """Counts the time of a record that is neither kept nor remembered any more."""
@@ -189,10 +189,10 @@ class _Known[T: KeptState]:
         above = self.ancestry.nearest_above(state)
         return 0 if above is None else above.depth_blocks
 
-    def _touch(self, record: _Record[T]) -> None:
+    def _touch(self, state: T, record: _Record[T]) -> None:
         record.touched = self._now
         self._settle(record, record.own_kind, 0)
-        self.rank(record)
+        self.rank(state)
 
     def _settle(self, record: _Record[T], kind: Kind, age: int) -> None:
         """Puts a record that is in no cell into a cell."""
@@ -202,12 +202,13 @@ class _Known[T: KeptState]:
         record.due = self._number()
         heappush(self._calendar, (record.touched + oldest_in(age), record.due, record))
 
-    def _inherit(self, above: _Record[T], lost: _Record[T]) -> None:
+    def _inherit(self, above: T, lost: _Record[T]) -> None:
         """Requests that would have resumed from ``lost`` will resume from ``above``, so it inherits kind and age."""
-        if lost.cell.rate > above.cell.rate:
-            above.cell.leave(self._now, used=False)
-            above.touched = lost.touched
-            self._settle(above, lost.kind, lost.age)
+        heir = self.records[above]
+        if lost.cell.rate > heir.cell.rate:
+            heir.cell.leave(self._now, used=False)
+            heir.touched = lost.touched
+            self._settle(heir, lost.kind, lost.age)
             self.rank(above)
 
     def _number(self) -> int:
@@ -226,7 +227,7 @@ class _Known[T: KeptState]:
                 self._settle(record, record.kind, record.age + 1)
                 # If it became likelier, its old heap entry is good enough until it reaches the top.
                 if record.state is not None and record.cell.rate <= rate:
-                    self.rank(record)
+                    self.rank(record.state)
         if self._now >= self._next_refresh:
             self._refresh()
 
@@ -263,7 +264,7 @@ class RecomputeCostEviction[T: KeptState]:
         self.state_blocks = 1.0  # bytes of a state in KV blocks
         # Records are ranked when somebody asks: most change several times in between.
         self._heap: list[_Entry[T]] = []  # the least value first; some are not valid
-        self._changed: dict[_Record[T], int] = {}  # to be ranked first, and the numbers of their entries
+        self._changed: dict[T, None] = {}  # to be ranked first
 
     def tier_below(self) -> RecomputeCostEviction[T]:
         self._ancestry = Ancestry()
@@ -289,11 +290,10 @@ class RecomputeCostEviction[T: KeptState]:
         self._states[state] = None
         if self._ancestry is not known.ancestry:
             self._ancestry.add(state)
-        record = known.records.get(state)
-        if record is None:
-            known.added(state)
+        if state in known.records:
+            self.rank(state)
         else:
-            self.rank(record)
+            known.added(state)
 
     def used(self, state: T) -> None:
         # A state that both tiers keep is used on the device.
@@ -306,7 +306,7 @@ class RecomputeCostEviction[T: KeptState]:
         if self._ancestry is not known.ancestry:
             longer = self._ancestry.remove(state)
             if longer is not None:
-                self.frees_more(longer)
+                self.rank(longer)
         for tier in known.tiers:
             if state in tier._states:
                 return
@@ -326,36 +326,27 @@ class RecomputeCostEviction[T: KeptState]:
         self._changed.clear()
         self._known.clear()
 
-    def rank(self, record: _Record[T]) -> None:
-        """Ranks a record again, if the state is kept here."""
-        if record.state in self._states:
-            self._changed[record] = record.entry
-
-    def frees_more(self, state: T) -> None:
-        """More KV here depends on the state, so it is worth less per byte."""
-        self.rank(self._known.records[state])
+    def rank(self, state: T) -> None:
+        """Ranks a state again, if it is kept here: it is worth less, maybe because more KV here depends on it."""
+        if state in self._states:
+            self._changed[state] = None
 
     def rank_all(self) -> None:
-        """Ranks all records again."""
+        """Ranks all states again."""
         self._heap.clear()
-        self._changed.clear()
-        for state in self._states:
-            record = self._known.records.get(state)
-            if record is not None:  # else it is being added
-                self.rank(record)
+        self._changed = self._states.copy()
 
     def victim(self, evictable: Callable[[T], bool]) -> T | None:
         self._rank_changed()
-        heap, kept, passed_over = self._heap, self._states, []
+        heap, records, passed_over = self._heap, self._known.records, []
         found = None
         while heap:
             entry = heap[0]
-            value, _, _, number, record = entry
-            state = record.state
-            if state is None or state not in kept or record.entry != number:
+            value, _, _, number, state = entry
+            if state not in self._states or records[state].entry != number:
                 heappop(heap)
             elif self.value(state) > value:  # a state above it was evicted, or it grew older and likelier
-                heapreplace(heap, self._entry(state, record))
+                heapreplace(heap, self._entry(state))
             elif evictable(state):
                 found = state
                 break
@@ -366,12 +357,7 @@ class RecomputeCostEviction[T: KeptState]:
         return found
 
     def _rank_changed(self) -> None:
-        heap, kept = self._heap, self._states
-        entries = [
-            self._entry(state, record)
-            for record, number in self._changed.items()
-            if record.entry == number and (state := record.state) is not None and state in kept
-        ]
+        heap, entries = self._heap, [self._entry(state) for state in self._changed if state in self._states]
         self._changed.clear()
         if len(entries) > len(heap):
             heap += entries
@@ -380,8 +366,9 @@ class RecomputeCostEviction[T: KeptState]:
             for entry in entries:
                 heappush(heap, entry)
 
-    def _entry(self, state: T, record: _Record[T]) -> _Entry[T]:
+    def _entry(self, state: T) -> _Entry[T]:
         # Ties: evict the older state. If the older one will be used sooner, evict the younger one, or no state would
         # live long enough to be used.
+        record = self._known.records[state]
         order = -record.touched if record.cell.is_rising else record.touched
-        return self.value(state), order, record.serial, record.entry, record
+        return self.value(state), order, record.serial, record.entry, state

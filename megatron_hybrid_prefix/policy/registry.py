@@ -25,28 +25,24 @@ eviction_policy_names = _POLICIES.names
 check_eviction_policy = _POLICIES.check
 
 
-def make_eviction_policy(name: str) -> EvictionPolicy[Any]:
+def make_eviction_policy(
+    name: str, *, state_blocks: float = 1.0, above: EvictionPolicy[Any] | None = None
+) -> EvictionPolicy[Any]:
     """Makes an empty policy.
+
+    Args:
+        name: Its name.
+        state_blocks: Bytes of a state in KV blocks, in the memory that both share.
+        above: The policy of the tier above, which was not used yet, if it may share what it knows.
 
     Raises:
         ValueError: There is no such policy. The message lists the names.
         PluginError: A plugin cannot be imported.
     """
-    return _POLICIES[name]()
-
-
-def make_policy_below(above: EvictionPolicy[Any], name: str, *, state_blocks: float) -> EvictionPolicy[Any]:
-    """Makes the policy of the tier below.
-
-    Args:
-        above: The policy of the tier above, which was not used yet.
-        name: Its name.
-        state_blocks: Bytes of a state in KV blocks.
-    """
-    below = above.tier_below() if isinstance(above, KnowsTiers) else make_eviction_policy(name)
-    if isinstance(below, SharesMemory):
-        below.share_memory(state_blocks=state_blocks)
-    return below
+    policy = above.tier_below() if isinstance(above, KnowsTiers) else _POLICIES[name]()
+    if isinstance(policy, SharesMemory):
+        policy.share_memory(state_blocks=state_blocks)
+    return policy
 
 
 register_eviction_policy("lru", LruEviction)

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.requests.matcher import Match
-from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.host import HostEntry
 from megatron_hybrid_prefix.tiers.units import LoadState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SwappedOut:
-    """What a preempted request left on the host, to continue from.
+class LoadSource:
+    """Where a request can resume from with a load. A preempted one resumes from what it left on the host.
 
     Attributes:
+        keys: Keys of its first blocks that are in the prefix tree, or in a tier.
         depth_tokens: Tokens up to the state.
-        keys: Keys of its first blocks, which the prefix tree has.
-        pinned: The entries of their KV, which stay.
-        private: Entries that nobody else has: KV (the last block may be partly filled), then the state.
+        pinned: Of a preempted request: the entries of the KV of these blocks, which stay.
+        private: Of a preempted request: entries that nobody else has. KV (the last block may be partly filled), then the state.
     """
 
+    keys: Sequence[bytes]
     depth_tokens: int
-    keys: tuple[bytes, ...]
-    pinned: tuple[HostEntry, ...]
-    private: tuple[HostEntry, ...]
+    pinned: tuple[HostEntry, ...] = ()
+    private: tuple[HostEntry, ...] = ()
+
+    def as_match(self, match: Match, slot: int, block_tokens: int) -> Match:
+        """The match of a request that loads the state into ``slot``."""
+        usable_tokens = min(match.kv_depth_blocks, match.limit_tokens // block_tokens) * block_tokens
+        return replace(
+            match,
+            resume_tokens=self.depth_tokens,
+            source_slot=slot,
+            lost_tokens_no_state=max(0, usable_tokens - self.depth_tokens),
+            loadable_blocks=0,
+            lost_tokens_elsewhere=0,
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -45,7 +55,7 @@ class Load:
         state: How far it is, or why it failed.
         depth_tokens: Tokens up to the state.
         pinned: Host entries of the prefix tree that stay until it ends, KV from the front.
-        swapped_out: What its request left on the host when it was preempted, or None.
+        private: See `LoadSource`; dropped when it ends.
         coming: Those of ``pinned`` that are being read from the tier below.
         slot: Slot on the device that the state goes to; below 0: none, it is a fetch.
         payloads: Payload (routing) of each loaded KV block, or None, by block id.
@@ -56,18 +66,13 @@ class Load:
     state: LoadState
     depth_tokens: int
     pinned: tuple[HostEntry, ...]
-    swapped_out: SwappedOut | None = None
+    private: tuple[HostEntry, ...] = ()
     coming: tuple[HostEntry, ...] = ()
     slot: int = -1
     payloads: dict[int, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Load({self.load_id} of request {self.request_id}: {self.state})"
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended."""
-        return self.state in (LoadState.FETCHING, LoadState.COPYING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +188,12 @@ class LiveRequest:
     write: bool
     block_ids: list[int]
     path: list[Node]
-    boundaries: tuple[Boundary, ...]
     computed_tokens: int
     planned_tokens: int
     stored_tokens: int
     read: bool
     pinned_slot: int | None
+    boundaries: tuple[Boundary, ...] = ()
     decoded: list[tuple[Node, int]] = field(default_factory=list)
     written: list[Node] = field(default_factory=list)
     plans: dict[int, StepPlan] = field(default_factory=dict)
@@ -198,63 +203,10 @@ class LiveRequest:
     uncounted: Match | None = None
     counted_tokens: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        request_id: int,
-        match: Match,
-        path: Sequence[Node],
-        block_ids: list[int],
-        block_tokens: int,
-        *,
-        load: Load | None,
-    ) -> Self:
-        """A request with this match, which shares a path, and holds these blocks."""
-        return cls(
-            request_id=request_id,
-            chain=copy(match.chain),
-            prompt_tokens=match.chain.tokens,
-            write=False,
-            block_ids=block_ids,
-            path=list(path),
-            boundaries=(),
-            computed_tokens=match.resume_tokens,
-            planned_tokens=match.resume_tokens,
-            # A request that was preempted inside a block may share the whole block.
-            stored_tokens=max(match.resume_tokens, len(path) * block_tokens),
-            read=match.read,
-            pinned_slot=match.source_slot if load is None else None,
-            load=load,
-            uncounted=match,
-        )
-
 
 def is_prefilling(live: LiveRequest) -> bool:
     """Whether the request has prompt tokens left to plan, and caches what it computes."""
     return live.write and live.planned_tokens < live.prompt_tokens
-
-
-def let_go(live: LiveRequest, device: DeviceTier) -> None:
-    """Drops the request's references to its blocks, its pin and its slot."""
-    unpin_source(live, device)
-    device.blocks.release(live.block_ids, live.path)
-    if live.live_slot is not None:
-        device.slots.end_live(live.live_slot)
-        live.live_slot = None
-
-
-def unpin_source(live: LiveRequest, device: DeviceTier) -> None:
-    """Unpins the checkpoint that the request starts from, if it has one."""
-    if live.pinned_slot is not None:
-        device.slots.unpin(live.pinned_slot)
-        live.pinned_slot = None
-
-
-def share_beyond(live: LiveRequest, beyond: Sequence[Node], block_tokens: int) -> None:
-    """The request shares these blocks after those of its path, and computes their tokens again."""
-    live.path += beyond
-    if beyond:
-        live.stored_tokens = len(live.path) * block_tokens
 
 
 class RequestBook:
@@ -273,7 +225,7 @@ class RequestBook:
         self.ending: list[LiveRequest] = []
         self.loads: list[Load] = []
         self.fetches: dict[int, Load] = {}
-        self.swapped_out: dict[int, SwappedOut] = {}
+        self.swapped_out: dict[int, LoadSource] = {}
 
     def __getitem__(self, request_id: int) -> LiveRequest:
         """The live request. Raises ValueError if there is none with this id."""

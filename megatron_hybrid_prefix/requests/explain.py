@@ -6,7 +6,7 @@ on, or that waits for another process: of a tier below the host it has what this
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.policy.base import RemembersEvicted
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.requests.loads import LoadSource, room_for
+from megatron_hybrid_prefix.requests.loads import room_for, source_below
 from megatron_hybrid_prefix.requests.matcher import Matcher, kv_depth
 from megatron_hybrid_prefix.requests.planner import StepPlanner
+from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.tiers.behind import EndOfChain
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, SHARED, EntryKind
@@ -112,96 +113,66 @@ class _Behind:
         return after
 
 
-class Explainer:
-    """Explains one request. Depths are in blocks.
+def explain(device: DeviceTier, planner: StepPlanner, asked: Question) -> Explanation:
+    """Explains one request.
 
     Args:
         device: What is cached, there and below.
         planner: Knows what a request would keep.
         asked: The request.
     """
+    block_tokens, chain, keys = device.settings.block_tokens, asked.chain, asked.chain.keys
+    behind, below = device.host.behind, dict(device.below)
+    if SHARED in below:
+        below[SHARED] = _Behind(behind)
+    tiers = tuple(below.values())
+    limit_tokens = chain.tokens - device.settings.min_computed_tokens
+    matcher = Matcher(device.tree, tiers, device.ghosts, block_tokens=block_tokens)
+    match = matcher.match(chain, limit_tokens, True, asked.resume_at)
+    on_device = len(device.tree.path(keys))
+    kv = {tier: kv_depth(tiers[:number], keys, on_device) for number, tier in enumerate((DEVICE, *below))}
 
-    def __init__(self, device: DeviceTier, planner: StepPlanner, asked: Question) -> None:
-        self._device, self._planner, self._asked = device, planner, asked
-        self._step, self._keys = device.settings.block_tokens, asked.chain.keys
-        self._limit_tokens = asked.chain.tokens - device.settings.min_computed_tokens
-        behind, below = device.host.behind, dict(device.below)
-        if SHARED in below:
-            below[SHARED] = _Behind(behind)
-        self._least_blocks = behind.least_blocks if behind.takes else 0
-        tiers = tuple(below.values())
-        matcher = Matcher(device.tree, tiers, device.ghosts, block_tokens=self._step)
-        self._match = matcher.match(asked.chain, self._limit_tokens, True, asked.resume_at)
-        on_device = len(device.tree.path(self._keys))
-        self._kv = {DEVICE: on_device}  # depth by tier
-        for number, tier in enumerate(below, 1):
-            self._kv[tier] = kv_depth(tiers[:number], self._keys, on_device)
-        self._states: dict[str, list[int]] = {tier: [] for tier in self._kv}  # depths by tier
-        for depth, key in enumerate(self._keys[: self._match.kv_depth_blocks], 1):
-            node = device.tree.get(key)
-            has = {
-                DEVICE: node is not None and node.slot != NO_SLOT,
-                HOST: node in device.host.of_states,
-                SHARED: behind.knows(EntryKind.STATE, key),
-            }
-            for tier, depths in self._states.items():
-                if has[tier]:
-                    depths.append(depth)
+    def has_state(tier: str, key: bytes) -> bool:
+        node = device.tree.get(key)
+        if tier == DEVICE:
+            return node is not None and node.slot != NO_SLOT
+        return node in device.host.of_states if tier == HOST else behind.knows(EntryKind.STATE, key)
 
-    def explain(self) -> Explanation:
-        """The explanation."""
-        asked, match, step = self._asked, self._match, self._step
-        tier, depth = (None, 0) if asked.refused_by else self._source()
-        eviction = self._device.blocks.eviction
-        evicted = {*eviction.evicted_keys()} if isinstance(eviction, RemembersEvicted) else set()
+    def ends(blocks: Iterable[bool]) -> tuple[int, ...]:
+        """Where the blocks end for which it holds."""
+        return tuple(depth * block_tokens for depth, holds in enumerate(blocks, 1) if holds)
 
-        def tokens(depths: Iterable[int]) -> tuple[int, ...]:
-            return tuple(depth * step for depth in depths)
-
-        def places(keys: Container[bytes]) -> tuple[int, ...]:
-            return tokens(depth for depth, key in enumerate(self._keys, 1) if key in keys)
-
-        return Explanation(
-            prompt_tokens=asked.chain.tokens,
-            block_tokens=step,
-            limit_tokens=self._limit_tokens,
-            epoch=asked.chain.epoch,
-            resume_tokens=depth * step,
-            tier=tier,
-            kv_tokens={tier: depth * step for tier, depth in self._kv.items()},
-            state_tokens={tier: tokens(depths) for tier, depths in self._states.items()},
-            evicted_tokens=places(evicted),
-            seen_tokens=max(match.kv_depth_blocks, match.seen_blocks) * step,
-            kept_tokens=tokens(self._kept(depth)),
-            writing_tokens=places(self._planner.writing),
-            scored_tokens=None if asked.resume_at is None else tuple(sorted(asked.resume_at)),
-            plain_kv_tokens=None if asked.plain is None else len(self._device.tree.path(asked.plain.keys)) * step,
-            least_load_tokens=self._least_blocks * step,
-            most_states=self._device.slots.most_cached,
-            refused_by=asked.refused_by,
-            writes=asked.write,
-        )
-
-    def _source(self) -> tuple[str | None, int]:
-        """Tier and depth of the state that the request resumes from."""
-        on_device, source = self._match.resume_tokens // self._step, LoadSource.below(self._device, self._match)
-        blocks = -(-self._asked.chain.tokens // self._step)
-        if source is not None and room_for(self._device, self._match, source, blocks) is not None:
-            deeper = len(source.keys)
-            return (HOST if deeper in self._states[HOST] else SHARED), deeper
-        return (DEVICE if on_device else None), on_device
-
-    def _kept(self, depth: int) -> list[int]:
-        """Depths of the states that the request would keep, guesses left out, if it resumes at ``depth``."""
-        if not self._asked.write:
-            return []
-        match = self._match
-        if self._asked.refused_by:
-            match = replace(match, resume_tokens=0, kv_depth_blocks=0, seen_blocks=0)
-        boundaries = self._planner.boundaries(match, self._asked.breakpoints)
-        wanted = (
-            boundary.position_tokens // self._step
-            for boundary in boundaries
-            if boundary.reason != CheckpointReason.INTERVAL
-        )
-        return [each for each in wanted if each > depth and each not in self._states[DEVICE]]
+    states = {tier: ends(has_state(tier, key) for key in keys[: match.kv_depth_blocks]) for tier in kv}
+    used, source = match, source_below(device, match)
+    if asked.refused_by:
+        used, source = replace(match, resume_tokens=0, kv_depth_blocks=0, seen_blocks=0), None
+    resume_tokens, from_tier = used.resume_tokens, DEVICE if used.resume_tokens else None
+    if source is not None and room_for(device, match, source, ceil_div(chain.tokens, block_tokens)) is not None:
+        resume_tokens, from_tier = source.depth_tokens, HOST if source.depth_tokens in states[HOST] else SHARED
+    kept = tuple(
+        position
+        for position, reason in (planner.boundaries(used, asked.breakpoints) if asked.write else ())
+        if reason != CheckpointReason.INTERVAL and position > resume_tokens and position not in states[DEVICE]
+    )
+    eviction = device.blocks.eviction
+    evicted = {*eviction.evicted_keys()} if isinstance(eviction, RemembersEvicted) else ()
+    return Explanation(
+        prompt_tokens=chain.tokens,
+        block_tokens=block_tokens,
+        limit_tokens=limit_tokens,
+        epoch=chain.epoch,
+        resume_tokens=resume_tokens,
+        tier=from_tier,
+        kv_tokens={tier: depth * block_tokens for tier, depth in kv.items()},
+        state_tokens=states,
+        evicted_tokens=ends(key in evicted for key in keys),
+        seen_tokens=max(match.kv_depth_blocks, match.seen_blocks) * block_tokens,
+        kept_tokens=kept,
+        writing_tokens=ends(key in planner.writing for key in keys),
+        scored_tokens=None if asked.resume_at is None else tuple(sorted(asked.resume_at)),
+        plain_kv_tokens=None if asked.plain is None else len(device.tree.path(asked.plain.keys)) * block_tokens,
+        least_load_tokens=behind.least_blocks * block_tokens if behind.takes else 0,
+        most_states=device.slots.most_cached,
+        refused_by=asked.refused_by,
+        writes=asked.write,
+    )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import chain
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
-from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
+from megatron_hybrid_prefix.index.tree import NO_BLOCK
+from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
 from megatron_hybrid_prefix.requests.book import LiveRequest, RequestBook
-from megatron_hybrid_prefix.tiers.blocks import KVBlocks
 from megatron_hybrid_prefix.tiers.device import DeviceTier
-from megatron_hybrid_prefix.tiers.host import HostTier
 
 
 def check_integrity(
@@ -29,15 +26,21 @@ def check_integrity(
     Raises:
         CacheCorruptionError: An invariant does not hold. The message says which.
     """
-    tree, blocks, slots, host = device.tree, device.blocks, device.slots, device.host
     requests, block_tokens = book.everyone(), device.settings.block_tokens
-    blocks.check()
-    slots.check()
+    device.blocks.check()
+    device.slots.check()
     device.check()
-    _check_tree(tree, blocks, host)
-    _check_requests(tree, blocks, requests, block_tokens, tree.epoch)
-    _check_ref_counts(blocks, requests, unattached)
-    _check_slots(tree, slots, [*blocks.eviction, *blocks.guesses], requests, device.protected)
+    _check_tree(device)
+    for live in requests:
+        _check_request(device, live)
+    held, holders = (
+        device.blocks.held(),
+        Counter([*unattached, *(each for live in requests for each in live.block_ids)]),
+    )
+    for block_id in held.keys() | holders.keys():
+        counted, has = held.get(block_id, 0), holders[block_id]
+        _expect(counted == has, "block {} counts {} holders, has {}", block_id, counted, has)
+    _check_slots(device, requests)
     planned = [
         live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
         for live in requests
@@ -49,10 +52,9 @@ def check_integrity(
     _expect(all(live.released and live.plans for live in book.ending), "a released request has no plan in flight")
     loads = [live.load for live in requests if live.load is not None]
     _expect(sorted(map(id, loads)) == sorted(map(id, book.loads)), "the loads differ from those of the requests")
-    left = [*book.swapped_out.values(), *(load.swapped_out for load in book.loads if load.swapped_out is not None)]
-    pinned = [load.pinned for load in (*book.loads, *book.fetches.values())]
-    pinned += [swapped_out.pinned for swapped_out in book.swapped_out.values()]
-    host.check(Counter(chain.from_iterable(pinned)), [entry for each in left for entry in each.private])
+    users = [*book.swapped_out.values(), *book.loads, *book.fetches.values()]
+    pinned = Counter(entry for each in users for entry in each.pinned)
+    device.host.check(pinned, [entry for each in users for entry in each.private])
 
 
 def _expect(holds: bool, what: str, *named: object) -> None:
@@ -61,7 +63,8 @@ def _expect(holds: bool, what: str, *named: object) -> None:
         raise CacheCorruptionError(what.format(*named) if named else what)
 
 
-def _check_tree(tree: PrefixTree, blocks: KVBlocks, host: HostTier) -> None:
+def _check_tree(device: DeviceTier) -> None:
+    tree, blocks, host = device.tree, device.blocks, device.host
     refs = Counter([*(node.parent for node in tree), *host.kv, *host.of_states])
     for node in tree:
         _expect(tree.get(node.key) is node, "{} is not found by its key", node)
@@ -86,65 +89,37 @@ def _check_tree(tree: PrefixTree, blocks: KVBlocks, host: HostTier) -> None:
     _expect(keyed == on_device == blocks.keyed_blocks, f"{keyed} keyed blocks, {on_device} nodes on the device")
 
 
-def _check_requests(
-    tree: PrefixTree, blocks: KVBlocks, requests: Sequence[LiveRequest], block_tokens: int, epoch: int
-) -> None:
-    for live in requests:
-        name = f"request {live.request_id}"
-        full_blocks = len(live.chain.keys)
-        _expect(len(set(live.block_ids)) == len(live.block_ids), f"{name} holds a block twice")
-        _expect(len(live.path) <= min(len(live.block_ids), full_blocks), f"{name}: path longer than its blocks")
-        _expect(
-            len(live.path) * block_tokens <= max(live.computed_tokens, live.stored_tokens),
-            f"{name} registered blocks that it has not computed",
-        )
-        _expect(not live.write or live.chain.epoch == epoch, f"{name} may write under other weights")
-        _expect(live.computed_tokens <= live.planned_tokens, f"{name}: computed more than planned")
-        _expect(
-            not live.released or bool(live.plans), f"{name} is released, has no plan in flight, and is still listed"
-        )
-        if live.pinned_slot is not None and live.path:  # an empty path: the weights changed
-            depth = live.computed_tokens // block_tokens
-            source = live.path[depth - 1] if depth <= len(live.path) else None
-            has_it = source is not None and source.slot == live.pinned_slot
-            _expect(has_it, "{}: its source {} was evicted from {}", name, live.pinned_slot, source)
-        for index, node in enumerate(live.path):
-            _expect(tree.get(node.key) is node, "{}: {} on its path is not in the tree", name, node)
-            _expect(node.key == live.chain.keys[index], "{}: {} does not have the key of its tokens", name, node)
-            own = live.block_ids[index]
-            _expect(
-                node.block_id == own or blocks.is_duplicate(node, own),
-                "{}: block {} is not the block of {}",
-                name,
-                own,
-                node,
-            )
-
-
-def _check_ref_counts(blocks: KVBlocks, requests: Sequence[LiveRequest], unattached: Collection[int]) -> None:
-    holders = Counter(block_id for live in requests for block_id in live.block_ids)
-    holders.update(unattached)
-    held = blocks.held()
-    for block_id in held.keys() | holders.keys():
-        counted = held.get(block_id, 0)
-        _expect(
-            counted == holders[block_id], "block {} counts {} holders, has {}", block_id, counted, holders[block_id]
-        )
-
-
-def _check_slots(
-    tree: PrefixTree,
-    slots: SlotPool,
-    ranked_states: Sequence[Node],
-    requests: Sequence[LiveRequest],
-    protected: Sequence[int],
-) -> None:
-    published = [node.slot for node in tree if node.slot != NO_SLOT]
+def _check_request(device: DeviceTier, live: LiveRequest) -> None:
+    tree, blocks, block_tokens = device.tree, device.blocks, device.settings.block_tokens
+    name = f"request {live.request_id}"
+    _expect(len(set(live.block_ids)) == len(live.block_ids), f"{name} holds a block twice")
+    _expect(len(live.path) <= min(len(live.block_ids), len(live.chain.keys)), f"{name}: path longer than its blocks")
     _expect(
-        sorted(published) == slots.slots_in(SlotState.PUBLISHED), "the published slots differ from those of the tree"
+        len(live.path) * block_tokens <= max(live.computed_tokens, live.stored_tokens),
+        f"{name} registered blocks that it has not computed",
     )
+    _expect(not live.write or live.chain.epoch == tree.epoch, f"{name} may write under other weights")
+    _expect(live.computed_tokens <= live.planned_tokens, f"{name}: computed more than planned")
+    _expect(not live.released or bool(live.plans), f"{name} is released, has no plan in flight, and is still listed")
+    if live.pinned_slot is not None and live.path:  # an empty path: the weights changed
+        depth = live.computed_tokens // block_tokens
+        source = live.path[depth - 1] if depth <= len(live.path) else None
+        has_it = source is not None and source.slot == live.pinned_slot
+        _expect(has_it, "{}: its source {} was evicted from {}", name, live.pinned_slot, source)
+    for index, node in enumerate(live.path):
+        _expect(tree.get(node.key) is node, "{}: {} on its path is not in the tree", name, node)
+        _expect(node.key == live.chain.keys[index], "{}: {} does not have the key of its tokens", name, node)
+        own = live.block_ids[index]
+        is_its = node.block_id == own or blocks.is_duplicate(node, own)
+        _expect(is_its, "{}: block {} is not the block of {}", name, own, node)
+
+
+def _check_slots(device: DeviceTier, requests: Sequence[LiveRequest]) -> None:
+    slots, states = device.slots, [node for node in device.tree if node.slot != NO_SLOT]
+    published = sorted(node.slot for node in states)
+    _expect(published == slots.slots_in(SlotState.PUBLISHED), "the published slots differ from those of the tree")
     _expect(
-        Counter(ranked_states) == Counter(node for node in tree if node.slot != NO_SLOT),
+        Counter([*device.blocks.eviction, *device.blocks.guesses]) == Counter(states),
         "the guesses and the states of the eviction policy differ from those of the tree",
     )
     plans = [plan for live in requests for plan in live.plans.values()]
@@ -157,8 +132,7 @@ def _check_slots(
     own = [live.live_slot for live in requests if live.live_slot is not None]
     _expect(sorted(own) == slots.slots_in(SlotState.LIVE), "the live slots differ from those of the requests")
     pins = Counter(live.pinned_slot for live in requests if live.pinned_slot is not None)
-    pins.update(protected)
+    pins.update(device.protected)
     for slot in range(slots.first_slot, slots.first_slot + slots.total_slots):
-        _expect(
-            slots.pins(slot) == pins[slot], "slot {} has {} pins, should have {}", slot, slots.pins(slot), pins[slot]
-        )
+        has = slots.pins(slot)
+        _expect(has == pins[slot], "slot {} has {} pins, should have {}", slot, has, pins[slot])

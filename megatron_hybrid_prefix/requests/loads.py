@@ -3,53 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
 
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
-from megatron_hybrid_prefix.requests.book import LiveRequest, Load, RequestBook, SwappedOut
+from megatron_hybrid_prefix.requests.book import LiveRequest, Load, LoadSource, RequestBook
 from megatron_hybrid_prefix.requests.matcher import Match, Matcher
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 from megatron_hybrid_prefix.tiers.host import HostEntry
 from megatron_hybrid_prefix.tiers.units import HOST, SHARED, EntryKind, LoadOver, LoadState, Tag
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSource:
-    """Where a request can resume from with a load.
-
-    Attributes:
-        keys: Keys of its first blocks that are in the prefix tree, or in a tier.
-        depth_tokens: Tokens up to the state.
-        swapped_out: What it left on the host when it was preempted, or None.
-    """
-
-    keys: Sequence[bytes]
-    depth_tokens: int
-    swapped_out: SwappedOut | None = None
-
-    @classmethod
-    def below(cls, device: DeviceTier, match: Match) -> Self | None:
-        """Where a request with this match can resume from below the device. None: nowhere, or computing is faster than loading."""
-        blocks, block_tokens = match.loadable_blocks, device.settings.block_tokens
-        saved_tokens = blocks * block_tokens - match.resume_tokens
-        if not blocks or not device.host.is_worth_loading(blocks - len(match.path), saved_tokens):
-            return None
-        return cls(match.chain.keys[:blocks], blocks * block_tokens)
-
-    def as_match(self, match: Match, slot: int, block_tokens: int) -> Match:
-        """The match of a request that loads the state into ``slot``."""
-        usable_tokens = min(match.kv_depth_blocks, match.limit_tokens // block_tokens) * block_tokens
-        return replace(
-            match,
-            resume_tokens=self.depth_tokens,
-            source_slot=slot,
-            lost_tokens_no_state=max(0, usable_tokens - self.depth_tokens),
-            loadable_blocks=0,
-            lost_tokens_elsewhere=0,
-        )
+def source_below(device: DeviceTier, match: Match) -> LoadSource | None:
+    """Where a request with this match can resume from below the device. None: nowhere, or computing is faster than loading."""
+    blocks, block_tokens = match.loadable_blocks, device.settings.block_tokens
+    saved_tokens = blocks * block_tokens - match.resume_tokens
+    if not blocks or not device.host.is_worth_loading(blocks - len(match.path), saved_tokens):
+        return None
+    return LoadSource(keys=match.chain.keys[:blocks], depth_tokens=blocks * block_tokens)
 
 
 def room_for(
@@ -115,12 +86,12 @@ class Loads:
 
     def source(self, request_id: int, match: Match) -> LoadSource | None:
         """Where the request can resume from with a load. None: nowhere. Changes nothing."""
-        left, keys = self._requests.swapped_out.get(request_id), match.chain.keys
-        if left is not None:
-            fits = tuple(keys[: len(left.keys)]) == left.keys and left.depth_tokens <= match.limit_tokens
-            fits = fits and match.read and match.resume_at is None and all(entry.pages for entry in left.pinned)
-            return LoadSource(left.keys, left.depth_tokens, left) if fits else None
-        return LoadSource.below(self._device, match)
+        left = self._requests.swapped_out.get(request_id)
+        if left is None:
+            return source_below(self._device, match)
+        fits = match.chain.keys[: len(left.keys)] == left.keys and left.depth_tokens <= match.limit_tokens
+        fits = fits and match.read and match.resume_at is None and all(entry.pages for entry in left.pinned)
+        return left if fits else None
 
     def begin(self, request_id: int, source: LoadSource, path: Sequence[Node]) -> Load | None:
         """Pins what a request loads, and takes a slot for the state. Pass its blocks to `copy`.
@@ -133,15 +104,15 @@ class Loads:
         Returns:
             The load. None, and nothing changed on the device: a tier has no room for it.
         """
-        left = source.swapped_out
-        pinned = self._host.gather(source.keys, len(path)) if left is None else left.pinned
-        slot = None if pinned is None else self._device.take_slot()
-        if pinned is None or slot is None:
-            if pinned is not None and left is None:
+        pinned = source.pinned if source.private else self._host.gather(source.keys, len(path))
+        if pinned is None:
+            return None
+        slot = self._device.take_slot()
+        if slot is None:
+            if not source.private:
                 self._host.unpin(pinned)
             return None
-        if left is not None:
-            del self._requests.swapped_out[request_id]
+        self._requests.swapped_out.pop(request_id, None)
         load = self._new_load(request_id, pinned, source, slot=slot)
         self._requests.loads.append(load)
         self._end_fetch(request_id)
@@ -155,9 +126,8 @@ class Loads:
             shared_blocks: Number of leading blocks that are on the device.
             block_ids: The blocks after them.
         """
-        entries = load.pinned
-        if load.swapped_out is not None:
-            entries = (*load.pinned[shared_blocks:], *load.swapped_out.private)
+        # Of a preempted request the entries of shared blocks are pinned, too.
+        entries = (*load.pinned[shared_blocks:], *load.private) if load.private else load.pinned
         for entry, block_id in zip(entries[:-1], block_ids, strict=False):
             load.payloads[block_id] = self._host.load(entry, block_id, load.load_id)
         self._host.load(entries[-1], load.slot, load.load_id)
@@ -172,7 +142,7 @@ class Loads:
         """
         match = self._matcher.fresh(match)
         source = self.source(request_id, match)
-        if source is None or source.swapped_out is not None or not self._host.behind.takes:
+        if source is None or source.private or not self._host.behind.takes:
             return None
         entries = self._host.gather(source.keys, len(self._device.tree.path(source.keys)))
         if entries is None:
@@ -180,7 +150,7 @@ class Loads:
         if not any(entry.is_coming for entry in entries):
             self._host.unpin(entries)
             return None
-        fetch = self._requests.fetches[request_id] = self._new_load(request_id, entries, source)
+        fetch = self.fetches[request_id] = self._new_load(request_id, entries, source)
         return fetch
 
     def _new_load(
@@ -194,7 +164,7 @@ class Loads:
             state=LoadState.FETCHING if coming else LoadState.COPYING,
             depth_tokens=source.depth_tokens,
             pinned=pinned,
-            swapped_out=source.swapped_out,
+            private=source.private,
             coming=coming,
             slot=slot,
         )
@@ -212,7 +182,7 @@ class Loads:
         load = live.load
         if load is None:
             return
-        if load.is_running:
+        if load.state in (LoadState.FETCHING, LoadState.COPYING):
             load.state = state
             if state is LoadState.GIVEN_UP:
                 self._stats.count_fallback(state)
@@ -220,14 +190,14 @@ class Loads:
         self._requests.loads.remove(load)
         self._device.copies.append(LoadOver(load.load_id))
         blocks = load.depth_tokens // self._block_tokens
-        node = live.path[blocks - 1] if kept and load.swapped_out is None and blocks <= len(live.path) else None
+        node = live.path[blocks - 1] if kept and not load.private and blocks <= len(live.path) else None
         if node is not None and node.slot == NO_SLOT and node in self._host.of_states:
             self._device.restore(node, load.slot)
         else:
             self._slots.abandon(load.slot)
         self._host.unpin(load.pinned)
-        if load.swapped_out is not None:
-            self._host.remove_private(load.swapped_out.private)
+        if load.private:
+            self._host.remove_private(load.private)
 
     def fail(self, live: LiveRequest) -> None:
         """Ends a load whose data was wrong or did not arrive, and drops its entries."""
@@ -263,7 +233,7 @@ class Loads:
         if state is LoadState.COPYING:
             for entry in load.coming:
                 entry.is_coming = False
-        elif self._requests.fetches.get(load.request_id) is load:
+        elif self.fetches.get(load.request_id) is load:
             self._count_missing(load)
             self.drop_fetch(load.request_id)
             for entry in load.coming:
@@ -335,9 +305,9 @@ class Loads:
             host.remove_private(private)
             return False
         self.drop_swapped_out(request_id)
-        self._requests.swapped_out[request_id] = SwappedOut(
+        self._requests.swapped_out[request_id] = LoadSource(
+            keys=[node.key for node in live.path],
             depth_tokens=depth_tokens,
-            keys=tuple(node.key for node in live.path),
             pinned=tuple(reversed(pinned)),
             private=(*private[1:], private[0]),
         )

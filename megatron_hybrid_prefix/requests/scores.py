@@ -25,6 +25,7 @@ from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.requests.book import StepPlan
 
 
+@dataclass(slots=True, eq=False)
 class Kept:
     """Scores of a block, or the next logits of a boundary.
 
@@ -39,12 +40,12 @@ class Kept:
         size_bytes: Size of the value; 0 until it is filled.
     """
 
-    __slots__ = ("_value", "is_logits", "key", "position_tokens", "size_bytes", "top_n")
-
-    def __init__(self, key: bytes, position_tokens: int, *, is_logits: bool = False, top_n: int = 0) -> None:
-        self.key, self.position_tokens, self.is_logits, self.top_n = key, position_tokens, is_logits, top_n
-        self.size_bytes = 0
-        self._value: Any = None
+    key: bytes
+    position_tokens: int
+    is_logits: bool = False
+    top_n: int = 0
+    size_bytes: int = 0
+    _value: Any = None
 
     @property
     def is_filled(self) -> bool:
@@ -61,19 +62,6 @@ class Kept:
     def fill(self, value: Any, size_bytes: int) -> None:
         """Sets the value."""
         self._value, self.size_bytes = value, size_bytes
-
-
-@dataclass(slots=True)
-class BlockScores:
-    """The log-probs of one block.
-
-    Attributes:
-        block: Scores of the block, or None.
-        next_logits: Next logits of the boundary at its end, or None.
-    """
-
-    block: Kept | None = None
-    next_logits: Kept | None = None
 
 
 class ScoreTable:
@@ -96,19 +84,19 @@ class ScoreTable:
         self.used_bytes = 0
         self.version = 0
         self.evictions = 0
-        self._kept: OrderedDict[bytes, BlockScores] = OrderedDict()
+        self._blocks: OrderedDict[bytes, Kept] = OrderedDict()
+        self._next_logits: dict[bytes, Kept] = {}  # of some of these blocks
 
     # -- read ----------------------------------------------------------------------------------------------------------
 
     def block(self, key: bytes, top_n: int) -> Kept | None:
         """Scores of the block with at least ``top_n`` most likely tokens per position, or None."""
-        kept = self._kept.get(key)
-        return None if kept is None or kept.block is None or kept.block.top_n < top_n else kept.block
+        block = self._blocks.get(key)
+        return None if block is None or block.top_n < top_n else block
 
     def next_logits(self, key: bytes) -> Kept | None:
         """Next logits of the boundary at the block's end, or None."""
-        kept = self._kept.get(key)
-        return None if kept is None else kept.next_logits
+        return self._next_logits.get(key)
 
     def positions(self, chain: KeyChain, top_n: int) -> tuple[int, ...]:
         """Positions where a request that wants the log-probs of its prompt may resume. Ascending.
@@ -185,14 +173,13 @@ class ScoreTable:
             key, position = chain.keys[depth - 1], depth * self._block_tokens
             if node_of(key) is None:
                 break  # not published, or evicted: nothing after it can be reached
-            kept = self._kept.setdefault(key, BlockScores())
-            if kept.block is None or kept.block.top_n < top_n:
-                self._subtract(kept.block)
-                kept.block = Kept(key, position, top_n=top_n)
-                promises.append(kept.block)
-            if position in captured and kept.next_logits is None:
-                kept.next_logits = Kept(key, position, is_logits=True)
-                promises.append(kept.next_logits)
+            if self.block(key, top_n) is None:
+                self._subtract(self._blocks.get(key))
+                self._blocks[key] = Kept(key, position, top_n=top_n)
+                promises.append(self._blocks[key])
+            if position in captured and key not in self._next_logits:
+                self._next_logits[key] = Kept(key, position, is_logits=True)
+                promises.append(self._next_logits[key])
         self.version += bool(promises)
         return promises
 
@@ -210,14 +197,14 @@ class ScoreTable:
         deepest = max((promise.position_tokens for promise, _, _ in values), default=0)
         self.use(chain.keys[: deepest // self._block_tokens])
         while self.used_bytes > self.budget_bytes:
-            self.drop(next(iter(self._kept)))
+            self.drop(next(iter(self._blocks)))
             self.evictions += 1
 
     def use(self, keys: Sequence[bytes]) -> None:
         """A request used or made the scores of these blocks, front first. Deeper blocks will be evicted first."""
         for key in reversed(keys):
-            if key in self._kept:
-                self._kept.move_to_end(key)
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
 
     def withdraw(self, promises: Iterable[Kept]) -> None:
         """Drops promises that will not be filled."""
@@ -227,25 +214,21 @@ class ScoreTable:
 
     def drop(self, key: bytes) -> None:
         """Drops the log-probs of the block."""
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._subtract(kept.block)
-            self._subtract(kept.next_logits)
+        if key in self._blocks:
+            self._subtract(self._blocks.pop(key))
+            self._subtract(self._next_logits.pop(key, None))
             self.version += 1
 
     def drop_state(self, key: bytes) -> None:
         """Drops the block's next logits: no tier has a state there any more."""
-        kept = self._kept.get(key)
-        if kept is not None and kept.next_logits is not None:
-            self._subtract(kept.next_logits)
-            kept.next_logits = None
+        if key in self._next_logits:
+            self._subtract(self._next_logits.pop(key))
             self.version += 1
-            if kept.block is None:
-                del self._kept[key]
 
     def clear(self) -> None:
         """Drops everything."""
-        self._kept.clear()
+        self._blocks.clear()
+        self._next_logits.clear()
         self.used_bytes = 0
         self.version += 1
 
@@ -255,13 +238,12 @@ class ScoreTable:
         Raises:
             CacheCorruptionError: One of these does not hold.
         """
-        sizes = 0
-        for key, kept in self._kept.items():
+        for key in self._blocks:
             if key not in keys:
                 raise CacheCorruptionError(f"block {key.hex()[:8]} has scores and is not in the tree")
-            if kept.block is None and kept.next_logits is None:
-                raise CacheCorruptionError(f"block {key.hex()[:8]} has empty scores")
-            sizes += sum(item.size_bytes for item in (kept.block, kept.next_logits) if item is not None)
+        if not self._next_logits.keys() <= self._blocks.keys():
+            raise CacheCorruptionError("next logits are kept without the scores of their block")
+        sizes = sum(item.size_bytes for item in (*self._blocks.values(), *self._next_logits.values()))
         if sizes != self.used_bytes or self.used_bytes > self.budget_bytes:
             raise CacheCorruptionError(
                 f"scores of {sizes} bytes, counted as {self.used_bytes}, budget {self.budget_bytes}"
@@ -273,8 +255,7 @@ class ScoreTable:
         return range(plan.start_tokens // self._block_tokens + 1, last + 1)
 
     def _has(self, promise: Kept) -> bool:
-        kept = self._kept.get(promise.key)
-        return kept is not None and (kept.block is promise or kept.next_logits is promise)
+        return promise in (self._blocks.get(promise.key), self._next_logits.get(promise.key))
 
     def _subtract(self, item: Kept | None) -> None:
         if item is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -21,7 +22,7 @@ from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.base import SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import is_guess
-from megatron_hybrid_prefix.policy.registry import make_eviction_policy, make_policy_below
+from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotPool, SlotState
 from megatron_hybrid_prefix.tiers.base import DepthTier
@@ -90,22 +91,21 @@ class DeviceTier:
         self.settings, self.stats = settings, stats
         self.tree = PrefixTree(settings.epoch, settings.beside)
         self.copies: list[Copy] = []
-        eviction = make_eviction_policy(settings.eviction_policy)
-        below = make_eviction_policy(settings.eviction_policy)
-        if settings.host_pages:
-            state_blocks = settings.host_state_pages / settings.host_kv_pages
-            below = make_policy_below(eviction, settings.eviction_policy, state_blocks=state_blocks)
+        self.pages = pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
+        make_policy = partial(make_eviction_policy, settings.eviction_policy)
+        eviction = make_policy(state_blocks=pages.page_blocks / pages.page_states)
+        below = make_policy(
+            state_blocks=settings.host_state_pages / settings.host_kv_pages,
+            above=eviction if settings.host_pages else None,
+        )
         self.host = HostTier(self.tree, settings, below, stats, self.copies)
         self.below: dict[str, DepthTier] = {HOST: self.host} if settings.host_pages else {}
         if settings.behind is not None:
             self.below[SHARED] = settings.behind
             stats.tiers[SHARED] = TierStats()
-        self.pages = pages = Pages(settings.kv_blocks, settings.page_blocks, settings.page_states)
         self.slots = slots = SlotPool(pages, settings.first_state_slot, settings.state_slots)
         self.slots_per_request = int(settings.live_states)
         self.ghosts = Ghosts(pages.total_blocks if isinstance(eviction, SharesMemory) else 0)
-        if isinstance(eviction, SharesMemory):
-            eviction.share_memory(state_blocks=pages.page_blocks / pages.page_states)
         self.blocks = KVBlocks(pages, slots, eviction)
         self.protected: list[int] = []
         self.on_move = settings.on_move

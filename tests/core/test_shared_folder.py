@@ -32,11 +32,7 @@ from tests.core.tier_kinds import file_name
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
 
-
-def make_ranking() -> Any:
-    policy = make_eviction_policy("recompute_cost")
-    policy.share_memory(state_blocks=SIZE[STATE] / SIZE[KV])
-    return policy
+make_ranking = partial(make_eviction_policy, "recompute_cost", state_blocks=SIZE[STATE] / SIZE[KV])
 
 
 def tier_on(folder: Path, *, budget_bytes: int = 10**9, name: bytes | None = NAME, **settings: Any) -> FileTier:

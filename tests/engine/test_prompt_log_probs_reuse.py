@@ -313,7 +313,7 @@ def _log_probs_one_position_early(original: Any) -> Any:
 def _logits_of_another_boundary(original: Any) -> Any:
     def next_logits(self: ScoreTable, key: bytes) -> Kept | None:
         own = original(self, key)
-        others = (kept.next_logits for other, kept in self._kept.items() if other != key and kept.next_logits)
+        others = (logits for other, logits in self._next_logits.items() if other != key)
         return own if own is None else next(others, own)
 
     return next_logits
