@@ -171,7 +171,7 @@ def _block_problem(model: Any, config: InferenceConfig) -> str | None:
 
 def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixConfig | None) -> str | None:
     """The settings that do not fit, in one line; checked here before upstream asserts on it, now or in a later step."""
-    from megatron_hybrid_prefix.mcore.state.layout import state_bytes
+    from megatron_hybrid_prefix.mcore.state.layout import states_of_config
 
     tp = model.config.tensor_model_parallel_size
     max_tokens = config.max_tokens or 16384
@@ -184,7 +184,8 @@ def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixCon
     state = config.mamba_inference_state_config
     if state is None or (config.mamba_memory_ratio if prefix is None else prefix.cache_gb) is not None:
         return None
-    need_bytes = own_bytes(state_bytes(state), own_slots=config.max_requests, drafts=config.num_speculative_tokens)
+    state_bytes = states_of_config(state).slots.slot_bytes
+    need_bytes = own_bytes(state_bytes, own_slots=config.max_requests, drafts=config.num_speculative_tokens)
     have_bytes = (config.buffer_size_gb + (config.paused_buffer_size_gb or 0)) * 2**30
     if need_bytes >= have_bytes:
         return (
