@@ -129,7 +129,7 @@ class HybridPrefixContext(SlotContext):
         self._scores = ScoreTable(scores_bytes, self.block_size_tokens)
         self._events = KVEvents(self, self._scores)
         on_device = DeviceMover(lambda **options: self.prefix_cache.take_copies(**options), lambda: self.shared_memory)
-        self.moves, secrets = open_mover(self, prefix, on_device)
+        self.moves, secret = open_mover(self, prefix, on_device)
         self.host_moves = self.moves if isinstance(self.moves, Mover) else None
         sizes = self.moves.sizes
         assert self.shared_memory is not None
@@ -150,8 +150,7 @@ class HybridPrefixContext(SlotContext):
                 host_kv_pages=sizes.pages_of[EntryKind.KV],
                 host_state_pages=sizes.pages_of[EntryKind.STATE],
                 behind=self.moves.tier,
-                secret=secrets.keys,
-                adapter_secret=secrets.adapters,
+                secret=secret,
             )
         )
         total_blocks, paused = self.layout.total_blocks, block_counts(self.kv_block_allocator).paused
