@@ -16,7 +16,7 @@ import pytest
 
 from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, hybrid_prefix_config_from_args, installed
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
-from megatron_hybrid_prefix.mcore.entrypoints.flags import naming_flags
+from megatron_hybrid_prefix.mcore.entrypoints.arguments import naming_flags
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.harness.limits import HANG_S
 from tests.harness.workers.launch import WORKERS, environments_of, run_prepared

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.mcore.entrypoints.flags import naming_flags
+from megatron_hybrid_prefix.mcore.entrypoints.arguments import naming_flags
 from megatron_hybrid_prefix.support.environment import say
 from megatron_hybrid_prefix.upstream import modules
 from megatron_hybrid_prefix.upstream.overrides import lost_override
