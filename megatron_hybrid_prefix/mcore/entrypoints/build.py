@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.mcore.entrypoints.patches import CONTEXT_IN_CUDA_GRAPHS, keep_megatrons
+from megatron_hybrid_prefix.mcore.entrypoints.patches import CONTEXT_IN_CUDA_GRAPHS
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
 from megatron_hybrid_prefix.platform import patched_machine, replace_names
 from megatron_hybrid_prefix.platform.sizes import check_sizes
@@ -90,7 +90,7 @@ def _upstream_engine(model: Any, config: InferenceConfig, tokenizer: Tokenizer |
     if needs_this_package(config.mamba_inference_state_config):
         kinds = [layout.kind for layout in states_of_config(config.mamba_inference_state_config).slots.kinds]
         raise ValueError(f"megatron's own engine cannot run a model with layers of kind {', '.join(kinds)}")
-    keep_megatrons(config)
+    config.keeps_megatrons = True  # whatever is installed
     context = DynamicInferenceContext(model_config=model.config, inference_config=config)
     return DynamicInferenceEngine(_controller(TextGenerationController, model, context, tokenizer), context)
 

@@ -53,11 +53,6 @@ def _our_state_config(original: Callable[..., Any]) -> Any:
     return classmethod(from_model)
 
 
-def keep_megatrons(config: Any) -> None:
-    """A context of this ``InferenceConfig`` stays megatron's own, whatever is installed."""
-    config.keeps_megatrons = True
-
-
 def _our_context(
     original: Callable[..., None], settings: Callable[[], HybridPrefixConfig | None]
 ) -> Callable[..., None]:
@@ -70,16 +65,15 @@ def _our_context(
         from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
         from megatron_hybrid_prefix.platform import replace_names
 
-        prefix = settings()
-        state = inference_config.mamba_inference_state_config
+        prefix, state = settings(), inference_config.mamba_inference_state_config
+        caches = prefix is not None or inference_config.enable_prefix_caching
+        wanted = False
         if state is not None:
             states_of_config(state)  # raises if it does not describe all recurrent layers
-        caches = prefix is not None or inference_config.enable_prefix_caching
-        wanted = state is not None and (caches or needs_this_package(state))
-        keeps_megatrons = hasattr(inference_config, "keeps_megatrons")
-        wanted = wanted and not keeps_megatrons
-        if state is not None and not caches and not keeps_megatrons:
-            report_none_asked()
+            if not hasattr(inference_config, "keeps_megatrons"):
+                wanted = caches or needs_this_package(state)
+                if not caches:
+                    report_none_asked()
         if type(self) is not DynamicInferenceContext or not wanted:
             if wanted and not isinstance(self, SlotContext):
                 say(logger, f"no prefix cache: {type(self).__name__} does not derive from HybridPrefixContext")
