@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -141,7 +141,7 @@ def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, Counte
     wraps ``context.add_request``, which admits one chunk of one request, on the instance: tokens that it adds to the context's
     prefill counter are computed, the rest of the chunk is skipped.
     """
-    counts: dict[int, Counter[str]] = {}
+    counts: dict[int, Counter[str]] = defaultdict(Counter)
     first: dict[int, DynamicInferenceRequest] = {}  # each request before any preemption
     add_request = context.add_request
     shadowed = vars(context).get("add_request")
@@ -152,7 +152,7 @@ def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, Counte
         before = context.lifetime_prefill_token_count
         add_request(req, prefill_chunk_length)
         computed_tokens = context.lifetime_prefill_token_count - before
-        count = counts.setdefault(req.request_id, Counter())
+        count = counts[req.request_id]
         if first.setdefault(req.request_id, req) is req:
             count["lost_tokens"] = lost_tokens(req)
             count["computed_tokens"] += computed_tokens
@@ -236,7 +236,7 @@ def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool 
         time_to_first_token_s=None if first_s is None else first_s - batch.added_s[record.request_id],
         tokens_per_second=(len(generated) - 1) / decode_s if len(generated) > 1 and decode_s > 0 else None,
         error=_error_of(request) if status == "failed" else None,
-        **batch.prefills.get(record.request_id, Counter()),
+        **batch.prefills[record.request_id],
     )
 
 

@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.errors import RankDisagreementError
 
 
 def min_over_model_ranks(value: int, pg_collection: Any = None) -> int:
-    """Minimum over all ranks that run the same requests; a collective. ``pg_collection``: see the module."""
+    """Minimum over all ranks that run the same requests; a collective."""
     return -max_over_model_ranks(-value, pg_collection)
 
 
@@ -25,7 +25,6 @@ def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = No
 
     Args:
         values: This rank's value or values; every rank gives the same number of them.
-        pg_collection: See the module.
         experts: Also over the ranks that have other experts. They run other requests, but need each other's weights.
     """
     groups = model_groups(pg_collection, experts=experts)

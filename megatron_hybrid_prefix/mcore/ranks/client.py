@@ -35,12 +35,7 @@ class Answers(Protocol):
 
 
 class ReplicaClient(ClientSeam):
-    """A client of the coordinator.
-
-    Args:
-        address: The coordinator's address.
-        answers: Receives the output.
-    """
+    """A client of the coordinator at ``address``."""
 
     def __init__(self, address: str, answers: Answers) -> None:
         check_overrides(ReplicaClient)

@@ -144,11 +144,7 @@ class CoordinatorProcess:
 
     Args:
         engine: The engine of the first rank of the first replica.
-        hostname: Host to listen on.
-
-    Attributes:
-        address: Address on which it listens.
-        port: Port of that address.
+        hostname: Host to listen on: ``address``, with ``port``.
 
     Raises:
         RuntimeError: It did not start.

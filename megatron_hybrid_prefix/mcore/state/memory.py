@@ -67,7 +67,6 @@ class StateMemory:
         max_tokens: Maximum tokens of a step.
 
     Attributes:
-        memory: See Args.
         layers: States of each recurrent layer of this stage by component name: (rows, *shape).
         drafted_layers: The same of the states after each drafted token: (rows, drafts + 1, *shape).
         live: Slots of running requests.

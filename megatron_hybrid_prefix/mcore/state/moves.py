@@ -109,9 +109,7 @@ def _open_tier(context: Any, prefix: HybridPrefixConfig, url: str, state_blocks:
 def name_entries(context: Any, model: Any) -> None:
     """Use the entries of this model's weights in the tier behind the host, if there is one.
 
-    Args:
-        context: The context.
-        model: This rank's part of the model. Its weights are read now, and again after they were invalidated.
+    The weights of this rank's part of the model are read now, and again after they were invalidated.
     """
     tier, url = context.moves.tier, context.prefix_config.shared
     if tier is None:
@@ -135,10 +133,6 @@ def page_tokens(context: Any, model: torch.nn.Module) -> float:
 
     Measured once, by a matrix product and a copy, and rounded to a power of two: the largest of all ranks. Or given, per GiB, by the
     environment variable ``HYBRID_PREFIX_TOKENS_PER_GIB``. Without a GPU 0. A collective.
-
-    Args:
-        context: The context, with a host tier.
-        model: This rank's part of the model.
 
     Raises:
         ValueError: The variable is no number of 0 or more.
