@@ -1,8 +1,7 @@
 """The cache as flags of ``megatron.training``: `add_hybrid_prefix_args`, `hybrid_prefix_config_from_args`.
 
 Megatron's flags switch the cache on and set its budget. Every other field of `HybridPrefixConfig` has a flag
-``--hybrid-prefix-...``, made from the field and its help. Errors name the flag, not the field that it set. This module imports
-megatron only when needed.
+``--hybrid-prefix-...``, made from the field and its help. Errors name the flag, not the field that it set.
 """
 
 from __future__ import annotations
@@ -12,14 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.support.config_options import NONE, add_option, value_of
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.text.tokenizer import Tokenizer
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceEngine
 
 # Megatron's flags; added if the parser lacks them (an older release, or another parser).
 SWITCH = "--inference-dynamic-batching-prefix-caching"
@@ -94,33 +89,6 @@ def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConf
     flags = {name: flag_of(name) for name in given} | {"mamba_gb": BUDGET}
     with naming_flags(flags.get):
         return HybridPrefixConfig(mamba_gb=budget, **given)
-
-
-def build_engine_from_args(
-    model: Any, args: argparse.Namespace, *, tokenizer: Tokenizer | None = None
-) -> DynamicInferenceEngine:
-    """`build_engine` with the inference settings of ``megatron.training`` arguments, and with the cache if they enable it.
-
-    Args:
-        model: This rank's shard, in ``eval`` mode, not wrapped for training.
-        args: Arguments parsed and validated by ``megatron.training``, with `add_hybrid_prefix_args`.
-        tokenizer: By default the bytes of the text.
-
-    Raises:
-        ValueError: As `hybrid_prefix_config_from_args` and `build_engine`.
-    """
-    from megatron.training.argument_utils import inference_cfg_from_args
-
-    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
-    from megatron_hybrid_prefix.mcore.entrypoints.install import installed
-
-    prefix = hybrid_prefix_config_from_args(args)
-    capture = getattr(args, "cuda_graph_impl", "none") == "local"
-    with installed():  # megatron's own description of the states refuses some models
-        upstream = inference_cfg_from_args(args).to_inference_config(model, enable_cuda_graphs=capture)
-    values = {each.name: value for each in fields(upstream) if (value := getattr(upstream, each.name)) is not None}
-    values["enable_prefix_caching"] = False
-    return build_engine(model, prefix, tokenizer=tokenizer, **values)
 
 
 def own_fields() -> list[Field[Any]]:

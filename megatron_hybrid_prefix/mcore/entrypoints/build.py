@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.mcore.entrypoints.patches import CONTEXT_IN_CUDA_GRAPHS
+from megatron_hybrid_prefix.mcore.entrypoints.arguments import hybrid_prefix_config_from_args
+from megatron_hybrid_prefix.mcore.entrypoints.install import CONTEXT_IN_CUDA_GRAPHS, installed
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
 from megatron_hybrid_prefix.platform import patched_machine, replace_names
 from megatron_hybrid_prefix.platform.sizes import check_sizes
@@ -16,6 +18,8 @@ from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.version import check_version
 
 if TYPE_CHECKING:
+    import argparse
+
     from megatron_hybrid_prefix.upstream.config import InferenceConfig
     from megatron_hybrid_prefix.upstream.names import (
         DynamicInferenceContext,
@@ -77,6 +81,32 @@ def build_upstream_engine(
         ValueError: As `build_engine`; or the model has layers that megatron's engine cannot run.
     """
     return _upstream_engine(model, _checked_config(model, None, inference_config_fields), tokenizer)
+
+
+def build_engine_from_args(
+    model: Any, args: argparse.Namespace, *, tokenizer: Tokenizer | None = None
+) -> DynamicInferenceEngine:
+    """`build_engine` with the inference settings of ``megatron.training`` arguments, and with the cache if they enable it.
+
+    Args:
+        model: This rank's shard, in ``eval`` mode, not wrapped for training.
+        args: Arguments parsed and validated by ``megatron.training``, with `add_hybrid_prefix_args`.
+        tokenizer: By default the bytes of the text.
+
+    Raises:
+        ValueError: As `hybrid_prefix_config_from_args` and `build_engine`.
+    """
+    from megatron.training.argument_utils import inference_cfg_from_args
+
+    prefix = hybrid_prefix_config_from_args(args)
+    capture = getattr(args, "cuda_graph_impl", "none") == "local"
+    with installed():  # megatron's own description of the states refuses some models
+        upstream = inference_cfg_from_args(args).to_inference_config(model, enable_cuda_graphs=capture)
+    values = {
+        each.name: value for each in dataclasses.fields(upstream) if (value := getattr(upstream, each.name)) is not None
+    }
+    values["enable_prefix_caching"] = False
+    return build_engine(model, prefix, tokenizer=tokenizer, **values)
 
 
 def _upstream_engine(model: Any, config: InferenceConfig, tokenizer: Tokenizer | None) -> DynamicInferenceEngine:
