@@ -80,8 +80,8 @@ def run_batch(
     engine: DynamicInferenceEngine,
     prompts: Sequence[list[int]],
     sampling: SamplingParams | Sequence[SamplingParams],
-    on_step: Callable[[int, int], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    on_step: Callable[[int], None] = lambda count: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> list[RequestResult]:
     """Add every prompt at once and step the engine until all are done.
 
@@ -92,7 +92,7 @@ def run_batch(
         engine: An engine of `build_engine` that has no requests.
         prompts: Token ids of each prompt.
         sampling: Sampling parameters for all prompts, or one per prompt. Copied, because the engine writes to them.
-        on_step: Called after each step with the number of finished requests and of all requests.
+        on_step: Called after each step with the number of finished requests.
         should_stop: Called before each step; must return the same on all ranks. On True the unfinished requests are returned
             as "stopped" with their tokens so far, and the engine is reset (which empties its cache).
 
@@ -118,7 +118,7 @@ def run_batch(
         idle_steps = 0
         # A refused request is never "unfinished"; the next step returns it.
         while engine.has_unfinished_requests() or engine.failed_request_ids:
-            if should_stop is not None and should_stop():
+            if should_stop():
                 for request_id in batch.added_s.keys() - batch.results.keys():
                     batch.results[request_id] = _result(engine.requests[request_id].record, batch, stopped=True)
                 engine.reset()
@@ -128,8 +128,7 @@ def run_batch(
             idle_steps = 0 if step["active_request_ids"] or step["finished_request_records"] else idle_steps + 1
             if idle_steps > _MAX_IDLE_STEPS:
                 raise RuntimeError(f"the engine cannot schedule {len(engine.waiting_request_ids)} waiting request(s)")
-            if on_step is not None:
-                on_step(len(batch.results), len(prompts))
+            on_step(len(batch.results))
     return [batch.results[request_id] for request_id in batch.added_s]
 
 
