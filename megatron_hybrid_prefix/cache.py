@@ -74,7 +74,7 @@ class HybridPrefixCache:
     def __init__(self, settings: CacheSettings) -> None:
         self.block_tokens = settings.block_tokens
         self.settings = settings
-        self._keys = KeyMaker(settings.block_tokens, settings.secret, settings.adapter_secret)
+        self._keys = KeyMaker(settings.block_tokens, settings.secret)
         self._stats = PrefixStats()
         self._device = device = DeviceTier(settings, self._stats)
         self._requests = RequestBook()

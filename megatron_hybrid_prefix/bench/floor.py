@@ -41,7 +41,7 @@ def floor_bytes(engine: Any, rows: int, tokens: int) -> int:
         rows: Requests that decode.
         tokens: Of each, in the KV cache.
     """
-    from megatron_hybrid_prefix.mcore.state.layout import state_bytes
+    from megatron_hybrid_prefix.mcore.state.layout import states_of_config
     from megatron_hybrid_prefix.upstream.config import get_attr_wrapped_model
 
     model = engine.controller.inference_wrapped_model.model
@@ -50,7 +50,8 @@ def floor_bytes(engine: Any, rows: int, tokens: int) -> int:
     if model.pre_process and not (model.post_process and model.share_embeddings_and_output_weights):
         weights -= model.embedding.word_embeddings.weight.nbytes
     states = engine.context.config.mamba_inference_state_config
-    return weights + rows * (2 * state_bytes(states) + tokens * kv_token_bytes(model.config, states))
+    state_bytes = states_of_config(states).slots.slot_bytes
+    return weights + rows * (2 * state_bytes + tokens * kv_token_bytes(model.config, states))
 
 
 def kv_token_bytes(config: Any, states: Any) -> int:

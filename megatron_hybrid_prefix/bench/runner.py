@@ -163,13 +163,13 @@ class Bench:
 
 def bytes_of(model: Any, args: argparse.Namespace) -> tuple[int, int]:
     """Bytes of a KV block and of a state on this rank."""
-    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, states_of_config
 
     given = state_dtype_field(model, args.state_dtype).get("mamba_inference_state_config")
     states = given or mamba_state_config(model)
     if states is None:
         raise InputError(f"--preset {args.preset}: the model has no recurrent layers; choose a hybrid model")
-    return args.block_size_tokens * kv_token_bytes(model.config, states), state_bytes(states)
+    return args.block_size_tokens * kv_token_bytes(model.config, states), states_of_config(states).slots.slot_bytes
 
 
 # --- Report ----------------------------------------------------------------------------------------------------------

@@ -192,9 +192,7 @@ def send(
     """
     from megatron_hybrid_prefix.mcore.runner import run_batch
 
-    results: list[Any] = run_batch(
-        engine, prompts, sampling, on_step=lambda done, total: on_done(done), should_stop=should_stop
-    )
+    results: list[Any] = run_batch(engine, prompts, sampling, on_step=on_done, should_stop=should_stop)
     if any(result.status == "stopped" for result in results):
         raise Stopped
     return results

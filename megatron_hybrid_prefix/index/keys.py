@@ -32,17 +32,16 @@ class KeyMaker:
     Args:
         block_tokens: Tokens per block.
         secret: Secret of the hashes, at most 64 bytes. None: random, valid in this process only.
-        adapter_secret: Hashed into the keys of requests with an adapter, so that no other process has the same.
 
     Raises:
         ValueError: ``block_tokens`` is below 1, or ``secret`` is too long.
     """
 
-    def __init__(self, block_tokens: int, secret: bytes | None = None, adapter_secret: bytes = b"") -> None:
+    def __init__(self, block_tokens: int, secret: bytes | None = None) -> None:
         if block_tokens < 1:
             raise ValueError(f"block_tokens={block_tokens}: must be 1 or more")
         self.block_tokens = block_tokens
-        self._adapter_secret = adapter_secret
+        self._adapter_secret = os.urandom(16)  # in the keys of requests with an adapter: no other process has the same
         self._empty = blake2b(digest_size=KEY_BYTES, key=os.urandom(32) if secret is None else secret)
         self._recent = _RecentBlocks(block_tokens * TOKEN_BYTES)
 

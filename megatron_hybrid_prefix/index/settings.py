@@ -29,7 +29,6 @@ class CacheSettings:
         epoch: Weights epoch at the start.
         secret: Secret of the block hashes, at most 64 bytes. None: random. Ranks need the same secret only if their
             keys are compared.
-        adapter_secret: See `KeyMaker`.
         eviction_policy: Name of the policy that picks the checkpoint to evict (``policy/registry.py``).
         min_computed_tokens: Last tokens of a prompt that are always computed, even on a full hit.
         retention_interval_tokens: Also checkpoint every N prompt tokens while slots are free. A multiple of
@@ -58,7 +57,6 @@ class CacheSettings:
     live_states: bool = True
     epoch: int = 0
     secret: bytes | None = None
-    adapter_secret: bytes = b""
     eviction_policy: str = DEFAULT_EVICTION_POLICY
     min_computed_tokens: int = 1
     retention_interval_tokens: int | None = None

@@ -1,6 +1,6 @@
 """The cache inside megatron-core: context, block allocator, mixer, engine.
 
-All names except `build_engine` and `build_upstream_engine` import megatron on first access.
+All names except those of ``build.py`` import megatron on first access.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine, build_upstream_engine
+from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine, build_engine_from_args, build_upstream_engine
 from megatron_hybrid_prefix.upstream.version import check_version
 
 _PARTS = {
     "add_hybrid_prefix_args": "mcore.entrypoints.arguments",
-    "build_engine_from_args": "mcore.entrypoints.arguments",
     "hybrid_prefix_config_from_args": "mcore.entrypoints.arguments",
     "HybridPrefixBlockAllocator": "mcore.context.blocks",
     "HybridPrefixContext": "mcore.context.context",
@@ -27,7 +26,7 @@ _PARTS = {
     "use_slot_mixers": "layers.kinds",
 }
 
-__all__ = ["build_engine", "build_upstream_engine", *_PARTS]
+__all__ = ["build_engine", "build_engine_from_args", "build_upstream_engine", *_PARTS]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,8 +80,8 @@ def run_batch(
     engine: DynamicInferenceEngine,
     prompts: Sequence[list[int]],
     sampling: SamplingParams | Sequence[SamplingParams],
-    on_step: Callable[[int, int], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    on_step: Callable[[int], None] = lambda count: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> list[RequestResult]:
     """Add every prompt at once and step the engine until all are done.
 
@@ -92,7 +92,7 @@ def run_batch(
         engine: An engine of `build_engine` that has no requests.
         prompts: Token ids of each prompt.
         sampling: Sampling parameters for all prompts, or one per prompt. Copied, because the engine writes to them.
-        on_step: Called after each step with the number of finished requests and of all requests.
+        on_step: Called after each step with the number of finished requests.
         should_stop: Called before each step; must return the same on all ranks. On True the unfinished requests are returned
             as "stopped" with their tokens so far, and the engine is reset (which empties its cache).
 
@@ -118,7 +118,7 @@ def run_batch(
         idle_steps = 0
         # A refused request is never "unfinished"; the next step returns it.
         while engine.has_unfinished_requests() or engine.failed_request_ids:
-            if should_stop is not None and should_stop():
+            if should_stop():
                 for request_id in batch.added_s.keys() - batch.results.keys():
                     batch.results[request_id] = _result(engine.requests[request_id].record, batch, stopped=True)
                 engine.reset()
@@ -128,8 +128,7 @@ def run_batch(
             idle_steps = 0 if step["active_request_ids"] or step["finished_request_records"] else idle_steps + 1
             if idle_steps > _MAX_IDLE_STEPS:
                 raise RuntimeError(f"the engine cannot schedule {len(engine.waiting_request_ids)} waiting request(s)")
-            if on_step is not None:
-                on_step(len(batch.results), len(prompts))
+            on_step(len(batch.results))
     return [batch.results[request_id] for request_id in batch.added_s]
 
 
@@ -141,7 +140,7 @@ def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, Counte
     wraps ``context.add_request``, which admits one chunk of one request, on the instance: tokens that it adds to the context's
     prefill counter are computed, the rest of the chunk is skipped.
     """
-    counts: dict[int, Counter[str]] = {}
+    counts: dict[int, Counter[str]] = defaultdict(Counter)
     first: dict[int, DynamicInferenceRequest] = {}  # each request before any preemption
     add_request = context.add_request
     shadowed = vars(context).get("add_request")
@@ -152,7 +151,7 @@ def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, Counte
         before = context.lifetime_prefill_token_count
         add_request(req, prefill_chunk_length)
         computed_tokens = context.lifetime_prefill_token_count - before
-        count = counts.setdefault(req.request_id, Counter())
+        count = counts[req.request_id]
         if first.setdefault(req.request_id, req) is req:
             count["lost_tokens"] = lost_tokens(req)
             count["computed_tokens"] += computed_tokens
@@ -236,7 +235,7 @@ def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool 
         time_to_first_token_s=None if first_s is None else first_s - batch.added_s[record.request_id],
         tokens_per_second=(len(generated) - 1) / decode_s if len(generated) > 1 and decode_s > 0 else None,
         error=_error_of(request) if status == "failed" else None,
-        **batch.prefills.get(record.request_id, Counter()),
+        **batch.prefills[record.request_id],
     )
 
 

@@ -1,4 +1,4 @@
-"""Megatron's modules and classes with names that ``platform/patches.py`` and ``mcore/entrypoints/patches.py`` replace."""
+"""Megatron's modules and classes with names that ``platform/patches.py`` and ``mcore/entrypoints/install.py`` replace."""
 
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 

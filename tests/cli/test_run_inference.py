@@ -512,7 +512,7 @@ def batch(tiny):
         num_tokens_to_generate=20, top_k=1, termination_id=-1, return_log_probs=True, skip_prompt_log_probs=True
     )
 
-    def run(prompts, should_stop=None, **fields):
+    def run(prompts, should_stop=lambda: False, **fields):
         engine = build_engine(tiny, max_sequence_length=1024, **fields)
         results = run_batch(engine, prompts, sampling, should_stop=should_stop)
         assert "add_request" not in vars(engine.context)

@@ -236,9 +236,7 @@ def test_a_page_is_cleared_and_no_byte_beside_it(page_states):
 def test_states_of_drafts_have_slots_of_their_own(platform, drafts):
     requests, slots = 3, STATES["one kind"]
     shared = memory(own=requests if drafts else 1, drafts=drafts)
-    kinds = SimpleNamespace(
-        quanta=(8,), kind_of_layer=("a",) * 3, place=lambda at: (slots.kinds[0], at), without_drafts=(), slots=slots
-    )
+    kinds = SimpleNamespace(quanta=(8,), kind_of_layer=(slots.kinds[0].kind,) * 3, slots=slots)
     states = StateMemory(kinds, shared, max_requests=requests, live_states=not drafts, block_tokens=8, max_tokens=64)
     homes = [states.live.slot(index) for index in range(requests)]
     assert homes == (list(range(requests)) if drafts else [0] * requests)

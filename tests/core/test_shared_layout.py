@@ -111,8 +111,8 @@ def test_the_caches_own_layout(cache_bytes, block_bytes, state_bytes):
 # -- the memory of all ranks -------------------------------------------------------------------------------------------
 
 
-def agree(stages: Sequence[tuple[int, int]], memory_bytes: int, **sizes: int) -> list[budget.Budget]:
-    """The budget of each stage, by (bytes of a block, bytes of a state): a thread for each."""
+def agree(stages: Sequence[tuple[int, int]], memory_bytes: int, **sizes: int) -> list[tuple[PageLayout, bool]]:
+    """The layout of each stage, and whether live states are in it, by (bytes of a block, bytes of a state): a thread for each."""
     said: list[Any] = [None] * len(stages)
     barrier = Barrier(len(stages), timeout=60)
 
@@ -150,24 +150,22 @@ def agree(stages: Sequence[tuple[int, int]], memory_bytes: int, **sizes: int) ->
 def check_budgets(stages: Sequence[tuple[int, int]], memory_bytes: int, *, drafts: int, max_requests: int) -> float:
     """Checks that stages agree and keep their budgets. Returns KV blocks, as a share of those of megatron's formula."""
     found = agree(stages, memory_bytes, drafts=drafts, max_requests=max_requests)
-    counts = {
-        (each.layout.total_blocks, each.layout.page_blocks, each.layout.page_states, each.own_slots, each.live_states)
-        for each in found
-    }
+    counts = {(page.total_blocks, page.page_blocks, page.page_states, live_states) for page, live_states in found}
     assert len(counts) == 1
     left = []
-    for (block_bytes, state_bytes), each in zip(stages, found, strict=True):
-        page, own = each.layout, own_bytes(state_bytes, own_slots=each.own_slots, drafts=drafts)
-        assert each.own_slots == (1 if each.live_states else max_requests) and not (drafts and each.live_states)
+    for (block_bytes, state_bytes), (page, live_states) in zip(stages, found, strict=True):
+        assert not (drafts and live_states)
+        own = own_bytes(state_bytes, own_slots=1 if live_states else max_requests, drafts=drafts)
         assert page.block_bytes >= block_bytes and page.block_bytes % ALIGNMENT_BYTES == 0
         assert page.padding_bytes >= 0 and page.state_bytes == state_bytes
         left.append((memory_bytes - own - (page.total_blocks + 1) * page.block_bytes) / page.block_bytes)
     assert 0 <= min(left) < 1  # of the tightest stage
-    assert found[0].layout.pages >= 1 or not found[0].live_states
+    page, live_states = found[0]
+    assert page.pages >= 1 or not live_states
     formula = min(
         (memory_bytes - own_bytes(state, own_slots=max_requests, drafts=drafts)) // block for block, state in stages
     )
-    return (found[0].layout.total_blocks + 1) / max(1, formula)
+    return (page.total_blocks + 1) / max(1, formula)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -219,8 +217,8 @@ def test_the_least_budget_is_enough(sizes, drafts, max_requests):
     least = own + 2 * page.block_bytes
     if not drafts:
         least = min(least, state_bytes + (page.page_blocks + 2) * page.block_bytes)
-    (found,) = agree([(block_bytes, state_bytes)], least, **small)
-    assert found.layout.total_blocks == (page.page_blocks + 1 if found.live_states else 1)
+    ((found, live_states),) = agree([(block_bytes, state_bytes)], least, **small)
+    assert found.total_blocks == (page.page_blocks + 1 if live_states else 1)
     with pytest.raises(ValueError, match=rf"^x is too small: .* need {least / 2**20:.2f} MiB$"):
         agree([(block_bytes, state_bytes), (1, 0)], least - 1, **small)
 

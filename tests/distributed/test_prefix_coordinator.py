@@ -13,7 +13,7 @@ from megatron.core.inference.data_parallel_inference_coordinator import HANDLERS
 from megatron.core.inference.headers import Headers
 
 from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
-from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, LOST, SUBMIT, Routing, pack, unpack
+from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, LOST, SUBMIT, pack, unpack
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 from megatron_hybrid_prefix.upstream.client import ClientSeam
 from megatron_hybrid_prefix.upstream.coordinator import ABORT, MARK, PARTIAL, CoordinatorSeam, streamed
@@ -86,7 +86,7 @@ def test_equally_loaded_replicas_take_turns():
 
 def asks(made: PrefixCoordinator, **routing: Any) -> bytes | None:
     """What goes on to megatron of a request with these facts."""
-    return made.receive(b"client", SUBMIT, Routing(**routing).pack(), b"message")
+    return made.receive(b"client", SUBMIT, pack(routing), b"message")
 
 
 def test_a_key_stays_with_its_replica_while_that_lives():
@@ -200,7 +200,7 @@ def behind_sockets(request):
 
 def submission(number: int) -> list[bytes]:
     message = [Headers.SUBMIT_REQUEST.value, number, [number], {}]
-    return [SUBMIT, Routing(key="k").pack(), pack(message)]
+    return [SUBMIT, pack({"key": "k"}), pack(message)]
 
 
 def test_a_replica_that_does_not_read_is_removed_and_the_others_go_on(behind_sockets):

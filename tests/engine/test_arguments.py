@@ -15,8 +15,9 @@ from typing import Any, Literal, get_type_hints
 import pytest
 
 from megatron_hybrid_prefix import HybridPrefixConfig, add_hybrid_prefix_args, hybrid_prefix_config_from_args, installed
+from megatron_hybrid_prefix.mcore import build_engine_from_args
 from megatron_hybrid_prefix.mcore.entrypoints import arguments
-from megatron_hybrid_prefix.mcore.entrypoints.flags import naming_flags
+from megatron_hybrid_prefix.mcore.entrypoints.arguments import naming_flags
 from tests.harness.engine_helpers import LOG_PROB_NOISE, random_tokens
 from tests.harness.limits import HANG_S
 from tests.harness.workers.launch import WORKERS, environments_of, run_prepared
@@ -283,7 +284,7 @@ def test_an_engine_from_arguments(tiny, megatron_parser):
     args.mamba_inference_conv_states_dtype = torch.float32  # as validation does
     args.mamba_inference_ssm_states_dtype = torch.bfloat16
     args.return_log_probs = args.skip_prompt_log_probs = False
-    engine = arguments.build_engine_from_args(tiny, args)
+    engine = build_engine_from_args(tiny, args)
     assert engine.context.prefix_cache is not None
     assert engine.context.block_size_tokens == 64 and engine.context.max_requests == 4
     assert engine.enable_chunked_prefill
@@ -291,7 +292,7 @@ def test_an_engine_from_arguments(tiny, megatron_parser):
     assert engine.context.mamba_conv_states.dtype == torch.float32
     args.hybrid_prefix_state_dtype = None
     args.inference_dynamic_batching_enable_prefix_caching = args.enable_chunked_prefill = False
-    engine = arguments.build_engine_from_args(tiny, args)
+    engine = build_engine_from_args(tiny, args)
     assert getattr(engine.context, "prefix_cache", None) is None and not engine.enable_chunked_prefill
 
 

@@ -34,9 +34,8 @@ def random_tokens(count: int, seed: int, vocabulary: int = 512) -> list[int]:
 def state_bytes(model: Any) -> int:
     """Bytes of one recurrent state."""
     from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
-    from megatron_hybrid_prefix.mcore.state.layout import state_bytes as bytes_of
 
-    return bytes_of(mamba_state_config(model))
+    return mamba_state_config(model).states.slots.slot_bytes
 
 
 def kv_budget(

@@ -103,12 +103,12 @@ def test_granite(capsys):
 )
 def test_bytes_are_those_that_megatron_allocates(request, monkeypatch, preset, drafts):
     from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
-    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config, state_bytes
+    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
 
     model = request.getfixturevalue(preset.replace("-", "_"))
     monkeypatch.setitem(PRESETS, preset, model.hybrid_config)  # not all of them are presets
     sizes = sizes_of(preset)
-    assert sizes.state_bytes == state_bytes(mamba_state_config(model))
+    assert sizes.state_bytes == mamba_state_config(model).states.slots.slot_bytes
     engine = build_engine(
         model,
         max_requests=4,

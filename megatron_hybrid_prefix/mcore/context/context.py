@@ -40,12 +40,12 @@ from megatron_hybrid_prefix.mcore.context.scores import ScoredPrompts
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.context.verify import verify_plan
 from megatron_hybrid_prefix.mcore.ranks.agreement import DecisionLog, min_over_model_ranks
-from megatron_hybrid_prefix.mcore.state.budget import Budget, agree_on_budget, for_cache_gb
+from megatron_hybrid_prefix.mcore.state.budget import agree_on_budget, for_cache_gb
 from megatron_hybrid_prefix.mcore.state.layout import DESCRIBE_ALL, states_of_config, with_state_dtype
 from megatron_hybrid_prefix.mcore.state.moves import name_entries, open_mover, page_tokens
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.ops.invariant.log_softmax import log_softmax
-from megatron_hybrid_prefix.pool.pages import own_bytes
+from megatron_hybrid_prefix.pool.pages import PageLayout, own_bytes
 from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 from megatron_hybrid_prefix.requests.explain import Explanation
 from megatron_hybrid_prefix.requests.scores import ScoreTable
@@ -129,16 +129,17 @@ class HybridPrefixContext(SlotContext):
         self._scores = ScoreTable(scores_bytes, self.block_size_tokens)
         self._events = KVEvents(self, self._scores)
         on_device = DeviceMover(lambda **options: self.prefix_cache.take_copies(**options), lambda: self.shared_memory)
-        self.moves, secrets = open_mover(self, prefix, on_device)
+        self.moves, secret = open_mover(self, prefix, on_device)
         self.host_moves = self.moves if isinstance(self.moves, Mover) else None
         sizes = self.moves.sizes
+        assert self.shared_memory is not None
         self.coalesces = prefix.coalesce_prefixes and self.checkpoint_slots > 0
         cache = self.prefix_cache = HybridPrefixCache(
             CacheSettings(
                 block_tokens=self.block_size_tokens,
                 **self.layout.cache_sizes(),
                 state_slots=None if prefix.mamba_gb is None else self.checkpoint_slots,
-                first_state_slot=self._budget.own_slots,
+                first_state_slot=self.shared_memory.first_page_slot,
                 live_states=self.live_states,
                 eviction_policy=prefix.eviction_policy,
                 retention_interval_tokens=prefix.retention_interval_tokens,
@@ -149,8 +150,7 @@ class HybridPrefixContext(SlotContext):
                 host_kv_pages=sizes.pages_of[EntryKind.KV],
                 host_state_pages=sizes.pages_of[EntryKind.STATE],
                 behind=self.moves.tier,
-                secret=secrets.keys,
-                adapter_secret=secrets.adapters,
+                secret=secret,
             )
         )
         total_blocks, paused = self.layout.total_blocks, block_counts(self.kv_block_allocator).paused
@@ -177,13 +177,11 @@ class HybridPrefixContext(SlotContext):
         before, after = self.kv_shape
         block = BlockShape(before=before, after=after, dtype=self.params_dtype)
         if not self._is_made:
-            self._budget: Budget = self._agree_on_budget(block)
-            self.layout = self._budget.layout
-        self.live_states = self._budget.live_states
+            self.layout, self.live_states = self._agree_on_budget(block)
         try:
             self.shared_memory = SharedMemory(
                 self.state_layout,
-                own_slots=self._budget.own_slots,
+                own_slots=1 if self.live_states else self.max_requests,
                 drafts=self.num_speculative_tokens,
                 layout=self.layout,
                 block=block,
@@ -206,7 +204,7 @@ class HybridPrefixContext(SlotContext):
         more = f" with mamba_gb={prefix.mamba_gb}" if prefix.mamba_gb else ""
         return f"buffer_size_gb={self.config.buffer_size_gb}{more}"
 
-    def _agree_on_budget(self, block: BlockShape) -> Budget:
+    def _agree_on_budget(self, block: BlockShape) -> tuple[PageLayout, bool]:
         """The memory is ``cache_gb``. Without it, it is what megatron allocates, and ``mamba_gb`` more."""
         config, prefix = self.config, self.prefix_config
         drafts = self.num_speculative_tokens
@@ -220,7 +218,7 @@ class HybridPrefixContext(SlotContext):
             states = own_bytes(self.state_layout.slot_bytes, own_slots=self.max_requests, drafts=drafts)
             allocated = block_counts(self.kv_block_allocator).total * self.block_size_bytes + states
             memory_bytes = max(int(buffer_gb * 2**30), allocated) + int((prefix.mamba_gb or 0) * 2**30)
-        budget = agree_on_budget(
+        layout, live_states = agree_on_budget(
             memory_bytes,
             block_bytes=block.bytes,
             state_bytes=slot_bytes(self.state_layout),
@@ -229,12 +227,12 @@ class HybridPrefixContext(SlotContext):
             option=self._memory_option,
             groups=config.pg_collection,
         )
-        self.checkpoint_slots: int = budget.layout.slots
+        self.checkpoint_slots: int = layout.slots
         if prefix.mamba_gb is not None:
             # A stage without recurrent layers has room for more than the others.
             slots = int(prefix.mamba_gb * 2**30) // max(1, self.state_layout.slot_bytes)
             self.checkpoint_slots = min_over_model_ranks(slots, config.pg_collection)
-        return budget
+        return layout, live_states
 
     def zero_live_states(self, live_indices: list[int]) -> None:
         self.moves.launch()  # what was in these slots goes elsewhere first

@@ -1,1 +1,1 @@
-"""Ways to make an engine: build_engine, install, command-line flags; and the patches of megatron."""
+"""Ways to make an engine: build_engine, install, command-line flags."""

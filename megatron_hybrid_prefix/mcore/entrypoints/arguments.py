@@ -1,21 +1,20 @@
 """The cache as flags of ``megatron.training``: `add_hybrid_prefix_args`, `hybrid_prefix_config_from_args`.
 
 Megatron's flags switch the cache on and set its budget. Every other field of `HybridPrefixConfig` has a flag
-``--hybrid-prefix-...``, made from the field and its help. This module imports megatron only when needed.
+``--hybrid-prefix-...``, made from the field and its help. Errors name the flag, not the field that it set.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
 from megatron_hybrid_prefix.support.config_options import NONE, add_option, value_of
-
-if TYPE_CHECKING:
-    from megatron_hybrid_prefix.text.tokenizer import Tokenizer
-    from megatron_hybrid_prefix.upstream.names import DynamicInferenceEngine
 
 # Megatron's flags; added if the parser lacks them (an older release, or another parser).
 SWITCH = "--inference-dynamic-batching-prefix-caching"
@@ -23,6 +22,14 @@ BUDGET = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 SWITCH_DEST = "inference_dynamic_batching_enable_prefix_caching"
 BUDGET_DEST = "inference_dynamic_batching_prefix_caching_mamba_gb"
 PREFIX = "hybrid_prefix_"
+
+# Arguments of `megatron.training` whose names do not follow from the field of a config that they set.
+_ARGUMENTS = {
+    "block_size_tokens": "inference_dynamic_batching_block_size",
+    "mamba_gb": BUDGET_DEST,
+    "static_kv_memory_pointers": "rl_persist_cuda_graphs",
+}
+_PREFIXES = ("inference_dynamic_batching_", "inference_", "rl_", "")
 
 
 def add_hybrid_prefix_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -79,42 +86,9 @@ def hybrid_prefix_config_from_args(args: argparse.Namespace) -> HybridPrefixConf
         return None
     _check_upstream(args, given)
     given = {name: value_of(value) for name, value in given.items()}
-    try:
+    flags = {name: flag_of(name) for name in given} | {"mamba_gb": BUDGET}
+    with naming_flags(flags.get):
         return HybridPrefixConfig(mamba_gb=budget, **given)
-    except ValueError as error:
-        # The error names a field: replace it by the flag.
-        name, _, rest = str(error).partition("=")
-        flag = BUDGET if name == "mamba_gb" else flag_of(name)
-        raise ValueError(f"{flag}={rest}" if name == "mamba_gb" or name in given else str(error)) from None
-
-
-def build_engine_from_args(
-    model: Any, args: argparse.Namespace, *, tokenizer: Tokenizer | None = None
-) -> DynamicInferenceEngine:
-    """`build_engine` with the inference settings of ``megatron.training`` arguments, and with the cache if they enable it.
-
-    Args:
-        model: This rank's shard, in ``eval`` mode, not wrapped for training.
-        args: Arguments parsed and validated by ``megatron.training``, with `add_hybrid_prefix_args`.
-        tokenizer: By default the bytes of the text.
-
-    Raises:
-        ValueError: As `hybrid_prefix_config_from_args` and `build_engine`.
-    """
-    from megatron.training.argument_utils import inference_cfg_from_args
-
-    from megatron_hybrid_prefix.mcore.entrypoints.build import build_engine
-    from megatron_hybrid_prefix.mcore.entrypoints.install import installed
-    from megatron_hybrid_prefix.mcore.state.layout import mamba_state_config
-
-    prefix = hybrid_prefix_config_from_args(args)
-    capture = getattr(args, "cuda_graph_impl", "none") == "local"
-    with installed():  # megatron's own description of the states refuses some models
-        upstream = inference_cfg_from_args(args).to_inference_config(model, enable_cuda_graphs=capture)
-    values = {each.name: value for each in fields(upstream) if (value := getattr(upstream, each.name)) is not None}
-    values["enable_prefix_caching"] = False
-    state = mamba_state_config(model, args.mamba_inference_conv_states_dtype, args.mamba_inference_ssm_states_dtype)
-    return build_engine(model, prefix, tokenizer=tokenizer, **values | {"mamba_inference_state_config": state})
 
 
 def own_fields() -> list[Field[Any]]:
@@ -125,6 +99,34 @@ def own_fields() -> list[Field[Any]]:
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return f"--{PREFIX}{name}".replace("_", "-")
+
+
+def parsed_flag_of(name: str) -> str | None:
+    """The flag of ``megatron.training`` that sets a field of a config; None: there is none, or the script has parsed no flags."""
+    training = sys.modules.get("megatron.training.global_vars")
+    try:
+        args = None if training is None else training.get_args()
+    except AssertionError:  # none are parsed
+        args = None
+    names = [_ARGUMENTS.get(name, ""), *(prefix + name for prefix in _PREFIXES)]
+    found = next((each for each in names if each and hasattr(args, each)), None)
+    return found and f"--{found.replace('_', '-')}"
+
+
+@contextmanager
+def naming_flags(flag_of: Callable[[str], str | None] = parsed_flag_of) -> Iterator[None]:
+    """A context in which the one-line error of a field names the flag that set it, if there is one.
+
+    Raises:
+        ValueError: That error.
+    """
+    try:
+        yield
+    except ValueError as error:
+        field, _, rest = str(error).partition("=")
+        if (flag := flag_of(field)) is None:
+            raise
+        raise ValueError(f"{flag}={rest}") from None
 
 
 def _check_upstream(args: argparse.Namespace, given: dict[str, Any]) -> None:

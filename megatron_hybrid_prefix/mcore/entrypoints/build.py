@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.config import HybridPrefixConfig
-from megatron_hybrid_prefix.mcore.entrypoints.patches import CONTEXT_IN_CUDA_GRAPHS, keep_megatrons
+from megatron_hybrid_prefix.mcore.entrypoints.arguments import hybrid_prefix_config_from_args
+from megatron_hybrid_prefix.mcore.entrypoints.install import CONTEXT_IN_CUDA_GRAPHS, installed
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages
 from megatron_hybrid_prefix.platform import patched_machine, replace_names
 from megatron_hybrid_prefix.platform.sizes import check_sizes
@@ -16,6 +18,8 @@ from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.version import check_version
 
 if TYPE_CHECKING:
+    import argparse
+
     from megatron_hybrid_prefix.upstream.config import InferenceConfig
     from megatron_hybrid_prefix.upstream.names import (
         DynamicInferenceContext,
@@ -80,6 +84,32 @@ def build_upstream_engine(
     return _upstream_engine(model, _checked_config(model, None, inference_config_fields), tokenizer)
 
 
+def build_engine_from_args(
+    model: Any, args: argparse.Namespace, *, tokenizer: Tokenizer | None = None
+) -> DynamicInferenceEngine:
+    """`build_engine` with the inference settings of ``megatron.training`` arguments, and with the cache if they enable it.
+
+    Args:
+        model: This rank's shard, in ``eval`` mode, not wrapped for training.
+        args: Arguments parsed and validated by ``megatron.training``, with `add_hybrid_prefix_args`.
+        tokenizer: By default the bytes of the text.
+
+    Raises:
+        ValueError: As `hybrid_prefix_config_from_args` and `build_engine`.
+    """
+    from megatron.training.argument_utils import inference_cfg_from_args
+
+    prefix = hybrid_prefix_config_from_args(args)
+    capture = getattr(args, "cuda_graph_impl", "none") == "local"
+    with installed():  # megatron's own description of the states refuses some models
+        upstream = inference_cfg_from_args(args).to_inference_config(model, enable_cuda_graphs=capture)
+    values = {
+        each.name: value for each in dataclasses.fields(upstream) if (value := getattr(upstream, each.name)) is not None
+    }
+    values["enable_prefix_caching"] = False
+    return build_engine(model, prefix, tokenizer=tokenizer, **values)
+
+
 def _upstream_engine(model: Any, config: InferenceConfig, tokenizer: Tokenizer | None) -> DynamicInferenceEngine:
     from megatron_hybrid_prefix.mcore.state.layout import needs_this_package, states_of_config
     from megatron_hybrid_prefix.upstream.names import (
@@ -91,7 +121,7 @@ def _upstream_engine(model: Any, config: InferenceConfig, tokenizer: Tokenizer |
     if needs_this_package(config.mamba_inference_state_config):
         kinds = [layout.kind for layout in states_of_config(config.mamba_inference_state_config).slots.kinds]
         raise ValueError(f"megatron's own engine cannot run a model with layers of kind {', '.join(kinds)}")
-    keep_megatrons(config)
+    config.keeps_megatrons = True  # whatever is installed
     context = DynamicInferenceContext(model_config=model.config, inference_config=config)
     return DynamicInferenceEngine(_controller(TextGenerationController, model, context, tokenizer), context)
 
@@ -175,7 +205,7 @@ def _block_problem(model: Any, config: InferenceConfig) -> str | None:
 
 def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixConfig | None) -> str | None:
     """The settings that do not fit, in one line; checked here before upstream asserts on it, now or in a later step."""
-    from megatron_hybrid_prefix.mcore.state.layout import state_bytes
+    from megatron_hybrid_prefix.mcore.state.layout import states_of_config
 
     tp = model.config.tensor_model_parallel_size
     max_tokens = config.max_tokens or 16384
@@ -188,7 +218,8 @@ def _budget_problem(model: Any, config: InferenceConfig, prefix: HybridPrefixCon
     state = config.mamba_inference_state_config
     if state is None or (config.mamba_memory_ratio if prefix is None else prefix.cache_gb) is not None:
         return None
-    need_bytes = own_bytes(state_bytes(state), own_slots=config.max_requests, drafts=config.num_speculative_tokens)
+    state_bytes = states_of_config(state).slots.slot_bytes
+    need_bytes = own_bytes(state_bytes, own_slots=config.max_requests, drafts=config.num_speculative_tokens)
     have_bytes = (config.buffer_size_gb + (config.paused_buffer_size_gb or 0)) * 2**30
     if need_bytes >= have_bytes:
         return (

@@ -16,8 +16,8 @@ from megatron_hybrid_prefix.errors import RankDisagreementError
 
 
 def min_over_model_ranks(value: int, pg_collection: Any = None) -> int:
-    """Minimum over all ranks that run the same requests; a collective. ``pg_collection``: see the module."""
-    return _reduce(value, torch.distributed.ReduceOp.MIN, pg_collection)
+    """Minimum over all ranks that run the same requests; a collective."""
+    return -max_over_model_ranks(-value, pg_collection)
 
 
 def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = None, *, experts: bool = False) -> T:
@@ -25,10 +25,14 @@ def max_over_model_ranks[T: (int, list[int])](values: T, pg_collection: Any = No
 
     Args:
         values: This rank's value or values; every rank gives the same number of them.
-        pg_collection: See the module.
         experts: Also over the ranks that have other experts. They run other requests, but need each other's weights.
     """
-    return _reduce(values, torch.distributed.ReduceOp.MAX, pg_collection, experts=experts)
+    groups = model_groups(pg_collection, experts=experts)
+    if not groups:
+        return values
+    agreed = torch.tensor(values, device=torch.cuda.current_device())
+    max_on_device(agreed, groups)
+    return cast(T, agreed.tolist())  # an int of a 0-d tensor
 
 
 def max_on_device(values: torch.Tensor, groups: list[Any]) -> None:
@@ -83,16 +87,6 @@ def model_groups(pg_collection: Any, *, experts: bool = False) -> list[Any]:
     return [group for group in groups if group is not None and torch.distributed.get_world_size(group) > 1]
 
 
-def _reduce[T: (int, list[int])](values: T, operation: Any, pg_collection: Any, *, experts: bool = False) -> T:
-    groups = model_groups(pg_collection, experts=experts)
-    if not groups:
-        return values
-    agreed = torch.tensor(values, device=torch.cuda.current_device())
-    for group in groups:
-        torch.distributed.all_reduce(agreed, op=operation, group=group)
-    return cast(T, agreed.tolist())  # an int of a 0-d tensor
-
-
 class DecisionLog:
     """Log of the cache's decisions on this rank; compared with the other ranks before each forward.
 
@@ -124,10 +118,9 @@ class DecisionLog:
             return
         own = int.from_bytes(self._digest.digest(), "big")
         extremes = torch.tensor([own, -own], device=torch.cuda.current_device())
-        for group in self._groups:
-            torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MIN, group=group)
-        least, most = extremes.tolist()
-        if least != -most:
+        max_on_device(extremes, self._groups)
+        most, least = extremes.tolist()
+        if most != -least:
             raise RankDisagreementError(self._difference())
         self._since.clear()
 

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
 
-from megatron_hybrid_prefix.mcore.ranks.messages import (
-    ANSWER,
-    ASK,
-    LOST,
-    REMOVE,
-    SUBMIT,
-    Routing,
-    pack,
-    unpack,
-)
+from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, ASK, LOST, REMOVE, SUBMIT, Routing, pack, unpack
 from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.client import ClientSeam
-from megatron_hybrid_prefix.upstream.coordinator import OWN, WRAPPED
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -44,12 +35,7 @@ class Answers(Protocol):
 
 
 class ReplicaClient(ClientSeam):
-    """A client of the coordinator.
-
-    Args:
-        address: The coordinator's address.
-        answers: Receives the output.
-    """
+    """A client of the coordinator at ``address``."""
 
     def __init__(self, address: str, answers: Answers) -> None:
         check_overrides(ReplicaClient)
@@ -72,7 +58,7 @@ class ReplicaClient(ClientSeam):
         """Submit a request. Returns its id."""
         request_id = self.next_request_id
         self.next_request_id = request_id + 1
-        self.socket.send_multipart([SUBMIT, routing.pack(), self.submission(request_id, prompt, params)])
+        self.socket.send_multipart([SUBMIT, pack(asdict(routing)), self.submission(request_id, prompt, params)])
         return request_id
 
     def ask(self, number: int, what: str, prompt: list[int], sampling: dict[str, Any]) -> None:
@@ -93,22 +79,15 @@ class ReplicaClient(ClientSeam):
 
     def _receive(self, first: bytes, *contents: bytes) -> None:
         try:
-            self._use(first, *contents)
-        except Exception:  # one bad message must not end all answers
-            logger.exception("a message of the coordinator could not be used")
-
-    def _use(self, first: bytes, *contents: bytes) -> None:
-        if first == WRAPPED or not first.startswith(OWN):
-            reply = self.reply_in(first, *contents)
-            if reply is not None:
+            if first == LOST:
+                self._answers.lost(*map(unpack, contents))
+            elif first == ANSWER:
+                self._answers.answered(*map(unpack, contents))
+            elif (reply := self.reply_in(first, *contents)) is not None:
                 request_id, output = reply
                 if isinstance(output, dict):
                     self._answers.progressed(request_id, output)
                 else:
                     self._answers.finished(request_id, output)
-            return
-        values = [unpack(frame) for frame in contents]
-        if first == LOST:
-            self._answers.lost(*values)
-        elif first == ANSWER:
-            self._answers.answered(*values)
+        except Exception:  # one bad message must not end all answers
+            logger.exception("a message of the coordinator could not be used")

@@ -17,16 +17,7 @@ from typing import Any, override
 
 import torch
 
-from megatron_hybrid_prefix.mcore.ranks.messages import (
-    ANSWER,
-    ASK,
-    LOST,
-    REMOVE,
-    SUBMIT,
-    Routing,
-    pack,
-    unpack,
-)
+from megatron_hybrid_prefix.mcore.ranks.messages import ANSWER, ASK, LOST, REMOVE, SUBMIT, Routing, pack, unpack
 from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.config import PrefixCachingCoordinatorPolicy, get_pg_size
 from megatron_hybrid_prefix.upstream.coordinator import CoordinatorSeam, replica_of
@@ -55,7 +46,7 @@ class PrefixCoordinator(CoordinatorSeam):
 
     def receive(self, sender: bytes, kind: bytes, *contents: bytes) -> bytes | None:
         if kind == SUBMIT:
-            self._routing = Routing.unpack(contents[0])
+            self._routing = Routing(**unpack(contents[0]))
             return contents[1]
         values = [unpack(frame) for frame in contents]
         if kind == ASK:
@@ -153,11 +144,7 @@ class CoordinatorProcess:
 
     Args:
         engine: The engine of the first rank of the first replica.
-        hostname: Host to listen on.
-
-    Attributes:
-        address: Address on which it listens.
-        port: Port of that address.
+        hostname: Host to listen on: ``address``, with ``port``.
 
     Raises:
         RuntimeError: It did not start.

@@ -18,7 +18,7 @@ them take one way, so they arrive in order.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -59,15 +59,6 @@ class Routing:
         if self.salt is None:
             return 0
         return int.from_bytes(hashlib.blake2b(self.salt.encode(), digest_size=8).digest())
-
-    def pack(self) -> bytes:
-        """As a frame."""
-        return pack(asdict(self))
-
-    @classmethod
-    def unpack(cls, frame: bytes) -> Routing:
-        """From a frame."""
-        return cls(**unpack(frame))
 
 
 def pack(value: Any) -> bytes:

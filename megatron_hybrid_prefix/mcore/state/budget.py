@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks, of_all_stages
-from megatron_hybrid_prefix.mcore.state.layout import state_bytes
+from megatron_hybrid_prefix.mcore.state.layout import states_of_config
 from megatron_hybrid_prefix.platform.memory import total_bytes
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout, own_bytes
 from megatron_hybrid_prefix.support.arithmetic import ceil_div, round_up
@@ -35,7 +35,9 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
         raise MemoryError(f"cache_gb={cache_gb}: cannot allocate it: there are {there / 2**30:.4g} GiB in all")
     state = config.mamba_inference_state_config
     assert state is not None
-    request_bytes = own_bytes(state_bytes(state), own_slots=1, drafts=config.num_speculative_tokens)
+    request_bytes = own_bytes(
+        states_of_config(state).slots.slot_bytes, own_slots=1, drafts=config.num_speculative_tokens
+    )
     requests = config.max_requests
     if requests is None:
         multiple = math.lcm(_REQUESTS_MULTIPLE, model_config.tensor_model_parallel_size)
@@ -50,24 +52,9 @@ def for_cache_gb(config: InferenceConfig, cache_gb: float, model_config: Transfo
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """How a rank's memory is used; the counts are the same on all ranks.
-
-    Attributes:
-        layout: Blocks and pages.
-        own_slots: Slots that the engine keeps for itself.
-        live_states: Whether the states of running requests are in the pages. Else each has one of the own slots.
-    """
-
-    layout: PageLayout
-    own_slots: int
-    live_states: bool
-
-
 def agree_on_budget(
     memory_bytes: int, *, block_bytes: int, state_bytes: int, max_requests: int, drafts: int, option: str, groups: Any
-) -> Budget:
+) -> tuple[PageLayout, bool]:
     """The layout of the memory, with the same numbers of blocks on all ranks. A collective.
 
     Pipeline stages differ in their layers: pages are those of the stage whose states are largest, in blocks. Each stage pads
@@ -84,6 +71,9 @@ def agree_on_budget(
         drafts: Tokens drafted for speculative decoding.
         option: The budget in words, for the error.
         groups: Megatron's process groups.
+
+    Returns:
+        Blocks and pages; and whether the states of running requests are in the pages. Else each has one of the engine's own slots.
 
     Raises:
         ValueError: There is no room for a KV block and the states of running requests on some rank; raised on all ranks.
@@ -111,5 +101,4 @@ def agree_on_budget(
             f"{option} is too small: {memory_bytes / 2**20:.2f} MiB have no room for a state and a KV block; they{of_drafts} need "
             f"{least / 2**20:.2f} MiB"
         )
-    layout = dataclasses.replace(page, block_bytes=step_bytes, state_bytes=state_bytes, total_blocks=blocks)
-    return Budget(layout=layout, own_slots=1 if live_states else max_requests, live_states=live_states)
+    return dataclasses.replace(page, block_bytes=step_bytes, state_bytes=state_bytes, total_blocks=blocks), live_states

@@ -14,7 +14,7 @@ from megatron_hybrid_prefix.layers.gated_delta_net import KIND as GATED_DELTA_NE
 from megatron_hybrid_prefix.layers.kinds import layer_kinds, recurrent_modules
 from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages, stage_count
-from megatron_hybrid_prefix.pool.layout import SlotLayout, StateLayout
+from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.upstream.state_config import (
     RECURRENT,
@@ -73,12 +73,6 @@ class ModelStates:
                     f"block_size_tokens={block_tokens}: layers of kind {kind.name} need a multiple of {quantum}"
                 )
 
-    def place(self, recurrent_layer: int) -> tuple[StateLayout, int]:
-        """Layout of the kind of this stage's recurrent layer with this number, and which layer of the kind it is."""
-        name = self.kind_of_layer[recurrent_layer]
-        layout = next(layout for layout in self.slots.kinds if layout.kind == name)
-        return layout, self.kind_of_layer[:recurrent_layer].count(name)
-
 
 def states_of_config(config: MambaInferenceStateConfig) -> ModelStates:
     """What a context was told: this package's description, or megatron's of Mamba2 layers.
@@ -133,10 +127,11 @@ def mamba_state_config(
     """
     models_own = None if ssm_dtype is not None else getattr(getattr(model, "hybrid_config", None), "state_dtype", None)
     state_dtype = None if models_own is None else getattr(torch, models_own)
-    layers = decoder_layers(model)
     symbols, kind_of_layer = [], []
-    found: dict[str, tuple[StateLayout, int]] = {}
-    for number, (symbol, layer) in enumerate(layers, 1):
+    found: dict[
+        str, tuple[tuple[StateComponent, ...], int]
+    ] = {}  # for each kind: a layer's components, its chunk quantum
+    for number, (symbol, layer) in enumerate(decoder_layers(model), 1):
         recurrent = _recurrent_part(number, symbol, layer)
         symbols.append(symbol if recurrent is None else RECURRENT)
         if recurrent is None:
@@ -144,12 +139,9 @@ def mamba_state_config(
         kind, module = recurrent
         of_mamba = (ssm_dtype, conv_dtype) if kind is MAMBA2 else (None, None)
         components = kind.components(module, state_dtype=state_dtype or of_mamba[0], window_dtype=of_mamba[1])
-        layout, quantum = found.get(
-            kind.name, (StateLayout(kind=kind.name, layers=0, components=components), kind.chunk_tokens(module))
-        )
-        if (layout.components, quantum) != (components, kind.chunk_tokens(module)):
+        own = components, kind.chunk_tokens(module)
+        if found.setdefault(kind.name, own) != own:
             raise ValueError(f"layer {number}: its states differ from those of other layers of kind {kind.name!r}")
-        found[kind.name] = replace(layout, layers=layout.layers + 1), quantum
         kind_of_layer.append(kind.name)
     groups, may_recur = process_groups(model), _may_recur(model)
     if found and not may_recur and stage_count(groups) > 1:
@@ -157,17 +149,17 @@ def mamba_state_config(
             f"layers of kind {_names(found)} are in no pattern, so other pipeline stages do not know of them: set the model's "
             "experimental_attention_variant and linear_attention_freq, or its hybrid_layer_pattern"
         )
-    for stage in of_all_stages(found, groups) if may_recur else [found]:
-        for name, (layout, quantum) in stage.items():
-            found.setdefault(name, (replace(layout, layers=0), quantum))
+    for of_stage in of_all_stages(found, groups) if may_recur else []:
+        found = of_stage | found
     if not found:
         return None
     if has_latent_attention(model):
         raise ValueError(f"multi_latent_attention=True is not supported beside layers of kind {_names(found)}")
-    kinds = [kind for kind in layer_kinds() if kind.name in found]  # the same order on all stages
+    names = [kind.name for kind in layer_kinds() if kind.name in found]  # the same order on all stages
+    layouts = (StateLayout(kind=name, layers=kind_of_layer.count(name), components=found[name][0]) for name in names)
     states = ModelStates(
-        slots=SlotLayout(tuple(found[kind.name][0] for kind in kinds)),
-        quanta=tuple(found[kind.name][1] for kind in kinds),
+        slots=SlotLayout(tuple(layouts)),
+        quanta=tuple(found[name][1] for name in names),
         kind_of_layer=tuple(kind_of_layer),
     )
     return RecurrentStateConfig(layer_type_list=symbols, states=states, **_fields_for_megatron(states))
@@ -247,11 +239,6 @@ def needs_this_package(config: MambaInferenceStateConfig | None) -> bool:
     """Whether a model with these states has layers that megatron's own context and engine cannot run."""
     states: ModelStates | None = getattr(config, "states", None)
     return states is not None and any(layout.kind != MAMBA2.name for layout in states.slots.kinds)
-
-
-def state_bytes(config: MambaInferenceStateConfig) -> int:
-    """Bytes of one recurrent state over this rank's layers."""
-    return states_of_config(config).slots.slot_bytes
 
 
 def _recurrent_part(number: int, symbol: str, layer: torch.nn.Module) -> tuple[LayerKind, torch.nn.Module] | None:

@@ -26,11 +26,11 @@ class LiveSlots:
     """
 
     def __init__(self, home_slots: Sequence[int], row_of: Callable[[int], int]) -> None:
-        self._home_slots, self._row_of = list(home_slots), row_of
-        self._slots = self._home_slots.copy()
-        # The last one is that of index -1.
-        self._home = torch.tensor([*map(row_of, home_slots), -1], dtype=torch.int64)
-        self._rows = self._home.clone()
+        self._row_of = row_of
+        # Slots, and their rows. The last column is that of index -1.
+        self._home = torch.tensor([[*home_slots, -1], [*map(row_of, home_slots), -1]], dtype=torch.int64)
+        self._now = self._home.clone()
+        self._slots, self._rows = self._now
 
     def rows(self, live_indices: torch.Tensor) -> torch.Tensor:
         """(rows,) int64 on the CPU: where the states with these live indices are; -1 (no request) stays -1."""
@@ -38,7 +38,7 @@ class LiveSlots:
 
     def slot(self, live_index: int) -> int:
         """The slot of a live index."""
-        return self._slots[live_index]
+        return int(self._slots[live_index])
 
     def bind(self, live_index: int, slot: int | None) -> None:
         """A request was admitted. ``slot``: what the cache gave it, or None."""
@@ -48,15 +48,11 @@ class LiveSlots:
     def release(self, live_indices: torch.Tensor) -> None:
         """The requests with these live indices end."""
         ended = live_indices.long()
-        self._rows[ended] = self._home[ended]
-        for index in ended.tolist():
-            if index >= 0:
-                self._slots[index] = self._home_slots[index]
+        self._now[:, ended] = self._home[:, ended]
 
     def reset(self) -> None:
         """All requests end."""
-        self._slots[:] = self._home_slots
-        self._rows.copy_(self._home)
+        self._now.copy_(self._home)
 
 
 class StateMemory:
@@ -71,7 +67,6 @@ class StateMemory:
         max_tokens: Maximum tokens of a step.
 
     Attributes:
-        memory: See Args.
         layers: States of each recurrent layer of this stage by component name: (rows, *shape).
         drafted_layers: The same of the states after each drafted token: (rows, drafts + 1, *shape).
         live: Slots of running requests.
@@ -99,7 +94,8 @@ class StateMemory:
             device=memory.buffer.device,
         )
         # Views are made once: every layer needs them in every step.
-        places = [states.place(number) for number in range(len(states.kind_of_layer))]
+        kinds, layouts = states.kind_of_layer, {layout.kind: layout for layout in states.slots.kinds}
+        places = [(layouts[kind], kinds[:number].count(kind)) for number, kind in enumerate(kinds)]
         self.layers, self.drafted_layers = (
             [
                 {each.name: tensors[each.name][layer] for each in layout.components}

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,15 +33,10 @@ _COPIED_BYTES = 2**28  # to measure the host link
 _SQUARE = 4096  # rows of the matrices of the product that measures the device
 
 
-class Secrets(NamedTuple):
-    """Of the keys of blocks: ``keys`` of all, ``adapters`` of those with an adapter; see `CacheSettings`."""
-
-    keys: bytes | None = None
-    adapters: bytes = b""
-
-
-def open_mover(context: Any, prefix: HybridPrefixConfig, on_device: DeviceMover) -> tuple[Mover | DeviceMover, Secrets]:
-    """The mover of a context, and the secrets of its cache, which is made afterwards. A collective.
+def open_mover(
+    context: Any, prefix: HybridPrefixConfig, on_device: DeviceMover
+) -> tuple[Mover | DeviceMover, bytes | None]:
+    """The mover of a context, and the secret of its cache's keys if there is a tier behind the host. A collective.
 
     Without a host tier, if ``host_gb`` is 0, the cache has no states, or some rank lacks the memory; then there is a warning.
 
@@ -49,19 +44,17 @@ def open_mover(context: Any, prefix: HybridPrefixConfig, on_device: DeviceMover)
         ValueError: The shared tier cannot be used.
     """
     if not prefix.host_gb or not context.checkpoint_slots:
-        return on_device, Secrets()
+        return on_device, None
     groups = context.config.pg_collection
     own_bytes = {kind: sum(tensor[:, 0].nbytes for tensor in of_kind) for kind, of_kind in on_device.tensors().items()}
     # Pipeline stages differ in their layers. All use the largest entry size, so that they decide alike.
     entry_bytes = {kind: max_over_model_ranks(size, groups) for kind, size in own_bytes.items()}
     page_bytes = choose_page_bytes(entry_bytes.values())
-    behind, secrets = None, Secrets()
+    behind, secret = None, None
     if prefix.shared is not None:
-        tier, key = _open_tier(
-            context, prefix, prefix.shared, own_bytes[EntryKind.STATE] // max(1, own_bytes[EntryKind.KV])
-        )
+        state_blocks = own_bytes[EntryKind.STATE] // max(1, own_bytes[EntryKind.KV])
+        tier, secret = _open_tier(context, prefix, prefix.shared, state_blocks)
         behind = TierBehind(tier, partial(min_over_model_ranks, pg_collection=groups))
-        secrets = Secrets(key, os.urandom(16))
     sizes = HostSizes(
         pages=min_over_model_ranks(int(prefix.host_gb * 2**30) // page_bytes, groups),
         page_bytes=page_bytes,
@@ -82,12 +75,12 @@ def open_mover(context: Any, prefix: HybridPrefixConfig, on_device: DeviceMover)
         logger.warning("no host tier: cannot allocate host_gb=%g of pinned memory: %s", prefix.host_gb, error)
     if min_over_model_ranks(int(mover is not None), groups):
         assert mover is not None
-        return mover, secrets
+        return mover, secret
     if mover is not None:
         mover.close()
     elif behind is not None:
         behind.tier.close()
-    return on_device, Secrets()
+    return on_device, None
 
 
 def _open_tier(context: Any, prefix: HybridPrefixConfig, url: str, state_blocks: int) -> tuple[Tier, bytes]:
@@ -109,9 +102,7 @@ def _open_tier(context: Any, prefix: HybridPrefixConfig, url: str, state_blocks:
 def name_entries(context: Any, model: Any) -> None:
     """Use the entries of this model's weights in the tier behind the host, if there is one.
 
-    Args:
-        context: The context.
-        model: This rank's part of the model. Its weights are read now, and again after they were invalidated.
+    The weights of this rank's part of the model are read now, and again after they were invalidated.
     """
     tier, url = context.moves.tier, context.prefix_config.shared
     if tier is None:
@@ -135,10 +126,6 @@ def page_tokens(context: Any, model: torch.nn.Module) -> float:
 
     Measured once, by a matrix product and a copy, and rounded to a power of two: the largest of all ranks. Or given, per GiB, by the
     environment variable ``HYBRID_PREFIX_TOKENS_PER_GIB``. Without a GPU 0. A collective.
-
-    Args:
-        context: The context, with a host tier.
-        model: This rank's part of the model.
 
     Raises:
         ValueError: The variable is no number of 0 or more.

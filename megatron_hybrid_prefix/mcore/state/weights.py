@@ -35,11 +35,9 @@ class WeightSamples:
     def take(self) -> None:
         """From now on these weights are the right ones."""
         keep_router_buffers(self._model)
-        modules = [vars(module) for module in self._model.modules()]
-        self._children = [own["_modules"] for own in modules]
-        self._parameters, self._buffers = ([own[kind] for own in modules] for kind in ("_parameters", "_buffers"))
-        self._quantised = [(own, key) for own in modules for key, value in own.items() if is_quantised(value)]
-        self._modules, self._sums = self._present_modules(), self._sampled(self._tensors())
+        self._owners = [(name, vars(module)) for name, module in self._model.named_modules()]
+        self._quantised = [(own, key) for _, own in self._owners for key, value in own.items() if is_quantised(value)]
+        self._modules, self._sums = self._present_modules(), self._sampled([part for _, part in self._weights()])
 
     def changed(self, *, experts: bool) -> str | None:
         """What differs from the last `take` on any rank, in words; None: nothing. A collective.
@@ -47,36 +45,29 @@ class WeightSamples:
         Args:
             experts: Expert-parallel ranks call it, too, not only tensor- and pipeline-parallel ones.
         """
-        replaced = self._present_modules() != self._modules
-        sums = self._sampled(self._tensors())
+        replaced, weights = self._present_modules() != self._modules, self._weights()
+        sums = self._sampled([part for _, part in weights])
         if not max_over_model_ranks(int(replaced or sums != self._sums), self._groups, experts=experts):
             return None
         if replaced or len(sums) != len(self._sums):
             return "a module or a weight was added, removed or replaced"
-        numbers = [number for number, old in enumerate(self._sums) if old != sums[number]]
-        if not numbers:
+        names = [name for (name, _), old, new in zip(weights, self._sums, sums, strict=True) if old != new]
+        if not names:
             return "those of another rank"
-        return f"{len(numbers)} of {len(sums)} tensors differ, first {self._name_of(numbers[0])}"
+        return f"{len(names)} of {len(sums)} tensors differ, first {names[0]}"
 
     def _present_modules(self) -> list[Any]:
-        return [module for children in self._children for module in children.values()]
+        return [module for _, own in self._owners for module in own["_modules"].values()]
 
-    def _tensors(self) -> list[torch.Tensor]:
-        weights = [weight for owner in self._parameters for weight in owner.values()]
-        weights += [value for owner in self._buffers for key, value in owner.items() if key not in _NOT_SAMPLED]
-        weights += [own.get(key) for own, key in self._quantised]
-        return [part for weight in weights for part in _parts(weight)]
-
-    def _name_of(self, number: int) -> str:
-        names = [
-            f"{prefix}.{key}"
-            for kind in ("_parameters", "_buffers")
-            for prefix, module in self._model.named_modules()
-            for key, value in vars(module)[kind].items()
-            if key not in _NOT_SAMPLED
-            for _ in _parts(value)
+    def _weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Each tensor that is sampled, and its name."""
+        weights = [
+            (f"{name}.{key}", weight) for name, own in self._owners for key, weight in own["_parameters"].items()
         ]
-        return names[number] if number < len(names) else "a quantised one"
+        for name, own in self._owners:
+            weights += [(f"{name}.{key}", value) for key, value in own["_buffers"].items() if key not in _NOT_SAMPLED]
+        weights += [("a quantised one", own.get(key)) for own, key in self._quantised]
+        return [(name, part) for name, weight in weights for part in _parts(weight)]
 
 
 def _parts(value: Any) -> Sequence[torch.Tensor]:
