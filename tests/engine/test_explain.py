@@ -62,7 +62,7 @@ def test_breakpoints_and_a_running_request(tiny):
     """The prompt runs: its blocks are published once its forward is launched."""
     served = EngineHarness(tiny)
     prompt = tokens(3, 5, seed=1)
-    assert explain(served, prompt, cache_breakpoints=[BLOCK + 3]).kept_tokens == (BLOCK, 3 * BLOCK)
+    assert explain(served, prompt, cache_breakpoints=(0, -5, BLOCK + 3, 10**12)).kept_tokens == (BLOCK, 3 * BLOCK)
     served.add(prompt)
     assert explain(served, prompt).kv_tokens == {"device": 0}, "it waits"
     served.step()
