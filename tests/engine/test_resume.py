@@ -23,11 +23,7 @@ from tests.harness.refits import WAYS, copy_in_place
 from tests.harness.selection import mostly_slow_rows
 from tests.harness.shared_tiers import STORES, stats_of, written
 
-MANAGEMENT = PERSIST, OFFLOAD, RECOMPUTE = (
-    KVCacheManagementMode.PERSIST,
-    KVCacheManagementMode.OFFLOAD,
-    KVCacheManagementMode.RECOMPUTE,
-)
+MANAGEMENT = PERSIST, OFFLOAD, RECOMPUTE = tuple(KVCacheManagementMode)
 each_management = pytest.mark.parametrize("management", MANAGEMENT, ids=lambda value: value.value)
 ON_HOST = {"slots": 4, "blocks": 20, "host_gb": 0.02}  # what does not fit goes to the host
 
