@@ -527,8 +527,6 @@ class ModelEngine:
         assert for_others or not lost & guesses & own, "a guess displaces one of the same request"
         lost -= guesses
         assert for_others or not lost, "a guess displaces what was asked for"
-        pins = self.cache._device.slots.pins
-        assert not lost or all(pins(node.slot) for node in blocks.guesses), "guesses go first"
         after = self.on_slots()
         needed = {keys[position] for position, reason in reached.items() if reason != CheckpointReason.INTERVAL}
         assert guesses.isdisjoint(node for slot, node in before.items() if node.slot != slot and node.key in needed)
