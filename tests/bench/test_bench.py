@@ -24,7 +24,7 @@ from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
 from megatron_hybrid_prefix.bench.stats import Metric, median, percentile, ratio, rotated, summarise
 from megatron_hybrid_prefix.cli import bench
 from megatron_hybrid_prefix.console.terminal import InputError
-from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy
 from tests.harness.workers.launch import COMMAND, environments_of, run_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -490,19 +490,10 @@ def test_index(measure, capsys):
 
 @pytest.mark.slow
 def test_options_reach_every_engine(measure):
-    argv = [
-        "--chunked-prefill",
-        "--max-tokens",
-        "128",
-        "--async-scheduling",
-        "--block-size-tokens",
-        "128",
-        "--max-requests",
-        "4",
-    ]
-    argv += ["--cache-gb", "0.175", "--mamba-gb", "0.05", "--state-dtype", "bfloat16"]
+    argv = "--chunked-prefill --max-tokens 128 --async-scheduling --block-size-tokens 128 --max-requests 4 "
+    argv += "--cache-gb 0.175 --mamba-gb 0.05 --state-dtype bfloat16"
     fields = {"enable_chunked_prefill": True, "async_sched_mode": "async", "block_size_tokens": 128}
-    data = measure("no_reuse", "--repeats", 1, *argv, generated_tokens=15)
+    data = measure("no_reuse", "--repeats", 1, *argv.split(), generated_tokens=15)
     for engine, found in data["engines"].items():
         assert found["fields"].items() >= fields.items()
         assert engine == "ours" or found["fields"]["buffer_size_gb"] == pytest.approx(0.125)
@@ -526,15 +517,9 @@ FORCED_FIELDS = {
 def test_forced_answers(case, kind, tiny):
     """The forced tokens are the answer, and the input of the next forward."""
     from megatron.core.inference.config import AsyncScheduleMode
-    from megatron.core.inference.sampling_params import SamplingParams
 
     from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
     from megatron_hybrid_prefix.mcore.runner import run_batch
-
-    def sampling(count):
-        return SamplingParams(
-            num_tokens_to_generate=count, top_k=1, termination_id=-1, return_log_probs=True, skip_prompt_log_probs=True
-        )
 
     fields = dict(FORCED_FIELDS[case])
     if "async_sched_mode" in fields:
@@ -544,7 +529,7 @@ def test_forced_answers(case, kind, tiny):
     prompts = [[17 * n + i % 251 for i in range(249 + n)] for n in range(4)]
     answers = [[(91 * n + 7 * i) % 512 for i in range(20)] for n in range(4)]
     with forced_answers(engine, answers):
-        results = run_batch(engine, prompts, sampling(20))
+        results = run_batch(engine, prompts, greedy(20))
     assert "add_request" not in vars(engine) and "_dynamic_step_sample_logits" not in vars(engine.controller)
     assert [result.generated for result in results] == answers
     assert (engine.evicted_request_count > 0) == case.startswith("preempted")
@@ -553,10 +538,10 @@ def test_forced_answers(case, kind, tiny):
     for at in (0, 1, 12):
         with forced_answers(plain, [answer[at:] for answer in answers]):
             longer = [prompt + answer[:at] for prompt, answer in zip(prompts, answers, strict=True)]
-            again = run_batch(plain, longer, sampling(1))
+            again = run_batch(plain, longer, greedy(1))
         expected = [result.log_probs[at] for result in results]
         assert [result.log_probs[0] for result in again] == pytest.approx(expected, abs=LOG_PROB_NOISE)
-    free = run_batch(plain, prompts[:1], sampling(20))
+    free = run_batch(plain, prompts[:1], greedy(20))
     assert free[0].generated != answers[0]
 
 

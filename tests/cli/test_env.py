@@ -74,23 +74,13 @@ def test_a_clone_hides_nothing_of_folders_that_come_later(exports, tmp_path):
 
 def test_options_are_the_fields(exports):
     shared = 'file:///tmp/it\'s "here"?gb=1'
-    argv = [
-        "--cache-gb",
-        "50",
-        "--mamba-gb",
-        "2.5",
-        "--no-decode-checkpoints",
-        "--state-dtype",
-        "float32",
-        "--host-gb",
-        "1",
-    ]
-    argv += ["--retention-interval-tokens", "auto", "--verify-hits", "0.5", "--eviction-policy", "lru", "--shared"]
+    argv = "--cache-gb 50 --mamba-gb 2.5 --no-decode-checkpoints --state-dtype float32 --host-gb 1 "
+    argv += "--retention-interval-tokens auto --verify-hits 0.5 --eviction-policy lru --shared"
     sizes = {"cache_gb": 50, "mamba_gb": 2.5, "host_gb": 1, "shared": shared}
     wanted = HybridPrefixConfig(
         **sizes, decode_checkpoints=False, state_dtype="float32", verify_hits=0.5, eviction_policy="lru"
     )
-    assert config_of(exports(*argv, shared)) == wanted
+    assert config_of(exports(*argv.split(), shared)) == wanted
 
 
 def test_a_shell_takes_it(tmp_path):

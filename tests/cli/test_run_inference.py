@@ -19,7 +19,7 @@ from megatron_hybrid_prefix.console.engine_options import ENGINES, KEPT_FREE, Bu
 from megatron_hybrid_prefix.console.prompts import Reader, parse_prompts
 from megatron_hybrid_prefix.console.terminal import InputError
 from megatron_hybrid_prefix.text.tokenizer import common_tokens
-from tests.harness.engine_helpers import LOG_PROB_NOISE
+from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy
 from tests.harness.limits import wait_until
 from tests.harness.workers.launch import COMMAND, Prepared, environments_of, run_prepared
 
@@ -503,14 +503,10 @@ def test_sessions_in_the_order_of_time(folder, capsys):
 @pytest.fixture
 def batch(tiny):
     """A function that runs prompts on a new engine of ``tiny``, 20 greedy tokens each."""
-    from megatron.core.inference.sampling_params import SamplingParams
-
     from megatron_hybrid_prefix import build_engine
     from megatron_hybrid_prefix.mcore.runner import run_batch
 
-    sampling = SamplingParams(
-        num_tokens_to_generate=20, top_k=1, termination_id=-1, return_log_probs=True, skip_prompt_log_probs=True
-    )
+    sampling = greedy(20)
 
     def run(prompts, should_stop=lambda: False, **fields):
         engine = build_engine(tiny, max_sequence_length=1024, **fields)

@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
+from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import is_guess
@@ -35,6 +36,7 @@ from megatron_hybrid_prefix.tiers.units import (
     LoadOver,
     LoadState,
     PageClear,
+    Tag,
 )
 from tests.core.naive_memory import NaiveMemory
 from tests.harness.cached import on_device
@@ -60,6 +62,18 @@ def tier_behind(most: str = "") -> TierBehind:
     behind = TierBehind(DictionaryTier(TierSettings(path=most, min_tokens=0)))
     behind.name_entries(lambda: NAMESPACE)
     return behind
+
+
+def put_behind(behind: TierBehind, chain: KeyChain, block_tokens: int = 4) -> list[Tag]:
+    """The tier gets the KV of a prompt and the state at its end. Returns the entries' tags."""
+    depths = [(EntryKind.KV, n) for n in range(1, len(chain.keys) + 1)]
+    tags = [
+        Tag(kind=kind, key=chain.keys[n - 1], depth_tokens=n * block_tokens, epoch=0)
+        for kind, n in [*depths, (EntryKind.STATE, len(chain.keys))]
+    ]
+    for tag in tags:
+        behind.tier.put(NAMESPACE, Entry(tag, memoryview(b""), 0))
+    return tags
 
 
 @dataclass(eq=False)
@@ -513,8 +527,6 @@ class ModelEngine:
         assert for_others or not lost & guesses & own, "a guess displaces one of the same request"
         lost -= guesses
         assert for_others or not lost, "a guess displaces what was asked for"
-        pins = self.cache._device.slots.pins
-        assert not lost or all(pins(node.slot) for node in blocks.guesses), "guesses go first"
         after = self.on_slots()
         needed = {keys[position] for position, reason in reached.items() if reason != CheckpointReason.INTERVAL}
         assert guesses.isdisjoint(node for slot, node in before.items() if node.slot != slot and node.key in needed)

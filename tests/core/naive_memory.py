@@ -142,7 +142,7 @@ class NaiveMemory:
         evicted = self.evict_next(for_slot=for_slot, states_only=states_only)
         lost = {node for node, slot in before.items() if node.slot != slot}
         if guesses:
-            assert len(lost) == 1 and lost <= may_go, "a guess goes first"
+            assert len(lost) == 1 and lost <= guesses, "a guess goes first"
         elif unneeded and not states_only:
             assert len({node for node in unneeded if node.block_id == NO_BLOCK}) == 1, "unneeded KV goes first"
             assert lost <= all_guesses, "a state goes, though there is unneeded KV"

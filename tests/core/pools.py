@@ -45,13 +45,7 @@ def a_mover(
     sizes = HostSizes(pages=pages, page_bytes=page_bytes, pages_of=pages_of)
     on_device = DeviceMover(lambda **_: [], lambda: None)
     on_device.tensors = lambda: tensors  # type: ignore[method-assign]
-    return Mover(
-        on_device,
-        sizes=sizes,
-        device=torch.device(device),
-        tier=tier,
-        max_of_ranks=lambda values: values,
-    )
+    return Mover(on_device, sizes=sizes, device=torch.device(device), tier=tier, max_of_ranks=lambda values: values)
 
 
 class Pools:

@@ -12,10 +12,9 @@ from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node, PrefixTree
 from megatron_hybrid_prefix.policy.lru import LruEviction
 from megatron_hybrid_prefix.pool.pages import Pages
 from megatron_hybrid_prefix.pool.slots import SlotPool
-from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.blocks import KVBlocks
-from megatron_hybrid_prefix.tiers.units import EntryKind, LoadOver, LoadState, Tag
-from tests.core.model import NAMESPACE, tier_behind
+from megatron_hybrid_prefix.tiers.units import EntryKind, LoadOver, LoadState
+from tests.core.model import put_behind, tier_behind
 
 MAKER = KeyMaker(4, b"of the tests")
 
@@ -112,9 +111,7 @@ def test_a_preempted_request_waits_for_entries_that_are_still_read_for_another()
     )
     tokens = list(range(9))
     chain = cache.chain(tokens)
-    tags = [Tag(kind=EntryKind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
-    for tag in [*tags, Tag(kind=EntryKind.STATE, key=chain.keys[-1], depth_tokens=8, epoch=0)]:
-        behind.tier.put(NAMESPACE, Entry(tag, memoryview(b""), 0))
+    put_behind(behind, chain)
     loading = cache.loads.fetch(1, cache.match(chain))
     assert loading.state is LoadState.FETCHING and len(loading.coming) == 3
     admitted = cache.admit(2, cache.match(chain, read=False))
@@ -159,9 +156,7 @@ def test_who_runs_copies_is_told_of_each_load_and_fetch_that_is_over():
     settings = CacheSettings(block_tokens=4, kv_blocks=20, state_slots=4, host_pages=20, behind=behind, secret=b"test")
     cache = HybridPrefixCache(settings)
     chain = cache.chain(list(range(9)))
-    tags = [Tag(kind=EntryKind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
-    for tag in [*tags, Tag(kind=EntryKind.STATE, key=chain.keys[-1], depth_tokens=8, epoch=0)]:
-        behind.tier.put(NAMESPACE, Entry(tag, memoryview(b""), 0))
+    put_behind(behind, chain)
     fetch = cache.loads.fetch(1, cache.match(chain))
     load = cache.admit(1, cache.match(chain), load=True).load
     assert LoadOver(fetch.load_id) in (copies := cache.take_copies()) and LoadOver(load.load_id) not in copies

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, torch_chunk_gated_delta_rule
+from megatron.core.ssm.gated_delta_net import common, torch_chunk_gated_delta_rule
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.layers import gated_delta_net
 from megatron_hybrid_prefix.layers.gated_delta_net import GatedDeltaNetKind
-from megatron_hybrid_prefix.mcore import HybridPrefixContext, restore_mixers
+from megatron_hybrid_prefix.mcore import HybridPrefixContext
 from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from megatron_hybrid_prefix.upstream.delta_net import mark_packed_parameters
 from tests.harness.engine_helpers import random_tokens
@@ -129,12 +129,3 @@ def test_a_bias_of_the_convolution_is_sharded_like_its_weights(platform):
     mark_packed_parameters(model)
     assert convolution.bias.partition_sizes == convolution.weight.partition_sizes
     assert sum(convolution.bias.partition_sizes) == len(convolution.bias)
-
-
-def test_put_on_and_taken_off(platform):
-    model = build_hybrid_model("tiny-gdn", seed=0, platform=platform)
-    build_engine(model)
-    layers = [model.decoder.layers[number].self_attention for number in (0, 3)]
-    assert all(isinstance(layer, gated_delta_net.GatedDeltaNetBySlots) for layer in layers)
-    assert restore_mixers(model) == 2
-    assert all(type(layer) is GatedDeltaNet for layer in layers)

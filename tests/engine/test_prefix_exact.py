@@ -274,15 +274,6 @@ def test_chunked_prefill_of_other_layers(request, name):
     session.check_mutant(None)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_chunked_prefill_notices_wrong_states(tiny, mutant):
-    session = chunked_session(tiny, 96, "legacy")
-    with mutated_resume(session.engine, mutant):
-        for cut_tokens in (5, 63, 64, 97, 128, 130):
-            list(cut_prompts(session, cut_tokens))
-    session.check_mutant(mutant)
-
-
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
 def test_chunked_prefill_beside_decodes_and_other_prompts(tiny, mutant):
     """Decodes leave a varying token budget, so chunks end anywhere. A later chunk finds KV that another request cached."""

@@ -27,7 +27,6 @@ CAPS = (0, 1, 3, None)  # most cached states
 KV_BLOCKS = (7, 12, 60)  # 7 of the larger blocks hold any one request
 STATES = (1, 1, 2, 3, 6, 40)  # for which there is room beside these blocks; one is that of a running request
 HOST_GB = (0.0, 0.0004, 0.05)  # none, some entries, all of them
-MANAGEMENT = (KVCacheManagementMode.PERSIST, KVCacheManagementMode.OFFLOAD, KVCacheManagementMode.RECOMPUTE)
 
 
 class Traffic(EngineHarness):
@@ -75,7 +74,7 @@ class Traffic(EngineHarness):
                 async_sched_mode=dice.choice(("legacy", "async")),
                 enable_chunked_prefill=chunked,
                 max_tokens=64 * dice.randint(1, 6) if chunked else 1024,
-                kv_cache_management_mode=dice.choice(MANAGEMENT),
+                kv_cache_management_mode=dice.choice(tuple(KVCacheManagementMode)),
                 block_size_tokens=block,
                 num_speculative_tokens=drafts,
             )

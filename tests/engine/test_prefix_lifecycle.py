@@ -19,13 +19,9 @@ from tests.harness.engine_helpers import LOG_PROB_NOISE, assert_matches
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, raising, tokens
 from tests.harness.selection import mostly_slow
 
-PERSIST, OFFLOAD, RECOMPUTE = (
-    KVCacheManagementMode.PERSIST,
-    KVCacheManagementMode.OFFLOAD,
-    KVCacheManagementMode.RECOMPUTE,
-)
+PERSIST, OFFLOAD, RECOMPUTE = KVCacheManagementMode
 each_mode = pytest.mark.parametrize("mode", mostly_slow(MODES, "legacy"))
-each_management = pytest.mark.parametrize("management", (PERSIST, OFFLOAD, RECOMPUTE), ids=lambda value: value.value)
+each_management = pytest.mark.parametrize("management", KVCacheManagementMode, ids=lambda value: value.value)
 
 
 # -- suspend and resume ------------------------------------------------------------------------------------------------

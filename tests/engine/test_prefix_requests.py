@@ -315,38 +315,6 @@ def test_a_chunked_prefill_that_finds_no_room_for_its_next_chunk(model, mode):
     served.check_drained()
 
 
-# -- attributes --------------------------------------------------------------------------------------------------------
-
-
-def test_read_and_write(model):
-    served = EngineHarness(model)
-    prompt = tokens(2, 20, seed=1)
-    sent: list[tuple[dict[str, bool], int]] = [
-        ({"cache_write": False}, 0),
-        ({"cache_write": False}, 0),
-        ({"cache_read": False}, 0),  # writes
-        ({"cache_read": False}, 0),
-        ({"cache_write": False}, 2 * BLOCK),  # reads
-        ({"cache_read": False, "cache_write": False}, 0),
-        ({}, 2 * BLOCK),
-    ]
-    assert [served.send(prompt, **attributes).num_cached_tokens for attributes, _ in sent] == [n for _, n in sent]
-    longer = prompt[: 2 * BLOCK] + tokens(2, 9, seed=2)
-    assert served.send(longer, cache_write=False).num_cached_tokens == 2 * BLOCK
-    assert served.send(longer).num_cached_tokens == 2 * BLOCK
-    assert served.send(longer).num_cached_tokens == 4 * BLOCK
-    served.finish()
-
-
-@pytest.mark.parametrize("harmless", [[], (), [0, -5, 10**12], [BLOCK, BLOCK, 1, BLOCK], range(0, 400, 10)], ids=str)
-def test_breakpoints_that_mean_little_are_harmless(model, harmless):
-    served = EngineHarness(model)
-    sent = [served.send(tokens(3, 20, seed=1), cache_breakpoints=harmless) for _ in range(2)]
-    assert [request.num_cached_tokens for request in sent] == [0, 3 * BLOCK]
-    assert served.cache.stats().computed_prompt_tokens == 3 * BLOCK + 20 + 20
-    served.finish()
-
-
 # -- what used to raise, hang or lose something ---------------------------------------------------------------------------
 
 

@@ -23,11 +23,7 @@ from tests.harness.refits import WAYS, copy_in_place
 from tests.harness.selection import mostly_slow_rows
 from tests.harness.shared_tiers import STORES, stats_of, written
 
-MANAGEMENT = PERSIST, OFFLOAD, RECOMPUTE = (
-    KVCacheManagementMode.PERSIST,
-    KVCacheManagementMode.OFFLOAD,
-    KVCacheManagementMode.RECOMPUTE,
-)
+MANAGEMENT = PERSIST, OFFLOAD, RECOMPUTE = tuple(KVCacheManagementMode)
 each_management = pytest.mark.parametrize("management", MANAGEMENT, ids=lambda value: value.value)
 ON_HOST = {"slots": 4, "blocks": 20, "host_gb": 0.02}  # what does not fit goes to the host
 
@@ -343,7 +339,7 @@ def replayed(self: MambaMixer) -> torch.Tensor:
     ("how", "training", "cache"),
     [
         *(("invalidate", False, {}), ("epoch", True, {}), ("resume", True, {})),
-        *(("invalidate", True, {"slots": None}), ("resume", False, {"slots": None})),
+        *((how, how == "invalidate", {"slots": None}) for how in ("invalidate", "resume", "notice")),
     ],
 )
 def test_what_a_captured_decode_reads_is_refreshed_in_place(own_models, how, training, cache, monkeypatch):
@@ -362,16 +358,16 @@ def test_what_a_captured_decode_reads_is_refreshed_in_place(own_models, how, tra
         served.engine.invalidate()
     elif how == "epoch":
         served.engine._generation_epoch = 1
-    else:
+    elif how == "resume":
         served.engine.resume()
     model.eval()
+    served.send(tokens(1, 9, seed=1), count=9)
+    served.check(2)
     for mixer, (address, before) in zip(mixers(model), memory, strict=True):
         assert mixer._A_neg_exp_cache.data_ptr() == address
         assert torch.equal(mixer._A_neg_exp_cache, -torch.exp(mixer.A_log)) and not torch.equal(
             mixer._A_neg_exp_cache, before
         )
-    served.send(tokens(1, 9, seed=1), count=9)
-    served.check(2)
 
 
 def test_a_model_that_was_built_in_inference_mode_is_refreshed_outside(platform):

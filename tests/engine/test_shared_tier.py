@@ -27,15 +27,7 @@ from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, token
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.mutants import MUTANTS, check_answers, mutated_resume
 from tests.harness.selection import mostly_slow, mostly_slow_rows
-from tests.harness.shared_tiers import (
-    FAULTS,
-    STORES,
-    Folder,
-    Mooncake,
-    stats_of,
-    tier_of,
-    written,
-)
+from tests.harness.shared_tiers import FAULTS, STORES, Folder, Mooncake, stats_of, tier_of, written
 from tests.harness.workers.launch import WORKERS, run_play, run_prepared
 
 PROMPT = tokens(4, 9, seed=1)

@@ -20,7 +20,7 @@ from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.registry import parse_url, register_tier
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
-from tests.core.model import NAMESPACE, tier_behind
+from tests.core.model import NAMESPACE, put_behind, tier_behind
 from tests.distributed.test_prefix_parallel import model_of, session
 from tests.harness.engine_helpers import assert_same
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
@@ -138,10 +138,7 @@ def test_a_host_without_room_for_entries_from_behind(pages):
         CacheSettings(block_tokens=4, kv_blocks=9, state_slots=2, host_pages=pages, behind=behind, secret=b"test")
     )
     chain = cache.chain(range(17))
-    tags = [Tag(kind=EntryKind.KV, key=key, depth_tokens=4 * n, epoch=0) for n, key in enumerate(chain.keys, 1)]
-    tags.append(Tag(kind=EntryKind.STATE, key=chain.keys[-1], depth_tokens=16, epoch=0))
-    for tag in tags:
-        behind.tier.put(NAMESPACE, Entry(tag, memoryview(b""), 0))
+    tags = put_behind(behind, chain)
     match = cache.match(chain)
     assert (match.kv_depth_blocks, match.loadable_blocks, match.resume_tokens) == (4, 4, 0)
     assert cache.loads.fetch(1, match) is None

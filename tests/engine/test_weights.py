@@ -11,7 +11,6 @@ import pytest
 import torch
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.quantization.mxfp8_tensor import MXFP8Tensor
-from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_hybrid_prefix.mcore.state.weights import WeightSamples
@@ -75,24 +74,6 @@ def test_weights_written_before_the_first_request_are_those_of_the_engine(own_mo
     assert [served.send(PROMPT).num_cached_tokens for _ in range(2)] == [0, 2 * BLOCK]
     served.check()
     assert not caplog.records
-
-
-def test_without_a_cache_a_decode_uses_the_new_weights(own_models, monkeypatch):
-    """What a captured decode reads is computed again, in place."""
-    model, trained = own_models("tiny")
-    served = EngineHarness(model, slots=None)
-    served.send(PROMPT)
-    mixers = [module for module in model.modules() if isinstance(module, MambaMixer)]
-    memory = [mixer._A_neg_exp_cache for mixer in mixers]
-    monkeypatch.setattr(
-        MambaMixer,
-        "_get_decode_A_neg_exp",
-        lambda self: self._A_neg_exp_cache.view(-1, 1, 1).expand(-1, self.headdim, self.d_state),
-    )
-    copy_in_place(model, trained)
-    served.send(PROMPT, count=9)
-    served.check(2)
-    assert all(mixer._A_neg_exp_cache is own for mixer, own in zip(mixers, memory, strict=True))
 
 
 def test_it_looks_once_per_idle_time_and_never_while_suspended(own_models, monkeypatch):

@@ -10,7 +10,6 @@ have the same bits. The last engine is the control: one product of each MLP depe
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.platform import ensure_platform, shut_down
+from tests.gpu.measure import started
 from tests.harness.bits import SPANS, bits
 from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
@@ -119,21 +118,9 @@ def control_shape(config, tp):
     return torch.Size((config.hidden_size, config.ffn_hidden_size // tp))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("preset")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--block-tokens", type=int, default=256)
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--engines", nargs="+", help="some of: eager async graphs tight control")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    begin = time.perf_counter()
-    platform, config = ensure_platform(device=options.device, tp=options.tp), named(options.preset)
+def main(options):
+    begin, platform, config = time.perf_counter(), options.platform, named(options.preset)
     cuda, speaks = platform.device.type == "cuda", platform.rank == 0
-    if speaks:
-        print(platform.describe(), flush=True)
     longest = LONGEST_TOKENS if cuda else 300
     fields = {
         "max_sequence_length": 4096,
@@ -166,7 +153,7 @@ def main():
         if speaks:
             print(f"each alone: {time.perf_counter() - begin:.1f} s since the start", flush=True)
         for seed, (name, (memory, more)) in enumerate(engines.items()):
-            if options.engines and name not in options.engines:
+            if options.engines and name not in options.engines.split(","):
                 continue
             own = model
             if name == "graphs":  # graphs are tied to the modules that they were captured on
@@ -191,10 +178,12 @@ def main():
             if speaks:
                 print(f"{name:>8}: {report[name]}; {time.perf_counter() - begin:.1f} s since the start", flush=True)
     if speaks:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"bits_{options.preset}_tp{options.tp}.json").write_text(json.dumps(report, indent=1))
-    shut_down()
+        out = Path(options.out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"bits_{options.preset}_tp{options.tp}.json").write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    fields = {"requests": 200, "tp": 1, "block_tokens": 256, "engines": "", "out": "out/bits"}
+    with started(__doc__, "preset", sizes=lambda args: {"tp": args.tp}, **fields) as arguments:
+        main(arguments)

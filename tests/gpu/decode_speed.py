@@ -1,11 +1,10 @@
 """The decode of a Mamba2 layer of `hybrid-4b` and a Gated DeltaNet layer of `gdn-4b`, against a copy of the states. On a GPU::
 
-    python -m tests.gpu.decode_speed [--rows 1,8,32,64,128,256] [--tiles]
+    python -m tests.gpu.decode_speed [--rows 1,8,32,64,128,256]
 
 A line has the time of a layer: the update of the states alone, all of the decode between both projections, and megatron's
 kernels, if it can be imported. "copy" moves as many bytes; "share" is the copy's time by that of the update, and of all. A CUDA
 graph runs through several layers' states, so that none is in the L2 cache. First, outputs and states are compared with float64.
-``--tiles`` tries other tiles of both updates at 64 rows.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import functools
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import torch
 
-from megatron_hybrid_prefix.ops import delta_rule_triton, mamba_decode
 from megatron_hybrid_prefix.ops.delta_rule import update_delta_rule
 from megatron_hybrid_prefix.ops.gated_norm import gated_rms_norm
 from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_states
@@ -174,23 +171,6 @@ def near(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
     )
 
 
-def try_tiles(name: str, dtype: torch.dtype) -> None:
-    """Times of the updates of 64 rows by tile."""
-    mamba = Mamba2(64, dtype)
-    for warps in (1, 2, 4, 8):
-        for rows in (8, 16, 32, 64):
-            tile = {"BLOCK_P": rows, "BLOCK_N": N, "num_warps": warps}
-            with mock.patch.object(mamba_decode, "tile_of", lambda *_, tile=tile: tile):
-                print(
-                    f"Mamba2 {name}: {rows:3} x {N}, {warps} warps {us_of(mamba.update, mamba.layers):8.1f}", flush=True
-                )
-    del mamba
-    delta = DeltaNet(64, dtype)
-    for columns in (8, 16, 32, 64, 128):
-        with mock.patch.object(delta_rule_triton, "_COLUMNS", columns):
-            print(f"Gated DeltaNet {name}: {columns:3} columns {us_of(delta.update, delta.layers):8.1f}", flush=True)
-
-
 def cell(us: float | None) -> str:
     return f"{'-':>9}" if us is None else f"{us:9.1f}"
 
@@ -198,15 +178,10 @@ def cell(us: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,8,32,64,128,256")
-    parser.add_argument("--tiles", action="store_true")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, us of a layer", flush=True)
     for dtype in DTYPES.values():
         compare(dtype)
-    if args.tiles:
-        for name, dtype in DTYPES.items():
-            try_tiles(name, dtype)
-        return
     titles = "copy", "update", "all", "megatron", "GB/s copy", "share", "of all", "speed-up"
     print(f"{'layer':15} {'state':5} {'rows':>4} " + " ".join(f"{title:>9}" for title in titles), flush=True)
     for rows in map(int, args.rows.split(",")):

@@ -1,7 +1,7 @@
 """Copies of a step that resumes from a kept state and keeps others. Usage: ``kept_states.py PRESET TOKENS``.
 
-A prompt of TOKENS keeps four states. Then one that shares half of it resumes under the profiler: operators that move
-whole states, and the largest copy on the device. Prints JSON.
+A prompt of TOKENS, and one more, keeps four states. Then one that shares half of it resumes under the profiler:
+operators that move whole states, and the largest copy on the device. Prints JSON.
 """
 
 from __future__ import annotations
@@ -15,24 +15,12 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.models import build_hybrid_model
-from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from tests.gpu.measure import report, started
 from tests.harness.engine_helpers import cache_gb_for, greedy, random_tokens, run_to_end
 from tests.harness.named_models import named
 
 CHECKPOINTS, BLOCK_TOKENS = 4, 256
 MOVING = ("copy_", "index", "gather", "scatter", "clone", "cat", "contiguous")
-
-
-def keep_four(cache):
-    """Prompts keep four evenly spaced states, whatever the policy says."""
-
-    def boundaries(match, *_):
-        blocks = match.chain.tokens // cache.block_tokens
-        positions = sorted({blocks * (i + 1) // CHECKPOINTS * cache.block_tokens for i in range(CHECKPOINTS)})
-        return tuple(Boundary(position, CheckpointReason.JUNCTION) for position in positions)
-
-    cache._planner.boundaries = boundaries
 
 
 def moved(engine, request_id, prompt):
@@ -64,15 +52,17 @@ def main(args):
     sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": 2}
     engine = build_engine(
         model,
-        HybridPrefixConfig(cache_gb=cache_gb_for(model, 6 * tokens // BLOCK_TOKENS, states=32, **sizes)),
+        HybridPrefixConfig(
+            cache_gb=cache_gb_for(model, 6 * tokens // BLOCK_TOKENS, states=32, **sizes),
+            retention_interval_tokens=tokens // CHECKPOINTS,
+        ),
         max_sequence_length=2 * tokens,
         max_tokens=2 * tokens,
         max_requests=sizes["max_requests"],
         block_size_tokens=BLOCK_TOKENS,
     )
-    keep_four(engine.context.prefix_cache)
     with torch.inference_mode():
-        prompts = [random_tokens(tokens, seed=seed, vocabulary=vocabulary) for seed in (1, 2)]
+        prompts = [random_tokens(tokens + 1, seed=seed, vocabulary=vocabulary) for seed in (1, 2)]
         for number, prompt in enumerate(prompts):  # the first compiles kernels
             engine.add_request(number, prompt, greedy(2, return_log_probs=False))
             run_to_end(engine, {})

@@ -1,7 +1,6 @@
-"""KV blocks and states as views of one buffer, as an engine has them whose budget they share; and views that are far apart.
+"""KV blocks and states of a `SharedMemory`, as an engine has them whose budget they share; and of one whose entries are far apart.
 
-Block k begins at byte ``k * block_bytes``, slot p at byte ``p * page_bytes``. A block holds keys, then values, layer by layer.
-Tensors of states have a row for each `ALIGNMENT_BYTES`, as `SharedMemory` has them: rows overlap, and slot p is one of many.
+A state takes a whole page. So block k begins at byte ``k * block_bytes``, slot p at byte ``p * page_bytes``.
 """
 
 from __future__ import annotations
@@ -9,68 +8,68 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
-from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES
+from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
+from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
+from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
 
 FAR_PAGES, FAR_PAGE_BYTES = 216, 96 * 2**20
 """A buffer of 20.25 GiB: 5.4e9 elements of float32."""
 PAGE_BLOCKS = 4
+LAYERS = 3
 _NO_RESERVE = 0x4000  # Linux: memory is used when it is written, and the rest is not counted
 
 
 class OneMemory:
-    """One buffer, (bytes,) uint8, and the views of it. There are as many slots as pages, of a multiple of 1024 bytes.
+    """One buffer of `FAR_PAGES` pages and a KV block, (bytes,) uint8, and views of it.
 
     ``sparse``: the buffer is zero, and on the CPU memory that is not written takes no room. Else it is full of NaN.
     """
 
-    def __init__(
-        self, *, pages: int, page_bytes: int, device: str, sparse: bool = False, page_blocks: int = PAGE_BLOCKS
-    ) -> None:
-        self.pages, self.page_bytes, self.page_blocks = pages, page_bytes, page_blocks
-        self.block_bytes = page_bytes // page_blocks
+    def __init__(self, *, page_bytes: int, device: str, sparse: bool = False) -> None:
+        self.page_bytes = page_bytes
+        size = FAR_PAGES * page_bytes + page_bytes // PAGE_BLOCKS
         if sparse and device == "cpu":
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-            self.buffer = torch.frombuffer(mmap.mmap(-1, pages * page_bytes, flags=flags), dtype=torch.uint8)
+            self.buffer = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
         else:
-            self.buffer = torch.full((pages * page_bytes,), 0 if sparse else 0xFF, dtype=torch.uint8, device=device)
+            self.buffer = torch.full((size,), 0 if sparse else 0xFF, dtype=torch.uint8, device=device)
 
-    def kv(self, layers: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """Megatron's ``memory_buffer``: (2, layers, blocks, tokens, heads, dim)."""
-        layer = tokens * heads * dim
-        assert 2 * layers * layer * dtype.itemsize <= self.block_bytes
-        stride = (layers * layer, layer, self.block_bytes // dtype.itemsize, heads * dim, dim, 1)
-        blocks = self.pages * self.page_blocks
-        return self.buffer.view(dtype).as_strided((2, layers, blocks, tokens, heads, dim), stride)
-
-    def blocks(self) -> torch.Tensor:
-        """Whole blocks: (1, blocks, block_bytes) uint8."""
-        return self.buffer.view(1, -1, self.block_bytes)
-
-    def states(self, layers: int, **components: tuple[tuple[int, ...], torch.dtype]) -> dict[str, torch.Tensor]:
-        """By component name, (layers, rows, *shape); each component begins at a multiple of `ALIGNMENT_BYTES` of a slot."""
-        tensors, offset_bytes = {}, 0
-        for name, (shape, dtype) in components.items():
-            one = torch.empty(layers, *shape, device="meta")
-            stride = (one.stride(0), ALIGNMENT_BYTES // dtype.itemsize, *one.stride()[1:])
-            tensors[name] = self.buffer.view(dtype).as_strided(
-                (layers, (self.pages - 1) * self._rows_of_slot + 1, *shape), stride, offset_bytes // dtype.itemsize
-            )
-            offset_bytes += -(-one.numel() * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        assert offset_bytes <= self.page_bytes
-        return tensors
-
-    def drafted(self, states: torch.Tensor, max_requests: int, drafts: int) -> torch.Tensor:
-        """(layers, rows, drafts + 1, *shape): at the row of slot s, token t, what is in slot max_requests + s * (drafts + 1) + t."""
-        layers, _, *shape = states.shape
-        layer, row, *inner = states.stride()
-        return states.as_strided(
-            (layers, (max_requests - 1) * self._rows_of_slot + 1, drafts + 1, *shape),
-            (layer, row * (drafts + 1), row * self._rows_of_slot, *inner),
-            states.storage_offset() + row * self._rows_of_slot * max_requests,
+    def shared(
+        self,
+        *components: StateComponent,
+        block: tuple[int, ...] = (4, 2, 8),
+        dtype: torch.dtype = torch.bfloat16,
+        drafts: int = 0,
+    ) -> SharedMemory:
+        """KV of ``block``, (tokens, heads, channels), and states. With ``drafts`` all slots are the engine's own."""
+        some = StateLayout(kind="some", layers=LAYERS, components=components)
+        rest = ((self.page_bytes - slot_bytes(SlotLayout((some,)))) // 4,)
+        rest_of_page = StateComponent(name="rest", shape=rest, dtype="float32")
+        slots = SlotLayout((some, StateLayout(kind="rest", layers=1, components=(rest_of_page,))))
+        layout = PageLayout(
+            block_bytes=self.page_bytes // PAGE_BLOCKS,
+            state_bytes=self.page_bytes,
+            page_blocks=PAGE_BLOCKS,
+            page_states=1,
+            total_blocks=0 if drafts else FAR_PAGES * PAGE_BLOCKS,
         )
+        with mock.patch.object(torch, "zeros", lambda count, **_: self.buffer.narrow(0, 0, count)):
+            made = SharedMemory(
+                slots,
+                own_slots=FAR_PAGES // (drafts + 2) if drafts else 0,
+                drafts=drafts,
+                layout=layout,
+                block=BlockShape(before=(2, LAYERS), after=block, dtype=dtype),
+                device=self.buffer.device,
+            )
+        assert len(made.buffer) == len(self.buffer) and made.row(1) == self.rows([1])[0]
+        del made.states["rest"]
+        made.drafted.pop("rest", None)
+        return made
 
     @property
     def _rows_of_slot(self) -> int:

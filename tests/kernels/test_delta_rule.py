@@ -318,24 +318,3 @@ def test_a_draft_at_a_time_is_all_drafts_at_once():
         one = {name: x[:, t : t + 1] for name, x in args.items()}
         assert torch.equal(update_delta_rule(**one, states=single, slots=slots, normalise=True)[:, 0], together[:, t])
     assert torch.equal(single, pool)
-
-
-@not_interpreted
-def test_it_is_what_megatron_trains(platform):
-    """Megatron's version in PyTorch, of one sequence without a state before it."""
-    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
-
-    for tokens, heads in itertools.product((1, 63, 64, 65, 200), (2, 6)):
-        args = make(tokens, tokens, heads=heads)
-        pool = torch.zeros(2, heads, 12, 10, dtype=torch.float64)
-        expected, states = exact(args, pool[0], normalise=True)
-        unit = {name: torch.nn.functional.normalize(args[name], dim=-1) for name in "qk"}
-        theirs, last = torch_chunk_gated_delta_rule(
-            *(unit[name].repeat_interleave(heads // 2, 1)[None] for name in "qk"),
-            args["v"][None],
-            g=args["log_decay"][None],
-            beta=args["beta"][None],
-            output_final_state=True,
-        )
-        assert (theirs[0] - expected).abs().max() < 1e-5  # it computes in float32
-        assert (last[0] - states[-1]).abs().max() < 1e-5

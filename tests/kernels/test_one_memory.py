@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from megatron_hybrid_prefix.ops.mamba_decode import convolve_tokens, update_stat
 from megatron_hybrid_prefix.ops.mamba_scan import pass_states
 from megatron_hybrid_prefix.ops.slot_copies import copy_slots
 from megatron_hybrid_prefix.platform.kernels import attention, attention_cuda, kv_append
+from megatron_hybrid_prefix.pool.layout import StateComponent
+from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.tiers.units import DEVICE, HOST, BlockTransfer, EntryKind, Tag
 from megatron_hybrid_prefix.upstream.modules import COMMON_KERNELS
 from tests.core.pools import a_mover
@@ -30,7 +33,7 @@ from tests.kernels.places import INTERPRETED
 from tests.kernels.steps import SLOTS, Step
 from tests.kernels.test_paged_attention import flash_attention_4
 
-LAYERS, LAYER = 3, 1  # layers of a pool, and the one that an operation gets
+LAYER = 1  # that an operation gets, of several
 SEEDS = 1 if INTERPRETED else 2
 MAX_REQUESTS, DRAFTS = FAR_PAGES // 4, 2  # their slots are all there are
 PLACES = [
@@ -45,13 +48,13 @@ PLACES = [
 def memory_on_device(request):
     device, distance = request.param
     if distance == "near":
-        memory = OneMemory(pages=FAR_PAGES, page_bytes=24 * 1024, device=device)
+        memory = OneMemory(page_bytes=24 * 1024, device=device)
     else:
         need = FAR_PAGES * FAR_PAGE_BYTES
         if device == "cuda" and torch.cuda.mem_get_info()[0] < 1.1 * need:
             pytest.skip("needs 22 GiB of a GPU")
         try:
-            memory = OneMemory(pages=FAR_PAGES, page_bytes=FAR_PAGE_BYTES, device=device, sparse=True)
+            memory = OneMemory(page_bytes=FAR_PAGE_BYTES, device=device, sparse=True)
         except OSError as error:
             pytest.skip(f"the system reserves memory that is not written: {error}")
     return memory, device
@@ -133,46 +136,6 @@ def step_at(at: Callable[..., torch.Tensor], step: Step, device: str) -> tuple[d
 HERE = [FAR_PAGES * PAGE_BLOCKS - 1 - block for block in (0, 7, 3, 40, 41, 2, 100)]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="a platform replaces the kernels")
-def test_these_are_the_views_of_an_engine(platform):
-    from megatron_hybrid_prefix.mcore.state.layout import ModelStates
-    from megatron_hybrid_prefix.mcore.state.memory import StateMemory
-    from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
-    from megatron_hybrid_prefix.pool.pages import PageLayout
-    from megatron_hybrid_prefix.pool.shared_memory import BlockShape, SharedMemory, slot_bytes
-
-    components = (
-        StateComponent(name="conv", shape=CONV, dtype="bfloat16"),
-        StateComponent(name="ssm", shape=SSM, dtype="float32"),
-    )
-    slots = SlotLayout((StateLayout(kind="some", layers=LAYERS, components=components),))
-    block, size = BlockShape(before=(2, LAYERS), after=(4, 2, 8), dtype=torch.bfloat16), slot_bytes(slots)
-    layout = PageLayout(block_bytes=block.bytes, state_bytes=size, page_blocks=2, page_states=1, total_blocks=7)
-    own, first = 2, 2 * (DRAFTS + 2)  # the engine's slots come first, and states after drafted tokens
-    shared = SharedMemory(slots, own_slots=own, drafts=DRAFTS, layout=layout, block=block, device="cpu")
-    engine = StateMemory(
-        ModelStates(slots=slots, quanta=(8,), kind_of_layer=("some",) * LAYERS),
-        shared,
-        max_requests=own,
-        live_states=False,
-        block_tokens=16,
-        max_tokens=32,
-    )
-    memory = OneMemory(pages=first + 4, page_bytes=size, device="cpu", page_blocks=2)
-    ours = some_states(memory)
-    assert [shared.row(slot) for slot in range(own + 3)] == memory.rows([0, 1, first, first + 1, first + 2]).tolist()
-    pairs = [(shared.kv, memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)[:, :, 2 * first :])]
-    pairs += [(shared.kv_rows, memory.blocks()[:, 2 * first :])]
-    for layer in range(LAYERS):
-        pairs += [(engine.layers[layer][name], ours[name][layer]) for name in ours]
-        drafted = {name: memory.drafted(ours[name], own, DRAFTS)[layer] for name in ours}
-        pairs += [(engine.drafted_layers[layer][name], drafted[name]) for name in ours]
-    for one, other in pairs:
-        assert one.storage_offset() == other.storage_offset()
-        strides = zip(one.shape, one.stride(), other.stride(), strict=True)
-        assert all(stride == expected for size, stride, expected in strides if size > 1)
-
-
 # -- KV ----------------------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +144,7 @@ def test_append(place):
     append = kv_append.triton_append_key_value_cache
     if device == "cuda":
         from megatron.core.inference.contexts.fused_kv_append_kernel import triton_append_key_value_cache as append
-    kv = memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)
+    kv = some_states(memory).kv
     key, value = (rand(device, 6, 1, 2, 8, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
     blocks = torch.tensor(HERE[:6], dtype=torch.int64, device=device)
     positions = torch.tensor([0, 1, 2, 3, 0, 1], dtype=torch.int64, device=device)
@@ -202,7 +165,8 @@ def test_attention(place, attend):
     memory, device = place
     if (attend is attend_by_torch) != (device == "cpu" and not INTERPRETED):
         pytest.skip("of the other device")
-    kv = memory.kv(LAYERS, 4, 2, 64, torch.bfloat16) if device == "cuda" else memory.kv(LAYERS, 4, 2, 8, torch.float32)
+    shape = {"block": (4, 2, 64)} if device == "cuda" else {"dtype": torch.float32}
+    kv = some_states(memory, **shape).kv
     page, dim = kv.shape[3], kv.shape[5]
     fill(kv, 2, HERE)
     lengths = torch.tensor([3 * page + 1, 2 * page], device=device)
@@ -217,7 +181,7 @@ def test_flash_attention_4(place, dim):
     memory, device = place
     if device == "cpu" or memory.page_bytes < FAR_PAGE_BYTES:
         pytest.skip("runs on GPUs, and its blocks of 256 tokens are larger than those that are near")
-    kv = memory.kv(LAYERS, 256, 2, dim, torch.bfloat16)
+    kv = some_states(memory, block=(256, 2, dim)).kv
     fill(kv, 2, HERE)
     q, (q_lens, k_lens) = rand(device, 4, 8, dim, seed=3, dtype=kv.dtype), ([3, 1], [3 * 256 + 1, 2 * 256])
     table = torch.tensor([HERE[:4], [*HERE[4:6], 0, 0]], dtype=torch.int32, device=device)
@@ -229,16 +193,15 @@ def test_flash_attention_4(place, dim):
 def test_moves_and_comparisons_of_blocks(place):
     """A block moves, as `SharedMemory` does it; ``verify_hits`` reads blocks, as `verify_plan` does it."""
     memory, device = place
-    kv = memory.kv(LAYERS, 4, 2, 8, torch.bfloat16)
-    fill(kv, 2, HERE)
+    shared = some_states(memory)
+    fill(shared.kv, 2, HERE)
     ids = partial(torch.tensor, dtype=torch.int64, device=device)
-    rows = memory.blocks()[:, :, : kv[:, :, 0].numel() * 2]  # what lies behind a block's KV is not of it
 
     def move(at, kv, rows):
         copy_slots(rows, rows, ids([HERE[0], -1, HERE[1]]), ids([3, 4, HERE[6]]))
         return rows[:, ids([3, HERE[6]])], kv.index_select(2, ids(HERE[2:4]))
 
-    check_same(memory, move, {"kv": kv, "rows": rows})
+    check_same(memory, move, {"kv": shared.kv, "rows": shared.kv_rows})
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -247,13 +210,22 @@ CONV, SSM = (10, 4), (4, 3, 8)  # (channels, taps); (heads, channels, width)
 SSM_OF_TRITON = (4, 16, 16)  # a matrix product takes 16 rows and more
 
 
-def some_states(memory: OneMemory, dtype: torch.dtype = torch.bfloat16, ssm: tuple[int, ...] = SSM):
-    return memory.states(LAYERS, conv=(CONV, dtype), ssm=(ssm, torch.float32))
+def component(name: str, shape: tuple[int, ...], dtype: str = "float32") -> StateComponent:
+    return StateComponent(name=name, shape=shape, dtype=dtype)
+
+
+def some_states(memory: OneMemory, conv: str = "bfloat16", **fields: Any) -> SharedMemory:
+    return memory.shared(component("conv", CONV, conv), component("ssm", SSM), **fields)
+
+
+def with_drafted(shared: SharedMemory) -> dict[str, torch.Tensor]:
+    """States, and those after drafted tokens."""
+    return shared.states | {f"{name}_after": drafted for name, drafted in shared.drafted.items()}
 
 
 def test_copies_of_slots(place):
     memory, _ = place
-    states = some_states(memory)
+    states = some_states(memory).states
     for seed, view in enumerate(states.values()):
         fill(memory.of_slots(view), 1, [FAR_PAGES - 1, 7, FAR_PAGES - 4], seed)
 
@@ -265,20 +237,18 @@ def test_copies_of_slots(place):
     check_same(memory, copy, {}, states)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 def test_decode_of_mamba2(place, dtype, drafts):
     """Tokens of a row write the states after them beside each other, all behind the slots of requests."""
     memory, device = place
-    states = some_states(memory, dtype)
+    shared = some_states(memory, dtype, drafts=drafts)
+    dtype = getattr(torch, dtype)
     slots = torch.tensor([-1, MAX_REQUESTS - 1, 0, 17], device=device)
     if not drafts:
         slots = torch.where(slots < 0, slots, FAR_PAGES - 1 - slots)
-    for seed, view in enumerate(states.values()):
+    for seed, view in enumerate(shared.states.values()):
         fill(memory.of_slots(view), 1, slots[slots >= 0].tolist(), seed)
-    views = dict(states)
-    if drafts:
-        views |= {f"{name}_after": memory.drafted(view, MAX_REQUESTS, drafts) for name, view in states.items()}
     rows, steps, (heads, channels, width) = len(slots), drafts + 1, SSM
     x = rand(device, rows, steps, CONV[0], seed=5, dtype=dtype)
     weight, bias = rand(device, *CONV, seed=6, dtype=dtype), rand(device, CONV[0], seed=7, dtype=dtype)
@@ -293,18 +263,17 @@ def test_decode_of_mamba2(place, dtype, drafts):
             update_states(xBC, dt, ssm[LAYER], at(slots), **rates, after=own[1]),
         )
 
-    check_same(memory, step, {}, views)
+    check_same(memory, step, {}, with_drafted(shared))
 
 
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 def test_decode_of_gated_delta_net(place, drafts):
     memory, device = place
-    states = memory.states(LAYERS, matrix=(SSM, torch.float32))
+    shared = memory.shared(component("matrix", SSM), drafts=drafts)
     slots = torch.tensor([MAX_REQUESTS - 1, 0, -1, 17], device=device)
     if not drafts:
         slots = torch.where(slots < 0, slots, FAR_PAGES - 1 - slots)
-    fill(memory.of_slots(states["matrix"]), 1, slots[slots >= 0].tolist())
-    views = states | ({"after": memory.drafted(states["matrix"], MAX_REQUESTS, drafts)} if drafts else {})
+    fill(memory.of_slots(shared.states["matrix"]), 1, slots[slots >= 0].tolist())
     rows, steps, (heads, keys, values) = len(slots), drafts + 1, SSM
     q, k = (rand(device, rows, steps, 2, keys, seed=seed) for seed in (1, 2))
     v, decay, beta = (
@@ -313,17 +282,17 @@ def test_decode_of_gated_delta_net(place, drafts):
         rand(device, rows, steps, heads, seed=5).sigmoid(),
     )
 
-    def step(at, matrix, after=None):
-        own = None if after is None else after[LAYER]
+    def step(at, matrix, matrix_after=None):
+        own = None if matrix_after is None else matrix_after[LAYER]
         return update_delta_rule(q, k, v, decay, beta, matrix[LAYER], at(slots), normalise=True, after=own)
 
-    check_same(memory, step, {}, views)
+    check_same(memory, step, {}, with_drafted(shared))
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_prefill_of_mamba2(place, seed):
     memory, device = place
-    states = some_states(memory, torch.float32)
+    states = some_states(memory, "float32").states
     step = far_step(seed, 8)
     for number, view in enumerate(states.values()):
         fill(memory.of_slots(view), 1, sorted(set(step.source_slots)), number)
@@ -347,7 +316,7 @@ def test_prefill_of_mamba2(place, seed):
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_prefill_of_gated_delta_net(place, seed):
     memory, device = place
-    states = memory.states(LAYERS, conv=(CONV, torch.float32), matrix=(SSM_OF_TRITON, torch.float32))
+    states = memory.shared(component("conv", CONV), component("matrix", SSM_OF_TRITON)).states
     step = far_step(seed, 64)
     for number, view in enumerate(states.values()):
         fill(memory.of_slots(view), 1, sorted(set(step.source_slots)), number)
@@ -385,15 +354,15 @@ def test_drafts_of_a_plugins_layer(place, request):
         def slot_prefill(self, inputs, states, step):
             raise NotImplementedError
 
-    states = memory.states(LAYERS, sum=((16,), torch.float32))
+    shared = memory.shared(component("sum", (16,)), drafts=DRAFTS)
     slots = torch.tensor([MAX_REQUESTS - 1, -1, 3], device=device)
-    fill(memory.of_slots(states["sum"]), 1, [MAX_REQUESTS - 1, 3])
+    fill(memory.of_slots(shared.states["sum"]), 1, [MAX_REQUESTS - 1, 3])
     inputs = rand(device, 3, DRAFTS + 1, 16)
 
-    def step(at, sum, after):
-        return Adding().slot_decode_drafts(inputs, {"sum": sum[LAYER]}, at(slots), {"sum": after[LAYER]})
+    def step(at, sum, sum_after):
+        return Adding().slot_decode_drafts(inputs, {"sum": sum[LAYER]}, at(slots), {"sum": sum_after[LAYER]})
 
-    check_same(memory, step, {}, states | {"after": memory.drafted(states["sum"], MAX_REQUESTS, DRAFTS)})
+    check_same(memory, step, {}, with_drafted(shared))
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------
@@ -401,8 +370,9 @@ def test_drafts_of_a_plugins_layer(place, request):
 
 def test_checksums_of_slots(place):
     memory, _ = place
-    fill(memory.of_slots(some_states(memory)["ssm"]), 1, [FAR_PAGES - 1, FAR_PAGES - 2])
-    words = memory.buffer.view(torch.int64).view(FAR_PAGES, -1)[-2:, :100]  # a part of the last pages
+    shared = some_states(memory)
+    fill(memory.of_slots(shared.states["ssm"]), 1, [FAR_PAGES - 1, FAR_PAGES - 2])
+    words = memory.of_slots(shared.state_rows)[0, -2:, :800].view(torch.int64)  # a part of the last pages
     check_same(memory, lambda at, rows: checksum_rows(rows), {"rows": words})
 
 
@@ -410,7 +380,8 @@ def test_checksums_of_slots(place):
 def test_to_the_host_and_back(place, kind):
     """KV as whole blocks, states by component."""
     memory, device = place
-    kv, states = memory.blocks()[:, :, :4096], list(some_states(memory).values())
+    shared = some_states(memory)
+    kv, states = shared.kv_rows, list(shared.states.values())
     entry, other = (HERE[0], HERE[3]) if kind == EntryKind.KV else memory.rows([FAR_PAGES - 1, FAR_PAGES - 5]).tolist()
     own = [kv] if kind == EntryKind.KV else states
     for seed, view in enumerate(own):
@@ -435,7 +406,7 @@ def test_an_overflow_is_seen(place, monkeypatch):
     """A kernel of megatron's, whose rows may be of 32 bits: a row times its stride overflows."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    conv, row = some_states(place[0], torch.float32)["conv"][LAYER], place[0].rows([FAR_PAGES - 1])
+    conv, row = some_states(place[0], "float32").states["conv"][LAYER], place[0].rows([FAR_PAGES - 1])
     kernel = import_module(f"{COMMON_KERNELS}.causal_conv1d_triton").causal_conv1d_update
     update = partial(kernel, torch.ones(1, 1, CONV[0]), conv, torch.ones(CONV), None, "silu")
     update(row)

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.cli import replay as command
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
 from megatron_hybrid_prefix.lab.memory import Memory
-from megatron_hybrid_prefix.lab.replay import CacheServer, Replayed, ceiling_tokens, replay
+from megatron_hybrid_prefix.lab.replay import Replayed, ceiling_tokens, replay
 from megatron_hybrid_prefix.lab.traces import Trace
-from megatron_hybrid_prefix.policy.registry import eviction_policy_names
-from megatron_hybrid_prefix.tiers.host import HostTier
 from tests.harness.steps import steps
 from tests.harness.trace_helpers import made_up, write_trace
 
@@ -84,42 +81,6 @@ def test_a_request_takes_no_more_steps_in_a_larger_memory_or_a_longer_trace(kind
 
 
 # -- a host tier -------------------------------------------------------------------------------------------------------
-
-
-def unreachable_states(trace: Trace, eviction: str = "recompute_cost") -> int:
-    """States on the host, after the trace, whose KV is neither there nor on the device."""
-    memory = with_fields(MEMORY, cache_bytes=GIB)
-    sizes = memory.cache_sizes() | memory.host_options(GIB)
-    server = CacheServer(block_tokens=trace.block_tokens, eviction_policy=eviction, **sizes)
-    for request in trace.requests:
-        server.serve(request)
-    cache = server._cache
-    cache.check_integrity()
-    host = cache._device.host
-    states = list(host.of_states)
-    assert len(states) > 3 and cache.stats().evictions > 100
-    found = 0
-    for node in states:
-        above = node
-        while above is not None and (above.block_id != NO_BLOCK or above in host.kv):
-            above = above.parent
-        found += above is not None
-    return found
-
-
-@pytest.mark.parametrize("eviction", eviction_policy_names())
-def test_every_state_on_the_host_has_its_kv(chats, eviction):
-    assert unreachable_states(chats, eviction) == 0
-
-
-def any_kv(self: HostTier) -> Node | None:
-    """A mutant of `TierIndex.next_kv`."""
-    return next((node for node in self._tree if node in self.kv and not self.is_pinned(node, kv=True)), None)
-
-
-def test_a_state_whose_kv_was_evicted_is_found(chats, monkeypatch):
-    monkeypatch.setattr(HostTier, "next_kv", any_kv)
-    assert unreachable_states(chats) > 0
 
 
 @pytest.mark.parametrize(("device", "host"), [(GIB, GIB), (2 * GIB, 2 * GIB), (2 * GIB, 4 * GIB)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from megatron_hybrid_prefix.console.terminal import InputError, Interrupt, Stopp
 from megatron_hybrid_prefix.lab.replay import Replayed, ceiling_tokens, replay, unlimited_kv
 from megatron_hybrid_prefix.lab.traces import Trace, TraceRequest, read_trace
 from megatron_hybrid_prefix.policy.registry import eviction_policy_names
-from tests.harness.steps import steps
 from tests.harness.trace_helpers import KINDS, made_up
 
 
@@ -279,32 +277,6 @@ def test_ctrl_c_ends_it(trace_file):
     interrupt.requested = True
     with pytest.raises(Stopped):
         command.run([str(trace_file)], interrupt)
-
-
-# -- what it needs -----------------------------------------------------------------------------------------------------
-
-
-def mooncake_like(requests: int) -> Trace:
-    """Prompts of 24 blocks on average. Half of their blocks were seen before."""
-    rng = random.Random(1)
-    found: list[list[bytes]] = []
-    for _ in range(requests):
-        shared = rng.choice(found[-300:])[: rng.randrange(24)] if found and rng.random() < 0.8 else []
-        found.append(shared + [rng.randbytes(16) for _ in range(rng.randrange(20, 29) - len(shared))])
-    return trace_of(found, 512)
-
-
-def steps_of_a_request(requests: int, state_slots: int) -> float:
-    trace = mooncake_like(requests)
-    return steps(lambda: replayed(trace, state_slots)) / requests
-
-
-def test_a_request_takes_no_more_steps_in_a_longer_trace_or_beside_more_states():
-    base = steps_of_a_request(300, state_slots=64)
-    assert base <= 24 * 160, "steps for each of a prompt's 24 blocks"
-    assert steps_of_a_request(3000, state_slots=64) <= 1.1 * base
-    # 16 times the slots: the rule has a heap of them.
-    assert steps_of_a_request(3000, state_slots=1024) <= 4 * base
 
 
 # -- a second tier -----------------------------------------------------------------------------------------------------

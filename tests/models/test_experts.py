@@ -193,14 +193,6 @@ def shared(platform):
     return build(platform, **SHARED)
 
 
-def test_shared_expert_and_gate_say_what_the_reference_says(shared):
-    served = EngineHarness(shared)
-    prefix = tokens(2, 0, seed=1)
-    served.send([*prefix, 1, 2])
-    assert served.send([*prefix, 3], [*prefix, 4, 5, 6]).num_cached_tokens == len(prefix)
-    served.check()
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -258,14 +250,6 @@ def test_latent_experts_say_what_the_reference_says(latent, tiny_nemotron_3):
 
 def test_a_forward_of_latent_experts_waits_for_no_value(latent, monkeypatch):
     assert run_without_values(latent, 9, monkeypatch) == [16, 16]
-
-
-def test_hits_with_latent_experts_say_what_the_reference_says(tiny_nemotron_3):
-    served = EngineHarness(tiny_nemotron_3)
-    prefix = tokens(2, 0, seed=1)
-    served.send([*prefix, 1, 2])
-    assert served.send([*prefix, 3], [*prefix, 4, 5, 6]).num_cached_tokens == len(prefix)
-    served.check()
 
 
 def test_a_latent_size_that_grouped_products_do_not_take_works_one_by_one(platform):

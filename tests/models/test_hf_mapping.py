@@ -94,46 +94,6 @@ def test_every_row_of_every_tensor_has_one_place(kind):
     assert {name for name, _ in uses} == set(random_weights(kind))
 
 
-def test_the_qkv_of_qwen3_next_row_by_row():
-    c = QWEN3_NEXT
-    shared = c.num_attention_heads // c.num_query_groups
-    q = [
-        (part, head, i) for head in range(c.num_attention_heads) for part in ("q", "gate") for i in range(c.kv_channels)
-    ]
-    k, v = ([(part, head, i) for head in range(c.num_query_groups) for i in range(c.kv_channels)] for part in "kv")
-    packed = [
-        (part, head, i)
-        for group in range(c.num_query_groups)
-        for part in ("q", "gate", "k", "v")
-        for head in (range(shared * group, shared * (group + 1)) if part in ("q", "gate") else [group])
-        for i in range(c.kv_channels)
-    ]
-    assert _packed("decoder.layers.2.self_attention.linear_qkv.weight", [*q, *k, *v]) == packed
-
-
-def test_the_projection_of_gated_delta_net_row_by_row():
-    c = QWEN3_NEXT
-    shared = c.gdn_num_value_heads // c.gdn_num_key_heads
-    channels = {"q": c.gdn_key_head_dim, "k": c.gdn_key_head_dim, "v": c.gdn_value_head_dim, "z": c.gdn_value_head_dim}
-    channels |= {"b": 1, "a": 1}
-
-    def rows(part, key_head):
-        heads = [key_head] if part in "qk" else range(shared * key_head, shared * (key_head + 1))
-        return [(part, head, i) for head in heads for i in range(channels[part])]
-
-    key_heads = range(c.gdn_num_key_heads)
-    qkvz = [row for key_head in key_heads for part in "qkvz" for row in rows(part, key_head)]
-    ba = [row for key_head in key_heads for part in "ba" for row in rows(part, key_head)]
-    packed = [row for part in "qkvzba" for key_head in key_heads for row in rows(part, key_head)]
-    assert _packed("decoder.layers.0.self_attention.in_proj.weight", [*qkvz, *ba]) == packed
-
-
-def _packed(target, rows):
-    rule = next(rule for rule in rules_of("qwen3_next") if rule.target == target)
-    assert len(rows) == rule.shape[0]
-    return [rows[number] for number in rule.order.tolist()]
-
-
 @pytest.mark.parametrize(
     ("preset", "model_type", "parameters", "name", "shape"),
     [

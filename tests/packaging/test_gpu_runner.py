@@ -107,22 +107,25 @@ def test_a_marker_that_does_not_say_the_memory_is_an_error(needs):
 
 
 def processes(folder: Path, **bodies: str) -> Packer:
-    """Jobs of a test file each; no GPU is asked for."""
+    """Jobs of a test file each, whose tests have these bodies, apart by lines; no GPU is asked for."""
     jobs = []
     for name, body in bodies.items():
         path = folder / f"test_{name}.py"
-        path.write_text(f"import time\n\ndef test_it():\n    {body}\n")
+        tests = "".join(f"def test_{number}():\n    {line}\n" for number, line in enumerate(body.splitlines()))
+        path.write_text("import time, pytest\n" + tests)
         jobs.append(Job(name=f"tests/gpu/{name}", tests=(str(path),), gib=1, gpus=1, seconds=1))
     return Packer(jobs, [80], 8)
 
 
 def test_outcomes_of_processes(tmp_path, capsys):
     note = f"import os; open(os.environ['{PEAKS}'], 'a').write('{3 * 2**30}\\n{2**30}\\n')"
-    packer = processes(tmp_path, good="assert True", bad=f"{note}; assert False")
-    assert run.run_all(packer, tmp_path, HANG_S) == {"passed": 1, "failed": 1, "not begun": 0}
+    bodies = {"good": "assert True", "bad": f"{note}; assert False", "none": "pytest.skip('not here')"}
+    packer = processes(tmp_path, some=f"{bodies['none']}\nassert True", **bodies)
+    assert run.run_all(packer, tmp_path, HANG_S) == {"passed": 2, "skipped": 1, "failed": 1, "not begun": 0}
     lines = {line.split("gpu/")[1].split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "passed" in lines["good"] and "(1 passed" in lines["good"]
     assert "failed" in lines["bad"] and "(1 failed" in lines["bad"]
+    assert "] skipped" in lines["none"] and "] passed" in lines["some"]
     assert "? of " in lines["good"] and "3.0! of " in lines["bad"]
 
 

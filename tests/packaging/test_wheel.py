@@ -68,18 +68,8 @@ def every_other_verb(command: Path, folder: Path) -> None:
     run(command, "replay", trace, "--json", folder / "replay.json", folder=folder)
     assert json.loads((folder / "replay.json").read_text())["reused_token_fraction"] > 0.5
     run(command, "plan", "tiny", "--cache-gb", 2, folder=folder)
-    words = (
-        "Hello",
-        "--num-tokens-to-generate",
-        4,
-        "--compare",
-        "off",
-        "--compare",
-        "ours",
-        "--json",
-        folder / "answer.json",
-    )
-    run(command, "generate", *words, folder=folder)
+    words = ["Hello", "--num-tokens-to-generate", "4", "--compare", "off", "--compare", "ours", "--json"]
+    run(command, "generate", *words, folder / "answer.json", folder=folder)
     data = json.loads((folder / "answer.json").read_text())
     assert [request["tokens_equal"] for request in data["comparisons"][0]["requests"]] == [True]
     words = ("--requests", 3, "--repeats", 1, "--json", folder / "bench.json", "--plot", folder / "bench.png")

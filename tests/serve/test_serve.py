@@ -36,7 +36,7 @@ from megatron_hybrid_prefix.serve.metrics import families_of, prefix_samples
 from megatron_hybrid_prefix.text.tokenizer import ByteTokenizer
 from megatron_hybrid_prefix.upstream.blocks import available_blocks, block_counts
 from tests.engine.test_not_finite import embedding
-from tests.harness.engine_helpers import LOG_PROB_NOISE, kv_budget, state_bytes
+from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy, kv_budget, state_bytes
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.server_process import ADMIN, BLOCK, HIT, LIMIT_TOKENS, PROMPT, Endpoint, post
 
@@ -175,15 +175,10 @@ def assert_error(body: Any, *, code: str | None = None) -> None:
 
 def engines_answer(model: Any) -> tuple[str, list[float]]:
     """Text and log-probs after `PROMPT` of an engine without a cache."""
-    from megatron.core.inference.sampling_params import SamplingParams
-
     from megatron_hybrid_prefix.mcore.runner import run_batch
 
     engine = build_engine(model, tokenizer=TOKENIZER, max_sequence_length=LIMIT_TOKENS)
-    params = SamplingParams(
-        num_tokens_to_generate=12, top_k=1, termination_id=257, return_log_probs=True, skip_prompt_log_probs=True
-    )
-    answer = run_batch(engine, [TOKENIZER.tokenize(PROMPT)], params)[0]
+    answer = run_batch(engine, [TOKENIZER.tokenize(PROMPT)], greedy(12, termination_id=257))[0]
     return TOKENIZER.detokenize(answer.generated), answer.log_probs
 
 
@@ -205,17 +200,8 @@ def test_the_second_call_is_cached_and_says_the_same(server, tiny):
 
 def test_drafts_change_no_answer(tiny_nemotron_3, platform):
     """The engine is what the command's options make."""
-    args = [
-        "--num-speculative-tokens",
-        "3",
-        "--max-requests",
-        "4",
-        "--block-size-tokens",
-        str(BLOCK),
-        "--cache-gb",
-        "0.05",
-    ]
-    args = serve.make_parser().parse_args([*args, "--max-sequence-length", str(LIMIT_TOKENS)])
+    args = f"--num-speculative-tokens 3 --max-requests 4 --block-size-tokens {BLOCK} --cache-gb 0.05"
+    args = serve.make_parser().parse_args([*args.split(), "--max-sequence-length", str(LIMIT_TOKENS)])
     engine = serve.make_engine(tiny_nemotron_3, TOKENIZER, platform, args)
     assert engine.num_speculative_tokens == 3
     with running(tiny_nemotron_3, engine=engine) as server:

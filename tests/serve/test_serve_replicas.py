@@ -21,17 +21,7 @@ import pytest
 from megatron_hybrid_prefix.serve.http_server import SAME_SIGNAL_S
 from tests.harness.engine_helpers import LOG_PROB_NOISE
 from tests.harness.limits import HANG_S
-from tests.harness.server_process import (
-    ADMIN,
-    BLOCK,
-    HIT,
-    PROMPT,
-    Endpoint,
-    Server,
-    children,
-    post,
-    started,
-)
+from tests.harness.server_process import ADMIN, BLOCK, HIT, PROMPT, Endpoint, Server, children, post, started
 from tests.serve.test_serve import TOKENIZER, cached, check_hits, complete, many_at_once, running
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]

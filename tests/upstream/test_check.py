@@ -17,19 +17,6 @@ from megatron_hybrid_prefix.upstream import check, version
 from megatron_hybrid_prefix.upstream.check import check_overrides
 
 
-@pytest.fixture(autouse=True)
-def fresh(platform):
-    """A function that forgets what was checked; also called before and after each test."""
-
-    def forget() -> None:
-        check._checked.clear()
-        version.check_version.cache_clear()
-
-    forget()
-    yield forget
-    forget()
-
-
 def bases_of(cls: type) -> list[type]:
     """Megatron's classes that a class derives from."""
     return [base for base in cls.__mro__ if base.__module__.startswith("megatron.")]

@@ -1,4 +1,4 @@
-"""This package's engine and controller with megatron's own context or cache; and how requests end there."""
+"""This package's engine and controller with megatron's own context or cache."""
 
 from __future__ import annotations
 
@@ -55,14 +55,3 @@ def test_megatrons_own_cache_of_a_model_without_recurrent_layers(platform):
         run_to_end(engine, {})
         computed[kind] = engine.context.lifetime_prefill_token_count - before
     assert computed[SlotContext] == computed[DynamicInferenceContext] < 300
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_chunk_that_ends_before_the_token_that_ends_answers(tiny, mode):
-    fields = {"async_sched_mode": mode, "enable_chunked_prefill": True, "max_tokens": 64}
-    engine, finished = build_engine(tiny, max_sequence_length=1024, **fields), {}
-    prompt = random_tokens(150, seed=3)
-    engine.add_request(1, prompt, greedy(3, termination_id=prompt[64]))
-    run_to_end(engine, finished)
-    assert engine.finished_request_count == 1 and set(finished) == {1}
-    assert finished[1].generated_tokens

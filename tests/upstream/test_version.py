@@ -25,19 +25,6 @@ from tests.harness.made_up_megatron import package
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def fresh(platform):
-    """A function that clears the results of earlier checks; also called before and after each test."""
-
-    def forget() -> None:
-        check._checked.clear()
-        megatron_version.check_version.cache_clear()
-
-    forget()
-    yield forget
-    forget()
-
-
 @pytest.fixture
 def only_this(monkeypatch, fresh):
     """Makes Python find only the megatron in this folder."""
