@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,13 @@ class SampledSums:
         Args:
             tensors: Any shapes, dtypes and devices, without gaps between their elements.
         """
-        places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        places = list(zip(map(torch.Tensor.data_ptr, tensors), map(attrgetter("nbytes"), tensors), strict=True))
         if places != self._places:
             self._places, self._tables = places, _tables(tensors)
         sums = [0] * len(tensors)
         for table in self._tables:
+            if len(table.rows) == len(sums):
+                return table.sums()
             for row, value in zip(table.rows, table.sums(), strict=True):
                 sums[row] = value
         return sums

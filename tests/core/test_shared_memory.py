@@ -284,8 +284,8 @@ MUTANTS = {
     "a decoded state without protection": [(DeviceTier, "protect", lambda self, slot: None)],
     "a live slot that is evicted": [(SlotPool, "make_live", SlotPool.abandon)],
     "useful KV is evicted": [
-        (TierIndex, "_need", lambda self, node: None),
-        (TierIndex, "_unneed", lambda self, node: None),
+        (TierIndex, "add_state", lambda self, node: (self.eviction.added(node), self.states.add(node))),
+        (TierIndex, "drop_state", lambda self, node: (self.eviction.removed(node), self.states.remove(node))),
     ],
     "the cap is ignored": [(SlotPool, "is_full", False)],
     "the cap counts live slots": [(SlotPool, "is_full", property(lambda self: self.used_slots >= self.most_cached))],

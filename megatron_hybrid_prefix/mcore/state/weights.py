@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -35,9 +37,12 @@ class WeightSamples:
     def take(self) -> None:
         """From now on these weights are the right ones."""
         keep_router_buffers(self._model)
-        self._owners = [(name, vars(module)) for name, module in self._model.named_modules()]
-        self._quantised = [(own, key) for _, own in self._owners for key, value in own.items() if is_quantised(value)]
-        self._modules, self._sums = self._present_modules(), self._sampled([part for _, part in self._weights()])
+        self._names, modules = zip(*((name, vars(module)) for name, module in self._model.named_modules()), strict=True)
+        self._children, self._parameters, self._buffers = (
+            [own[kind] for own in modules] for kind in ("_modules", "_parameters", "_buffers")
+        )
+        self._quantised = [(own, key) for own in modules for key, value in own.items() if is_quantised(value)]
+        self._modules, self._sums = _values(self._children), self._sampled(self._tensors())
 
     def changed(self, *, experts: bool) -> str | None:
         """What differs from the last `take` on any rank, in words; None: nothing. A collective.
@@ -45,35 +50,51 @@ class WeightSamples:
         Args:
             experts: Expert-parallel ranks call it, too, not only tensor- and pipeline-parallel ones.
         """
-        replaced, weights = self._present_modules() != self._modules, self._weights()
-        sums = self._sampled([part for _, part in weights])
+        modules = _values(self._children)
+        replaced = len(modules) != len(self._modules) or not all(map(is_, modules, self._modules))
+        sums = self._sampled(self._tensors())
         if not max_over_model_ranks(int(replaced or sums != self._sums), self._groups, experts=experts):
             return None
         if replaced or len(sums) != len(self._sums):
             return "a module or a weight was added, removed or replaced"
-        names = [name for (name, _), old, new in zip(weights, self._sums, sums, strict=True) if old != new]
+        names = [name for name, old, new in zip(self._names_of_tensors(), self._sums, sums, strict=True) if old != new]
         if not names:
             return "those of another rank"
         return f"{len(names)} of {len(sums)} tensors differ, first {names[0]}"
 
-    def _present_modules(self) -> list[Any]:
-        return [module for _, own in self._owners for module in own["_modules"].values()]
+    def _tensors(self) -> list[torch.Tensor]:
+        """Those that are sampled. This runs before a first token."""
+        weights = [weight for weight in _values(self._parameters) if weight is not None]
+        weights += [value for own in filter(None, self._buffers) for key, value in own.items() if key not in _NOT_SAMPLED]
+        if self._quantised or not all(map(_is_plain, weights)):
+            weights += [own.get(key) for own, key in self._quantised]
+            return [part for weight in weights for part in _parts(weight)]
+        return weights
 
-    def _weights(self) -> list[tuple[str, torch.Tensor]]:
-        """Each tensor that is sampled, and its name."""
-        weights = [
-            (f"{name}.{key}", weight) for name, own in self._owners for key, weight in own["_parameters"].items()
+    def _names_of_tensors(self) -> list[str]:
+        named = [
+            (f"{prefix}.{key}", value)
+            for owners in (self._parameters, self._buffers)
+            for prefix, own in zip(self._names, owners, strict=True)
+            for key, value in own.items()
+            if key not in _NOT_SAMPLED
         ]
-        for name, own in self._owners:
-            weights += [(f"{name}.{key}", value) for key, value in own["_buffers"].items() if key not in _NOT_SAMPLED]
-        weights += [("a quantised one", own.get(key)) for own, key in self._quantised]
-        return [(name, part) for name, weight in weights for part in _parts(weight)]
+        named += [("a quantised one", own.get(key)) for own, key in self._quantised]
+        return [name for name, value in named for _ in _parts(value)]
+
+
+def _values(owners: Sequence[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, owners)))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN and value.is_contiguous()
 
 
 def _parts(value: Any) -> Sequence[torch.Tensor]:
     """The tensors of a weight, without gaps between their elements; none if the weight was removed."""
-    if type(value) in _PLAIN:  # most are, and this runs before a first token
-        return (value if value.is_contiguous() else _without_gaps(value),)
+    if _is_plain(value):
+        return (value,)
     return () if value is None else [_without_gaps(part) for part in parts_of(value)]
 
 
