@@ -18,7 +18,7 @@ from operator import attrgetter
 import torch
 
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
-from megatron_hybrid_prefix.transfers.entry_copies import Batch, EntryCopies, succeeds, without_shared_pages
+from megatron_hybrid_prefix.transfers.entry_copies import Batch, EntryCopies, Staging, succeeds, without_shared_pages
 from megatron_hybrid_prefix.transfers.queue import Mark, queue_for
 
 STAGING_BYTES = 640 * 2**20  # this much can be evicted at once without waiting for the host link
@@ -37,7 +37,7 @@ class ToHost:
     def __init__(self, copies: EntryCopies) -> None:
         self.copies, self._pages = copies, copies.pages
         self.queue = queue_for(copies.device)
-        self._staging = copies.staging(STAGING_BYTES)
+        self._staging = Staging(copies, STAGING_BYTES)
         self._gathered: Mark = None  # end of the last gather; None once the model waits for it
         self._new_pages: set[int] = set()  # first pages of entries that may still be in flight to the host
         self._waiting: dict[int, list[Batch]] = {}  # by half of the buffer: gathered, and not on the way to the host
