@@ -90,12 +90,12 @@ class HostTier(TierIndex[Node]):
         self._routing_of = settings.routing_of or (lambda block_id: None)
         self.behind = settings.behind or END_OF_CHAIN
         self.page_tokens = 0.0
-        self.free = deque(range(self.total_pages))
         self.kv: dict[Node, HostEntry] = {}
         self.of_states: dict[Node, HostEntry] = {}
         self.private: set[HostEntry] = set()
         # States that the device has, too, longest ago first.
         self._on_both: OrderedDict[Node, None] = OrderedDict()
+        self.reset()
 
     def reset(self) -> None:
         """Drops everything, even pinned entries. The caller empties the tree.
