@@ -9,8 +9,7 @@ and the GPU with it, would wait while the CPU launches them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -61,7 +60,7 @@ class ToHost:
         if any(not self._waiting_pages.isdisjoint(unit.pages) for unit in units):
             self.send()
         self._new_pages.update(_first_pages(units))
-        with self._storing(after):
+        with self.queue.running(after):
             for number, different in enumerate(without_shared_pages(units)):
                 if number:
                     self._send()  # to the same pages
@@ -70,17 +69,8 @@ class ToHost:
     def send(self) -> None:
         """Launch the copies of what is gathered. They need not run after what the model launched since."""
         if self._summed:
-            with self._storing(after_model=False):
+            with self.queue.running(after_model=False):
                 self._send()
-
-    @contextmanager
-    def _storing(self, *after: Mark, after_model: bool = True) -> Iterator[None]:
-        """Copies to the host may be launched inside the block. `stored` is the end of all that are, then."""
-        with self.queue.running(*after, after_model=after_model):
-            try:
-                yield
-            finally:
-                self.stored = self.queue.mark()
 
     def _gather(self, units: Sequence[BlockTransfer], *, beside: bool) -> None:
         """Gathers entries, which go to different pages, in the staging buffer; arguments as of `run`."""
@@ -107,6 +97,7 @@ class ToHost:
         while self._summed:
             self._pages.put_sums(*self._summed.pop(0))
         self._pages.show_sums()
+        self.stored = self.queue.mark()
         self._waiting_pages.clear()
 
     def _send_half(self, half: int) -> None:
@@ -121,6 +112,7 @@ class ToHost:
                     self.bytes += self.copies.entry_bytes[batch.kind] * len(batch.units)
         finally:
             self.queue.free(half)
+            self.stored = self.queue.mark()
 
     def wait(self) -> None:
         """The model's later launches run after all stores have read their entries."""
