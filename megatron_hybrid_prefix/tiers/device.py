@@ -359,7 +359,7 @@ class DeviceTier:
         self.blocks.drop_state(node)
         slot, node.slot = node.slot, NO_SLOT
         if node in self.host.of_states:
-            self.host.state_left_device(node)
+            self.host.on_both.pop(node, None)
             self.tree.version += 1
         else:
             self.tree.state_left(node)
