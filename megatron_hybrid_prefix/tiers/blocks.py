@@ -213,9 +213,6 @@ class KVBlocks(TierIndex[Node]):
             if node.parent in seen:
                 raise CacheCorruptionError(f"{node} would be evicted after its parent")
             seen.add(node)
-        self._check_duplicates()
-
-    def _check_duplicates(self) -> None:
         for node, duplicates in self._duplicates.items():
             if not duplicates or not self._ref_counts[node.block_id]:
                 raise CacheCorruptionError(f"{node} has duplicates {duplicates}, but nobody holds its block")

@@ -358,7 +358,7 @@ class DeviceTier:
         self.blocks.drop_state(node)
         slot, node.slot = node.slot, NO_SLOT
         if node in self.host.of_states:
-            self.host.state_left_device(node)
+            self.host.on_both.pop(node, None)
             self.tree.version += 1
         else:
             self.tree.state_left(node)
@@ -383,18 +383,15 @@ class DeviceTier:
         """Reserves a slot for a guess: if need be after moves, but without eviction. None: there is none."""
         slot = self.slots.reserve()
         if slot is None and self.pages.can_be_emptied():
-            self._compact()
+            _, moves = self.pages.empty()
+            self.blocks.move(moves)
+            for source, target in moves:
+                self.copies.append(BlockMove(source_block=source, target_block=target))
+                self.on_move(source, target)
+            self._moved_blocks += len(moves)
+            self.tree.version += 1
             slot = self.slots.reserve()
         return slot
-
-    def _compact(self) -> None:
-        _, moves = self.pages.empty()
-        self.blocks.move(moves)
-        for source, target in moves:
-            self.copies.append(BlockMove(source_block=source, target_block=target))
-            self.on_move(source, target)
-        self._moved_blocks += len(moves)
-        self.tree.version += 1
 
     def evict_next(self, *, for_slot: bool = False, states_only: bool = False) -> bool:
         """Evicts what goes first. False: nothing can be evicted.

@@ -69,6 +69,7 @@ class HostTier(TierIndex[Node]):
         kv: Entries of KV blocks, by node.
         of_states: Entries of states, by node.
         private: Entries of no node: each belongs to one preempted request.
+        on_both: States that the device has, too, longest ago first.
         behind: The tier below. It is offered the entries that are stored here.
         page_tokens: Tokens that are computed in the time in which a page is loaded. A load that saves less than it costs is not
             begun. The same on all ranks, and a power of two; 0: every load is worth it.
@@ -90,12 +91,11 @@ class HostTier(TierIndex[Node]):
         self._routing_of = settings.routing_of or (lambda block_id: None)
         self.behind = settings.behind or END_OF_CHAIN
         self.page_tokens = 0.0
-        self.free = deque(range(self.total_pages))
         self.kv: dict[Node, HostEntry] = {}
         self.of_states: dict[Node, HostEntry] = {}
         self.private: set[HostEntry] = set()
-        # States that the device has, too, longest ago first.
-        self._on_both: OrderedDict[Node, None] = OrderedDict()
+        self.on_both: OrderedDict[Node, None] = OrderedDict()
+        self.reset()
 
     def reset(self) -> None:
         """Drops everything, even pinned entries. The caller empties the tree.
@@ -103,7 +103,7 @@ class HostTier(TierIndex[Node]):
         Queued copies stay: live requests may need what moves on the device. Only offers to the tier below are dropped.
         """
         self.clear()
-        self._on_both.clear()
+        self.on_both.clear()
         for entry in self.entries():
             entry.pages = ()
         for entries in (self.kv, self.of_states, self.private):
@@ -200,12 +200,8 @@ class HostTier(TierIndex[Node]):
     def state_also_on_device(self, node: Node) -> None:
         """The device has the node's state now."""
         if node in self.of_states:
-            self._on_both[node] = None
-            self._on_both.move_to_end(node)
-
-    def state_left_device(self, node: Node) -> None:
-        """The device has the node's state no more; here it stays."""
-        self._on_both.pop(node, None)
+            self.on_both[node] = None
+            self.on_both.move_to_end(node)
 
     def store_answer(self, node: Node) -> None:
         """A request ended, and this is the last state of its answer. The next turn of the conversation resumes from it.
@@ -374,11 +370,11 @@ class HostTier(TierIndex[Node]):
 
     def drop_state(self, node: Node) -> None:
         super().drop_state(node)
-        self._on_both.pop(node, None)
+        self.on_both.pop(node, None)
 
     def next_state(self, may_go: Callable[[Node], bool] = lambda node: True) -> Node | None:
         """States that the device has, too, go first, whatever their value."""
-        found = next((node for node in self._on_both if not self.is_pinned(node, kv=False)), None)
+        found = next((node for node in self.on_both if not self.is_pinned(node, kv=False)), None)
         return found or super().next_state(may_go)
 
     def _make_room(self, kind: EntryKind, evict_state: Callable[[], bool] | None = None) -> bool:
@@ -496,7 +492,7 @@ class HostTier(TierIndex[Node]):
             raise CacheCorruptionError("the pins on the host differ from those of loads and preempted requests")
         if self.private != set(private):
             raise CacheCorruptionError("the private entries on the host differ from those of preempted requests")
-        if any(node.slot == NO_SLOT or node not in self.of_states for node in self._on_both):
+        if any(node.slot == NO_SLOT or node not in self.of_states for node in self.on_both):
             raise CacheCorruptionError("a state counts as one of both tiers that one of them does not have")
         if self.states != self.of_states.keys():
             raise CacheCorruptionError("the states on the host and those that are counted differ")

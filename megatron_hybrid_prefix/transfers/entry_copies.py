@@ -51,13 +51,17 @@ class Batch:
 
 
 class Staging:
-    """A buffer on the device of at most ``size`` bytes. Its halves are used in turn; each holds an entry at least."""
+    """A buffer on the device of at most ``size`` bytes, and no more than the pages of these copies have.
 
-    def __init__(self, size: int, row_bytes: Mapping[EntryKind, int], device: torch.device) -> None:
-        most_bytes = max(row_bytes.values(), default=0)
-        self.half_bytes = max(1, size // 2 // max(1, most_bytes)) * most_bytes
-        self.memory = torch.zeros(2 * self.half_bytes, dtype=torch.uint8, device=device)
-        self.row_ids = torch.arange(self.half_bytes // max(1, min(row_bytes.values(), default=1)), device=device)
+    Its halves are used in turn; each holds an entry at least.
+    """
+
+    def __init__(self, copies: EntryCopies, size: int) -> None:
+        rows_bytes = copies.row_bytes.values()
+        entries = min(size, copies.pages.memory.numel()) // 2 // max(rows_bytes)
+        self.half_bytes = max(1, entries) * max(rows_bytes)
+        self.memory = torch.zeros(2 * self.half_bytes, dtype=torch.uint8, device=copies.device)
+        self.row_ids = torch.arange(self.half_bytes // min(rows_bytes), device=copies.device)
         self.used_last = 1  # half
 
 
@@ -82,13 +86,9 @@ class EntryCopies:
         self.row_bytes = {kind: count * pages.page_bytes for kind, count in pages.sizes.pages_of.items()}
         sizes = {kind: [each[:, 0].nbytes for each in own] for kind, own in tensors().items()}
         self.entry_bytes = {kind: round_up(sum(own), WORD_BYTES) for kind, own in sizes.items()}
-        self._used_pages = {kind: ceil_div(size, pages.page_bytes) for kind, size in self.entry_bytes.items()}
+        self._used_pages = {kind: max(1, ceil_div(size, pages.page_bytes)) for kind, size in self.entry_bytes.items()}
         # Of each tensor, in a row.
         self._starts = {kind: list(accumulate(own[:-1], initial=0)) for kind, own in sizes.items()}
-
-    def staging(self, size: int) -> Staging:
-        """A buffer of so many bytes at most, and no more than there are pages."""
-        return Staging(min(size, self.pages.memory.numel()), self.row_bytes, self.device)
 
     def batches(self, units: Sequence[BlockTransfer], staging: Staging) -> list[Batch]:
         """Batches, in the order of the transfers. Those that follow each other in one half of the buffer fit there together.
@@ -116,7 +116,7 @@ class EntryCopies:
         """Uploads the ids of these batches, in one copy with more of them. Returns the batches' sums as one tensor, and the others."""
         groups: list[Sequence[int]] = []
         for batch in batches:
-            count = max(1, self._used_pages[batch.kind])
+            count = self._used_pages[batch.kind]
             groups.append([unit.device_id for unit in batch.units])
             groups.append([page for unit in batch.units for page in unit.pages[:count]])
         counts = [len(batch.units) for batch in batches]

@@ -42,7 +42,8 @@ class Job:
         views: Its bytes there, one after the other.
         after: The thread waits for these before it touches the pages.
         sum_of: Of a store: returns the entry's checksum, once ``after`` is reached.
-        over: Done once the thread is done with it. Running while a thread may write to the pages, cancelled if none will.
+        over: Done once the thread is done with it: of a read, with what came with the entry, or None if the tier does not have it; of a
+            store, with whether the tier has it. Running while a thread may write to the pages, cancelled if none will.
         is_lost: The pages belong to another entry.
     """
 
@@ -100,7 +101,7 @@ class TierThreads:
         self.stats = shared.stats
         self._of_page: dict[int, list[Job]] = {}  # jobs that may still touch a page
         self._stores: list[Job] = []
-        reads = [("tier-read", shared.reads, partial(_read, tier))] * tier.threads
+        reads = [("tier-read", shared.reads, lambda job: tier.get(job.namespace, job.tag, job.views))] * tier.threads
         # Memory for the copies is made once: new memory costs as much time as the copy.
         memories = [memoryview(bytearray(largest_bytes)) for _ in range(_WRITERS)]
         writes = [("tier-write", shared.stores, partial(_write, shared, memory)) for memory in memories]
@@ -174,7 +175,7 @@ def _end_of_work(shared: _Shared, threads: int) -> None:
 
 
 def _serve(shared: _Shared, jobs: SimpleQueue[Job | None], work: Callable[[Job], int | None]) -> None:
-    """A thread that does jobs, each once its pages may be used: calls ``work``, which is `_read` or `_write`."""
+    """A thread that does jobs, each once its pages may be used. ``work`` returns its result, see `Job.over`."""
     while (job := jobs.get()) is not None and not shared.ended:
         start, result = time.perf_counter(), None
         try:
@@ -191,11 +192,6 @@ def _serve(shared: _Shared, jobs: SimpleQueue[Job | None], work: Callable[[Job],
         with suppress(InvalidStateError):  # it is cancelled
             job.over.set_result(result)
         del job
-
-
-def _read(tier: Tier, job: Job) -> int | None:
-    """Returns what comes with the entry; None if the tier does not have it."""
-    return tier.get(job.namespace, job.tag, job.views)
 
 
 def _write(shared: _Shared, memory: memoryview, job: Job) -> bool:

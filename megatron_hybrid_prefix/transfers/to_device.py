@@ -18,7 +18,7 @@ from operator import attrgetter
 import torch
 
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
-from megatron_hybrid_prefix.transfers.entry_copies import Batch, places, succeeds
+from megatron_hybrid_prefix.transfers.entry_copies import Batch, Staging, places, succeeds
 from megatron_hybrid_prefix.transfers.queue import BUFFERS, Mark, queue_for
 from megatron_hybrid_prefix.transfers.to_host import ToHost
 
@@ -65,7 +65,7 @@ class ToDevice:
         self._stores, self._copies, self._pages = stores, stores.copies, stores.copies.pages
         device = self._copies.device
         self.queue = queue_for(device, ahead=BUFFERS)
-        self._staging = self._copies.staging(STAGING_BYTES)
+        self._staging = Staging(self._copies, STAGING_BYTES)
         self._bad_rows = torch.zeros(_LOADS, dtype=torch.int64, device=device)  # by load
         self._bad_rows_seen = torch.zeros(_LOADS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.transfers: dict[int, Transfer] = {}

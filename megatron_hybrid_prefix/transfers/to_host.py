@@ -9,8 +9,7 @@ and the GPU with it, would wait while the CPU launches them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -18,7 +17,7 @@ from operator import attrgetter
 import torch
 
 from megatron_hybrid_prefix.tiers.units import BlockTransfer
-from megatron_hybrid_prefix.transfers.entry_copies import Batch, EntryCopies, succeeds, without_shared_pages
+from megatron_hybrid_prefix.transfers.entry_copies import Batch, EntryCopies, Staging, succeeds, without_shared_pages
 from megatron_hybrid_prefix.transfers.queue import Mark, queue_for
 
 STAGING_BYTES = 640 * 2**20  # this much can be evicted at once without waiting for the host link
@@ -37,7 +36,7 @@ class ToHost:
     def __init__(self, copies: EntryCopies) -> None:
         self.copies, self._pages = copies, copies.pages
         self.queue = queue_for(copies.device)
-        self._staging = copies.staging(STAGING_BYTES)
+        self._staging = Staging(copies, STAGING_BYTES)
         self._gathered: Mark = None  # end of the last gather; None once the model waits for it
         self._new_pages: set[int] = set()  # first pages of entries that may still be in flight to the host
         self._waiting: dict[int, list[Batch]] = {}  # by half of the buffer: gathered, and not on the way to the host
@@ -61,7 +60,7 @@ class ToHost:
         if any(not self._waiting_pages.isdisjoint(unit.pages) for unit in units):
             self.send()
         self._new_pages.update(_first_pages(units))
-        with self._storing(after):
+        with self.queue.running(after):
             for number, different in enumerate(without_shared_pages(units)):
                 if number:
                     self._send()  # to the same pages
@@ -70,17 +69,8 @@ class ToHost:
     def send(self) -> None:
         """Launch the copies of what is gathered. They need not run after what the model launched since."""
         if self._summed:
-            with self._storing(after_model=False):
+            with self.queue.running(after_model=False):
                 self._send()
-
-    @contextmanager
-    def _storing(self, *after: Mark, after_model: bool = True) -> Iterator[None]:
-        """Copies to the host may be launched inside the block. `stored` is the end of all that are, then."""
-        with self.queue.running(*after, after_model=after_model):
-            try:
-                yield
-            finally:
-                self.stored = self.queue.mark()
 
     def _gather(self, units: Sequence[BlockTransfer], *, beside: bool) -> None:
         """Gathers entries, which go to different pages, in the staging buffer; arguments as of `run`."""
@@ -107,6 +97,7 @@ class ToHost:
         while self._summed:
             self._pages.put_sums(*self._summed.pop(0))
         self._pages.show_sums()
+        self.stored = self.queue.mark()
         self._waiting_pages.clear()
 
     def _send_half(self, half: int) -> None:
@@ -121,6 +112,7 @@ class ToHost:
                     self.bytes += self.copies.entry_bytes[batch.kind] * len(batch.units)
         finally:
             self.queue.free(half)
+            self.stored = self.queue.mark()
 
     def wait(self) -> None:
         """The model's later launches run after all stores have read their entries."""

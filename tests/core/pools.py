@@ -7,6 +7,8 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,7 +147,7 @@ class Pools:
     def give_to_tier(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> None:
         """Stores an entry, and writes it to the tier behind."""
         self.offer(index, entry, key, kind)
-        assert self.mover.behind is not None and self.mover.behind.threads.drain(HANG_S)
+        assert self.mover.behind.threads.drain(HANG_S)
 
     def bring(self, index: int, entry: int, key: bytes = b"k", kind: EntryKind = KV) -> Transfer:
         """Begins to read an entry from the tier behind, and a load that waits for it."""
@@ -154,26 +156,17 @@ class Pools:
         return load
 
     def behind_stats(self) -> TierStats:
-        assert self.mover.behind is not None
         stats = TierStats()
         self.mover.behind.count(stats)
         return stats
 
     def arrives(self, load: Transfer, wait_s: float = HANG_S) -> bool | None:
         """Whether all that the load waits for has arrived; None: not all of it is known yet."""
-        assert self.mover.behind is not None
-        state = self.mover.behind.fetched(load, wait_s)
-        return None if state is LoadState.FETCHING else state is LoadState.COPYING
+        return {LoadState.COPYING: True, LoadState.MISSING: False}.get(self.mover.behind.fetched(load, wait_s))
 
 
-class OnItsWay:
-    """The mark of a store."""
-
-    def query(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        """On the CPU it has run at once."""
+OnItsWay = partial(SimpleNamespace, query=lambda: False, synchronize=lambda: None)
+"""The mark of a store. On the CPU it has run at once."""
 
 
 # -- tiers -------------------------------------------------------------------------------------------------------------
