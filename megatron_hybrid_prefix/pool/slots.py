@@ -14,8 +14,6 @@ Slots are in pages (``pages.py``), which states may share with KV blocks. A runn
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Sequence
 from enum import IntEnum
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
@@ -89,11 +87,6 @@ class SlotPool:
     def is_loose(self, slot: int) -> bool:
         """Whether the published ``slot`` is in a page that eviction can free."""
         return not self._stuck[self._index(slot) // self._size]
-
-    def pages_of(self, slots: Sequence[int]) -> int:
-        """Pages that only these slots keep from being freed by eviction."""
-        counts = Counter(self._index(slot) // self._size for slot in slots)
-        return sum(self._stuck[page] == count for page, count in counts.items())
 
     def state(self, slot: int) -> SlotState:
         """State of ``slot``."""

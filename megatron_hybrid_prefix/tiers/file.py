@@ -191,9 +191,6 @@ def read_file(folder: Directory, name: str, buffers: Sequence[memoryview]) -> bo
     """Read a file into buffers, one after the other. Returns whether it has exactly their length.
 
     Few calls, because a thread waits for the interpreter's lock after each.
-
-    Raises:
-        OSError: It cannot be read.
     """
     left, at = [*filter(len, buffers), memoryview(bytearray(1))], 0  # the last byte is not there if the length is right
     file = folder.open(name, os.O_RDONLY)

@@ -224,18 +224,13 @@ class SharedFolder:
         The file is not synced. If the machine fails (not only the process), what was written in the last seconds may be
         lost or half there. The checks of the reader make that a miss.
 
-        Args:
-            space: The namespace it belongs to.
-            name: The entry.
-            pieces: Its bytes, in buffers.
-
         Returns:
             False: there is no room for it.
 
         Raises:
             OSError: It cannot be written; nothing is left of it.
         """
-        size = sum(len(piece) for piece in pieces)
+        size = sum(map(len, pieces))
         if time.monotonic() < self._full_until or not self._make_room(space, size):
             return False
         try:

@@ -85,9 +85,10 @@ class MooncakeTier(Tier):
             if isinstance(found, str):
                 self.count(found, "what the store holds is not known")
             else:
-                self._remember(zip(asked, found, strict=True))
-                known |= {name: here and name not in self._wrong for name, here in zip(asked, found, strict=True)}
-        return {name for name in names if known.get(name)}
+                answers = dict(zip(asked, found, strict=True))
+                self._remember(answers)
+                known |= answers
+        return {name for name in names if known.get(name)} - self._wrong
 
     def _recall(self, names: Iterable[str]) -> dict[str, bool]:
         """Whether these objects existed, as of ``refresh_s`` ago at most. Objects of which nothing is known are left out."""
@@ -96,11 +97,11 @@ class MooncakeTier(Tier):
         recent = {name: here for name, here, since in known if since >= oldest}
         return recent | dict.fromkeys(self._wrong.intersection(names), False)
 
-    def _remember(self, answers: Iterable[tuple[str, bool]]) -> None:
+    def _remember(self, answers: dict[str, bool]) -> None:
         now = time.monotonic()
         if len(self._answers) > _MOST_ANSWERS:
             self._answers.clear()
-        self._answers.update((name, (answer, now)) for name, answer in answers)
+        self._answers |= {name: (here, now) for name, here in answers.items()}
 
     # -- put, read: on other threads -----------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class MooncakeTier(Tier):
             return True  # `put` knows what to do
         exists = bool(self._client.call("batch_is_exist", [name]) == [1])
         if exists:
-            self._remember([(name, True)])
+            self._remember({name: True})
         return not exists
 
     def put(self, namespace: bytes, entry: Entry) -> bool:
@@ -147,7 +148,7 @@ class MooncakeTier(Tier):
         if code:
             self._note_failure("write", code)
             return False
-        self._remember([(name, True)])
+        self._remember({name: True})
         return True
 
     def get(self, namespace: bytes, tag: Tag, buffers: Sequence[memoryview]) -> int | None:
@@ -167,7 +168,7 @@ class MooncakeTier(Tier):
             else:
                 self._note_failure("read", code)
             if code == _NOT_FOUND:
-                self._remember([(name, False)])
+                self._remember({name: False})
             return None
         data, at = memoryview(memory)[HEADER_BYTES:], 0
         for buffer in buffers:

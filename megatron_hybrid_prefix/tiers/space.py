@@ -83,9 +83,6 @@ class Listing:
         """Read the parts that changed. What is no regular file, or has no name of an entry, is not there.
 
         Files that this process adds or removes meanwhile stay as it says.
-
-        Args:
-            folder: That of the namespace.
         """
         gone: list[str] = []
         new: list[tuple[FileName, int, int]] = []
@@ -178,12 +175,7 @@ class Space(Listing, TierIndex[KeptFile]):
 
     Thread-safe. No method but `look` takes longer if there are more entries.
 
-    Args:
-        eviction: Ranks the states.
-        namespace: The namespace.
-
     Attributes:
-        namespace: As given.
         folders: Folders of its files, by part; "" is the namespace's own. Empty until they are open.
         counts: Entries by kind.
         wrong: Files to be deleted. They are not here any more.
