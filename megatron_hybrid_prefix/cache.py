@@ -36,7 +36,7 @@ from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.policy.boundaries import with_verification
+from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, with_boundary
 from megatron_hybrid_prefix.requests.blocks_by_id import BlocksById
 from megatron_hybrid_prefix.requests.book import (
     Admission,
@@ -56,6 +56,8 @@ from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy, LoadOv
 
 class HybridPrefixCache:
     """Matches prompts, admits requests, plans checkpoints, and evicts blocks and states.
+
+    Methods of a live request raise ValueError if there is none with this id.
 
     Args:
         settings: Sizes and rules.
@@ -276,9 +278,8 @@ class HybridPrefixCache:
         if live.write:
             live.boundaries = self._planner.boundaries(match, breakpoints)
             if live.boundaries and verify_at_tokens:
-                live.boundaries = with_verification(live.boundaries, verify_at_tokens)
+                live.boundaries = with_boundary(live.boundaries, Boundary(verify_at_tokens, CheckpointReason.VERIFY))
         return Admission(
-            request_id=request_id,
             block_ids=tuple(live.block_ids),
             shared_blocks=shared_blocks,
             stored_tokens=live.stored_tokens,
@@ -318,9 +319,6 @@ class HybridPrefixCache:
 
         Returns:
             The blocks, possibly none. None when there are too few blocks; then the request keeps those it had.
-
-        Raises:
-            ValueError: The request is not live.
         """
         live, blocks = self._requests[request_id], self._device.blocks
         count = -(-length_tokens // self.block_tokens) - len(live.block_ids)
@@ -350,7 +348,7 @@ class HybridPrefixCache:
             end_tokens: Greater than ``start_tokens``.
 
         Raises:
-            ValueError: The request is not live, the span is empty, or it does not start where the last one ended.
+            ValueError: The span is empty, or does not start where the last one ended.
         """
         return self._planner.plan(self._requests[request_id], start_tokens, end_tokens)
 
@@ -456,9 +454,6 @@ class HybridPrefixCache:
 
         Returns:
             False when the request no longer computes that position, or caches nothing.
-
-        Raises:
-            ValueError: The request is not live.
         """
         return self._planner.request_checkpoint(self._requests[request_id], position_tokens)
 
@@ -476,9 +471,6 @@ class HybridPrefixCache:
 
         Returns:
             The tokens of the blocks that became matchable, int64.
-
-        Raises:
-            ValueError: The request is not live.
         """
         live = self._requests[request_id]
         if not live.write:
@@ -504,9 +496,6 @@ class HybridPrefixCache:
             The slot to copy the state to, before the request's next forward. The state is matchable at once. None: the
             state is kept already, the request caches nothing, or there is no slot. Call `take_copies` between this call and the
             copy, and make the copy before the next call that may evict.
-
-        Raises:
-            ValueError: The request is not live.
         """
         return self._planner.checkpoint_decoded(self._requests[request_id], position_tokens)
 

@@ -80,7 +80,6 @@ class Admission:
     """The result of admitting a request.
 
     Attributes:
-        request_id: The request.
         block_ids: Its KV blocks, front first.
         shared_blocks: Number of leading blocks whose KV is cached; the others are new.
         stored_tokens: KV before this position is cached. The forwards that compute tokens before it must not write
@@ -95,7 +94,6 @@ class Admission:
             requests.
     """
 
-    request_id: int
     block_ids: tuple[int, ...]
     shared_blocks: int
     stored_tokens: int

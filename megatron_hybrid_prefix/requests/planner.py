@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, boundaries_in_span
+from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, boundaries_in_span, with_boundary
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.requests.book import LiveRequest, PlannedCheckpoint, StepPlan
 from megatron_hybrid_prefix.requests.matcher import Match
@@ -107,8 +107,7 @@ class StepPlanner:
             return False
         if not live.planned_tokens < position_tokens <= last_tokens:
             return False
-        others = [boundary for boundary in live.boundaries if boundary.position_tokens != position_tokens]
-        live.boundaries = tuple(sorted([*others, Boundary(position_tokens, CheckpointReason.JUNCTION)]))
+        live.boundaries = with_boundary(live.boundaries, Boundary(position_tokens, CheckpointReason.JUNCTION))
         return True
 
     def checkpoint_decoded(self, live: LiveRequest, position_tokens: int) -> int | None:
