@@ -38,13 +38,7 @@ from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, with_boundary
 from megatron_hybrid_prefix.requests.blocks_by_id import BlocksById
-from megatron_hybrid_prefix.requests.book import (
-    Admission,
-    Grown,
-    LiveRequest,
-    RequestBook,
-    StepPlan,
-)
+from megatron_hybrid_prefix.requests.book import Admission, Grown, LiveRequest, RequestBook, StepPlan
 from megatron_hybrid_prefix.requests.explain import Explanation, Question, explain
 from megatron_hybrid_prefix.requests.integrity import check_integrity
 from megatron_hybrid_prefix.requests.loads import Loads, room_for
@@ -439,7 +433,7 @@ class HybridPrefixCache:
         users = [each for each in self._requests.everyone() if root and each.path[own : own + 1] == root]
         for each in (live, *users):
             self._planner.stop_writing(each)
-        for plan in list(live.plans.values()):
+        for plan in list(live.plans):
             self._settle(live, plan, kept=False)
         for node, block_id in zip(path[stored:own], live.block_ids[stored:own], strict=True):
             self._device.blocks.forget_duplicate(node, block_id)

@@ -129,12 +129,11 @@ class PlannedCheckpoint:
     reason: CheckpointReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
     """One request's part of a step. It ends with ``publish``, ``abandon`` or ``fail_load``.
 
     Attributes:
-        plan_id: Unique id.
         request_id: The request.
         start_tokens: The step computes positions [start, end).
         end_tokens: See above.
@@ -144,7 +143,6 @@ class StepPlan:
         load: The load that the forward starts from; None if it needs none.
     """
 
-    plan_id: int
     request_id: int
     start_tokens: int
     end_tokens: int
@@ -172,7 +170,7 @@ class LiveRequest:
         pinned_slot: Checkpoint slot that its first forward reads; None after that.
         decoded: Its latest decode states, oldest first: node and slot of each.
         written: Nodes whose states its latest forward published.
-        plans: Its plans in flight, by id.
+        plans: Its plans in flight, oldest first.
         released: Released by the engine with a plan in flight. Removed when the last plan is settled.
         load: Its load from the host, until the first forward is settled.
         live_slot: Slot of its own state once it is admitted; None if the engine has slots of its own.
@@ -194,7 +192,7 @@ class LiveRequest:
     boundaries: tuple[Boundary, ...] = ()
     decoded: list[tuple[Node, int]] = field(default_factory=list)
     written: list[Node] = field(default_factory=list)
-    plans: dict[int, StepPlan] = field(default_factory=dict)
+    plans: list[StepPlan] = field(default_factory=list)
     released: bool = False
     load: Load | None = None
     live_slot: int | None = None
@@ -235,9 +233,9 @@ class RequestBook:
     def owner(self, plan: StepPlan) -> LiveRequest | None:
         """The request that the plan belongs to; None if the cache was reset since."""
         live = self.live.get(plan.request_id)
-        if live is not None and plan.plan_id in live.plans:
+        if live is not None and plan in live.plans:
             return live
-        return next((ended for ended in self.ending if plan.plan_id in ended.plans), None)
+        return next((ended for ended in self.ending if plan in ended.plans), None)
 
     def everyone(self) -> list[LiveRequest]:
         """Live requests, and released ones with a plan in flight."""

@@ -45,7 +45,7 @@ def check_integrity(
         live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
         for live in requests
         if live.write
-        for plan in live.plans.values()
+        for plan in live.plans
         for checkpoint in plan.checkpoints
     ]
     _expect(sorted(planned) == sorted(writing), "the keys being written differ from the plans in flight")
@@ -122,7 +122,7 @@ def _check_slots(device: DeviceTier, requests: Sequence[LiveRequest]) -> None:
         Counter([*device.blocks.eviction, *device.blocks.guesses]) == Counter(states),
         "the guesses and the states of the eviction policy differ from those of the tree",
     )
-    plans = [plan for live in requests for plan in live.plans.values()]
+    plans = [plan for live in requests for plan in live.plans]
     reserved = [checkpoint.slot for plan in plans for checkpoint in plan.checkpoints]
     reserved += [live.load.slot for live in requests if live.load is not None]
     _expect(

@@ -29,7 +29,6 @@ class StepPlanner:
         self._device, self._stats = device, device.stats
         self._block_tokens = device.settings.block_tokens
         self.writing: set[bytes] = set()
-        self._next_plan_id = 0
 
     def boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
         """Boundaries of the prompt that get a checkpoint, ascending. Empty if there are no slots.
@@ -59,7 +58,6 @@ class StepPlanner:
             )
         source = live.pinned_slot if live.load is None else live.load.slot
         plan = StepPlan(
-            plan_id=self._next_plan_id,
             request_id=live.request_id,
             start_tokens=start_tokens,
             end_tokens=end_tokens,
@@ -67,9 +65,8 @@ class StepPlanner:
             checkpoints=self._reserve(live, start_tokens, end_tokens) if live.write else (),
             load=None if live.plans else live.load,
         )
-        self._next_plan_id += 1
         live.planned_tokens = end_tokens
-        live.plans[plan.plan_id] = plan
+        live.plans.append(plan)
         return plan
 
     def settle(self, live: LiveRequest, plan: StepPlan, *, kept: bool) -> None:
@@ -84,7 +81,7 @@ class StepPlanner:
                 live.written.append(node)
             else:
                 self._device.slots.abandon(checkpoint.slot)
-        del live.plans[plan.plan_id]
+        live.plans.remove(plan)
         if not live.plans:
             live.planned_tokens = live.computed_tokens
 
@@ -96,7 +93,7 @@ class StepPlanner:
     def stop_writing(self, live: LiveRequest) -> None:
         """Stops caching what the request computes."""
         if live.write:
-            for plan in live.plans.values():
+            for plan in live.plans:
                 self.writing.difference_update(self._keys(live, plan.checkpoints))
             live.write = False
 

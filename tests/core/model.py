@@ -311,7 +311,7 @@ class ModelEngine:
     def live(self, request: Request) -> LiveRequest:
         if not request.released:
             return self.cache._requests.live[request.request_id]
-        return next(live for live in self.cache._requests.ending if request.plans[0].plan_id in live.plans)
+        return next(live for live in self.cache._requests.ending if request.plans[0] in live.plans)
 
     # -- the way of a prompt -------------------------------------------------------------------------------------------
 
