@@ -296,15 +296,13 @@ class HybridPrefixCache:
                 forward that writes these entries, which is launched. If other copies are queued, too, all stay: they must come
                 before the next forward, and not after this one.
         """
+        device = self._device
         if published:
-            device = self._device
-            alone = device.host.behind.takes and all(
-                isinstance(copy, BlockTransfer | LoadOver) for copy in device.copies
-            )
+            takes = device.host.behind.takes
+            alone = takes and all(isinstance(copy, BlockTransfer | LoadOver) for copy in device.copies)
             return device.take_copies() if alone else []
-        copies = self._device.take_copies()
-        self._device.end_protection()
-        return copies
+        device.end_protection()
+        return device.take_copies()
 
     def grow(self, request_id: int, length_tokens: int) -> Grown | None:
         """Gives the request the blocks that its KV needs up to position ``length_tokens``.
@@ -315,8 +313,11 @@ class HybridPrefixCache:
             The blocks, possibly none. None when there are too few blocks; then the request keeps those it had.
         """
         live, blocks = self._requests[request_id], self._device.blocks
-        count = -(-length_tokens // self.block_tokens) - len(live.block_ids)
-        beyond = self._cached_after(live, min(len(live.block_ids) + count, live.prompt_tokens // self.block_tokens))
+        needed, prompt_blocks = -(-length_tokens // self.block_tokens), live.prompt_tokens // self.block_tokens
+        count, beyond = needed - len(live.block_ids), list[Node]()
+        # A path has no gaps: after a block of its own that has no key, the request shares nothing.
+        if live.read and len(live.path) == len(live.block_ids):
+            beyond = self._device.tree.path(live.chain.keys[len(live.path) : min(needed, prompt_blocks)])
         shared = blocks.share(beyond)  # before allocating, as in `admit`
         if count - len(shared) > blocks.available_blocks:
             blocks.release(shared, beyond)
@@ -374,10 +375,9 @@ class HybridPrefixCache:
             self._stats.count_fallback("epoch_changed")
         if live.load is not None:
             self.loads.end(live, LoadState.ARRIVED, kept=live.write)
-        kept = live.write
         live.written.clear()
-        self._settle(live, plan, kept=kept)
-        return kept
+        self._settle(live, plan, kept=live.write)
+        return live.write
 
     def abandon(self, plan: StepPlan, reason: str = "forward_failed") -> None:
         """The forward failed or was not launched. Its reserved slots become free, and nothing becomes matchable.
@@ -507,7 +507,6 @@ class HybridPrefixCache:
         live = self._requests.live.pop(request_id, None)
         if live is None:
             return False
-        live.released = True
         if live.plans:
             self._requests.ending.append(live)
         else:
@@ -544,7 +543,7 @@ class HybridPrefixCache:
 
     def reset(self) -> None:
         """Drops all requests, plans, blocks and states. Keeps the counters."""
-        over = [LoadOver(load.load_id) for load in (*self._requests.loads, *self._requests.fetches.values())]
+        over = [LoadOver(load.load_id) for load in self._requests.loads()]
         self._requests.clear()
         self._keys.forget()
         self._planner.writing.clear()
@@ -592,7 +591,7 @@ class HybridPrefixCache:
 
     def _settle(self, live: LiveRequest, plan: StepPlan, *, kept: bool) -> None:
         self._planner.settle(live, plan, kept=kept)
-        if live.released and not live.plans:
+        if not live.plans and live in self._requests.ending:
             self._requests.ending.remove(live)
             self._let_go(live)
 
@@ -630,13 +629,6 @@ class HybridPrefixCache:
         else:
             stats.reused_tokens_host += match.resume_tokens
         stats.lost_tokens_no_state += match.lost_tokens_no_state
-
-    def _cached_after(self, live: LiveRequest, blocks: int) -> list[Node]:
-        """Nodes of cached blocks after those that the request holds, up to ``blocks``, that it can share."""
-        # A path has no gaps: after a block of its own that has no key, the request shares nothing.
-        if not live.read or len(live.path) != len(live.block_ids):
-            return []
-        return self._device.tree.path(live.chain.keys[len(live.path) : blocks])
 
     def _blocks_for(self, match: Match, length_tokens: int | None) -> int:
         return -(-(match.chain.tokens if length_tokens is None else length_tokens) // self.block_tokens)

@@ -171,7 +171,6 @@ class LiveRequest:
         decoded: Its latest decode states, oldest first: node and slot of each.
         written: Nodes whose states its latest forward published.
         plans: Its plans in flight, oldest first.
-        released: Released by the engine with a plan in flight. Removed when the last plan is settled.
         load: Its load from the host, until the first forward is settled.
         live_slot: Slot of its own state once it is admitted; None if the engine has slots of its own.
         uncounted: The match with which it is admitted, until its first forward is published and counted.
@@ -193,7 +192,6 @@ class LiveRequest:
     decoded: list[tuple[Node, int]] = field(default_factory=list)
     written: list[Node] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
-    released: bool = False
     load: Load | None = None
     live_slot: int | None = None
     uncounted: Match | None = None
@@ -210,8 +208,7 @@ class RequestBook:
 
     Attributes:
         live: Live requests by id, in the order of admission.
-        ending: Released requests with a plan in flight. Their ids may be reused already.
-        loads: Loads that have not ended, oldest first.
+        ending: Released requests with a plan in flight, until the last one is settled. Their ids may be reused already.
         fetches: What the tier behind the host brings to it for waiting requests, by request id.
         swapped_out: What preempted requests keep on the host, by request id, while they do not load it.
     """
@@ -219,7 +216,6 @@ class RequestBook:
     def __init__(self) -> None:
         self.live: dict[int, LiveRequest] = {}
         self.ending: list[LiveRequest] = []
-        self.loads: list[Load] = []
         self.fetches: dict[int, Load] = {}
         self.swapped_out: dict[int, LoadSource] = {}
 
@@ -241,14 +237,17 @@ class RequestBook:
         """Live requests, and released ones with a plan in flight."""
         return [*self.live.values(), *self.ending]
 
+    def loads(self) -> list[Load]:
+        """Loads and fetches that have not ended."""
+        return [*(live.load for live in self.everyone() if live.load is not None), *self.fetches.values()]
+
     def clear(self) -> None:
         """Forgets all requests and their plans."""
         for live in self.everyone():
             live.plans.clear()
-        for load in (*self.loads, *self.fetches.values()):
+        for load in self.loads():
             load.state = LoadState.GIVEN_UP
         self.live.clear()
         self.ending.clear()
-        self.loads.clear()
         self.fetches.clear()
         self.swapped_out.clear()

@@ -198,7 +198,7 @@ class ModelEngine:
                 self.seen["given back" if number == checksum else "not given back"] += 1
             else:
                 self.seen["loaded"] += 1
-                load = next((load for load in self.cache._requests.loads if load.load_id == unit.load_id), None)
+                load = next((load for load in self.cache._requests.loads() if load.load_id == unit.load_id), None)
                 if load is not None and load.state is LoadState.FETCHING:
                     self.cache.loads.end_fetch(load, LoadState.COPYING)
                 put = self.put_block if unit.tag.kind == EntryKind.KV else self.put_state
