@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
-from megatron_hybrid_prefix.requests.book import LiveRequest, RequestBook
+from megatron_hybrid_prefix.requests.book import LiveRequest, Load, LoadSource, RequestBook
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 
 
@@ -50,7 +50,7 @@ def check_integrity(
     ]
     _expect(sorted(planned) == sorted(writing), "the keys being written differ from the plans in flight")
     _expect(all(live.plans for live in book.ending), "a released request has no plan in flight, and is still listed")
-    users = [*book.swapped_out.values(), *book.loads()]
+    users: list[LoadSource | Load] = [*book.swapped_out.values(), *book.loads()]
     pinned = Counter(entry for each in users for entry in each.pinned)
     device.host.check(pinned, [entry for each in users for entry in each.private])
 
