@@ -140,18 +140,14 @@ class KeyChain:
     """Keys of a growing sequence of tokens.
 
     Attributes:
-        keys: One key per full block.
+        keys: One key per full block. Keys from elsewhere (a trace) are taken as they are.
         tokens: Length of the sequence.
         epoch: Weights epoch of the keys.
         private: Whether no other process can have these keys, because they are those of an adapter.
 
     Args:
-        keys: See above. Keys from elsewhere (a trace) are taken as they are.
-        tokens: See above.
-        epoch: See above.
         maker: Computes the keys of appended tokens. None: the chain cannot grow.
         seed: The hash that the first key is chained to.
-        private: See above.
         remember: See `KeyMaker.chain`.
     """
 

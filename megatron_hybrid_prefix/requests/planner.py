@@ -31,12 +31,7 @@ class StepPlanner:
         self.writing: set[bytes] = set()
 
     def boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
-        """Boundaries of the prompt that get a checkpoint, ascending. Empty if there are no slots.
-
-        Args:
-            match: The prompt's match.
-            breakpoints: See `HybridPrefixCache.admit`.
-        """
+        """Boundaries of the prompt that get a checkpoint, ascending. Empty if there are no slots."""
         if not self._device.slots.most_cached:
             return ()
         settings = self._device.settings
