@@ -36,15 +36,9 @@ from megatron_hybrid_prefix.index.keys import KeyChain, KeyMaker, Tokens
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.metrics import PrefixStats
-from megatron_hybrid_prefix.policy.boundaries import with_verification
+from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, with_boundary
 from megatron_hybrid_prefix.requests.blocks_by_id import BlocksById
-from megatron_hybrid_prefix.requests.book import (
-    Admission,
-    Grown,
-    LiveRequest,
-    RequestBook,
-    StepPlan,
-)
+from megatron_hybrid_prefix.requests.book import Admission, Grown, LiveRequest, RequestBook, StepPlan
 from megatron_hybrid_prefix.requests.explain import Explanation, Question, explain
 from megatron_hybrid_prefix.requests.integrity import check_integrity
 from megatron_hybrid_prefix.requests.loads import Loads, room_for
@@ -56,6 +50,8 @@ from megatron_hybrid_prefix.tiers.units import HOST, BlockTransfer, Copy, LoadOv
 
 class HybridPrefixCache:
     """Matches prompts, admits requests, plans checkpoints, and evicts blocks and states.
+
+    Methods of a live request raise ValueError if there is none with this id.
 
     Args:
         settings: Sizes and rules.
@@ -276,9 +272,8 @@ class HybridPrefixCache:
         if live.write:
             live.boundaries = self._planner.boundaries(match, breakpoints)
             if live.boundaries and verify_at_tokens:
-                live.boundaries = with_verification(live.boundaries, verify_at_tokens)
+                live.boundaries = with_boundary(live.boundaries, Boundary(verify_at_tokens, CheckpointReason.VERIFY))
         return Admission(
-            request_id=request_id,
             block_ids=tuple(live.block_ids),
             shared_blocks=shared_blocks,
             stored_tokens=live.stored_tokens,
@@ -301,15 +296,13 @@ class HybridPrefixCache:
                 forward that writes these entries, which is launched. If other copies are queued, too, all stay: they must come
                 before the next forward, and not after this one.
         """
+        device = self._device
         if published:
-            device = self._device
-            alone = device.host.behind.takes and all(
-                isinstance(copy, BlockTransfer | LoadOver) for copy in device.copies
-            )
+            takes = device.host.behind.takes
+            alone = takes and all(isinstance(copy, BlockTransfer | LoadOver) for copy in device.copies)
             return device.take_copies() if alone else []
-        copies = self._device.take_copies()
-        self._device.end_protection()
-        return copies
+        device.end_protection()
+        return device.take_copies()
 
     def grow(self, request_id: int, length_tokens: int) -> Grown | None:
         """Gives the request the blocks that its KV needs up to position ``length_tokens``.
@@ -318,13 +311,13 @@ class HybridPrefixCache:
 
         Returns:
             The blocks, possibly none. None when there are too few blocks; then the request keeps those it had.
-
-        Raises:
-            ValueError: The request is not live.
         """
         live, blocks = self._requests[request_id], self._device.blocks
-        count = -(-length_tokens // self.block_tokens) - len(live.block_ids)
-        beyond = self._cached_after(live, min(len(live.block_ids) + count, live.prompt_tokens // self.block_tokens))
+        needed, prompt_blocks = -(-length_tokens // self.block_tokens), live.prompt_tokens // self.block_tokens
+        count, beyond = needed - len(live.block_ids), list[Node]()
+        # A path has no gaps: after a block of its own that has no key, the request shares nothing.
+        if live.read and len(live.path) == len(live.block_ids):
+            beyond = self._device.tree.path(live.chain.keys[len(live.path) : min(needed, prompt_blocks)])
         shared = blocks.share(beyond)  # before allocating, as in `admit`
         if count - len(shared) > blocks.available_blocks:
             blocks.release(shared, beyond)
@@ -350,7 +343,7 @@ class HybridPrefixCache:
             end_tokens: Greater than ``start_tokens``.
 
         Raises:
-            ValueError: The request is not live, the span is empty, or it does not start where the last one ended.
+            ValueError: The span is empty, or does not start where the last one ended.
         """
         return self._planner.plan(self._requests[request_id], start_tokens, end_tokens)
 
@@ -382,10 +375,9 @@ class HybridPrefixCache:
             self._stats.count_fallback("epoch_changed")
         if live.load is not None:
             self.loads.end(live, LoadState.ARRIVED, kept=live.write)
-        kept = live.write
         live.written.clear()
-        self._settle(live, plan, kept=kept)
-        return kept
+        self._settle(live, plan, kept=live.write)
+        return live.write
 
     def abandon(self, plan: StepPlan, reason: str = "forward_failed") -> None:
         """The forward failed or was not launched. Its reserved slots become free, and nothing becomes matchable.
@@ -441,7 +433,7 @@ class HybridPrefixCache:
         users = [each for each in self._requests.everyone() if root and each.path[own : own + 1] == root]
         for each in (live, *users):
             self._planner.stop_writing(each)
-        for plan in list(live.plans.values()):
+        for plan in list(live.plans):
             self._settle(live, plan, kept=False)
         for node, block_id in zip(path[stored:own], live.block_ids[stored:own], strict=True):
             self._device.blocks.forget_duplicate(node, block_id)
@@ -456,9 +448,6 @@ class HybridPrefixCache:
 
         Returns:
             False when the request no longer computes that position, or caches nothing.
-
-        Raises:
-            ValueError: The request is not live.
         """
         return self._planner.request_checkpoint(self._requests[request_id], position_tokens)
 
@@ -476,9 +465,6 @@ class HybridPrefixCache:
 
         Returns:
             The tokens of the blocks that became matchable, int64.
-
-        Raises:
-            ValueError: The request is not live.
         """
         live = self._requests[request_id]
         if not live.write:
@@ -504,9 +490,6 @@ class HybridPrefixCache:
             The slot to copy the state to, before the request's next forward. The state is matchable at once. None: the
             state is kept already, the request caches nothing, or there is no slot. Call `take_copies` between this call and the
             copy, and make the copy before the next call that may evict.
-
-        Raises:
-            ValueError: The request is not live.
         """
         return self._planner.checkpoint_decoded(self._requests[request_id], position_tokens)
 
@@ -524,7 +507,6 @@ class HybridPrefixCache:
         live = self._requests.live.pop(request_id, None)
         if live is None:
             return False
-        live.released = True
         if live.plans:
             self._requests.ending.append(live)
         else:
@@ -561,7 +543,7 @@ class HybridPrefixCache:
 
     def reset(self) -> None:
         """Drops all requests, plans, blocks and states. Keeps the counters."""
-        over = [LoadOver(load.load_id) for load in (*self._requests.loads, *self._requests.fetches.values())]
+        over = [LoadOver(load.load_id) for load in self._requests.loads()]
         self._requests.clear()
         self._keys.forget()
         self._planner.writing.clear()
@@ -609,7 +591,7 @@ class HybridPrefixCache:
 
     def _settle(self, live: LiveRequest, plan: StepPlan, *, kept: bool) -> None:
         self._planner.settle(live, plan, kept=kept)
-        if live.released and not live.plans:
+        if not live.plans and live in self._requests.ending:
             self._requests.ending.remove(live)
             self._let_go(live)
 
@@ -647,13 +629,6 @@ class HybridPrefixCache:
         else:
             stats.reused_tokens_host += match.resume_tokens
         stats.lost_tokens_no_state += match.lost_tokens_no_state
-
-    def _cached_after(self, live: LiveRequest, blocks: int) -> list[Node]:
-        """Nodes of cached blocks after those that the request holds, up to ``blocks``, that it can share."""
-        # A path has no gaps: after a block of its own that has no key, the request shares nothing.
-        if not live.read or len(live.path) != len(live.block_ids):
-            return []
-        return self._device.tree.path(live.chain.keys[len(live.path) : blocks])
 
     def _blocks_for(self, match: Match, length_tokens: int | None) -> int:
         return -(-(match.chain.tokens if length_tokens is None else length_tokens) // self.block_tokens)

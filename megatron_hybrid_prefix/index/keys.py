@@ -45,17 +45,6 @@ class KeyMaker:
         self._empty = blake2b(digest_size=KEY_BYTES, key=os.urandom(32) if secret is None else secret)
         self._recent = _RecentBlocks(block_tokens * TOKEN_BYTES)
 
-    def seed(self, *, salt: str | None = None, adapter: str | None = None, epoch: int = 0) -> bytes:
-        """The hash that the first key is chained to. Each field is hashed with its length, so fields cannot mix."""
-        digest = self._empty.copy()
-        for field in (salt, adapter, str(epoch), str(self.block_tokens)):
-            data = b"" if field is None else field.encode("utf-8", errors="surrogatepass")
-            digest.update(b"-" if field is None else b"%d:" % len(data))
-            digest.update(data)
-        if adapter is not None:
-            digest.update(self._adapter_secret)
-        return digest.digest()
-
     def chain(
         self,
         tokens: Tokens = (),
@@ -66,8 +55,15 @@ class KeyMaker:
         remember: bool = True,
     ) -> KeyChain:
         """The key chain of ``tokens``. ``remember``: whether to keep their blocks for a while, to compare others with them."""
-        seed = self.seed(salt=salt, adapter=adapter, epoch=epoch)
-        chain = KeyChain([], 0, epoch=epoch, maker=self, seed=seed, private=adapter is not None, remember=remember)
+        digest = self._empty.copy()
+        for field in (salt, adapter, str(epoch), str(self.block_tokens)):  # with their lengths, so that they cannot mix
+            data = b"" if field is None else field.encode("utf-8", errors="surrogatepass")
+            digest.update(b"-" if field is None else b"%d:" % len(data))
+            digest.update(data)
+        if adapter is not None:
+            digest.update(self._adapter_secret)
+        seed, private = digest.digest(), adapter is not None
+        chain = KeyChain([], 0, epoch=epoch, maker=self, seed=seed, private=private, remember=remember)
         chain.extend(tokens)
         return chain
 
@@ -143,18 +139,14 @@ class KeyChain:
     """Keys of a growing sequence of tokens.
 
     Attributes:
-        keys: One key per full block.
+        keys: One key per full block. Keys from elsewhere (a trace) are taken as they are.
         tokens: Length of the sequence.
         epoch: Weights epoch of the keys.
         private: Whether no other process can have these keys, because they are those of an adapter.
 
     Args:
-        keys: See above. Keys from elsewhere (a trace) are taken as they are.
-        tokens: See above.
-        epoch: See above.
         maker: Computes the keys of appended tokens. None: the chain cannot grow.
         seed: The hash that the first key is chained to.
-        private: See above.
         remember: See `KeyMaker.chain`.
     """
 

@@ -38,17 +38,7 @@ class Node:
         refs: Number of child nodes, and of its entries on tiers below the device.
     """
 
-    __slots__ = (
-        "block_id",
-        "depth_blocks",
-        "key",
-        "parent",
-        "private",
-        "reason",
-        "refs",
-        "slot",
-        "used",
-    )
+    __slots__ = ("block_id", "depth_blocks", "key", "parent", "private", "reason", "refs", "slot", "used")
 
     def __init__(self, key: bytes, parent: Node | None, block_id: int) -> None:
         self.key = key

@@ -16,7 +16,7 @@ there, even if a trace repeats an id at another place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,6 @@ def read_trace(paths: Sequence[Path], *, block_tokens: int | None = None, limit:
             raise InputError(f"{where}: {error}") from None
     if reader is None or not found:
         raise InputError(f"{', '.join(map(str, paths))}: no requests in it")
-    assert reader.block_tokens is not None
     found.sort(key=lambda request: request.timestamp)
     return Trace(format=reader.format, block_tokens=reader.block_tokens, requests=tuple(found[:limit]))
 
@@ -146,12 +145,18 @@ def _hash_ids(data: dict[str, Any], prompt_tokens: int, block_tokens: int) -> li
 
 
 class _Reader:
-    """Reads the lines of one format."""
+    """Reads the lines of one format.
+
+    Attributes:
+        format: Its name.
+        block_tokens: Tokens per block; 0: not known yet, the lines say it.
+    """
 
     format: str
+    block_tokens = 0
 
     def __init__(self, block_tokens: int | None) -> None:
-        self.block_tokens = block_tokens
+        self.block_tokens = block_tokens or self.block_tokens
 
     def requests(self, data: dict[str, Any]) -> Iterator[TraceRequest]:
         """The requests of one line."""
@@ -159,8 +164,7 @@ class _Reader:
 
     def fix_block_tokens(self, found: int) -> None:
         """Checks that all lines and the caller use the same block size."""
-        if self.block_tokens is None:
-            self.block_tokens = found
+        self.block_tokens = self.block_tokens or found
         if found != self.block_tokens:
             raise _Malformed(f"blocks of {found} tokens; expected {self.block_tokens}")
 
@@ -184,12 +188,9 @@ class _IdReader(_Reader):
 
 class _MooncakeReader(_IdReader):
     format = "mooncake"
-
-    def __init__(self, block_tokens: int | None) -> None:
-        super().__init__(block_tokens or MOONCAKE_BLOCK_TOKENS)
+    block_tokens = MOONCAKE_BLOCK_TOKENS
 
     def requests(self, data: dict[str, Any]) -> Iterator[TraceRequest]:
-        assert self.block_tokens is not None
         tokens = _count(data, "input_length")
         _count(data, "output_length", 0)
         keys = self.keys(None, _hash_ids(data, tokens, self.block_tokens))
@@ -228,7 +229,6 @@ class _SessionReader(_IdReader):
                 raise _Malformed(f"request {number}: {error}") from None
 
     def _request(self, data: dict[str, Any], scope: Any, time_name: str, length_name: str) -> TraceRequest:
-        assert self.block_tokens is not None
         tokens = _count(data, length_name)
         keys = self.keys(scope, _hash_ids(data, tokens, self.block_tokens))
         return TraceRequest(keys=keys, prompt_tokens=tokens, timestamp=_time(data, time_name))
@@ -236,10 +236,10 @@ class _SessionReader(_IdReader):
 
 class _TextReader(_Reader):
     format = "text"
+    block_tokens = TEXT_BLOCK_TOKENS
 
     def __init__(self, block_tokens: int | None) -> None:
-        super().__init__(block_tokens or TEXT_BLOCK_TOKENS)
-        assert self.block_tokens is not None
+        super().__init__(block_tokens)
         self._tokenizer = ByteTokenizer()
         self._keys = KeyMaker(self.block_tokens, secret=b"replay")
 
@@ -251,8 +251,4 @@ class _TextReader(_Reader):
         yield TraceRequest(keys=chain.keys, prompt_tokens=chain.tokens, timestamp=_time(data, "timestamp"))
 
 
-_READERS: dict[str, Callable[[int | None], _Reader]] = {
-    "mooncake": _MooncakeReader,
-    "session": _SessionReader,
-    "text": _TextReader,
-}
+_READERS = {reader.format: reader for reader in (_MooncakeReader, _SessionReader, _TextReader)}

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import starmap
+from operator import attrgetter
 from typing import NamedTuple
 
 MOST_INTERVALS = 16  # evenly spaced interval checkpoints per prompt, if their distance is not set
@@ -115,18 +116,16 @@ def prompt_boundaries(
     return tuple(starmap(Boundary, sorted(found.items())))
 
 
-def with_verification(boundaries: tuple[Boundary, ...], position_tokens: int) -> tuple[Boundary, ...]:
-    """Adds a boundary for verification at ``position_tokens``, in place of any other boundary there."""
-    others = [boundary for boundary in boundaries if boundary.position_tokens != position_tokens]
-    return tuple(sorted([*others, Boundary(position_tokens, CheckpointReason.VERIFY)]))
+def with_boundary(boundaries: Sequence[Boundary], added: Boundary) -> tuple[Boundary, ...]:
+    """Adds a boundary, in place of any other at its position."""
+    return tuple(sorted([*(each for each in boundaries if each.position_tokens != added.position_tokens), added]))
 
 
 def boundaries_in_span(boundaries: Sequence[Boundary], start_tokens: int, end_tokens: int) -> Sequence[Boundary]:
     """The boundaries in (start, end], which computing positions [start, end) reaches. ``boundaries`` is sorted."""
-    first = bisect_right(boundaries, start_tokens, key=_position)
-    last = bisect_right(boundaries, end_tokens, key=_position)
+    position = attrgetter("position_tokens")
+    first, last = (
+        bisect_right(boundaries, start_tokens, key=position),
+        bisect_right(boundaries, end_tokens, key=position),
+    )
     return boundaries[first:last]
-
-
-def _position(boundary: Boundary) -> int:
-    return boundary.position_tokens

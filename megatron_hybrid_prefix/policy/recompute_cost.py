@@ -85,11 +85,6 @@ type _Entry[T] = tuple[float, int, int, int, T]
 of a state has at most its current value; more of them only come later."""
 
 
-def count_blocks(start_blocks: int, end_blocks: int) -> float:
-    """Cost of computing from one depth to another if each block costs the same."""
-    return end_blocks - start_blocks
-
-
 class _Known[T: KeptState]:
     """The records of the states of all tiers: which are above others, how often and how likely they are used.
 
@@ -128,7 +123,7 @@ class _Known[T: KeptState]:
             origin = state.reason
             assert origin is not None
             # A junction or a breakpoint is shared by two prompts, which counts as one use.
-            saved_blocks = state.depth_blocks - self._depth_above_blocks(state)
+            saved_blocks = state.depth_blocks - self.depth_above_blocks(state)
             record = _Record(self._serials, origin, int(origin <= CheckpointReason.BREAKPOINT), saved_blocks)
             self._serials += 1
         record.state = state
@@ -169,10 +164,6 @@ class _Known[T: KeptState]:
         self.ancestry.clear()
         self._calendar.clear()
 
-    def cost_to(self, state: T) -> float:
-        """Cost of computing from the nearest state above to ``state``."""
-        return self.cost(self._depth_above_blocks(state), state.depth_blocks)
-
     def rank(self, state: T) -> None:
         """The value of a kept state fell, or others go before it now. The tiers that keep it rank it again."""
         self.records[state].entry = self._number()
@@ -184,7 +175,7 @@ class _Known[T: KeptState]:
         record.cell.leave(self._now, used=False)
         record.due = -1
 
-    def _depth_above_blocks(self, state: T) -> int:
+    def depth_above_blocks(self, state: T) -> int:
         """Depth of the nearest state above."""
         above = self.ancestry.nearest_above(state)
         return 0 if above is None else above.depth_blocks
@@ -249,10 +240,10 @@ class RecomputeCostEviction[T: KeptState]:
 
     Args:
         cost: Cost of computing the blocks between two depths, in any unit: ``cost(start_blocks, end_blocks)``. It must
-            not fall when the start moves up.
+            not fall when the start moves up. By default each block costs the same.
     """
 
-    def __init__(self, *, cost: Callable[[int, int], float] = count_blocks) -> None:
+    def __init__(self, *, cost: Callable[[int, int], float] = lambda start, end: end - start) -> None:
         self._join(_Known(cost))
 
     def _join(self, known: _Known[T]) -> None:
@@ -315,8 +306,9 @@ class RecomputeCostEviction[T: KeptState]:
     def value(self, state: T) -> float:
         """The value of keeping ``state``: expected cost saved per call."""
         known = self._known
-        cost, record = known.cost_to(state), known.records[state]
-        return cost / (self.state_blocks + self._ancestry.exclusive_blocks(state)) * record.cell.rate
+        cost = known.cost(known.depth_above_blocks(state), state.depth_blocks)
+        freed_blocks = self.state_blocks + self._ancestry.exclusive_blocks(state)
+        return cost / freed_blocks * known.records[state].cell.rate
 
     def clear(self) -> None:
         """Keeps the rates that were learned. All tiers are cleared together."""

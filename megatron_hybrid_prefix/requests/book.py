@@ -80,7 +80,6 @@ class Admission:
     """The result of admitting a request.
 
     Attributes:
-        request_id: The request.
         block_ids: Its KV blocks, front first.
         shared_blocks: Number of leading blocks whose KV is cached; the others are new.
         stored_tokens: KV before this position is cached. The forwards that compute tokens before it must not write
@@ -95,7 +94,6 @@ class Admission:
             requests.
     """
 
-    request_id: int
     block_ids: tuple[int, ...]
     shared_blocks: int
     stored_tokens: int
@@ -131,12 +129,11 @@ class PlannedCheckpoint:
     reason: CheckpointReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
     """One request's part of a step. It ends with ``publish``, ``abandon`` or ``fail_load``.
 
     Attributes:
-        plan_id: Unique id.
         request_id: The request.
         start_tokens: The step computes positions [start, end).
         end_tokens: See above.
@@ -146,7 +143,6 @@ class StepPlan:
         load: The load that the forward starts from; None if it needs none.
     """
 
-    plan_id: int
     request_id: int
     start_tokens: int
     end_tokens: int
@@ -174,8 +170,7 @@ class LiveRequest:
         pinned_slot: Checkpoint slot that its first forward reads; None after that.
         decoded: Its latest decode states, oldest first: node and slot of each.
         written: Nodes whose states its latest forward published.
-        plans: Its plans in flight, by id.
-        released: Released by the engine with a plan in flight. Removed when the last plan is settled.
+        plans: Its plans in flight, oldest first.
         load: Its load from the host, until the first forward is settled.
         live_slot: Slot of its own state once it is admitted; None if the engine has slots of its own.
         uncounted: The match with which it is admitted, until its first forward is published and counted.
@@ -196,8 +191,7 @@ class LiveRequest:
     boundaries: tuple[Boundary, ...] = ()
     decoded: list[tuple[Node, int]] = field(default_factory=list)
     written: list[Node] = field(default_factory=list)
-    plans: dict[int, StepPlan] = field(default_factory=dict)
-    released: bool = False
+    plans: list[StepPlan] = field(default_factory=list)
     load: Load | None = None
     live_slot: int | None = None
     uncounted: Match | None = None
@@ -214,8 +208,7 @@ class RequestBook:
 
     Attributes:
         live: Live requests by id, in the order of admission.
-        ending: Released requests with a plan in flight. Their ids may be reused already.
-        loads: Loads that have not ended, oldest first.
+        ending: Released requests with a plan in flight, until the last one is settled. Their ids may be reused already.
         fetches: What the tier behind the host brings to it for waiting requests, by request id.
         swapped_out: What preempted requests keep on the host, by request id, while they do not load it.
     """
@@ -223,7 +216,6 @@ class RequestBook:
     def __init__(self) -> None:
         self.live: dict[int, LiveRequest] = {}
         self.ending: list[LiveRequest] = []
-        self.loads: list[Load] = []
         self.fetches: dict[int, Load] = {}
         self.swapped_out: dict[int, LoadSource] = {}
 
@@ -237,22 +229,25 @@ class RequestBook:
     def owner(self, plan: StepPlan) -> LiveRequest | None:
         """The request that the plan belongs to; None if the cache was reset since."""
         live = self.live.get(plan.request_id)
-        if live is not None and plan.plan_id in live.plans:
+        if live is not None and plan in live.plans:
             return live
-        return next((ended for ended in self.ending if plan.plan_id in ended.plans), None)
+        return next((ended for ended in self.ending if plan in ended.plans), None)
 
     def everyone(self) -> list[LiveRequest]:
         """Live requests, and released ones with a plan in flight."""
         return [*self.live.values(), *self.ending]
 
+    def loads(self) -> list[Load]:
+        """Loads and fetches that have not ended."""
+        return [*(live.load for live in self.everyone() if live.load is not None), *self.fetches.values()]
+
     def clear(self) -> None:
         """Forgets all requests and their plans."""
         for live in self.everyone():
             live.plans.clear()
-        for load in (*self.loads, *self.fetches.values()):
+        for load in self.loads():
             load.state = LoadState.GIVEN_UP
         self.live.clear()
         self.ending.clear()
-        self.loads.clear()
         self.fetches.clear()
         self.swapped_out.clear()

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
-from megatron_hybrid_prefix.requests.book import LiveRequest, RequestBook
+from megatron_hybrid_prefix.requests.book import LiveRequest, Load, LoadSource, RequestBook
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 
 
@@ -45,14 +45,12 @@ def check_integrity(
         live.chain.keys[checkpoint.position_tokens // block_tokens - 1]
         for live in requests
         if live.write
-        for plan in live.plans.values()
+        for plan in live.plans
         for checkpoint in plan.checkpoints
     ]
     _expect(sorted(planned) == sorted(writing), "the keys being written differ from the plans in flight")
-    _expect(all(live.released and live.plans for live in book.ending), "a released request has no plan in flight")
-    loads = [live.load for live in requests if live.load is not None]
-    _expect(sorted(map(id, loads)) == sorted(map(id, book.loads)), "the loads differ from those of the requests")
-    users = [*book.swapped_out.values(), *book.loads, *book.fetches.values()]
+    _expect(all(live.plans for live in book.ending), "a released request has no plan in flight, and is still listed")
+    users: list[LoadSource | Load] = [*book.swapped_out.values(), *book.loads()]
     pinned = Counter(entry for each in users for entry in each.pinned)
     device.host.check(pinned, [entry for each in users for entry in each.private])
 
@@ -100,7 +98,6 @@ def _check_request(device: DeviceTier, live: LiveRequest) -> None:
     )
     _expect(not live.write or live.chain.epoch == tree.epoch, f"{name} may write under other weights")
     _expect(live.computed_tokens <= live.planned_tokens, f"{name}: computed more than planned")
-    _expect(not live.released or bool(live.plans), f"{name} is released, has no plan in flight, and is still listed")
     if live.pinned_slot is not None and live.path:  # an empty path: the weights changed
         depth = live.computed_tokens // block_tokens
         source = live.path[depth - 1] if depth <= len(live.path) else None
@@ -122,7 +119,7 @@ def _check_slots(device: DeviceTier, requests: Sequence[LiveRequest]) -> None:
         Counter([*device.blocks.eviction, *device.blocks.guesses]) == Counter(states),
         "the guesses and the states of the eviction policy differ from those of the tree",
     )
-    plans = [plan for live in requests for plan in live.plans.values()]
+    plans = [plan for live in requests for plan in live.plans]
     reserved = [checkpoint.slot for plan in plans for checkpoint in plan.checkpoints]
     reserved += [live.load.slot for live in requests if live.load is not None]
     _expect(

@@ -114,7 +114,6 @@ class Loads:
             return None
         self._requests.swapped_out.pop(request_id, None)
         load = self._new_load(request_id, pinned, source, slot=slot)
-        self._requests.loads.append(load)
         self._end_fetch(request_id)
         return load
 
@@ -187,7 +186,6 @@ class Loads:
             if state is LoadState.GIVEN_UP:
                 self._stats.count_fallback(state)
         live.load = None
-        self._requests.loads.remove(load)
         self._device.copies.append(LoadOver(load.load_id))
         blocks = load.depth_tokens // self._block_tokens
         node = live.path[blocks - 1] if kept and not load.private and blocks <= len(live.path) else None

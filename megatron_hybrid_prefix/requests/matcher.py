@@ -72,14 +72,7 @@ class Matcher:
         self._tree, self._tiers, self._ghosts, self._block_tokens = tree, tiers, ghosts, block_tokens
 
     def match(self, chain: KeyChain, limit_tokens: int, read: bool, resume_at: Collection[int] | None = None) -> Match:
-        """Matches ``chain`` against the tree and the tiers below. O(blocks matched).
-
-        Args:
-            chain: The prompt's keys. A chain of another weights epoch matches nothing.
-            limit_tokens: The request must resume here or earlier, so that it computes at least one token.
-            read: False: match nothing.
-            resume_at: See `Match`.
-        """
+        """Matches ``chain`` against the tree and the tiers below. O(blocks matched). The arguments: see `Match`."""
         tree, tiers, ghosts, block_tokens = self._tree, self._tiers, self._ghosts, self._block_tokens
         read = read and chain.epoch == tree.epoch
         path = tree.path(chain.keys) if read else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, boundaries_in_span
+from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason, boundaries_in_span, with_boundary
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.requests.book import LiveRequest, PlannedCheckpoint, StepPlan
 from megatron_hybrid_prefix.requests.matcher import Match
@@ -29,15 +29,9 @@ class StepPlanner:
         self._device, self._stats = device, device.stats
         self._block_tokens = device.settings.block_tokens
         self.writing: set[bytes] = set()
-        self._next_plan_id = 0
 
     def boundaries(self, match: Match, breakpoints: Sequence[int]) -> tuple[Boundary, ...]:
-        """Boundaries of the prompt that get a checkpoint, ascending. Empty if there are no slots.
-
-        Args:
-            match: The prompt's match.
-            breakpoints: See `HybridPrefixCache.admit`.
-        """
+        """Boundaries of the prompt that get a checkpoint, ascending. Empty if there are no slots."""
         if not self._device.slots.most_cached:
             return ()
         settings = self._device.settings
@@ -59,7 +53,6 @@ class StepPlanner:
             )
         source = live.pinned_slot if live.load is None else live.load.slot
         plan = StepPlan(
-            plan_id=self._next_plan_id,
             request_id=live.request_id,
             start_tokens=start_tokens,
             end_tokens=end_tokens,
@@ -67,9 +60,8 @@ class StepPlanner:
             checkpoints=self._reserve(live, start_tokens, end_tokens) if live.write else (),
             load=None if live.plans else live.load,
         )
-        self._next_plan_id += 1
         live.planned_tokens = end_tokens
-        live.plans[plan.plan_id] = plan
+        live.plans.append(plan)
         return plan
 
     def settle(self, live: LiveRequest, plan: StepPlan, *, kept: bool) -> None:
@@ -84,7 +76,7 @@ class StepPlanner:
                 live.written.append(node)
             else:
                 self._device.slots.abandon(checkpoint.slot)
-        del live.plans[plan.plan_id]
+        live.plans.remove(plan)
         if not live.plans:
             live.planned_tokens = live.computed_tokens
 
@@ -96,7 +88,7 @@ class StepPlanner:
     def stop_writing(self, live: LiveRequest) -> None:
         """Stops caching what the request computes."""
         if live.write:
-            for plan in live.plans.values():
+            for plan in live.plans:
                 self.writing.difference_update(self._keys(live, plan.checkpoints))
             live.write = False
 
@@ -107,8 +99,7 @@ class StepPlanner:
             return False
         if not live.planned_tokens < position_tokens <= last_tokens:
             return False
-        others = [boundary for boundary in live.boundaries if boundary.position_tokens != position_tokens]
-        live.boundaries = tuple(sorted([*others, Boundary(position_tokens, CheckpointReason.JUNCTION)]))
+        live.boundaries = with_boundary(live.boundaries, Boundary(position_tokens, CheckpointReason.JUNCTION))
         return True
 
     def checkpoint_decoded(self, live: LiveRequest, position_tokens: int) -> int | None:

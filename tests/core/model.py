@@ -212,7 +212,7 @@ class ModelEngine:
                 self.seen["given back" if number == checksum else "not given back"] += 1
             else:
                 self.seen["loaded"] += 1
-                load = next((load for load in self.cache._requests.loads if load.load_id == unit.load_id), None)
+                load = next((load for load in self.cache._requests.loads() if load.load_id == unit.load_id), None)
                 if load is not None and load.state is LoadState.FETCHING:
                     self.cache.loads.end_fetch(load, LoadState.COPYING)
                 put = self.put_block if unit.tag.kind == EntryKind.KV else self.put_state
@@ -325,7 +325,7 @@ class ModelEngine:
     def live(self, request: Request) -> LiveRequest:
         if not request.released:
             return self.cache._requests.live[request.request_id]
-        return next(live for live in self.cache._requests.ending if request.plans[0].plan_id in live.plans)
+        return next(live for live in self.cache._requests.ending if request.plans[0] in live.plans)
 
     # -- the way of a prompt -------------------------------------------------------------------------------------------
 

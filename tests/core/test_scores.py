@@ -23,7 +23,7 @@ SCORES, LOGITS = 10, 30  # bytes of a value, and of one more per likeliest token
 
 def whole(tokens: int) -> StepPlan:
     """A prompt in one forward."""
-    return StepPlan(plan_id=0, request_id=0, start_tokens=0, end_tokens=tokens, source_slot=None, checkpoints=())
+    return StepPlan(request_id=0, start_tokens=0, end_tokens=tokens, source_slot=None, checkpoints=())
 
 
 class Prompts:
