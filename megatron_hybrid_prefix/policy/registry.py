@@ -25,14 +25,17 @@ eviction_policy_names = _POLICIES.names
 check_eviction_policy = _POLICIES.check
 
 
-def make_eviction_policy(name: str) -> EvictionPolicy[Any]:
-    """Makes an empty policy.
+def make_eviction_policy(name: str, *, state_blocks: float = 0.0) -> EvictionPolicy[Any]:
+    """Makes an empty policy. ``state_blocks``, where states and KV share their memory: bytes of a state, in KV blocks.
 
     Raises:
         ValueError: There is no such policy. The message lists the names.
         PluginError: A plugin cannot be imported.
     """
-    return _POLICIES[name]()
+    policy = _POLICIES[name]()
+    if state_blocks and isinstance(policy, SharesMemory):
+        policy.share_memory(state_blocks=state_blocks)
+    return policy
 
 
 def make_policy_below(above: EvictionPolicy[Any], name: str, *, state_blocks: float) -> EvictionPolicy[Any]:

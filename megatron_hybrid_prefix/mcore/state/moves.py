@@ -13,7 +13,6 @@ import torch
 
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_over_model_ranks, min_over_model_ranks, place_in_model
 from megatron_hybrid_prefix.mcore.state.fingerprint import Fingerprint
-from megatron_hybrid_prefix.policy.base import SharesMemory
 from megatron_hybrid_prefix.policy.registry import make_eviction_policy
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.tiers.base import Tier
@@ -87,13 +86,8 @@ def open_mover(
 
 def _open_tier(context: Any, prefix: HybridPrefixConfig, url: str, state_blocks: int) -> tuple[Tier, bytes]:
     """The tier behind the host, and its secret. A collective. ``state_blocks``: the KV blocks that are as large as a state."""
-
-    def make_ranking() -> Any:
-        policy = make_eviction_policy(prefix.eviction_policy)
-        if isinstance(policy, SharesMemory):  # entries of both kinds share the budget
-            policy.share_memory(state_blocks=max(1, state_blocks))
-        return policy
-
+    # Entries of both kinds share the budget.
+    make_ranking = partial(make_eviction_policy, prefix.eviction_policy, state_blocks=max(1, state_blocks))
     kind, settings = parse_url(url)
     problem = ""
     try:
