@@ -127,21 +127,15 @@ def _our_context(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _needs_ours(context: Any) -> bool:
-    """Whether a context needs this package's controller and engine."""
-    from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
-
-    return isinstance(context, SlotContext)
-
-
 def _our_controller(original: Callable[..., None]) -> Callable[..., None]:
     from megatron_hybrid_prefix.upstream.names import TextGenerationController
 
     def __init__(self: Any, inference_wrapped_model: Any, tokenizer: Any) -> None:
         from megatron_hybrid_prefix.layers.base import put_before
+        from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
         from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 
-        if _needs_ours(inference_wrapped_model.inference_context):
+        if isinstance(inference_wrapped_model.inference_context, SlotContext):
             if (lost := lost_override(self, HybridPrefixController, extends=True)) is not None:
                 raise TypeError(f"{lost}: derive the class from HybridPrefixController to run with this cache")
             if type(self) is TextGenerationController:
@@ -157,13 +151,14 @@ def _our_engine(original: Callable[..., None]) -> Callable[..., None]:
     from megatron_hybrid_prefix.upstream.names import DynamicInferenceEngine
 
     def __init__(self: Any, controller: Any, context: Any) -> None:
+        from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
         from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
         from megatron_hybrid_prefix.mcore.state.layout import check_described, kinds_in
 
-        model = controller.inference_wrapped_model.model
-        if not _needs_ours(context) and kinds_in(model):  # without a layer of ours it is megatron's matter
+        model, is_ours = controller.inference_wrapped_model.model, isinstance(context, SlotContext)
+        if not is_ours and kinds_in(model):  # without a layer of ours it is megatron's matter
             check_described(model, context.config.mamba_inference_state_config)
-        if not _needs_ours(context) or isinstance(self, HybridPrefixEngine):
+        if not is_ours or isinstance(self, HybridPrefixEngine):
             original(self, controller=controller, context=context)
         elif type(self) is DynamicInferenceEngine:
             self.__class__ = HybridPrefixEngine

@@ -88,9 +88,8 @@ class PrefixCoordinator(CoordinatorSeam):
         loads = self.pending_requests
         if not loads:
             return super().get_least_loaded_data_parallel_rank()  # raises
-        least = min(loads)
-        in_turn = ((self._last_replica + 1 + step) % len(loads) for step in range(len(loads)))
-        self._last_replica = next(replica for replica in in_turn if loads[replica] == least)
+        last, count = self._last_replica, len(loads)
+        self._last_replica = min(range(count), key=lambda replica: (loads[replica], (replica - last - 1) % count))
         return self.name_of(self._last_replica)
 
     @override

@@ -128,9 +128,7 @@ def mamba_state_config(
     models_own = None if ssm_dtype is not None else getattr(getattr(model, "hybrid_config", None), "state_dtype", None)
     state_dtype = None if models_own is None else getattr(torch, models_own)
     symbols, kind_of_layer = [], []
-    found: dict[
-        str, tuple[tuple[StateComponent, ...], int]
-    ] = {}  # for each kind: a layer's components, its chunk quantum
+    found: dict[str, tuple[tuple[StateComponent, ...], int]] = {}  # a layer's components and chunk quantum, by kind
     for number, (symbol, layer) in enumerate(decoder_layers(model), 1):
         recurrent = _recurrent_part(number, symbol, layer)
         symbols.append(symbol if recurrent is None else RECURRENT)
