@@ -15,7 +15,7 @@ from megatron_hybrid_prefix.ops import mamba_scan as module
 from megatron_hybrid_prefix.ops.mamba_scan import chunk_decays, chunk_outputs, pass_states
 from tests.kernels import rounding
 from tests.kernels.places import DEVICES, INTERPRETED, NAN
-from tests.kernels.steps import Step, poisoned_pool
+from tests.kernels.steps import SLOTS, Step, poisoned_pool
 
 TYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # it multiplies the bits of bfloat16
 SEEDS = 2 if INTERPRETED else 12
@@ -24,6 +24,7 @@ SHAPES = {  # heads, groups, headdim, d_state, chunk_tokens, channels of D
     "less than a tile": (4, 4, 8, 16, 8, 8),
     "several tiles": (2, 1, 80, 64, 256, 80),
     "few channels": (4, 2, 32, 64, 128, 1),
+    "several programs of states": (4, 2, 40, 72, 8, 1),
 }
 if INTERPRETED:
     SHAPES["several tiles"] = (2, 1, 72, 130, 128, 72)
@@ -49,38 +50,47 @@ def some_tokens(step, shape, seed, device, dtype):
     }
 
 
-def scan(step, pool, *, x, B, C, z, dt, A, dt_bias, D, chunk_tokens, replaced=None):
+def nothing(given):
+    return {}
+
+
+def scan(step, pool, *, x, B, C, z, dt, A, dt_bias, D, chunk_tokens, of_states=nothing, of_outputs=nothing):
     bounds = torch.tensor(step.bounds, dtype=torch.int32, device=x.device)
     steps, log_decay = chunk_decays(
         dt, A, dt_bias, bounds, chunk_tokens, torch.zeros(len(dt), dtype=torch.int32, device=dt.device)
     )
-    slots = step.tensors(x.device)
-    before = pass_states(x, steps, B, log_decay, bounds, pool, **slots)
+    passed = {"x": x, "dt": steps, "B": B, "log_decay": log_decay, "bounds": bounds} | step.tensors(x.device)
+    before = pass_states(states=pool, **passed | of_states(passed))
     given = {"x": x, "steps": steps, "log_decay": log_decay, "B": B, "C": C, "before": before, "D": D, "z": z}
-    given |= replaced(given) if replaced else {}
     out = torch.full(x.shape, NAN, dtype=x.dtype, device=x.device)
-    chunk_outputs(**given, bounds=bounds, out=out)
+    chunk_outputs(**given | of_outputs(given), bounds=bounds, out=out)
     return out
 
 
-def check_scan(device, dtype, shape, seeds, pool_dtype=torch.float32, replaced=None):
-    """Raises AssertionError if an output exceeds its rounding bound, or if a row of no chunk was written."""
+def check_scan(device, dtype, shape, seeds, pool_dtype=torch.float32, of_states=nothing, of_outputs=nothing):
+    """Raises AssertionError if a kept state or an output exceeds its rounding bound, or if another slot or row was written.
+
+    A mutant of states (``of_states``) spoils outputs, too: they are not looked at then.
+    """
     heads, groups, headdim, d_state, chunk_tokens, _ = shape
     for seed in seeds:
         step = Step.draw(seed, chunk_tokens)
         given = some_tokens(step, shape, seed, device, dtype)
         pool = poisoned_pool(step, (heads, headdim, d_state), pool_dtype, device, seed)
         initial = pool.clone()
-        out = scan(step, pool, **given, chunk_tokens=chunk_tokens, replaced=replaced).cpu()
+        out = scan(step, pool, **given, chunk_tokens=chunk_tokens, of_states=of_states, of_outputs=of_outputs).cpu()
         assert out[step.bounds[-1] :].isnan().all()
+        others = [slot for slot in range(SLOTS) if slot not in step.live_slots + step.chunk_slots]
+        assert torch.equal(pool[others].nan_to_num(9e9), initial[others].nan_to_num(9e9))
         exact = {name: None if each is None else each.double().cpu() for name, each in given.items()}
         B, C = (exact[name].repeat_interleave(heads // groups, 1) for name in "BC")
         rates = torch.nn.functional.softplus(exact["dt"] + exact["dt_bias"])
         D = exact["D"].view(heads, -1)
         # A product of rounded factors: the state, what is passed on, and the weight of a token; on a GPU float32 to 10 bits.
         coarse = 2**16 * 3 if dtype == torch.bfloat16 else 2**16 if device == "cuda" else 0
-        coarse += 2**16 if pool_dtype == torch.bfloat16 else 0
-        for i, chunks, _ in step.sequences():
+        of_state = 2**16 if pool_dtype == torch.bfloat16 else 0  # that a chunk starts from
+        for i, chunks, targets in step.sequences():
+            kept = {step.bounds[end] - 1: [slot for slot, at in targets if at == end] for _, end in targets}
             state = initial[step.source_slots[i]].double().cpu()
             magnitude = state.abs()
             # Roundings of a decay: those of its logarithm count as often as it is large.
@@ -94,11 +104,15 @@ def check_scan(device, dtype, shape, seeds, pool_dtype=torch.float32, replaced=N
                 state, magnitude = decay * state + new, decay * magnitude + new.abs()
                 y = torch.einsum("hpn,hn->hp", state, C[row]) + D * exact["x"][row]
                 terms = torch.einsum("hpn,hn->hp", magnitude, C[row].abs()) + (D * exact["x"][row]).abs()
-                weighted = roundings * terms
+                weighted = (roundings + of_state) * terms
                 if exact["z"] is not None:
                     gate = torch.nn.functional.silu(exact["z"][row])
                     y, weighted = y * gate, (weighted + rounding.SILU * terms) * gate.abs()
-                rounding.check(out[row], y, rounding.allowed(y, weighted, dtype, truncated=INTERPRETED))
+                if of_states is nothing:
+                    rounding.check(out[row], y, rounding.allowed(y, weighted, dtype, truncated=INTERPRETED))
+                for slot in kept.get(row, ()):
+                    bound = rounding.allowed(state, roundings * magnitude, pool_dtype, truncated=INTERPRETED)
+                    rounding.check(pool[slot].cpu(), state, bound)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -111,10 +125,16 @@ def test_the_scan(device, dtype, shape):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_scan_with_states_in_bfloat16(device, dtype):
-    check_scan(device, dtype, SHAPES["parts of tiles"], range(2), torch.bfloat16)
+    check_scan(device, dtype, SHAPES["several programs of states"], range(SEEDS), torch.bfloat16)
 
 
-MUTANTS = {
+MUTANTS_OF_STATES = {
+    "rounded steps": lambda given: {"dt": given["dt"].bfloat16().float()},
+    "without the first chunk": lambda given: {"dt": torch.cat([0 * given["dt"][:, :1], given["dt"][:, 1:]], 1)},
+    "keys of the first group": lambda given: {"B": given["B"][:, :1].expand_as(given["B"])},
+    "from another slot": lambda given: {"source_slots": given["source_slots"].index_fill(0, torch.tensor(0), -1)},
+}
+MUTANTS_OF_OUTPUTS = {
     "rounded steps": lambda given: {"steps": given["steps"].bfloat16().float()},
     "keys of the first group": lambda given: {"B": given["B"][:, :1].expand_as(given["B"])},
     "queries of the first group": lambda given: {"C": given["C"][:, :1].expand_as(given["C"])},
@@ -127,10 +147,21 @@ MUTANTS = {
 
 
 @pytest.mark.skipif(INTERPRETED, reason="of the bound")
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_bound_sees(mutant):
+@pytest.mark.parametrize("mutant", MUTANTS_OF_OUTPUTS)
+def test_the_bound_of_outputs_sees(mutant):
     with pytest.raises(AssertionError, match="times the bound"):
-        check_scan("cpu", torch.float32, SHAPES["parts of tiles"], [1], replaced=MUTANTS[mutant])
+        check_scan("cpu", torch.float32, SHAPES["parts of tiles"], [1], of_outputs=MUTANTS_OF_OUTPUTS[mutant])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of the bound")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mutant", MUTANTS_OF_STATES)
+def test_the_bound_of_states_sees(mutant, dtype):
+    for seed in range(2):
+        with pytest.raises(AssertionError, match="times the bound"):
+            check_scan(
+                "cpu", torch.float32, SHAPES["parts of tiles"], [seed], dtype, of_states=MUTANTS_OF_STATES[mutant]
+            )
 
 
 def sums_in_bfloat16(patch):

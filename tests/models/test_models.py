@@ -340,7 +340,7 @@ def test_impossible_layouts_are_refused(preset, changes, layout, message):
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}])
 def test_experts_at_any_tensor_parallel_size_and_fewer_heads_than_ranks(layout):
-    get_preset("tiny-moe", num_query_groups=1).check_parallel(**({"pp": 1} | layout))
+    get_preset("tiny-moe", num_query_groups=1).check_parallel(pp=1, **layout)
 
 
 def test_whole_experts_have_any_width():

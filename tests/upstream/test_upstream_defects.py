@@ -110,6 +110,13 @@ def test_04_short_tail(side, before):
     side.check_drained(engine)
 
 
+def change_weights(model):
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "in_proj" in name or "linear_qkv" in name:
+                weight.mul_(1.25)
+
+
 @defect(5, raises=WrongAnswer)
 def test_05_weights_change(side, platform):
     """A trainer announces new weights by a generation epoch; KV and states of the old ones stay matchable."""
@@ -117,10 +124,7 @@ def test_05_weights_change(side, platform):
     engine = side.build()
     shared = random_tokens(3 * BLOCK, seed=1)
     side.serve(engine, shared + random_tokens(30, seed=2))
-    with torch.no_grad():
-        for name, weight in side.model.named_parameters():
-            if "in_proj" in name or "linear_qkv" in name:
-                weight.mul_(1.25)
+    change_weights(side.model)
     engine._generation_epoch = 1  # what the coordinator's SET_GENERATION_EPOCH does
     unrelated, _ = side.serve(engine, random_tokens(300, seed=3))
     assert_matches(side.reference, unrelated)  # the new weights are in use
@@ -137,10 +141,7 @@ def test_34_weights_change_while_suspended(side, platform):
     shared = random_tokens(3 * BLOCK, seed=1)
     side.serve(engine, shared + random_tokens(30, seed=2))
     engine.suspend()
-    with torch.no_grad():
-        for name, weight in side.model.named_parameters():
-            if "in_proj" in name or "linear_qkv" in name:
-                weight.mul_(1.25)
+    change_weights(side.model)
     engine.resume()
     request, _ = side.serve(engine, shared + random_tokens(40, seed=4))
     side.check(request)
