@@ -11,6 +11,8 @@ from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
+from megatron_hybrid_prefix.upstream.context import has_hidden_rows
+
 # Options of each request's log-probs: rows of the context's tables.
 _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs")
 
@@ -19,6 +21,7 @@ class ControllerSeam(TextGenerationController):
     """Megatron's controller; a subclass overrides the methods without an underscore."""
 
     _sampling: Sampling
+    _hides_prefills = False
 
     def _init_dynamic_sampling_tensors(self) -> None:
         """Our sampling is put around megatron's, which does not wait for the device then."""
@@ -70,8 +73,11 @@ class ControllerSeam(TextGenerationController):
 
     def _compact_async_sched_logits(self, survivor_idxs: torch.Tensor) -> None:
         """The log-prob options move with the rows; megatron leaves them in place."""
+        context = self.inference_wrapped_model.inference_context
+        if has_hidden_rows(context):
+            survivor_idxs = context.surviving_rows
         super()._compact_async_sched_logits(survivor_idxs)
-        wanted = self.inference_wrapped_model.inference_context.active_request_metadata
+        wanted = context.active_request_metadata
         rows = survivor_idxs.to("cpu")
         for field in _LOG_PROB_FIELDS:
             wanted[field][: len(rows)] = wanted[field][rows]  # indexing by a tensor copies
@@ -97,9 +103,33 @@ class ControllerSeam(TextGenerationController):
             context.chunked_prefill_request_id = chunked
 
     async def _run_async_sched_step_overlap(self) -> Any:
-        """Prefills may have run: megatron overlaps steps of decodes alone."""
+        """Prefills may have run, and may be admitted: megatron overlaps steps of decodes alone."""
         self.before_overlap()
         return await super()._run_async_sched_step_overlap()
+
+    def _run_async_sched_prepare(self) -> Any:
+        """The next forward also has what `admit_ahead` admits. See `ContextSeam.hide_prefills`."""
+        context = self.inference_wrapped_model.inference_context
+        context.prepare_requests()
+        self.admit_ahead()
+        input_ids, position_ids, _ = self._dynamic_step_context_init(transfer_bookkeeping_to_gpu=False)
+        if context.num_prefill_requests:
+            context.hide_prefills()
+        return input_ids, position_ids
+
+    def _run_async_sched_publish_bookkeeping(self) -> Any:
+        context = self.inference_wrapped_model.inference_context
+        self._hides_prefills = has_hidden_rows(context)
+        if self._hides_prefills:
+            context.show_prefills()
+            context.send_prefill_tokens()
+        return super()._run_async_sched_publish_bookkeeping()
+
+    def _run_async_sched_forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        super()._run_async_sched_forward(input_ids, position_ids)
+        if self._hides_prefills:
+            self.inference_wrapped_model.inference_context.hide_prefills()
+            self._hides_prefills = False
 
     def _run_async_sched_sample_mtp(self) -> Any:
         """Prefills accepted no drafts.
@@ -136,6 +166,9 @@ class ControllerSeam(TextGenerationController):
 
     def before_overlap(self) -> None:
         """Called before the next forward is prepared and launched while the last one may still run."""
+
+    def admit_ahead(self) -> None:
+        """Called when its decodes are prepared: requests may be admitted to it."""
 
     def forward_launched(self) -> None:
         """Called after a forward was launched, and its logits copied; the device may still run it."""

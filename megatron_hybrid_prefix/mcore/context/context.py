@@ -464,6 +464,12 @@ class HybridPrefixContext(SlotContext):
     def prefills_may_decode(self) -> bool:
         return not self._step.parts and super().prefills_may_decode  # else it is published once it is over
 
+    @property
+    @override
+    def admits_ahead(self) -> bool:
+        # Else plans of that forward would be left, to be published once it is over, when the last one is resolved.
+        return self.loads is None and not self.prefix_config.verify_hits and not self.is_exact and super().admits_ahead
+
     def prepare_requests(self) -> None:
         """Attaches the blocks that it allocated to their requests."""
         if self._decodes is not None:

@@ -112,7 +112,7 @@ class DecodedStates:
             rows = self._rows = _DecodeRows(context)
         indices = rows.live_indices[first:last].tobytes()
         # If an index changed its request, a prefill came between.
-        prefills = context.num_prefill_requests + len(context.prefilled)
+        prefills = context.num_prefill_requests or len(context.prefilled)
         if not prefills and indices == self._indices:
             self._note(rows, first, last)
             if self._quiet_steps:
