@@ -144,7 +144,7 @@ class HybridPrefixContext(SlotContext):
                 retention_interval_tokens=prefix.retention_interval_tokens,
                 beside=self._events,
                 on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
-                routing_of=self._routing_of if self.moe_enable_routing_replay else None,
+                routing_of=lambda block_id: self.kv_block_allocator.block_routing.get(block_id),
                 host_pages=sizes.pages,
                 host_kv_pages=sizes.pages_of[EntryKind.KV],
                 host_state_pages=sizes.pages_of[EntryKind.STATE],
@@ -164,9 +164,6 @@ class HybridPrefixContext(SlotContext):
         self._requests = KnownRequests(cache, self._scores, prefix.verify_hits)
         self._admissions = Admissions(self, cache, self._requests, self._step)
         self.loads = RequestLoads(self, cache, self._requests, self._step)
-
-    def _routing_of(self, block_id: int) -> Any:
-        return self.kv_block_allocator.block_routing.get(block_id)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
