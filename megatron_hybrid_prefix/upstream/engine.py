@@ -32,6 +32,9 @@ class EngineSeam(DynamicInferenceEngine):
     _epoch: int | None = None
     _takes_messages = False
     _most_tokens: int | None = None  # the step's budget, while a round of scheduling runs
+    # A subclass sets these: whether a step did not come to its end; whether `tokens_of_chunk` says where the chunks of a prompt end, and
+    # not the sizes of CUDA graphs.
+    needs_reset = cuts_chunks = False
 
     @override
     def add_request(
@@ -73,16 +76,16 @@ class EngineSeam(DynamicInferenceEngine):
         return address
 
     async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """See upstream, and `ended`. Raises the error of a step that failed."""
+        """See upstream, and `drop_futures`. Raises the error of a step that failed."""
         try:
             with _as_it_failed():
                 await super().run_engine(loop=loop)
         except Exception as error:
-            self.ended(f"a step failed: {type(error).__name__}: {error}")
+            self.drop_futures(f"a step failed: {type(error).__name__}: {error}")
             raise
         finally:  # megatron returns if its task is cancelled, in a step, too
             if self.needs_reset:
-                self.ended("a step was cancelled")
+                self.drop_futures("a step was cancelled")
 
     async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Raises the error of a step that failed."""
@@ -90,8 +93,8 @@ class EngineSeam(DynamicInferenceEngine):
             await super().run_engine_with_coordinator(loop=loop)
 
     async def shutdown(self) -> None:
-        """See upstream, and `ended`. Futures get an error that says so."""
-        self.ended("the engine was shut down")
+        """See upstream, and `drop_futures`. Futures get an error that says so."""
+        self.drop_futures("the engine was shut down")
         await super().shutdown()
 
     def schedule_requests(self) -> int:
@@ -218,11 +221,6 @@ class EngineSeam(DynamicInferenceEngine):
         """Refuse a request that can never run; the next step returns it."""
         super()._handle_failed_request(request_id)
 
-    @property
-    def cuts_chunks(self) -> bool:
-        """Whether `tokens_of_chunk` decides where the chunks of a prompt end, and not the sizes of CUDA graphs."""
-        return False
-
     def tokens_of_chunk(self, request: DynamicInferenceRequest) -> int | None:
         """Most tokens that the next chunk of a prompt may compute in this step; 0: it waits; None: as many as there is room for."""
         return None
@@ -251,13 +249,9 @@ class EngineSeam(DynamicInferenceEngine):
         """A request of the coordinator could not be received."""
         raise error
 
-    @property
-    def needs_reset(self) -> bool:
-        """Whether a step did not come to its end."""
-        return False
-
-    def ended(self, why: str) -> None:
-        """The engine's loop ended, and leaves unfinished requests."""
+    def drop_futures(self, why: str) -> list[int]:
+        """The engine's loop ended: the futures of the requests that it leaves get an error. Returns their ids."""
+        return []
 
     @property
     def expert_ranks_agree_on_work(self) -> bool:

@@ -74,7 +74,7 @@ class HybridPrefixContext(SlotContext):
         layout: How KV and states share memory on this rank.
         moves: Copies on the device and to the host.
         host_moves: The same with a host tier, or None.
-        loads: Loads from the host tier, or None.
+        loads: Loads that the next forward uses, and those that requests wait for.
         coalesces: Whether requests wait for prefixes that other requests are computing.
         scored: Prompts whose log-probs are wanted.
         checkpoint_slots: Most cached states; the same number on all ranks.
@@ -145,7 +145,7 @@ class HybridPrefixContext(SlotContext):
                 retention_interval_tokens=prefix.retention_interval_tokens,
                 beside=self._events,
                 on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
-                routing_of=self._routing_of if self.moe_enable_routing_replay else None,
+                routing_of=lambda block_id: self.kv_block_allocator.block_routing.get(block_id),
                 host_pages=sizes.pages,
                 host_kv_pages=sizes.pages_of[EntryKind.KV],
                 host_state_pages=sizes.pages_of[EntryKind.STATE],
@@ -157,18 +157,13 @@ class HybridPrefixContext(SlotContext):
         self.kv_block_allocator: HybridPrefixBlockAllocator = HybridPrefixBlockAllocator(
             self, total_blocks + 1, min(paused, total_blocks - 1), cache=cache
         )
-        self._decodes: DecodedStates | None = None
-        if self.checkpoint_slots and (prefix.caches_answers or self.host_moves is not None):
-            self._decodes = DecodedStates(self, cache, self._events, keep=prefix.caches_answers)
+        self._follow_decodes: Callable[[], None] = lambda: None
+        if prefix.caches_answers and self.checkpoint_slots:
+            self._follow_decodes = DecodedStates(self, cache, self._events).follow
         self.scored = ScoredPrompts(self, cache, self._scores)
         self._requests = KnownRequests(cache, self._scores, prefix.verify_hits)
         self._admissions = Admissions(self, cache, self._requests, self._step)
-        self.loads = None
-        if self.host_moves is not None:
-            self.loads = RequestLoads(self, cache, self.host_moves, self._requests, self._step)
-
-    def _routing_of(self, block_id: int) -> Any:
-        return self.kv_block_allocator.block_routing.get(block_id)
+        self.loads = RequestLoads(self, cache, self._requests, self._step)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -296,7 +291,6 @@ class HybridPrefixContext(SlotContext):
         Returns:
             None: the chunk is the rest of the prompt. 0: the step has too little room for a chunk.
         """
-        assert self.model_states is not None
         length, start = req.remaining_prompt_length, req.finished_chunk_token_count
         end = start + length
         if not start:
@@ -333,8 +327,7 @@ class HybridPrefixContext(SlotContext):
         if request_id not in self._step.parts:  # rows that warm up CUDA graphs
             return super().prefill_span(request_id, start_tokens, tokens, live_row)
         _, plan = self._step.parts[request_id]
-        assert self.shared_memory is not None
-        row_of = self.shared_memory.row
+        row_of = self.states.memory.row
         return PrefillSpan(
             start_tokens=start_tokens,
             tokens=tokens,
@@ -347,8 +340,7 @@ class HybridPrefixContext(SlotContext):
         """The CPU waits for upstream's copies, and so for all launches before them. Loads are waited for afterwards."""
         self.moves.launch()
         done = super().transfer_bookkeeping_to_gpu(skip_token_input_ids, record_done_event)
-        if self.loads is not None:
-            self.loads.wait()
+        self.loads.wait()
         return done
 
     def forward_launched(self, logits: torch.Tensor) -> None:
@@ -379,8 +371,7 @@ class HybridPrefixContext(SlotContext):
         Then attaches the blocks that megatron allocated to their requests.
         """
         self._publish_rest()
-        if self._decodes is not None:
-            self._decodes.follow()
+        self._follow_decodes()
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
         rows.attach_blocks(self, self.prefix_cache)
         self._step.published_plans = 0
@@ -394,8 +385,8 @@ class HybridPrefixContext(SlotContext):
         return finished, continuing
 
     def forget_request(self, request_id: int) -> None:
-        if self.loads is not None:
-            self.loads.forget(request_id)
+        self.prefix_cache.loads.drop_fetch(request_id)
+        self.prefix_cache.loads.drop_swapped_out(request_id)
 
     @property
     def loads_wait(self) -> bool:
@@ -405,7 +396,7 @@ class HybridPrefixContext(SlotContext):
         """Also those whose load failed (`RequestLoads.failed`), whose prompt's log-probs another request promised and did not deliver,
         or that hold what ``wrong_ids`` computed.
         """
-        failed = set() if self.loads is None else set(self.loads.failed())
+        failed = self.loads.failed()
         for request_id, (known, _) in self._step.parts.items():
             if known.scored is not None and known.scored.waits_for_promises:
                 known.scored.lose_step()
@@ -426,7 +417,7 @@ class HybridPrefixContext(SlotContext):
         return all(known.scored is None and plan.load is None for known, plan in self._step.parts.values())
 
     def _publish_rest(self) -> None:
-        self._publish(failed=set() if self.loads is None else self.loads.failed())
+        self._publish(failed=self.loads.failed())
         self.moves.step_ended()
 
     def _publish(self, *, failed: set[int]) -> None:
@@ -468,12 +459,11 @@ class HybridPrefixContext(SlotContext):
     @override
     def admits_ahead(self) -> bool:
         # Else plans of that forward would be left, to be published once it is over, when the last one is resolved.
-        return self.loads is None and not self.prefix_config.verify_hits and not self.is_exact and super().admits_ahead
+        return self.host_moves is None and not self.prefix_config.verify_hits and not self.is_exact and super().admits_ahead
 
     def prepare_requests(self) -> None:
         """Attaches the blocks that it allocated to their requests."""
-        if self._decodes is not None:
-            self._decodes.follow()
+        self._follow_decodes()
         super().prepare_requests()
         rows.attach_blocks(self, self.prefix_cache)
 
@@ -482,7 +472,7 @@ class HybridPrefixContext(SlotContext):
     def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Preempted requests swap out to the host."""
         # Exact ones start over: a prefill of their answer would differ from what their decode computed.
-        self._step.swaps_out = self.loads is not None and not self.is_exact
+        self._step.swaps_out = self.host_moves is not None and not self.is_exact
         try:
             return super().evict_overflow_paused_requests(*args, **kwargs)
         finally:
@@ -493,17 +483,16 @@ class HybridPrefixContext(SlotContext):
         """Finished, preempted and aborted requests release everything; blocks with a key stay cached."""
         request_ids = self.request_ids[request_indexes].tolist()
         if self._step.swaps_out:
-            assert self.host_moves is not None and self._decodes is not None and self.states is not None
-            for request_id, live_index in zip(request_ids, self.live_indices[request_indexes].tolist(), strict=True):
-                slot = self.states.live.slot(live_index)
-                self.prefix_cache.loads.swap_out(request_id, self._decodes.processed(live_index), slot)
-            self.host_moves.launch()
+            computed = (self.request_kv_length_offsets + self.request_query_lengths)[request_indexes].tolist()
+            live_indices = self.live_indices[request_indexes].tolist()
+            for request_id, tokens, live_index in zip(request_ids, computed, live_indices, strict=True):
+                self.prefix_cache.loads.swap_out(request_id, tokens, self.states.live.slot(live_index))
+            self.moves.launch()
         for request_id in request_ids:
             if request_id in self._step.parts:
                 self.prefix_cache.abandon(self._step.parts.pop(request_id)[1], "released")
             self.prefix_cache.release(request_id)
         self.request_to_kv_block_ids[request_indexes] = -1
-        assert self.states is not None
         self.states.live.release(self.live_indices[request_indexes])
         self.mamba_metadata.free_slots(request_indexes)
 

@@ -50,11 +50,10 @@ class DecodedStates:
         context: A `HybridPrefixContext`.
         cache: Its cache.
         events: Is told which blocks become matchable.
-        keep: False: track the tokens only, and keep no blocks or states.
     """
 
-    def __init__(self, context: Any, cache: HybridPrefixCache, events: KVEvents, *, keep: bool) -> None:
-        self._context, self._cache, self._events, self._keep = context, cache, events, keep
+    def __init__(self, context: Any, cache: HybridPrefixCache, events: KVEvents) -> None:
+        self._context, self._cache, self._events = context, cache, events
         self._block_tokens = context.block_size_tokens
         self._width = context.num_speculative_tokens + 1  # most tokens by which a forward advances a request
         # One ring per live index. The start of a block is still there after drafts beyond its end were accepted.
@@ -74,7 +73,7 @@ class DecodedStates:
         those after each token of the last forward.
         """
         blocks = self._advance()
-        if not blocks or not self._keep:
+        if not blocks:
             return
         # By target slot: with few slots, a request may take the slot that another just got.
         copies: dict[int, tuple[int, int]] = {}
@@ -137,11 +136,6 @@ class DecodedStates:
         room = self._block_tokens - processed % self._block_tokens
         self._quiet_steps = int((room.min() - 1) // self._width)
         return found
-
-    def processed(self, live_index: int) -> int:
-        """Computed tokens of the request with this live index, as of the last noted forward."""
-        self._apply_notes()
-        return int(self._processed[live_index])
 
     def _note(self, rows: _DecodeRows, first: int, last: int) -> None:
         tokens = rows.tokens[: (last - first) * self._width].tobytes()

@@ -35,7 +35,6 @@ from megatron_hybrid_prefix.requests.explain import Explanation, Question
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.requests.scores import ScoreTable
 from megatron_hybrid_prefix.tiers.units import LoadState
-from megatron_hybrid_prefix.transfers.mover import Mover
 
 logger = logging.getLogger(__name__)
 
@@ -258,15 +257,12 @@ class RequestLoads:
     Args:
         context: The context.
         cache: Its cache, which decides.
-        moves: Runs the transfers.
         requests: Its requests.
         step: Its next or running forward.
     """
 
-    def __init__(
-        self, context: Any, cache: HybridPrefixCache, moves: Mover, requests: KnownRequests, step: StepState
-    ) -> None:
-        self._context, self._cache, self._moves, self._requests, self._step = context, cache, moves, requests, step
+    def __init__(self, context: Any, cache: HybridPrefixCache, requests: KnownRequests, step: StepState) -> None:
+        self._context, self._cache, self._requests, self._step = context, cache, requests, step
 
     def waits(self, req: Any, others_run: bool) -> bool:
         """Have the tier behind the host bring what a waiting request can resume from.
@@ -287,7 +283,7 @@ class RequestLoads:
             fetch = cache.loads.fetch(req.request_id, known.match(cache, req.remaining_prompt_length))
             if fetch is None:
                 return False
-            self._moves.begin_fetch(fetch.load_id, [entry.read for entry in fetch.coming])
+            self._context.moves.begin_fetch(fetch.load_id, [entry.read for entry in fetch.coming])
         state = self._fetch(known, fetch, wait=False)
         if state in (LoadState.MISSING, LoadState.LATE):
             self._context.decisions.note(lambda: f"request {req.request_id} does not wait for its load: {state}")
@@ -301,36 +297,30 @@ class RequestLoads:
         """
         for known, plan in self._step.parts.values():
             if plan.load is not None and self._fetch(known, plan.load, wait=True) is LoadState.COPYING:
-                self._moves.wait_for(plan.load.load_id)
+                self._context.moves.wait_for(plan.load.load_id)
 
     def _fetch(self, known: PrefixRequest, load: Load, *, wait: bool) -> LoadState:
         """See `Mover.fetch`. A request waits once: its load goes on where its fetch was."""
         if load.state is not LoadState.FETCHING:
             return load.state
-        tier = self._moves.tier
-        assert tier is not None
         if known.deadline_s is None:
-            known.deadline_s = time.monotonic() + tier.tier.wait_s
-        state = self._moves.fetch(load.load_id, known.deadline_s, wait=wait)
+            known.deadline_s = time.monotonic() + self._context.moves.tier.tier.wait_s
+        state = self._context.moves.fetch(load.load_id, known.deadline_s, wait=wait)
         if state is not LoadState.FETCHING:
             known.deadline_s = None
             self._cache.loads.end_fetch(load, state)
         return state
-
-    def forget(self, request_id: int) -> None:
-        """Drop what a request without a row holds on the host: it ended."""
-        self._cache.loads.drop_fetch(request_id)
-        self._cache.loads.drop_swapped_out(request_id)
 
     def failed(self) -> set[int]:
         """Requests of the last forward whose loads failed verification, or did not arrive; the same set on all ranks.
 
         All ranks call it after each forward, before one with loads is published. The requests must be recomputed.
         """
-        parts = self._step.parts.values()
-        loads = [(known, plan.load) for known, plan in parts if plan.load is not None]
+        loads = [(known, plan.load) for known, plan in self._step.parts.values() if plan.load is not None]
+        if not loads:
+            return set()
         copied = {load.load_id: load for _, load in loads if load.state is LoadState.COPYING}
-        for load_id, state in self._moves.verdicts(copied).items():
+        for load_id, state in self._context.moves.verdicts(copied).items():
             load = copied[load_id]
             load.state = state
             if state is LoadState.FAILED:

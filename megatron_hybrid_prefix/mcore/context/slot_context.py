@@ -41,8 +41,8 @@ class SlotContext(ContextSeam, NoCache):
         inference_config: Megatron's inference config; not changed.
 
     Attributes:
-        model_states: The states of the model's recurrent layers, or None.
-        states: The recurrent states, or None.
+        model_states: What the states of the model's recurrent layers are, if it has any.
+        states: The recurrent states, a `StateMemory`, or None.
         shared_memory: The memory of the states, or None.
         live_states: Whether a cache gives slots of it to running requests.
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
@@ -54,11 +54,11 @@ class SlotContext(ContextSeam, NoCache):
     """
 
     samples_weights = True
+    model_states: ModelStates
 
     def __init__(self, model_config: TransformerConfig, inference_config: InferenceConfig) -> None:
         check_overrides()
         check_sizes(model_config, "the model's config", inference_config.pg_collection)
-        self.model_states: ModelStates | None = None
         state_config = inference_config.mamba_inference_state_config
         if state_config is not None:
             if replays_chunks(model_config):
@@ -80,7 +80,6 @@ class SlotContext(ContextSeam, NoCache):
             )
         self.prompts_on_host = not inference_config.enable_prefix_caching  # megatron's
         # Megatron's constructor allocates the memory.
-        self.states: StateMemory | None = None
         self.shared_memory: SharedMemory | None = None
         self.live_states, self.next_prompt_token = False, 0
         super().__init__(model_config=model_config, inference_config=inference_config)
@@ -96,12 +95,10 @@ class SlotContext(ContextSeam, NoCache):
     @property
     def state_layout(self) -> SlotLayout:
         """Content of one slot on this rank."""
-        assert self.model_states is not None
         return self.model_states.slots
 
     def allocate_states(self) -> None:
         """All states are in one buffer, which a cache has allocated with its KV."""
-        assert self.model_states is not None
         if self.shared_memory is None:
             self.shared_memory = SharedMemory(
                 self.state_layout,
@@ -126,11 +123,9 @@ class SlotContext(ContextSeam, NoCache):
         self.offload_with_engine(["shared_memory_buffer"])
 
     def zero_live_states(self, live_indices: list[int]) -> None:
-        assert self.states is not None
         self.states.memory.zero(sorted({self.states.live.slot(index) for index in live_indices}))
 
     def live_rows(self, live_indices: torch.Tensor) -> torch.Tensor:
-        assert self.states is not None
         return self.states.live.rows(live_indices)
 
     def mamba_states_cache(self, layer_number: int, intermediate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +142,6 @@ class SlotContext(ContextSeam, NoCache):
             layer_number: Number of the layer on this pipeline stage, from 1.
             drafted: Return the states after each drafted token instead, (rows, drafts + 1, *shape).
         """
-        assert self.states is not None
         layers = self.states.drafted_layers if drafted else self.states.layers
         return layers[int(self.layer_map[layer_number - 1])]
 
@@ -182,7 +176,6 @@ class SlotContext(ContextSeam, NoCache):
         return result
 
     def prepare_prefill(self, sequences: int, *, padded_tokens: int, padded_sequences: int) -> None:
-        assert self.prefill_step is not None
         of_rows = slice(self.total_request_count - sequences, self.total_request_count)
         columns = (
             self.request_ids[of_rows],
@@ -191,11 +184,10 @@ class SlotContext(ContextSeam, NoCache):
             self.live_rows(self.live_indices[of_rows]),
         )
         spans = [self.prefill_span(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
-        self.prefill_step.prepare(spans, tokens=padded_tokens, sequences=padded_sequences)
+        self.states.step.prepare(spans, tokens=padded_tokens, sequences=padded_sequences)
 
     def show_prefill(self) -> None:
-        assert self.prefill_step is not None
-        self.prefill_step.show()
+        self.states.step.show()
 
     def prefill_span(self, request_id: int, start_tokens: int, tokens: int, live_row: int) -> PrefillSpan:
         """What a request computes in this step."""

@@ -81,7 +81,6 @@ class HybridPrefixEngine(EngineSeam):
         self.on_step: Callable[[], None] = lambda: None
         self.on_question: Callable[[str, int, Any, Any], None] = lambda *question: None
         self.step_began_s: float | None = None
-        self._step_failed = False  # since the last reset
         self._was_idle = False  # when the next request to be admitted came
         self._weights: WeightSamples | None = None
         self._announced = False  # new weights, since the engine was suspended
@@ -95,6 +94,7 @@ class HybridPrefixEngine(EngineSeam):
         self._schedule = PrefixScheduling(self, context).schedule if with_cache else lambda admit: admit()
         self.removals = Removals(self, self._cached)
         self._records: dict[int, RequestRecord] = {}  # see `HybridPrefixController.records`
+        self.cuts_chunks = self._cached.is_exact
         if self._cached.is_exact:
             make_exact(controller)
         own = isinstance(controller, HybridPrefixController)
@@ -119,31 +119,23 @@ class HybridPrefixEngine(EngineSeam):
         """
         if getattr(self, "use_coordinator", False):
             self.messages_taken()  # what ended, and was not told
-        for request_id in self._drop_futures("the engine was reset"):
+        for request_id in self.drop_futures("the engine was reset"):
             self.reply_refused(request_id, "the engine was reset")
         super().reset()
         if isinstance(self.controller, HybridPrefixController):
             self.controller.clear_accepted_drafts()
         self.removals.clear()
         self._records.clear()
-        self._step_failed = False
+        self.needs_reset = False
         context = self.context
         context.prefix_cache_hits = context.prefix_cache_blocks_matched = 0
         context.prefix_cache_prefill_computed_tokens = context.prefix_cache_prefill_skipped_tokens = 0
         self.drop_pending_logits()
 
-    @property
-    def needs_reset(self) -> bool:
-        return self._step_failed
+    def drop_futures(self, why: str) -> list[int]:
+        """Megatron cancels them. But a cancelled future ends the task that awaits it as if that task had been cancelled.
 
-    def ended(self, why: str) -> None:
-        """The coordinator answers the requests that a replica leaves."""
-        self._drop_futures(why)
-
-    def _drop_futures(self, why: str) -> list[int]:
-        """Set an error in the futures of unfinished requests; returns their ids.
-
-        Megatron cancels them. But a cancelled future ends the task that awaits it as if that task had been cancelled.
+        The coordinator answers the requests that a replica leaves.
         """
         entries: dict[int, Any] = getattr(self, "requests", {})  # none before the first reset
         dropped = {request_id: entry.future for request_id, entry in entries.items() if not entry.future.done()}
@@ -470,7 +462,7 @@ class HybridPrefixEngine(EngineSeam):
             RuntimeError: An earlier step raised, and the engine was not reset since.
         """
         self._check_not_suspended()
-        if self._step_failed:
+        if self.needs_reset:
             raise RuntimeError("a step failed and left half-written states: call engine.reset() first")
         self.step_began_s = time.perf_counter()
         try:
@@ -480,7 +472,7 @@ class HybridPrefixEngine(EngineSeam):
             if not self.has_unfinished_requests():
                 self._cached.flush()
         except BaseException:
-            self._step_failed = True
+            self.needs_reset = True
             self._cached.fail_step()
             raise
         finally:
@@ -576,13 +568,9 @@ class HybridPrefixEngine(EngineSeam):
 
     # -- exactness -----------------------------------------------------------------------------------------------------
 
-    @property
-    def cuts_chunks(self) -> bool:
-        return self._cached.is_exact
-
     def tokens_of_chunk(self, request: DynamicInferenceRequest) -> int | None:
         """Where bits have to be equal, chunks end on the grid of the scans."""
-        return self.context.chunk_on_grid(request) if self._cached.is_exact else None
+        return self.context.chunk_on_grid(request) if self.cuts_chunks else None
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

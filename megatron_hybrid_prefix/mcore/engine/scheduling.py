@@ -26,7 +26,6 @@ class PrefixScheduling:
         self._engine = engine
         self._context = context
         self._cache = context.prefix_cache
-        self._loads = context.loads
         self._coalescing = Coalescing(self._cache, context.prefix_request) if context.coalesces else None
 
     def schedule(self, admit: Callable[[], None]) -> None:
@@ -45,7 +44,7 @@ class PrefixScheduling:
     def _wait_for_fetches(self) -> set[int]:
         """Removes requests from the queue that wait in this round for the tier behind the host."""
         engine, context = self._engine, self._context
-        if self._loads is None or context.paused_request_count:
+        if context.host_moves is None or context.paused_request_count:
             return set()  # with paused requests, no request is admitted
         held: set[int] = set()
         free_rows = context.max_requests - context.total_request_count
@@ -53,7 +52,7 @@ class PrefixScheduling:
             request = engine.get_request(request_id)
             between_chunks = request.finished_chunk_token_count > 0
             others_run = context.total_request_count > 0 or seen > len(held)
-            if not between_chunks and self._loads.waits(request, others_run):
+            if not between_chunks and context.loads.waits(request, others_run):
                 held.add(request_id)
         self._take_from_queue(held)
         return held
