@@ -125,8 +125,8 @@ class ControllerSeam(TextGenerationController):
             context.send_prefill_tokens()
         return super()._run_async_sched_publish_bookkeeping()
 
-    def _run_async_sched_forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
-        super()._run_async_sched_forward(input_ids, position_ids)
+    def _run_async_sched_forward(self, input_ids_gpu_view: torch.Tensor, position_ids_gpu_view: torch.Tensor) -> None:
+        super()._run_async_sched_forward(input_ids_gpu_view, position_ids_gpu_view)
         if self._hides_prefills:
             self.inference_wrapped_model.inference_context.hide_prefills()
             self._hides_prefills = False

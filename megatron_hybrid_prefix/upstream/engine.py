@@ -323,6 +323,14 @@ class EngineSeam(DynamicInferenceEngine):
         """Add to megatron's count of requests that waited for a prefix another request computes."""
         self._prefix_coordination_waits += requests
 
+    @property
+    def has_pending_logits(self) -> bool:
+        """Whether asynchronous scheduling has launched a forward that was not sampled yet. False with expert parallelism, whose ranks
+        would have to agree.
+        """
+        alone = self.controller.model_config.expert_model_parallel_size == 1
+        return bool(alone and self.controller._async_sched_logits.is_valid)
+
     def drop_pending_logits(self) -> None:
         """Drop the logits that asynchronous scheduling keeps for the next step: their rows are gone."""
         self.controller._async_sched_logits.clear()

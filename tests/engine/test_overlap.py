@@ -66,3 +66,48 @@ def test_a_long_answer_is_keyed_and_kept_as_with_legacy_scheduling(model):
         served.check()
         served.finish()
     assert found[:3] == found[3:]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("slots", [None, 32])
+def test_a_request_is_admitted_while_the_last_forward_runs(model, slots, chunked, monkeypatch):
+    served = EngineHarness(model, async_sched_mode="async", slots=slots, enable_chunked_prefill=chunked)
+    first = served.add(tokens(1, 9, seed=1), count=8)
+    served.step(3)
+    order = order_of(served, monkeypatch)
+    second = served.add(tokens(2, 9, seed=2), count=4)
+    served.step()
+    assert order == ["forward", "tokens"] and served.context.num_prefill_requests == 1
+    served.step()
+    assert order[2:] == ["forward", "tokens"] and served.context.total_request_count == 2
+    served.run()
+    served.check(first, second)
+    served.finish()
+
+
+@pytest.mark.parametrize("ends", [1, 2, 3])
+@pytest.mark.parametrize("new", [1, 2])
+def test_requests_end_while_others_are_admitted_ahead(model, ends, new):
+    """By an end token, which nobody can foresee; and one that is admitted ahead has one token only."""
+    plain = EngineHarness(model, slots=None)
+    served = EngineHarness(model, async_sched_mode="async", max_requests=6)
+    prompts = [tokens(1, 9 + seed, seed=seed) for seed in range(3)]
+    answers = [list(plain.send(prompt, count=12).generated_tokens) for prompt in prompts]
+    after = 4  # its tokens before the step that admits
+    ids = [
+        served.add(prompt, 12, params={"termination_id": answers[row][after] if row < ends else None})
+        for row, prompt in enumerate(prompts)
+    ]
+    while len(served.engine.get_request(ids[-1]).generated_tokens) < after:
+        served.step()
+    ids += [served.add(tokens(2, seed, seed=seed), 1 + 5 * (seed % 2)) for seed in range(20, 20 + new)]
+    served.step()
+    assert served.context.num_prefill_requests == new
+    served.run()
+    for number, prompt in zip(ids, prompts, strict=False):
+        found = list(served.finished[number].generated_tokens)
+        right = answers[number - 1]
+        stop = right.index(right[after]) + 1 if number <= ends else 12
+        assert found == right[:stop]
+    served.check(*ids[len(prompts) :])
+    served.check_drained()

@@ -459,7 +459,12 @@ class HybridPrefixContext(SlotContext):
     @override
     def admits_ahead(self) -> bool:
         # Else plans of that forward would be left, to be published once it is over, when the last one is resolved.
-        return self.host_moves is None and not self.prefix_config.verify_hits and not self.is_exact and super().admits_ahead
+        return (
+            self.host_moves is None
+            and not self.prefix_config.verify_hits
+            and not self.is_exact
+            and super().admits_ahead
+        )
 
     def prepare_requests(self) -> None:
         """Attaches the blocks that it allocated to their requests."""

@@ -267,8 +267,8 @@ class SlotContext(ContextSeam, NoCache):
         )  # prompts' log-probs come from this forward
 
     @property
+    @override
     def admits_ahead(self) -> bool:
-        """Whether requests may be admitted to a forward that is launched while the last one still runs."""
         return not self.num_speculative_tokens and bool(self.config.materialize_only_last_token_logits)
 
     def can_prepare_requests(self) -> bool:
@@ -278,7 +278,8 @@ class SlotContext(ContextSeam, NoCache):
         prefills = self.num_prefill_requests
         if self.chunked_prefill_request_id != -1 or (prefills and not self.prefills_may_decode):
             return False
-        if not (self.get_active_sequence_lengths() + 1 < self.get_max_sequence_lengths()).any():
+        ends = self.get_active_sequence_lengths() + 1 >= self.get_max_sequence_lengths()
+        if len(ends) and ends.all():
             return False
         self.num_prefill_requests = 0
         try:

@@ -84,6 +84,7 @@ class HybridPrefixEngine(EngineSeam):
         self._was_idle = False  # when the next request to be admitted came
         self._weights: WeightSamples | None = None
         self._announced = False  # new weights, since the engine was suspended
+        self._admits_ahead = False  # in the step that runs
         check_overrides()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         self._cached = context if isinstance(context, NoCache) else NoCache()
@@ -99,7 +100,7 @@ class HybridPrefixEngine(EngineSeam):
             make_exact(controller)
         own = isinstance(controller, HybridPrefixController)
         if own:
-            controller.records = self._records
+            controller.records, controller.admit = self._records, self._admit_ahead
         super().__init__(controller, context)
         # That a request can have.
         self._most_blocks = min(block_counts(context.kv_block_allocator).active, self._cached.room_for(1))
@@ -449,10 +450,30 @@ class HybridPrefixEngine(EngineSeam):
         self._schedule(super().schedule_waiting_requests)
 
     def may_overlap_steps(self) -> bool:
-        """False if an aborted request must leave between two forwards, or a request waits for its load."""
+        """False if an aborted request must leave between two forwards, or a request waits for its load.
+
+        True if waiting requests can be admitted to a forward that is launched while the last one runs.
+        """
+        self._admits_ahead = False
         if self._rows_leave or self._cached.loads_wait:
             return False
-        return super().may_overlap_steps()
+        if super().may_overlap_steps():
+            return True
+        context, ahead = self.context, self._cached.admits_ahead and self.has_pending_logits
+        if ahead and self.waiting_request_ids and context.can_prepare_requests():
+            head = self.get_request(self.waiting_request_ids[0])
+            self._admits_ahead = self._fits_whole(head, beside_tokens=context.total_request_count)
+        return self._admits_ahead
+
+    def _admit_ahead(self) -> None:
+        if self._admits_ahead:
+            self.schedule_waiting_requests()
+
+    def _fits_whole(self, request: DynamicInferenceRequest, *, beside_tokens: int) -> bool:
+        """Whether a forward can compute all of a prompt beside so many tokens."""
+        length = request.remaining_prompt_length
+        computed = length - self.context.skipped_tokens_of_chunk(request, length)
+        return beside_tokens + computed <= self.context.max_tokens
 
     async def async_step(self) -> Any:
         """A replica sends new tokens after a step: see `on_step` and `step_began_s`.
@@ -569,7 +590,9 @@ class HybridPrefixEngine(EngineSeam):
     # -- exactness -----------------------------------------------------------------------------------------------------
 
     def tokens_of_chunk(self, request: DynamicInferenceRequest) -> int | None:
-        """Where bits have to be equal, chunks end on the grid of the scans."""
+        """Where bits have to be equal, chunks end on the grid of the scans. A forward that does not wait for the last one has no chunks."""
+        if self._admits_ahead and not self._fits_whole(request, beside_tokens=self.context.active_token_count):
+            return 0
         return self.context.chunk_on_grid(request) if self.cuts_chunks else None
 
     # -- weights -------------------------------------------------------------------------------------------------------

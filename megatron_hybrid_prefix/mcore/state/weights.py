@@ -65,7 +65,9 @@ class WeightSamples:
     def _tensors(self) -> list[torch.Tensor]:
         """Those that are sampled. This runs before a first token."""
         weights = [weight for weight in _values(self._parameters) if weight is not None]
-        weights += [value for own in filter(None, self._buffers) for key, value in own.items() if key not in _NOT_SAMPLED]
+        weights += [
+            value for own in filter(None, self._buffers) for key, value in own.items() if key not in _NOT_SAMPLED
+        ]
         if self._quantised or not all(map(_is_plain, weights)):
             weights += [own.get(key) for own, key in self._quantised]
             return [part for weight in weights for part in _parts(weight)]
