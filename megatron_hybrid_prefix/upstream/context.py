@@ -309,7 +309,6 @@ class ContextSeam(DynamicInferenceContext):
             rows = slice(self.total_request_count - self.num_prefill_requests, self.total_request_count)
             self.request_in_prefill_status_tensor[rows] = 1
             self._note_prefills(self._decodes_ahead)
-            self.active_token_count += int(self.request_query_lengths[rows].sum())
 
     # Prefills of a forward that is launched before the one before it is resolved. Megatron overlaps decodes only, and must not see them
     # while it samples and resolves the earlier forward.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.test_not_finite import BAD, embedding, without_bad
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
 
 
@@ -102,12 +103,30 @@ def test_requests_end_while_others_are_admitted_ahead(model, ends, new):
         served.step()
     ids += [served.add(tokens(2, seed, seed=seed), 1 + 5 * (seed % 2)) for seed in range(20, 20 + new)]
     served.step()
-    assert served.context.num_prefill_requests == new
+    context = served.context
+    assert context.num_prefill_requests == new
+    assert context.request_in_prefill_status_tensor[: context.total_request_count].tolist()[-new:] == [1] * new
     served.run()
-    for number, prompt in zip(ids, prompts, strict=False):
+    for number in ids[: len(prompts)]:
         found = list(served.finished[number].generated_tokens)
         right = answers[number - 1]
         stop = right.index(right[after]) + 1 if number <= ends else 12
         assert found == right[:stop]
     served.check(*ids[len(prompts) :])
+    served.check_drained()
+
+
+def test_a_bad_token_of_a_prompt_that_is_admitted_ahead(model):
+    """What comes before it stays cached; the request that ran beside it goes on."""
+    served = EngineHarness(model, async_sched_mode="async")
+    with embedding(model, BAD, float("nan")):
+        running = served.add(without_bad(80, seed=1), count=9)
+        served.step(3)
+        bad = served.add([*without_bad(2 * BLOCK + 3, seed=2), BAD, *without_bad(BLOCK, seed=3)])
+        served.step()
+        assert served.context.num_prefill_requests == 1
+        served.run()
+    assert served.finished[bad].failed()
+    assert max(node.depth_blocks for node in served.cache.nodes()) == 2
+    served.check(running)
     served.check_drained()
