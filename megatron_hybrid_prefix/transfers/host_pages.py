@@ -56,22 +56,21 @@ class HostPages:
 
     def __init__(self, sizes: HostSizes, device: torch.device, *, for_threads: bool) -> None:
         self.sizes, self.page_bytes = sizes, sizes.page_bytes
-        count, page_bytes = sizes.pages, sizes.page_bytes
-        size, on_gpu = count * page_bytes, device.type == "cuda"
+        size, on_gpu = sizes.pages * sizes.page_bytes, device.type == "cuda"
         self.memory = allocate(size) if on_gpu else torch.empty(size, dtype=torch.uint8)
-        self.rows = self.memory.view(count, page_bytes)
+        self.rows = self.memory.view(sizes.pages, sizes.page_bytes)
         self._unpin: weakref.finalize[[torch.Tensor, torch.device], HostPages] | None = None
-        if on_gpu and count:
+        if on_gpu:
             pin(self.memory, device)
             # Unpin before freeing: else the next memory at this address cannot be pinned.
             self._unpin = weakref.finalize(self, unpin, self.memory, device)
             self._unpin.atexit = False
         self._view = memoryview(self.memory.numpy())
         self.tags: dict[int, Tag] = {}
-        self.sums = torch.zeros(max(1, count), dtype=torch.int64, device=device)
+        self.sums = torch.zeros(sizes.pages, dtype=torch.int64, device=device)
         self.sums_seen = self.sums
         if for_threads and on_gpu:
-            self.sums_seen = torch.zeros(max(1, count), dtype=torch.int64).pin_memory()
+            self.sums_seen = torch.zeros(sizes.pages, dtype=torch.int64).pin_memory()
 
     def close(self) -> None:
         """Free the memory; garbage collection does so, too."""
