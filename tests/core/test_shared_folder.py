@@ -28,7 +28,7 @@ from megatron_hybrid_prefix.tiers.folder import FolderSettings
 from megatron_hybrid_prefix.tiers.space import FileName
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, raises, tag
-from tests.core.tier_kinds import file_name
+from tests.core.tier_kinds import file_name, wait_for_namespace
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
 
@@ -122,7 +122,7 @@ def test_new_weights_have_nothing_and_take_nothing_until_a_look(tmp_path):
             assert put(tier, tag(KV, 9, 1), name=name) == [False]  # a thread was late
             tier.remove(name, [of])
     assert tier.counts == {"gone": 3, "old_weights": 2}
-    wait_until(lambda: tier._space(other).namespace, "the namespace is open")
+    wait_for_namespace(tier, other)
     tier.use_namespace(NAME)
     wait_until(lambda: holds(tier, of), "the first namespace is open again")
 
@@ -132,7 +132,7 @@ def test_a_late_write_deletes_nothing_of_old_weights(tmp_path, no_grace):
     put(tier, *prompt_tags(1, 2))
     old, before = tier.folder.space, files(tmp_path)
     tier.use_namespace(other)
-    wait_until(lambda: tier._space(other).namespace, "the namespace is open")
+    wait_for_namespace(tier, other)
     assert not tier.folder.write(old, file_name(tag(KV, 1, 3)), [bytes(1_000)]) and files(tmp_path) == before
 
 
@@ -582,7 +582,7 @@ def a_cache(folder: Path) -> Path:
     put(tier, *prompt_tags(1, 2))
     for name in (b"o" * 16, NAME):
         tier.use_namespace(name)
-        wait_until(lambda name=name: tier._space(name).namespace, "the namespace is open")
+        wait_for_namespace(tier, name)
         put(tier, *prompt_tags(3, 2), name=name)
     tier.close()
     for below in (f"writing/{DEAD}", f"writing/{DEAD[::-1]}", SPACE, SPACE + "/03"):
