@@ -712,6 +712,17 @@ def test_what_is_planted_in_the_place_of_a_file_harms_nothing(tmp_path, no_grace
     assert all_below(outside) == before and (top / "v1" / "writing" / DEAD / "id_rsa").exists()
 
 
+def test_files_of_an_unused_namespace_that_become_folders_hang_nothing(tmp_path):
+    """After this process has listed them. It cannot delete them, and goes on without."""
+    put(unused := tier_on(tmp_path, name=b"o" * 16), *prompt_tags(1, 2), name=b"o" * 16)
+    unused.close()
+    tier = tier_on(tmp_path, budget_bytes=8_000)
+    for file in list((tmp_path / "v1" / OTHER).rglob("*-*-*-*")):
+        file.unlink()
+        file.mkdir()
+    assert not all(in_time(lambda: put(tier, *prompt_tags(2, 2)))) and tier.counts["no_room"]
+
+
 @FOLDERS
 def test_a_link_that_takes_the_place_of_an_open_folder(tmp_path, no_grace, where, caplog):
     outside, top = a_cache(tmp_path / "outside"), tmp_path / "cache"
