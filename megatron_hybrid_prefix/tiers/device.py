@@ -130,7 +130,7 @@ class DeviceTier:
             return False
         if not needed:
             return True
-        unheld = pages.unheld_without(node.block_id for node in tail)
+        unheld = pages.unheld_without([node.block_id for node in tail])
         return unheld + pages.state_pages - self.slots.stuck_pages >= needed
 
     def take_copies(self) -> list[Copy]:

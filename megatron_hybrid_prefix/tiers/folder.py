@@ -286,7 +286,7 @@ class SharedFolder:
             return True
 
     def _delete_down_to(self, space: Space, most_bytes: int) -> bool:
-        """Delete what is worth least, until at most these bytes are used. False: nothing is left to delete, or the namespace is not open."""
+        """Delete what is worth least until at most this is used. False: nothing is left, or the namespace is not open."""
         with self._room:
             while self.bytes_used > most_bytes:
                 if space is not self.space:

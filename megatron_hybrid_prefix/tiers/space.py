@@ -1,5 +1,5 @@
-"""The files of a namespace in a shared folder: what a name says (`FileName`), which files there are (`Listing`), and, for the namespace
-in use, as a prefix tree, which of them go first (`Space`).
+"""The files of a namespace in a shared folder: what a name says (`FileName`), which files there are (`Listing`), and, for
+the namespace in use, as a prefix tree, which of them go first (`Space`).
 """
 
 from __future__ import annotations

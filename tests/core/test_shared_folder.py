@@ -28,7 +28,7 @@ from megatron_hybrid_prefix.tiers.folder import FolderSettings
 from megatron_hybrid_prefix.tiers.space import FileName
 from megatron_hybrid_prefix.tiers.units import EntryKind, Tag
 from tests.core.entries import BLOCK, KV, NAME, SIZE, STATE, get, holds, key, keys, prompt_tags, put, raises, tag
-from tests.core.tier_kinds import file_name
+from tests.core.tier_kinds import file_name, wait_for_namespace
 from tests.harness.limits import HANG_S, wait_until
 from tests.harness.selection import mostly_slow
 
@@ -118,7 +118,7 @@ def test_new_weights_have_nothing_and_take_nothing_until_a_look(tmp_path):
             assert put(tier, tag(KV, 9, 1), name=name) == [False]  # a thread was late
             tier.remove(name, [of])
     assert tier.counts == {"gone": 3, "old_weights": 2}
-    wait_until(lambda: tier._space(other).namespace, "the namespace is open")
+    wait_for_namespace(tier, other)
     tier.use_namespace(NAME)
     wait_until(lambda: holds(tier, of), "the first namespace is open again")
 
@@ -128,7 +128,7 @@ def test_a_late_write_deletes_nothing_of_old_weights(tmp_path, no_grace):
     put(tier, *prompt_tags(1, 2))
     old, before = tier.folder.space, files(tmp_path)
     tier.use_namespace(other)
-    wait_until(lambda: tier._space(other).namespace, "the namespace is open")
+    wait_for_namespace(tier, other)
     assert not tier.folder.write(old, file_name(tag(KV, 1, 3)), [bytes(1_000)]) and files(tmp_path) == before
 
 
@@ -578,7 +578,7 @@ def a_cache(folder: Path) -> Path:
     put(tier, *prompt_tags(1, 2))
     for name in (b"o" * 16, NAME):
         tier.use_namespace(name)
-        wait_until(lambda name=name: tier._space(name).namespace, "the namespace is open")
+        wait_for_namespace(tier, name)
         put(tier, *prompt_tags(3, 2), name=name)
     tier.close()
     for below in (f"writing/{DEAD}", f"writing/{DEAD[::-1]}", SPACE, SPACE + "/03"):
@@ -706,6 +706,17 @@ def test_what_is_planted_in_the_place_of_a_file_harms_nothing(tmp_path, no_grace
         assert tier.counts["write_EISDIR"] == 6 == tier.counts["read_EISDIR"] and "delete_EISDIR" not in tier.counts
     in_time(lambda: use(top, name=b"p" * 16))
     assert all_below(outside) == before and (top / "v1" / "writing" / DEAD / "id_rsa").exists()
+
+
+def test_files_of_an_unused_namespace_that_become_folders_hang_nothing(tmp_path):
+    """After this process has listed them. It cannot delete them, and goes on without."""
+    put(unused := tier_on(tmp_path, name=b"o" * 16), *prompt_tags(1, 2), name=b"o" * 16)
+    unused.close()
+    tier = tier_on(tmp_path, budget_bytes=8_000)
+    for file in list((tmp_path / "v1" / OTHER).rglob("*-*-*-*")):
+        file.unlink()
+        file.mkdir()
+    assert not all(in_time(lambda: put(tier, *prompt_tags(2, 2)))) and tier.counts["no_room"]
 
 
 @FOLDERS
