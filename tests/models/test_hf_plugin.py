@@ -131,8 +131,3 @@ def test_a_name_that_is_taken(plugged):
 
     with pytest.raises(ValueError, match="model_type='nemotron_h': registered already"):
         register_family(Another())
-
-
-def test_without_the_plugin_the_family_is_unknown(folder):
-    with pytest.raises(ValueError, match="'tandem' is not supported"):
-        open_folder(folder)
