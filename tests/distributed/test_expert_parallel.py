@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix.models import load_checkpoint, save_checkpoint
-from tests.harness.engine_helpers import assert_matches, random_tokens
+from tests.harness.engine_helpers import assert_matches, random_tokens, unequal
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.naive_model import NaiveHybridModel
 from tests.harness.named_models import named
@@ -234,6 +234,6 @@ def test_checkpoints_pass_between_layouts(layout, alone, ranks_of, platform):
     found, again = ranks_of(layout)
     assert [rank["unequal"] for rank in found] == [[]] * len(found)
     other = scenario.build(**LAYOUTS[layout], platform=platform, seed=1)
-    assert scenario.unequal(other, alone(layout).model)
+    assert unequal(other, alone(layout).model)
     load_checkpoint(other, again)
-    assert scenario.unequal(other, alone(layout).model) == []
+    assert unequal(other, alone(layout).model) == []

@@ -32,12 +32,17 @@ def kind(platform):
         yield importlib.import_module("leaky_recall")
 
 
-@pytest.fixture(scope="module", params=[BESIDE, ALONE], ids=["beside_mamba2", "alone"])
-def model(kind, request):
-    model = build_hybrid_model("tiny", seed=0)
-    for number in request.param:
+def built(kind, preset="tiny", layers=BESIDE):
+    """A model with the new kind in these layers."""
+    model = build_hybrid_model(preset, seed=0)
+    for number in layers:
         model.decoder.layers[number].mixer = kind.LeakyRecall(model.config.hidden_size, seed=number)
     return model
+
+
+@pytest.fixture(scope="module", params=[BESIDE, ALONE], ids=["beside_mamba2", "alone"])
+def model(kind, request):
+    return built(kind, layers=request.param)
 
 
 class Reference(NaiveHybridModel):
@@ -146,28 +151,21 @@ def test_new_weights_are_told_to_the_layers(model, kind):
 
 
 def test_cuda_graphs_cannot_capture_it_unless_it_says_so(kind):
-    model = build_hybrid_model("tiny", seed=0)
-    model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)
-    states = states_of_config(mamba_state_config(model))
+    states = states_of_config(mamba_state_config(built(kind)))
     with pytest.raises(ValueError, match=r"CUDA graphs cannot capture layers of kind leaky_recall$"):
         states.check(block_tokens=BLOCK, cuda_graph_impl="local", drafts=0)
 
 
 def test_it_cannot_be_decoded_speculatively(kind):
-    model = build_hybrid_model("tiny-mtp", seed=0)
-    model.decoder.layers[3].mixer = kind.LeakyRecall(model.config.hidden_size, seed=3)
     with pytest.raises(ValueError, match="layers of kind leaky_recall do not support speculative decoding"):
-        EngineHarness(model, num_speculative_tokens=2)
+        EngineHarness(built(kind, "tiny-mtp"), num_speculative_tokens=2)
 
 
-@pytest.mark.parametrize("layers", [(3,), (0, 3)], ids=["beside_mamba2", "alone"])
+@pytest.mark.parametrize("layers", [BESIDE, ALONE], ids=["beside_mamba2", "alone"])
 def test_it_drafts_one_token_after_another_if_it_says_so(kind, monkeypatch, layers):
     """`SlotLayer` keeps the state after each; the engine goes back to the one after the last accepted token."""
     monkeypatch.setattr(kind.Kind, "drafts", True)
-    model = build_hybrid_model("tiny-mtp", seed=0)
-    for number in layers:
-        model.decoder.layers[number].mixer = kind.LeakyRecall(model.config.hidden_size, seed=number)
-    served = Drafting(model, 3, lambda request_id, position: (request_id + position) % 4)
+    served = Drafting(built(kind, "tiny-mtp", layers), 3, lambda request_id, position: (request_id + position) % 4)
     for number in range(3):
         served.ask(random_tokens(BLOCK - 9 + 20 * number, seed=number), 40)
     served.run()
@@ -179,9 +177,7 @@ def test_it_drafts_one_token_after_another_if_it_says_so(kind, monkeypatch, laye
 
 
 def test_layers_of_one_kind_with_different_states_are_refused(kind, monkeypatch):
-    model = build_hybrid_model("tiny", seed=0)
-    for number in ALONE:
-        model.decoder.layers[number].mixer = kind.LeakyRecall(model.config.hidden_size, seed=number)
+    model = built(kind, layers=ALONE)
     first = model.decoder.layers[0].mixer
     monkeypatch.setattr(
         kind.Kind, "chunk_tokens", lambda self, module: kind.CHUNK if module is first else 2 * kind.CHUNK

@@ -217,15 +217,12 @@ def run_and_check(request: pytest.FixtureRequest, name: str, seed: int, drafts: 
     EVENTS[name, seed, drafts] = _events(traffic)
 
 
-def _tokens(request: Any) -> int:
-    return len(request.prompt_tokens) + len(request.generated_tokens)
-
-
 def _check(traffic: Traffic, reference: NaiveHybridModel) -> None:
     """Checks that all requests ended with the model's answers, and that nothing leaked."""
     assert sorted(traffic.finished) == list(range(1, traffic.next_id + 1))
     # The longest first: the reference of what begins them is known then.
-    for request in sorted(traffic.finished.values(), key=_tokens, reverse=True):
+    finished = traffic.finished.values()
+    for request in sorted(finished, key=lambda each: -len(each.prompt_tokens) - len(each.generated_tokens)):
         assert not request.failed()
         if request.request_id not in traffic.aborted:
             most, ends = request.sampling_params.num_tokens_to_generate, end_tokens_of(request.sampling_params)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_hybrid_prefix.models.weights import parameters_by_global_name
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 
@@ -29,6 +30,13 @@ def greedy(count: int, **fields: Any) -> Any:
 def random_tokens(count: int, seed: int, vocabulary: int = 512) -> list[int]:
     """``count`` token ids."""
     return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def unequal(model: Any, right: Any) -> list[str]:
+    """Global names of parameters that differ, and of those that one of the models lacks."""
+    found, wanted = (dict(parameters_by_global_name(each)) for each in (model, right))
+    differ = [name for name in found.keys() & wanted if not torch.equal(found[name], wanted[name])]
+    return [*differ, *found.keys() ^ wanted]
 
 
 def state_bytes(model: Any) -> int:

@@ -21,7 +21,7 @@ from megatron_hybrid_prefix.models import (
 )
 from megatron_hybrid_prefix.models.hf.dimensions import dimensions_of
 from megatron_hybrid_prefix.models.weights import parameters_by_global_name
-from tests.harness.engine_helpers import greedy, run_to_end
+from tests.harness.engine_helpers import greedy, run_to_end, unequal
 from tests.harness.hf_families import MODELS
 from tests.harness.hf_state_dict import hf_shapes
 from tests.harness.limits import HANG_S
@@ -183,8 +183,7 @@ def on_ranks(_, *names):
             save_checkpoint(model, folder / "mcore-again")
             other = build_hybrid_model(open_folder(folder).config, seed=5)
             load_checkpoint(other, folder / "mcore")
-            pairs = zip(parameters_by_global_name(model), parameters_by_global_name(other), strict=True)
-            of_folder["unequal"] = [name for (name, value), (_, right) in pairs if not torch.equal(value, right)]
+            of_folder["unequal"] = unequal(model, other)
         try:
             save_hf_folder(model, folder / "part")
         except ValueError as error:

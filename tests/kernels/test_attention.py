@@ -107,16 +107,6 @@ def test_kvcache_is_varlen_with_as_many_rows_of_each(k_lens, steps, window, seed
     torch.testing.assert_close(lse, expected_lse.unflatten(1, (-1, steps)).transpose(0, 1), rtol=1e-9, atol=1e-9)
 
 
-def test_without_log_sum_exp_only_the_output_is_returned():
-    q, k, v, table = make(0, [2], [5], 2, 2)
-    out, _, _ = varlen(q, k, v, table, [2], [5], causal=True, return_attn_probs=True)
-    assert torch.equal(varlen(q, k, v, table, [2], [5], causal=True), out)
-    decode = attention.flash_attn_with_kvcache(
-        q[None], k, v, cache_seqlens=torch.tensor([5]), block_table=table, causal=True
-    )
-    assert torch.equal(decode[0], out)
-
-
 def check_rounding(dtype, seed):
     """Raises AssertionError if outputs or log-sum-exps exceed their rounding bounds."""
     q, k, v, table = make(seed, [6], [40], 4, 2, dtype=dtype, dim=16, page=8)

@@ -38,7 +38,7 @@ from megatron_hybrid_prefix.platform import ensure_platform, shut_down
 from megatron_hybrid_prefix.pool.pages import ALIGNMENT_BYTES, PageLayout
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
 from megatron_hybrid_prefix.transfers.behind import BehindCopies
-from tests.harness.engine_helpers import described
+from tests.harness.engine_helpers import described, unequal
 from tests.harness.lifecycle_helpers import BLOCK, EngineHarness
 from tests.harness.limits import COLLECTIVE_HANG_S, HANG_S, wait_until
 from tests.harness.named_models import named
@@ -397,12 +397,6 @@ def shard(model: Any) -> dict[str, Any]:
     experts = sum(len(value) for name, value in values.items() if name.endswith("linear_fc1_weight"))
     found = {"parameters": sum(value.numel() for value in values.values()), "local_experts": experts}
     return found | {"sequence_parallel": model.config.sequence_parallel}
-
-
-def unequal(model: Any, right: Any) -> list[str]:
-    """Names of parameters that differ."""
-    pairs = zip(model.named_parameters(), right.named_parameters(), strict=True)
-    return [name for (name, value), (_, reference) in pairs if not torch.equal(value, reference)]
 
 
 def checkpoint(model: Any, folder: str, like: dict[str, Any]) -> list[str]:
