@@ -81,7 +81,7 @@ class HybridPrefixMambaMixer(StepSeam):
             C=C.unflatten(1, (-1, self.d_state)),
             D=D.float().view(-1, self.headdim) if self.D_has_hdim else D,
             z=None if self.rmsnorm else z.unflatten(1, by_head),
-            dt_bias=self.cp.get_dt_bias().float(),
+            dt_bias=self.cp.get_dt_bias(),
             chunk_tokens=self.chunk_size,
             wrong=step.wrong,
         )

@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.models import inference_layers
 from megatron_hybrid_prefix.models.config import HybridModelConfig, get_preset
 from megatron_hybrid_prefix.models.hf.folder import HfFolder, open_folder
 from megatron_hybrid_prefix.models.multipliers import multiplier_fields, scale_attention, scale_residuals, with_parts
-from megatron_hybrid_prefix.models.norms import Float32RMSNorm
+from megatron_hybrid_prefix.models.norms import Float32RMSNorm, fuse_sums_and_norms
 from megatron_hybrid_prefix.models.weights import initialise_weights
 from megatron_hybrid_prefix.ops.elementwise import SwiGLU, squared_relu
 from megatron_hybrid_prefix.platform import Platform, ensure_platform, running_platform
@@ -137,6 +137,7 @@ def build_hybrid_model(
     if config.float32_norms:
         # Said at the first forward: PyTorch's one-kernel norm wants one dtype, and several kernels compute this one.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    fuse_sums_and_norms(model, config.residual_multiplier)
     mark_packed_parameters(model)
     if folder is None:
         initialise_weights(model, config, seed)

@@ -53,7 +53,7 @@ def scan_by_slots(
         C: (tokens, groups, d_state).
         D: (heads,) or (heads, headdim).
         z: (tokens, heads, headdim), or None if the gate is applied later.
-        dt_bias: (heads,) float32.
+        dt_bias: (heads,), floating.
         chunk_tokens: Maximum tokens of a chunk, a power of 2.
         wrong: (>= tokens,) int32, gets 1 for each token whose step no scan may see.
         **slots: Source and target slots; see `pass_states`.

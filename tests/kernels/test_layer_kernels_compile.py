@@ -14,6 +14,7 @@ from megatron_hybrid_prefix.ops import (
     gated_norm,
     mamba_decode,
     mamba_scan,
+    residual_norm,
     wrong_entries,
 )
 from megatron_hybrid_prefix.ops.invariant import linear_triton
@@ -49,6 +50,7 @@ KERNELS = {  # module, constants
     ),
     "_chunk_decays_kernel": (mamba_scan, {"CHUNK": 128, "HEADS": 8}),
     "_chunk_outputs_kernel": (mamba_scan, OUTPUTS),
+    "_norm_of_sum_kernel": (residual_norm, {"WIDTH": 4096, "PARTS": 8}),
     "_squared_relu_kernel": (elementwise, {"BLOCK": 2048}),
     "_swiglu_kernel": (elementwise, {"BLOCK": 2048}),
     "_zero_wrong_rows_kernel": (elementwise, {"BOTH": True, "HEADS": 8, "BLOCK": 128}),
@@ -64,7 +66,7 @@ def type_of(name: str, inputs: str = "bf16") -> str:
         return "*i64"
     if name.endswith("_ptr"):
         return "*fp32" if name in FLOAT32 else f"*{inputs}"
-    return "i64" if name.startswith("stride") else "fp32" if name in ("epsilon", "scale") else "i32"
+    return "i64" if name.startswith("stride") else "fp32" if name in ("epsilon", "scale", "multiplier") else "i32"
 
 
 @pytest.mark.slow
