@@ -116,17 +116,18 @@ def test_requests_end_while_others_are_admitted_ahead(model, ends, new):
     served.check_drained()
 
 
-def test_a_bad_token_of_a_prompt_that_is_admitted_ahead(model):
-    """What comes before it stays cached; the request that ran beside it goes on."""
+@pytest.mark.parametrize("ends_after", [2, 3, 4])
+def test_a_bad_token_of_a_prompt_that_is_admitted_ahead(model, ends_after):
+    """What comes before it stays cached; one request that ran beside it goes on, and one ends in that step, or before or after it."""
     served = EngineHarness(model, async_sched_mode="async")
     with embedding(model, BAD, float("nan")):
-        running = served.add(without_bad(80, seed=1), count=9)
+        beside = [served.add(without_bad(80, seed=seed), count=count) for seed, count in ((5, ends_after), (1, 9))]
         served.step(3)
-        bad = served.add([*without_bad(2 * BLOCK + 3, seed=2), BAD, *without_bad(BLOCK, seed=3)])
+        bad = served.add([*without_bad(3 * BLOCK - 1, seed=2), BAD, *without_bad(BLOCK, seed=3)])
         served.step()
         assert served.context.num_prefill_requests == 1
         served.run()
     assert served.finished[bad].failed()
     assert max(node.depth_blocks for node in served.cache.nodes()) == 2
-    served.check(running)
+    served.check(*beside)
     served.check_drained()
