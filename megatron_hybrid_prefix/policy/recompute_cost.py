@@ -74,11 +74,6 @@ class _Record[T]:
     entry: int = -1
     due: int = -1
 
-    @property
-    def own_kind(self) -> Kind:
-        # A plain int, because hashing an enum is slow.
-        return int(self.origin), min(self.uses.bit_length(), _MOST_USES_BITS), self.first_blocks.bit_length()
-
 
 type _Entry[T] = tuple[float, int, int, int, T]
 """Value, order of age, serial, number, state. Valid if the number is that of the state's record, and the state is kept. One entry
@@ -182,7 +177,9 @@ class _Known[T: KeptState]:
 
     def _touch(self, state: T, record: _Record[T]) -> None:
         record.touched = self._now
-        self._settle(record, record.own_kind, 0)
+        # A plain int, because hashing an enum is slow.
+        uses_bits, first_bits = min(record.uses.bit_length(), _MOST_USES_BITS), record.first_blocks.bit_length()
+        self._settle(record, (int(record.origin), uses_bits, first_bits), 0)
         self.rank(state)
 
     def _settle(self, record: _Record[T], kind: Kind, age: int) -> None:

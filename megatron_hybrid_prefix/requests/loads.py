@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -274,14 +273,12 @@ class Loads:
         blocks = -(-depth_tokens // self._block_tokens)
         if not live.write or live.plans or not len(live.path) <= blocks <= len(live.block_ids):
             return False
-        tag = partial(
-            Tag, key=f"request {request_id}".encode(), depth_tokens=depth_tokens, epoch=self._device.tree.epoch
-        )
+        key, epoch = f"request {request_id}".encode(), self._device.tree.epoch
         private: list[HostEntry] = []
         pinned: list[HostEntry] = []
 
         def keep(kind: EntryKind, device_id: int) -> bool:
-            entry = host.store_private(kind, device_id, tag(kind=kind))
+            entry = host.store_private(kind, device_id, Tag(kind, key, depth_tokens, epoch))
             if entry is not None:
                 private.append(entry)
             return entry is not None
