@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
 
 from megatron_hybrid_prefix.policy.base import KeptState
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -102,7 +103,8 @@ class _Known[T: KeptState]:
         self.lost: OrderedDict[bytes, _Record[T]] = OrderedDict()
         self._most_kept = 0
         self._calendar: list[tuple[int, int, _Record[T]]] = []  # (time when the age number grows, number, record)
-        self._now = self._numbers = self._serials = self._refreshes = 0
+        self._now = self._refreshes = 0
+        self._numbers, self._serials = count(), count()
         self._next_refresh = _REFRESH_AT_LEAST
 
     def added(self, state: T) -> None:
@@ -119,8 +121,7 @@ class _Known[T: KeptState]:
             assert origin is not None
             # A junction or a breakpoint is shared by two prompts, which counts as one use.
             saved_blocks = state.depth_blocks - self.depth_above_blocks(state)
-            record = _Record(self._serials, origin, int(origin <= CheckpointReason.BREAKPOINT), saved_blocks)
-            self._serials += 1
+            record = _Record(next(self._serials), origin, int(origin <= CheckpointReason.BREAKPOINT), saved_blocks)
         record.state = state
         self.records[state] = record
         self._most_kept = max(self._most_kept, len(self.records))
@@ -161,7 +162,7 @@ class _Known[T: KeptState]:
 
     def rank(self, state: T) -> None:
         """The value of a kept state fell, or others go before it now. The tiers that keep it rank it again."""
-        self.records[state].entry = self._number()
+        self.records[state].entry = next(self._numbers)
         for tier in self.tiers:
             tier.rank(state)
 
@@ -187,7 +188,7 @@ class _Known[T: KeptState]:
         record.kind, record.age = kind, age
         record.cell = self._likelihood.cell(kind, age, self._now)
         record.cell.enter(self._now)
-        record.due = self._number()
+        record.due = next(self._numbers)
         heappush(self._calendar, (record.touched + oldest_in(age), record.due, record))
 
     def _inherit(self, above: T, lost: _Record[T]) -> None:
@@ -198,10 +199,6 @@ class _Known[T: KeptState]:
             heir.touched = lost.touched
             self._settle(heir, lost.kind, lost.age)
             self.rank(above)
-
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     def _tick(self) -> None:
         """Advances the time by one call. Records grow older, and from time to time the rates are refreshed."""

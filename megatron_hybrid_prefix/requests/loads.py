@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -75,7 +76,7 @@ class Loads:
         self._host, self._slots = device.host, device.slots
         self._block_tokens = device.settings.block_tokens
         self.fetches = requests.fetches
-        self._next_id = 0
+        self._ids = count()
 
     # -- begin ---------------------------------------------------------------------------------------------------------
 
@@ -155,9 +156,8 @@ class Loads:
         self, request_id: int, pinned: tuple[HostEntry, ...], source: LoadSource, *, slot: int = NO_SLOT
     ) -> Load:
         coming = tuple(entry for entry in pinned if entry.is_coming)
-        self._next_id += 1
         return Load(
-            load_id=self._next_id - 1,
+            load_id=next(self._ids),
             request_id=request_id,
             state=LoadState.FETCHING if coming else LoadState.COPYING,
             depth_tokens=source.depth_tokens,
