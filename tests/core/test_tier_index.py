@@ -141,11 +141,7 @@ MUTANTS = {
     "the latest goes first": (TierIndex, "note_kv", queued_first),
     "what is used again keeps its place": (TierIndex, "note_kv", queued_once),
     "needed KV goes": (KVBlocks, "_let_go", all_let_go),
-    "KV stays though its state has gone": (
-        TierIndex,
-        "drop_state",
-        lambda self, node: self.eviction.removed(node) or self.states.remove(node),
-    ),
+    "KV stays though its state has gone": (TierIndex, "_unneed", lambda self, node: None),
     "what the device has, too, stays": (HostTier, "is_copy", lambda self, node: False),
     "a pinned block goes": (HostTier, "is_pinned", lambda self, node, kv: False),
 }
