@@ -85,9 +85,6 @@ class PrefixTree:
         self._nodes: dict[bytes, Node] = {}
         self.version = 0
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
 

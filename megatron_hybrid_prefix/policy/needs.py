@@ -97,16 +97,7 @@ class TierIndex[N: KeptState](ABC):
         """The tier has the node's state now."""
         self.eviction.added(node)
         self.states.add(node)
-        users, unneeded = self.users, self.unneeded
-        above: N | None = node
-        while above is not None:
-            if above in users:
-                users[above] += 1
-                return
-            users[above] = 1
-            if above in unneeded and not self.is_copy(above):
-                del unneeded[above]
-            above = above.parent
+        self._need(node)
 
     def use_state(self, node: N) -> None:
         """A request resumes from the node's state."""
@@ -116,18 +107,7 @@ class TierIndex[N: KeptState](ABC):
         """The node's state has left the tier."""
         self.eviction.removed(node)
         self.states.remove(node)
-        users, unneeded = self.users, self.unneeded
-        above: N | None = node
-        while above is not None:
-            if users[above] > 1:
-                users[above] -= 1
-                return
-            del users[above]
-            if self.has_kv(above):  # as `note_kv`, but this loop may be long
-                if above in unneeded:
-                    del unneeded[above]
-                unneeded[above] = None
-            above = above.parent
+        self._unneed(node)
 
     # -- what goes next ------------------------------------------------------------------------------------------------
 
@@ -170,6 +150,34 @@ class TierIndex[N: KeptState](ABC):
             raise CacheCorruptionError("an entry is counted that is not there")
         if len(self.eviction) != len(self.states) or set(self.eviction) != self.states:
             raise CacheCorruptionError("the states and those of the eviction policy differ")
+
+    # -- internal ------------------------------------------------------------------------------------------------------
+
+    def _need(self, node: N) -> None:
+        users, unneeded = self.users, self.unneeded
+        above: N | None = node
+        while above is not None:
+            if above in users:
+                users[above] += 1
+                return
+            users[above] = 1
+            if above in unneeded and not self.is_copy(above):
+                del unneeded[above]
+            above = above.parent
+
+    def _unneed(self, node: N) -> None:
+        users, unneeded = self.users, self.unneeded
+        above: N | None = node
+        while above is not None:
+            if users[above] > 1:
+                users[above] -= 1
+                return
+            del users[above]
+            if self.has_kv(above):  # as `note_kv`, but this loop may be long
+                if above in unneeded:
+                    del unneeded[above]
+                unneeded[above] = None
+            above = above.parent
 
 
 class Place[T: KeptState]:

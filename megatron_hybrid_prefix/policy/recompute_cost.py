@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
 
 from megatron_hybrid_prefix.policy.base import KeptState
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -74,11 +75,6 @@ class _Record[T]:
     entry: int = -1
     due: int = -1
 
-    @property
-    def own_kind(self) -> Kind:
-        # A plain int, because hashing an enum is slow.
-        return int(self.origin), min(self.uses.bit_length(), _MOST_USES_BITS), self.first_blocks.bit_length()
-
 
 type _Entry[T] = tuple[float, int, int, int, T]
 """Value, order of age, serial, number, state. Valid if the number is that of the state's record, and the state is kept. One entry
@@ -107,7 +103,8 @@ class _Known[T: KeptState]:
         self.lost: OrderedDict[bytes, _Record[T]] = OrderedDict()
         self._most_kept = 0
         self._calendar: list[tuple[int, int, _Record[T]]] = []  # (time when the age number grows, number, record)
-        self._now = self._numbers = self._serials = self._refreshes = 0
+        self._now = self._refreshes = 0
+        self._numbers, self._serials = count(), count()
         self._next_refresh = _REFRESH_AT_LEAST
 
     def added(self, state: T) -> None:
@@ -124,8 +121,7 @@ class _Known[T: KeptState]:
             assert origin is not None
             # A junction or a breakpoint is shared by two prompts, which counts as one use.
             saved_blocks = state.depth_blocks - self.depth_above_blocks(state)
-            record = _Record(self._serials, origin, int(origin <= CheckpointReason.BREAKPOINT), saved_blocks)
-            self._serials += 1
+            record = _Record(next(self._serials), origin, int(origin <= CheckpointReason.BREAKPOINT), saved_blocks)
         record.state = state
         self.records[state] = record
         self._most_kept = max(self._most_kept, len(self.records))
@@ -166,7 +162,7 @@ class _Known[T: KeptState]:
 
     def rank(self, state: T) -> None:
         """The value of a kept state fell, or others go before it now. The tiers that keep it rank it again."""
-        self.records[state].entry = self._number()
+        self.records[state].entry = next(self._numbers)
         for tier in self.tiers:
             tier.rank(state)
 
@@ -182,7 +178,9 @@ class _Known[T: KeptState]:
 
     def _touch(self, state: T, record: _Record[T]) -> None:
         record.touched = self._now
-        self._settle(record, record.own_kind, 0)
+        # A plain int, because hashing an enum is slow.
+        uses_bits, first_bits = min(record.uses.bit_length(), _MOST_USES_BITS), record.first_blocks.bit_length()
+        self._settle(record, (int(record.origin), uses_bits, first_bits), 0)
         self.rank(state)
 
     def _settle(self, record: _Record[T], kind: Kind, age: int) -> None:
@@ -190,7 +188,7 @@ class _Known[T: KeptState]:
         record.kind, record.age = kind, age
         record.cell = self._likelihood.cell(kind, age, self._now)
         record.cell.enter(self._now)
-        record.due = self._number()
+        record.due = next(self._numbers)
         heappush(self._calendar, (record.touched + oldest_in(age), record.due, record))
 
     def _inherit(self, above: T, lost: _Record[T]) -> None:
@@ -201,10 +199,6 @@ class _Known[T: KeptState]:
             heir.touched = lost.touched
             self._settle(heir, lost.kind, lost.age)
             self.rank(above)
-
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     def _tick(self) -> None:
         """Advances the time by one call. Records grow older, and from time to time the rates are refreshed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from itertools import count
 
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -76,7 +76,7 @@ class Loads:
         self._host, self._slots = device.host, device.slots
         self._block_tokens = device.settings.block_tokens
         self.fetches = requests.fetches
-        self._next_id = 0
+        self._ids = count()
 
     # -- begin ---------------------------------------------------------------------------------------------------------
 
@@ -156,9 +156,8 @@ class Loads:
         self, request_id: int, pinned: tuple[HostEntry, ...], source: LoadSource, *, slot: int = NO_SLOT
     ) -> Load:
         coming = tuple(entry for entry in pinned if entry.is_coming)
-        self._next_id += 1
         return Load(
-            load_id=self._next_id - 1,
+            load_id=next(self._ids),
             request_id=request_id,
             state=LoadState.FETCHING if coming else LoadState.COPYING,
             depth_tokens=source.depth_tokens,
@@ -274,14 +273,12 @@ class Loads:
         blocks = -(-depth_tokens // self._block_tokens)
         if not live.write or live.plans or not len(live.path) <= blocks <= len(live.block_ids):
             return False
-        tag = partial(
-            Tag, key=f"request {request_id}".encode(), depth_tokens=depth_tokens, epoch=self._device.tree.epoch
-        )
+        key, epoch = f"request {request_id}".encode(), self._device.tree.epoch
         private: list[HostEntry] = []
         pinned: list[HostEntry] = []
 
         def keep(kind: EntryKind, device_id: int) -> bool:
-            entry = host.store_private(device_id, tag(kind=kind))
+            entry = host.store_private(device_id, Tag(kind, key, depth_tokens, epoch))
             if entry is not None:
                 private.append(entry)
             return entry is not None

@@ -131,11 +131,6 @@ def queued_once(self: TierIndex[Node], node: Node, *, first: bool = False) -> No
     self.unneeded.setdefault(node)
 
 
-def only_dropped(self: TierIndex[Node], node: Node) -> None:
-    self.eviction.removed(node)
-    self.states.remove(node)
-
-
 def all_let_go(self: KVBlocks, node: Node) -> None:
     self._pages.hold(node.block_id, -1)
     self.cached_blocks += 1
@@ -146,7 +141,7 @@ MUTANTS = {
     "the latest goes first": (TierIndex, "note_kv", queued_first),
     "what is used again keeps its place": (TierIndex, "note_kv", queued_once),
     "needed KV goes": (KVBlocks, "_let_go", all_let_go),
-    "KV stays though its state has gone": (TierIndex, "drop_state", only_dropped),
+    "KV stays though its state has gone": (TierIndex, "_unneed", lambda self, node: None),
     "what the device has, too, stays": (HostTier, "is_copy", lambda self, node: False),
     "a pinned block goes": (HostTier, "is_pinned", lambda self, node, kv: False),
 }

@@ -118,8 +118,8 @@ def test_prompts_cached_without_log_probs_are_computed_and_fill_them(tiny, refer
 def test_never_across_salts_and_adapters(tiny, reference, options, mutant, monkeypatch):
     """The mutant makes keys without them. Log-probs are the same under each salt, so only what is computed tells."""
     if mutant:
-        seed = KeyMaker.seed
-        monkeypatch.setattr(KeyMaker, "seed", lambda self, *, epoch, **_: seed(self, epoch=epoch))
+        chain = KeyMaker.chain
+        monkeypatch.setattr(KeyMaker, "chain", lambda self, *args, salt, adapter, **rest: chain(self, *args, **rest))
     traffic = Traffic(tiny, "on")
     for number in range(2):
         traffic.send(ending(128, number), count=1, cache={"cache_salt": "a"})
