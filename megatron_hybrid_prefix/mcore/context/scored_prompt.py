@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.requests.scores import Kept
@@ -19,30 +20,23 @@ class Scores(NamedTuple):
     """Log-probs of consecutive tokens.
 
     Attributes:
-        log_probs: Of each token: float32.
-        top_values: Of the most likely tokens at its position, ``top_n`` per token: float32.
-        top_ids: Their ids: int32.
+        log_probs: (tokens,): of each token.
+        top_values: (tokens, top_n): of the most likely tokens at its position.
+        top_ids: (tokens, top_n): their ids.
     """
 
-    log_probs: array[float]
-    top_values: array[float]
-    top_ids: array[int]
+    log_probs: NDArray[np.float32]
+    top_values: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the values."""
-        return sum(len(values) * values.itemsize for values in self)
+        return sum(values.nbytes for values in self)
 
-    def add(self, log_prob: float, values: Sequence[float], ids: Sequence[int]) -> None:
-        """Adds a token."""
-        self.log_probs.append(log_prob)
-        self.top_values.extend(values)
-        self.top_ids.extend(ids)
-
-    def part(self, start: int, end: int, top_n: int) -> Scores:
-        """Tokens [start, end) of scores with ``top_n`` most likely tokens per position."""
-        tops = slice(start * top_n, end * top_n)
-        return Scores(self.log_probs[start:end], self.top_values[tops], self.top_ids[tops])
+    def part(self, start: int, end: int) -> Scores:
+        """Tokens [start, end), in memory of their own."""
+        return Scores._make(values[start:end].copy() for values in self)
 
 
 class ScoredPrompt:
@@ -78,10 +72,10 @@ class ScoredPrompt:
         self._tokens, self._resume, self._kept, self.lost_tokens = tokens, resume_tokens, kept, lost_tokens
         self.next_logits: dict[int, torch.Tensor] = {}
         self.promises: list[Kept] = []
-        self._scores = Scores(array("f"), array("f"), array("i"))  # of tokens from `_resume` on
-        self._lost = False  # whether a step's log-probs are missing in them
-        if not self._resume:  # nothing says how likely the first token is
-            self._scores.add(float("nan"), [float("nan")] * top_n, [-1] * top_n)
+        self._lost = False  # whether a step's log-probs are missing in `_scores`
+        first = int(not resume_tokens)  # nothing says how likely the first token is
+        unknown, no_ids = np.full((first, top_n), np.nan, np.float32), np.full((first, top_n), -1, np.int32)
+        self._scores = Scores(np.full(first, np.nan, np.float32), unknown, no_ids)  # of tokens from `_resume` on
 
     def take(self) -> tuple[list[float], list[TopTokens]]:
         """Log-probs of the prompt's tokens after the first that the cache says, up to the first computed one, included.
@@ -98,23 +92,17 @@ class ScoredPrompt:
         tops: list[TopTokens] = []
         for item in kept[:-1]:
             scores: Scores = item.value
-            log_probs += scores.log_probs
-            if self.top_n:
-                width = item.top_n
-                starts = range(0, len(scores.top_ids), width)
-                tops += (
-                    (scores.top_values[at : at + self.top_n].tolist(), scores.top_ids[at : at + self.top_n].tolist())
-                    for at in starts
-                )
+            log_probs += scores.log_probs.tolist()
+            values, ids = (of_tokens[:, : self.top_n].tolist() for of_tokens in (scores.top_values, scores.top_ids))
+            tops += zip(values, ids, strict=True)
         after = kept[-1].value
         if not self._keeps_log_probs:
             after = after.float().log_softmax(-1)
         best = after.topk(self.top_n)
-        values, ids = best.values.tolist(), best.indices.tolist()
         own = float(after[int(self._tokens[self._resume])])
-        self._scores.add(own, values, ids)
+        self._append([own], best.values[None], best.indices[None])
         log_probs.append(own)
-        tops.append((values, ids))
+        tops.append((best.values.tolist(), best.indices.tolist()))
         return log_probs[1:], tops[1:] if self.top_n else []
 
     @property
@@ -131,20 +119,25 @@ class ScoredPrompt:
         if self._lost:
             return False
         # The last one is of the answer's first token.
-        left = len(self._tokens) - self._resume - len(self._scores.log_probs)
-        if self.top_n and len(tops) < min(left, len(log_probs)):
+        count = min(len(self._tokens) - self._resume - len(self._scores.log_probs), len(log_probs))
+        if self.top_n and len(tops) < count:
             self._lost = True
             return False
-        self._scores.log_probs.extend(log_probs[:left])
-        if self.top_n and tops[:left]:
-            values, ids = (torch.stack(each).cpu() for each in zip(*tops[:left], strict=True))
-            self._scores.top_values.frombytes(values.to(torch.float32).numpy().tobytes())
-            self._scores.top_ids.frombytes(ids.to(torch.int32).numpy().tobytes())
+        if count:
+            none = torch.empty(count, 0)
+            values, ids = map(torch.stack, zip(*tops[:count], strict=True)) if self.top_n else (none, none)
+            self._append(log_probs[:count], values, ids)
         return True
+
+    def _append(self, log_probs: Sequence[float], values: torch.Tensor, ids: torch.Tensor) -> None:
+        """Adds tokens: (tokens,), and their most likely ones, (tokens, top_n) each."""
+        tops = values.to("cpu", torch.float32).numpy(), ids.to("cpu", torch.int32).numpy()
+        more = np.asarray(log_probs, np.float32), *tops
+        self._scores = Scores._make(map(np.concatenate, zip(self._scores, more, strict=True)))
 
     def block(self, end_tokens: int, block_tokens: int) -> Scores | None:
         """Scores of the block that ends at a position; None if they are not there."""
         end = end_tokens - self._resume
         if end > len(self._scores.log_probs):
             return None
-        return self._scores.part(end - block_tokens, end, self.top_n)
+        return self._scores.part(end - block_tokens, end)
