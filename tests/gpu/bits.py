@@ -132,7 +132,7 @@ def main(options):
     }
     report = {"platform": platform.describe(), "preset": options.preset, "dtype": config.dtype}
     report["requests"] = options.requests
-    model = build_hybrid_model(config, seed=0, transformer_impl="local")
+    model = build_hybrid_model(config, seed=0, transformer_impl="local", cuda_graph_impl="none")
     sizes = {"block_tokens": options.block_tokens, "max_requests": MAX_REQUESTS}
     blocks = PLENTY_TOKENS // options.block_tokens
     plenty = {"cache_gb": cache_gb_for(model, blocks, states=4 * MAX_REQUESTS, **sizes)}

@@ -53,7 +53,11 @@ class Engine:
         from megatron_hybrid_prefix.upstream.config import AsyncScheduleMode
 
         kind, scope, *more = way.split("-")
-        fields = {"cuda_graph_impl": "local", "inference_cuda_graph_scope": scope} if args.graphs else {}
+        fields = (
+            {"cuda_graph_impl": "local", "inference_cuda_graph_scope": scope}
+            if args.graphs
+            else {"cuda_graph_impl": "none"}
+        )
         self.model = build_hybrid_model(named(args.preset), seed=0, **fields)
         self.state_dtype = torch.float32 if "fp32" in more else None
         # The first row decodes while the others are prefilled.
@@ -68,8 +72,7 @@ class Engine:
             "num_cuda_graphs": args.graphs or None,
             "enable_chunked_prefill": True,
         }
-        if "async" in more:
-            fields["async_sched_mode"] = AsyncScheduleMode.ASYNC
+        fields["async_sched_mode"] = AsyncScheduleMode.ASYNC if "async" in more else AsyncScheduleMode.LEGACY
         state = mamba_state_config(self.model)
         if self.state_dtype is not None:
             state.ssm_states_dtype = self.state_dtype

@@ -21,7 +21,7 @@ HOST_GB = 2.0  # all prompts' entries: 12 of 8 blocks of 1 MiB and states of up 
 
 def main(args):
     mode, preset = args.mode, args.preset
-    model = build_hybrid_model(named(preset), seed=0)
+    model = build_hybrid_model(named(preset), seed=0, cuda_graph_impl="none")
     vocabulary = named(preset).vocab_size
     cache_gb = cache_gb_for(model, 44, states=6, block_tokens=BLOCK, max_requests=4)
     fields = {"max_sequence_length": 8192, "max_tokens": 8192, "block_size_tokens": BLOCK, "async_sched_mode": mode}

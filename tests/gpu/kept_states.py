@@ -48,7 +48,7 @@ def moved(engine, request_id, prompt):
 
 def main(args):
     tokens, vocabulary = int(args.tokens), named(args.preset).vocab_size
-    model = build_hybrid_model(named(args.preset), seed=0)
+    model = build_hybrid_model(named(args.preset), seed=0, cuda_graph_impl="none")
     sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": 2}
     engine = build_engine(
         model,

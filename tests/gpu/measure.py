@@ -54,7 +54,11 @@ def synchronize() -> None:
 
 def graph_fields(graphs: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of `build_hybrid_model` and of `build_engine` for CUDA graphs; none without a GPU."""
-    return ({"cuda_graph_impl": "local"}, {"num_cuda_graphs": 8}) if graphs and ON_GPU else ({}, {})
+    return (
+        ({"cuda_graph_impl": "local"}, {"num_cuda_graphs": 8})
+        if graphs and ON_GPU
+        else ({"cuda_graph_impl": "none"}, {})
+    )
 
 
 def engine_fields(model: Any, tokens: int, prompts: int, requests: int = 4) -> dict[str, Any]:

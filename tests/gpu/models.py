@@ -11,6 +11,8 @@ from tests.harness.engine_helpers import random_tokens
 from tests.harness.named_models import named
 
 GPT = "gpt:"
+NO_GRAPHS = {"cuda_graph_impl": "none"}
+"""The default here: engines that are compared share a model, and graphs are those of one engine."""
 
 
 def layers_for(config):
@@ -21,7 +23,7 @@ def layers_for(config):
 def built(preset, **fields):
     """A preset, or a model of ``tests/harness/named_models.py``; with `GPT` before its name as a ``GPTModel``."""
     config = named(preset.removeprefix(GPT))
-    model = build_hybrid_model(config, seed=0, **layers_for(config), **fields)
+    model = build_hybrid_model(config, seed=0, **(NO_GRAPHS | layers_for(config) | fields))
     from tests.harness.gpt_model import as_gpt_model  # imports megatron, so the platform has to run
 
     return as_gpt_model(model) if preset.startswith(GPT) else model
@@ -46,7 +48,7 @@ class Source:
     def build(self, dtype=None, seed=0, **fields):
         """The model, its weights in another dtype if one is given, and other fields if some are given."""
         config = self.config if dtype is None else replace(self.config, dtype=dtype)
-        return build_hybrid_model(config, seed=seed, hf=self.folder, **(self.fields | fields))
+        return build_hybrid_model(config, seed=seed, hf=self.folder, **(NO_GRAPHS | self.fields | fields))
 
     def tokens(self, count, seed):
         """``count`` token ids: random ones, or a piece of the text."""

@@ -26,7 +26,7 @@ class Run:
 
     def __init__(self, preset, *, graphs, mode):
         self.config = named(preset)
-        fields = layers_for(self.config) | ({"cuda_graph_impl": "local"} if graphs else {})
+        fields = layers_for(self.config) | {"cuda_graph_impl": "local" if graphs else "none"}
         self.model = build_hybrid_model(self.config, seed=0, **fields)
         self.sent = 0
         self.engine = build_engine(

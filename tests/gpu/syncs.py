@@ -116,7 +116,7 @@ def move_memory(engine, seed):
 
 def main(args):
     preset = args.preset
-    model = build_hybrid_model(named(preset), seed=0)
+    model = build_hybrid_model(named(preset), seed=0, cuda_graph_impl="none")
     plain = build_upstream_engine if runs_on_megatron(named(preset)) else build_engine
     fields = {"max_sequence_length": 4096, "max_requests": SIZES["max_requests"], **kv_budget(model, BLOCKS, **SIZES)}
     prefix = random_tokens(PREFIX_TOKENS, seed=1)

@@ -66,6 +66,7 @@ class EngineHarness:
             "max_tokens": 1024,
             "buffer_size_gb": 0.01,
             "block_size_tokens": BLOCK,
+            "async_sched_mode": "legacy",  # tests count its steps, on a GPU, too
         } | fields
         sizes = {
             "block_tokens": fields["block_size_tokens"],

@@ -59,7 +59,9 @@ def build(name: str = "tiny", *, kind: str = "hybrid", seed: int = 0, platform: 
         from tests.harness import inference_layers  # imports megatron
 
         return inference_layers.build(platform)
-    model = build_hybrid_model(named(name, **changes), seed=seed, platform=platform, transformer_impl="local")
+    model = build_hybrid_model(
+        named(name, **changes), seed=seed, platform=platform, transformer_impl="local", cuda_graph_impl="none"
+    )
     if DEVICE == "cuda":  # GPUs draw other numbers
         model.cpu()
         initialise_weights(model, model.hybrid_config, seed)
