@@ -137,7 +137,8 @@ def build_hybrid_model(
     if config.float32_norms:
         # Said at the first forward: PyTorch's one-kernel norm wants one dtype, and several kernels compute this one.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    fuse_sums_and_norms(model, config.residual_multiplier)
+    if platform.device.type == "cuda":
+        fuse_sums_and_norms(model, config.residual_multiplier)
     mark_packed_parameters(model)
     if folder is None:
         initialise_weights(model, config, seed)

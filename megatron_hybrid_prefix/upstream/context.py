@@ -17,6 +17,7 @@ from megatron.core.inference.contexts.attention_context.mamba_metadata import Ma
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
 from megatron_hybrid_prefix.ops.elementwise import zero_wrong_rows
+from megatron_hybrid_prefix.upstream import ahead
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 
 if TYPE_CHECKING:
@@ -166,16 +167,15 @@ class ContextSeam(DynamicInferenceContext):
         admitted_chunk: What the cache gave to the chunk whose row is being added; else None.
         prefilled: Requests whose prefill may still run while their first decode is prepared: where that prefill began, and its part
             of ``wrong_tokens``.
-        surviving_rows: Where the rows were, in order, before hidden ones (`hide_prefills`) followed those that go on: (rows,) int64.
+        hidden: Rows that megatron does not see now; ``surviving_rows``: see `upstream.ahead`.
         wrong_tokens: (max_tokens,) int32 on the device: 1 for tokens of the step whose keys or values were not finite.
     """
 
     wrong_tokens: torch.Tensor
     admitted_chunk: AdmittedChunk | None = None
     prefilled: Mapping[int, tuple[int, torch.Tensor]] = MappingProxyType({})
+    hidden = ahead.HiddenRows()
     surviving_rows: torch.Tensor
-    _hidden_rows = _decodes_ahead = 0
-    _hidden_graph = False
     # Megatron's.
     is_tensor_state_allocated: bool
     dynamo_helper: Any
@@ -235,7 +235,7 @@ class ContextSeam(DynamicInferenceContext):
 
     def reset_metadata(self, *args: Any, **kwargs: Any) -> None:
         """It also writes to one tensor, which is not there if `has_tensors` is False."""
-        self.prefilled, self._hidden_rows = {}, 0
+        self.prefilled, self.hidden = {}, ahead.HiddenRows()
         if self.has_tensors:
             super().reset_metadata(*args, **kwargs)
             return
@@ -283,63 +283,14 @@ class ContextSeam(DynamicInferenceContext):
             self.zero_live_states(live_indices)
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The forward that the next one did not wait for is over. Hidden rows (`hide_prefills`) follow those that go on."""
+        """The forward that the next one did not wait for is over."""
         self.prefilled = {}
-        ahead, first = self._hidden_rows, self.total_request_count
-        if not ahead:
-            return super().resolve_requests(active_requests_mask)
-        new = torch.arange(first, first + ahead)
-        if active_requests_mask.any():
-            finished, going_on = super().resolve_requests(active_requests_mask)
-            self.surviving_rows = torch.cat([going_on, new])
-            self._move_rows(first, ahead, to=len(going_on))
-            return finished, going_on
-        # Megatron would take it that no row is left, and reset the states. New rows may change their order.
-        self.total_request_count += ahead
-        mask = torch.cat([active_requests_mask, active_requests_mask.new_ones(ahead)])
-        finished, self.surviving_rows = super().resolve_requests(mask)
-        self.total_request_count -= ahead
-        return finished, new[:0]
+        return ahead.resolve(self, active_requests_mask, super().resolve_requests)
 
     def commit_sampled_tokens(self, *args: Any, **kwargs: Any) -> None:
-        """The last call of a step that did not wait: hidden rows are shown."""
+        """The last call of a step that did not wait."""
         super().commit_sampled_tokens(*args, **kwargs)
-        if self._hidden_rows:
-            self.show_prefills()
-            rows = slice(self.total_request_count - self.num_prefill_requests, self.total_request_count)
-            self.request_in_prefill_status_tensor[rows] = 1
-            self._note_prefills(self._decodes_ahead)
-
-    # Prefills of a forward that is launched before the one before it is resolved. Megatron overlaps decodes only, and must not see them
-    # while it samples and resolves the earlier forward.
-
-    def hide_prefills(self) -> None:
-        """The last rows, which prefill in the forward that is being launched, are none of the earlier forward."""
-        self._hidden_rows, self.num_prefill_requests = self.num_prefill_requests, 0
-        self.total_request_count -= self._hidden_rows
-        self._decodes_ahead = self.total_request_count
-        self._hidden_graph, self._using_cuda_graph_this_step = self._using_cuda_graph_this_step, False
-
-    def show_prefills(self) -> None:
-        """They are rows again."""
-        self.total_request_count += self._hidden_rows
-        self.num_prefill_requests, self._hidden_rows = self._hidden_rows, 0
-        self._using_cuda_graph_this_step = self._hidden_graph
-
-    def send_prefill_tokens(self) -> None:
-        """Sends the prompts' tokens to the device; those of the decodes are there, sampled."""
-        tokens = slice(self.num_decode_requests, self.active_token_count)
-        self.gpu_view.token_to_input_ids[tokens].copy_(self.token_to_input_ids[tokens], non_blocking=True)
-
-    def _move_rows(self, first: int, count: int, *, to: int) -> None:
-        """Moves rows up, over rows that are no longer used."""
-        if to == first:
-            return
-        for tensor in self.row_tensors():
-            tensor[to : to + count] = tensor[first : first + count].clone()
-        unused = slice(to + count, first + count)
-        self.request_to_kv_block_ids[unused] = -1
-        self.live_indices[unused] = -1
+        ahead.end_step(self)
 
     def _get_async_sched_rows_requiring_new_block(self) -> torch.Tensor:
         """Drafts past the end of an answer need no block."""
@@ -506,23 +457,6 @@ class ContextSeam(DynamicInferenceContext):
         """Tokens of the step's decodes, drafts included; they come first."""
         return int(self.num_decode_requests * (self.num_speculative_tokens + 1))
 
-    def decode_next(self) -> None:
-        """The rows that prefilled are decodes from now on; megatron does this once their forward is resolved."""
-        if not self.prefilled:
-            self._note_prefills(self.num_decode_requests)
-        self.num_prefill_requests = 0
-        self._using_cuda_graph_this_step = False  # one of a prefill; the next forward finds its own
-        self.request_in_prefill_status_tensor[: self.total_request_count].clamp_(max=0)
-
-    def _note_prefills(self, first_token: int) -> None:
-        """Sets ``prefilled`` for the last rows, whose tokens in the forward begin here."""
-        if self.num_prefill_requests:
-            rows = slice(self.total_request_count - self.num_prefill_requests, self.total_request_count)
-            columns = [self.request_ids, self.request_kv_length_offsets, self.request_query_lengths]
-            ids, begun, lengths = (column[rows].tolist() for column in columns)
-            marks = self.wrong_tokens[first_token : first_token + sum(lengths)].clone().split(lengths)
-            self.prefilled = dict(zip(ids, zip(begun, marks, strict=True), strict=True))
-
     def row_tensors(self) -> Sequence[torch.Tensor]:
         """All tensors with one row per request."""
         return [
@@ -538,8 +472,3 @@ class ContextSeam(DynamicInferenceContext):
             *self.request_metadata.values(),
             *([self.live_indices] if self.is_hybrid_model else []),
         ]
-
-
-def has_hidden_rows(context: Any) -> bool:
-    """Whether a context is a `ContextSeam` with hidden rows, see `hide_prefills`."""
-    return isinstance(context, ContextSeam) and context._hidden_rows > 0

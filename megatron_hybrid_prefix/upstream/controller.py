@@ -11,7 +11,8 @@ from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
-from megatron_hybrid_prefix.upstream.context import has_hidden_rows
+from megatron_hybrid_prefix.upstream import ahead
+from megatron_hybrid_prefix.upstream.context import ContextSeam
 
 # Options of each request's log-probs: rows of the context's tables.
 _LOG_PROB_FIELDS = ("return_log_probs", "skip_prompt_log_probs", "top_n_logprobs")
@@ -74,8 +75,8 @@ class ControllerSeam(TextGenerationController):
     def _compact_async_sched_logits(self, survivor_idxs: torch.Tensor) -> None:
         """The log-prob options move with the rows; megatron leaves them in place."""
         context = self.inference_wrapped_model.inference_context
-        if has_hidden_rows(context):
-            survivor_idxs = context.surviving_rows
+        if self._ours is not None and self._ours.hidden.count:
+            survivor_idxs = self._ours.surviving_rows
         super()._compact_async_sched_logits(survivor_idxs)
         wanted = context.active_request_metadata
         rows = survivor_idxs.to("cpu")
@@ -102,33 +103,40 @@ class ControllerSeam(TextGenerationController):
         finally:
             context.chunked_prefill_request_id = chunked
 
+    @property
+    def _ours(self) -> ContextSeam | None:
+        """The context, if it can be ahead of megatron, see `upstream.ahead`."""
+        context = self.inference_wrapped_model.inference_context
+        return context if isinstance(context, ContextSeam) else None
+
     async def _run_async_sched_step_overlap(self) -> Any:
-        """Prefills may have run, and may be admitted: megatron overlaps steps of decodes alone."""
-        self.before_overlap()
+        """Prefills may have run: megatron overlaps steps of decodes alone."""
+        if self._ours is not None:
+            ahead.decode_next(self._ours)
         return await super()._run_async_sched_step_overlap()
 
     def _run_async_sched_prepare(self) -> Any:
-        """The next forward also has what `admit_ahead` admits. See `ContextSeam.hide_prefills`."""
-        context = self.inference_wrapped_model.inference_context
-        context.prepare_requests()
+        """The next forward also has what `admit_ahead` admits."""
+        if self._ours is None:
+            return super()._run_async_sched_prepare()
+        self._ours.prepare_requests()
         self.admit_ahead()
         input_ids, position_ids, _ = self._dynamic_step_context_init(transfer_bookkeeping_to_gpu=False)
-        if context.num_prefill_requests:
-            context.hide_prefills()
+        if self._ours.num_prefill_requests:
+            ahead.hide_prefills(self._ours)
         return input_ids, position_ids
 
     def _run_async_sched_publish_bookkeeping(self) -> Any:
-        context = self.inference_wrapped_model.inference_context
-        self._hides_prefills = has_hidden_rows(context)
+        self._hides_prefills = self._ours is not None and self._ours.hidden.count > 0
         if self._hides_prefills:
-            context.show_prefills()
-            context.send_prefill_tokens()
+            ahead.show_prefills(self._ours)
+            ahead.send_prefill_tokens(self._ours)
         return super()._run_async_sched_publish_bookkeeping()
 
     def _run_async_sched_forward(self, input_ids_gpu_view: torch.Tensor, position_ids_gpu_view: torch.Tensor) -> None:
         super()._run_async_sched_forward(input_ids_gpu_view, position_ids_gpu_view)
         if self._hides_prefills:
-            self.inference_wrapped_model.inference_context.hide_prefills()
+            ahead.hide_prefills(self._ours)
             self._hides_prefills = False
 
     def _run_async_sched_sample_mtp(self) -> Any:
@@ -164,11 +172,8 @@ class ControllerSeam(TextGenerationController):
         """The sampling backend to use in place of megatron's."""
         return backend
 
-    def before_overlap(self) -> None:
-        """Called before the next forward is prepared and launched while the last one may still run."""
-
     def admit_ahead(self) -> None:
-        """Called when its decodes are prepared: requests may be admitted to it."""
+        """Called when the decodes of a forward are prepared that does not wait for the last one: requests may be admitted to it."""
 
     def forward_launched(self) -> None:
         """Called after a forward was launched, and its logits copied; the device may still run it."""

@@ -452,8 +452,8 @@ class HybridPrefixContext(SlotContext):
 
     @property
     @override
-    def prefills_may_decode(self) -> bool:
-        return not self._step.parts and super().prefills_may_decode  # else it is published once it is over
+    def _prefills_may_decode(self) -> bool:
+        return not self._step.parts and super()._prefills_may_decode  # else it is published once it is over
 
     @property
     @override

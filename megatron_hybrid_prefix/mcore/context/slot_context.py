@@ -257,7 +257,7 @@ class SlotContext(ContextSeam, NoCache):
         return result
 
     @property
-    def prefills_may_decode(self) -> bool:
+    def _prefills_may_decode(self) -> bool:
         """Whether the next forward may be prepared while the last one, which has prefills, still runs."""
         if self.num_speculative_tokens:
             return False
@@ -276,7 +276,7 @@ class SlotContext(ContextSeam, NoCache):
         its blocks. False if all requests end: megatron would launch a forward for nothing, which delays the next request.
         """
         prefills = self.num_prefill_requests
-        if self.chunked_prefill_request_id != -1 or (prefills and not self.prefills_may_decode):
+        if self.chunked_prefill_request_id != -1 or (prefills and not self._prefills_may_decode):
             return False
         ends = self.get_active_sequence_lengths() + 1 >= self.get_max_sequence_lengths()
         if len(ends) and ends.all():

@@ -36,11 +36,6 @@ class HybridPrefixController(ControllerSeam):
     def admit_ahead(self) -> None:
         self.admit()
 
-    def before_overlap(self) -> None:
-        context = self.inference_wrapped_model.inference_context
-        if isinstance(context, SlotContext):
-            context.decode_next()
-
     def forward_launched(self) -> None:
         context = self.inference_wrapped_model.inference_context
         if isinstance(context, SlotContext):
