@@ -536,6 +536,7 @@ class HybridPrefixCache:
             if live.load is not None:  # the host is about to be emptied
                 live.load.pinned = live.load.private = live.load.coming = ()
         self._requests.swapped_out.clear()
+        self._device.copies += [LoadOver(fetch.load_id) for fetch in self._requests.fetches.values()]
         self._requests.fetches.clear()
         self._planner.writing.clear()
         self._keys.forget()

@@ -361,7 +361,7 @@ def test_a_load_that_ends_while_the_disk_is_read(model, folder, end):
     for _ in range(2):
         served.send(PROMPT)
     served.send(tokens(5, 5, seed=81))
-    assert not any(load.is_launched for load in served.context.host_moves.to_device.transfers.values())
+    assert not served.context.host_moves.to_device.transfers
     served.check(*(number for number in served.finished if number != waiting))
     served.check_drained()
 
