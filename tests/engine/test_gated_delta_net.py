@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_a_kind_may_refuse_cuda_graphs(tiny_gdn, monkeypatch):
     inference_config, model_config = EngineHarness(tiny_gdn).context.config, copy.copy(tiny_gdn.config)
     model_config.cuda_graph_impl = "local"
     with pytest.raises(ValueError, match="CUDA graphs cannot capture layers of kind gated_delta_net"):
-        HybridPrefixContext(model_config, inference_config)
+        HybridPrefixContext(model_config, dataclasses.replace(inference_config, num_cuda_graphs=2))
 
 
 def test_layers_with_another_activation_are_refused(platform):

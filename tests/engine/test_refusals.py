@@ -178,4 +178,4 @@ def test_graphs_of_a_model_built_elsewhere(platform, monkeypatch, changes, draft
     for name, value in ({"cuda_graph_impl": "local", "inference_cuda_graph_scope": scope.block} | changes).items():
         monkeypatch.setattr(model.config, name, value)
     with pytest.raises(ValueError, match=f"^inference_cuda_graph_scope='block': {why}"):
-        build_engine(model, HybridPrefixConfig(mamba_gb=0.01), num_speculative_tokens=drafts)
+        build_engine(model, HybridPrefixConfig(mamba_gb=0.01), num_speculative_tokens=drafts, num_cuda_graphs=2)

@@ -180,7 +180,7 @@ def watch(process: subprocess.Popen[str], began_s: float) -> Parts:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(MARK):
-            add(*json.loads(line.removeprefix(MARK)))
+            add(*json.JSONDecoder().raw_decode(line, len(MARK))[0])  # a progress bar may follow in the line
         elif line.strip():
             print(line, end="", flush=True)
         if line.startswith("serving "):

@@ -401,9 +401,13 @@ class HybridPrefixContext(SlotContext):
             if known.scored is not None and known.scored.waits_for_promises:
                 known.scored.lose_step()
                 failed.add(request_id)
+        hidden_ids = self.request_ids[self.total_request_count :][: self.hidden.count].tolist()
         for request_id in sorted(wrong_ids):
             self._step.parts.pop(request_id, None)
-            failed |= self.prefix_cache.withdraw(request_id, rows.wrong_from(self, request_id)) & {*active_ids}
+            failed |= self.prefix_cache.withdraw(request_id, rows.wrong_from(self, request_id)) & {
+                *active_ids,
+                *hidden_ids,
+            }
         return failed | {*wrong_ids}
 
     def _can_be_published(self) -> bool:

@@ -85,6 +85,7 @@ class HybridPrefixEngine(EngineSeam):
         self._weights: WeightSamples | None = None
         self._announced = False  # new weights, since the engine was suspended
         self._admits_ahead = False  # in the step that runs
+        self._restart_next: set[int] = set()  # requests of a forward that was launched since, with what has failed now
         check_overrides()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         self._cached = context if isinstance(context, NoCache) else NoCache()
@@ -126,6 +127,7 @@ class HybridPrefixEngine(EngineSeam):
         if isinstance(self.controller, HybridPrefixController):
             self.controller.clear_accepted_drafts()
         self.removals.clear()
+        self._restart_next.clear()
         self._records.clear()
         self.needs_reset = False
         context = self.context
@@ -510,7 +512,9 @@ class HybridPrefixEngine(EngineSeam):
         stopped = super().take_stopped_ids(active_request_ids)
         wrong: frozenset[int] = getattr(self.controller, "wrong_ids", frozenset())
         self.removals.failing |= wrong - stopped
-        failed = self._cached.failed_requests(wrong, active_request_ids) - stopped
+        failed = (self._restart_next | self._cached.failed_requests(wrong, active_request_ids)) - stopped
+        self._restart_next = (failed - {*active_request_ids}) & self.requests.keys()
+        failed -= self._restart_next
         if failed:
             between_chunks = failed & {self.context.chunked_prefill_request_id}
             self.removals.restarting_between_chunks |= between_chunks

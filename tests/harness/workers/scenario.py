@@ -283,7 +283,9 @@ class Session(EngineHarness):
             running = context.request_ids[: context.total_request_count].tolist()
             if request in running:
                 rows = context.token_to_request_idx[: context.active_token_count] == running.index(request)
-                key[rows.nonzero()[BLOCK + 7, 0]] = float("nan")
+                key[rows.nonzero()[BLOCK + 7 : BLOCK + 8, 0]] = float(
+                    "nan"
+                )  # its decode may be launched before it has failed
             append(layer_number, key, value)
 
         context.append_key_value_cache = spoil
