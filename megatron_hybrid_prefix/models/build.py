@@ -255,7 +255,7 @@ def _graph_fields(
     if config.has_experts and transformer_impl != inference_layers.NAME and "cuda_graph_impl" not in given:
         from megatron_hybrid_prefix.models.experts import check_capture, what_is_missing
 
-        missing = what_is_missing(_transformer_config(config, platform, given), platform.etp)
+        missing = what_is_missing(_transformer_config(config, platform, dict(given)), platform.etp)
         try:
             check_capture(getattr(torch, config.dtype), platform.ep, platform.device)
         except ValueError as error:

@@ -39,7 +39,8 @@ class NormOfSum(Float32RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm, normed = vars(x).pop(_NORMED, (None, None))
-        return normed if norm is self else super().forward(x)
+        out: torch.Tensor = normed if norm is self else super().forward(x)
+        return out
 
 
 class SumAndNorm:
@@ -65,7 +66,8 @@ class SumAndNorm:
         if not fits or not can_fuse(x, norm.weight):
             return add(output, residual, dropout)
         setattr(x, _NORMED, (norm, norm_of_sum(x, residual, norm.weight, norm.eps, self._multiplier)))
-        return x  # megatron adds in place, too
+        summed: torch.Tensor = x  # megatron adds in place, too
+        return summed
 
 
 def _is_as_built(module: Any, kind: type) -> bool:

@@ -37,7 +37,7 @@ def norm_of_sum(
         The norm: shape and dtype of x, rounded once.
     """
     if not runs_kernel(x):
-        x.mul_(multiplier).add_(residual)
+        x.copy_(torch.add(residual, x, alpha=multiplier))
         return torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), epsilon).to(x.dtype)
     out, width = torch.empty_like(x), x.shape[-1]
     if x.numel():
@@ -66,7 +66,7 @@ def _norm_of_sum_kernel(
         x = tl.load(x_ptr + row + at, mask=at < WIDTH, other=0.0).to(tl.float32)
         residual = tl.load(residual_ptr + row + at, mask=at < WIDTH, other=0.0).to(tl.float32)
         x = tl.fma(x, multiplier, residual).to(x_ptr.dtype.element_ty)
-        sums += (x,)
+        sums += (x,)  # type: ignore[assignment]
         even, odd = tl.split(tl.reshape(x.to(tl.float32), (128, 2, 2)))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
@@ -82,4 +82,4 @@ def _norm_of_sum_kernel(
         tl.store(x_ptr + row + at, sums[part], mask=at < WIDTH)
         weight = tl.load(weight_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
         out = weight * (sums[part].to(tl.float32) * scale)
-        tl.store(out_ptr + row + at, out.to(out_ptr.dtype.element_ty), mask=at < WIDTH)
+        tl.store(out_ptr + row + at, out.to(out_ptr.dtype.element_ty), mask=at < WIDTH)  # type: ignore[unreachable]

@@ -178,6 +178,7 @@ class ContextSeam(DynamicInferenceContext):
     surviving_rows: torch.Tensor
     # Megatron's.
     is_tensor_state_allocated: bool
+    num_prefill_requests: int
     dynamo_helper: Any
 
     # -- methods of a subclass -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where a layer's sum and the next layer's norm are computed together, and where they are not."""
+"""Where a model's sums come with the next norm, and where both are computed apart as ever: what a user puts between them is honoured."""
 
 from __future__ import annotations
 
@@ -7,60 +7,94 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.models import build_hybrid_model, norms
-from tests.harness.engine_helpers import random_tokens
-from tests.harness.lifecycle_helpers import EngineHarness
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset, norms
 from tests.harness.named_models import named
 
+TOKENS = torch.arange(1, 20)[None]
 
-@pytest.fixture(params=["tiny", "tiny-gdn", "tiny-granite-dense"])
-def fused(request: pytest.FixtureRequest, platform: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
-    """A model as on a GPU, and how many sums were computed with their norms."""
-    model, calls = build_hybrid_model(named(request.param), seed=0), [0]
-    norms.fuse_sums_and_norms(model, model.hybrid_config.residual_multiplier)
-    together = norms.norm_of_sum
 
-    def counted(*args: Any) -> torch.Tensor:
-        calls[0] += 1
-        return together(*args)
-
-    monkeypatch.setattr(norms, "norm_of_sum", counted)
+@pytest.fixture
+def sums(platform, monkeypatch):
+    """As where the kernel runs, with its PyTorch version; an entry for each sum, and for each norm that was there already."""
+    found, add, norm = [], norms.norm_of_sum, norms.NormOfSum.forward
+    monkeypatch.setattr(norms, "norm_of_sum", lambda *args: found.append("sum") or add(*args))
     monkeypatch.setattr(norms, "can_fuse", lambda x, weight: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return model, calls
+
+    def forward(self, x):
+        there, out = getattr(x, norms._NORMED, (None, None))[1], norm(self, x)
+        return found.append("norm") or out if out is there else out
+
+    monkeypatch.setattr(norms.NormOfSum, "forward", forward)
+    return found
 
 
-def test_answers_are_the_models(fused):
-    model, calls = fused
-    served = EngineHarness(model)
-    with torch.inference_mode():
-        served.send(random_tokens(140, 1), random_tokens(60, 2))
-    assert calls[0] % len(model.decoder.layers) == 0 < calls[0]
-    served.check()
+def built(config: Any) -> Any:
+    """As on a GPU."""
+    model = build_hybrid_model(config)
+    norms.fuse_sums_and_norms(model, model.hybrid_config.residual_multiplier)
+    return model
 
 
-@pytest.mark.parametrize("who", ["a norm", "a layer"])
-def test_others_are_honoured(fused, who):
-    """Hooks see the sum, and what they make of it is what is normalised."""
-    model, calls = fused
-    layer, after = model.decoder.layers[:2]
-    seen: list[Any] = []
-    if who == "a norm":
-        norm = next(part for part in after.modules() if isinstance(part, norms.NormOfSum))
-        norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    elif who == "a layer":
-        layer.register_forward_hook(lambda *args: seen.append(args))
-    served, all_layers = EngineHarness(model), len(model.decoder.layers)
-    with torch.inference_mode():
-        served.send(random_tokens(60, 1), count=1)
-    assert seen and calls[0] == all_layers - 1
-    served.check()
+@torch.inference_mode()
+def logits(model: Any, fuses: bool = True) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norms, "can_fuse", lambda x, weight: fuses)
+        return model(TOKENS, TOKENS, None)
 
 
-def test_gradients_flow(fused):
-    model, calls = fused
-    layer = model.decoder.layers[0]
-    add = next(value for value in vars(layer).values() if isinstance(value, norms.SumAndNorm))(False, False)
-    x, residual = torch.ones(2, 3, requires_grad=True), torch.zeros(2, 3)
-    add((x, None), residual, 0.0).sum().backward()
-    assert x.grad is not None and not calls[0]
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-granite-dense", "float32 norms"])
+def test_each_sum_comes_with_the_next_norm(name, sums):
+    model = built(get_preset("tiny", float32_norms=True) if name == "float32 norms" else named(name))
+    apart = logits(model, fuses=False)
+    assert not sums
+    torch.testing.assert_close(logits(model), apart)
+    assert sums == ["sum", "norm"] * len(model.decoder.layers)
+    for norm in (module for module in model.modules() if isinstance(module, norms.NormOfSum)):
+        norm.weight.data.mul_(1.5)
+    torch.testing.assert_close(logits(model), logits(model, fuses=False), rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(logits(model), apart, rtol=1e-2, atol=1e-3)
+    sums.clear()
+    torch.testing.assert_close(model(TOKENS, TOKENS, None), logits(model, fuses=False))
+    assert not sums, "gradients may be asked for"
+
+
+class LouderNorm(norms.NormOfSum):
+    def forward(self, x):
+        return super().forward(x.mul_(1.5))
+
+
+def before(module: Any, args: Any, named: Any) -> None:
+    (named.get("hidden_states") if named else args[0]).mul_(1.5)
+
+
+BETWEEN = {  # all of them change a sum in place
+    "a hook of the layer": lambda layer, _: layer.register_forward_hook(lambda m, args, found: found.mul_(1.5)),
+    "a hook of the next": lambda _, after: after.register_forward_pre_hook(before, with_kwargs=True),
+    "a hook of the norm": lambda _, after: after.input_layernorm.register_forward_pre_hook(before, with_kwargs=True),
+    "a forward": lambda layer, _: setattr(layer, "forward", lambda f=layer.forward, **named: f(**named).mul_(1.5)),
+    "a class": lambda _, after: setattr(after.input_layernorm, "__class__", LouderNorm),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_is_put_between_is_honoured(name, sums):
+    model = built("tiny")
+    model.decoder.layers[1].input_layernorm.weight.data.add_(0.5)
+    plain = logits(model)
+    BETWEEN[name](*model.decoder.layers[:2])
+    sums.clear()
+    found = logits(model)
+    assert 0 < sums.count("norm") < len(model.decoder.layers)
+    torch.testing.assert_close(found, logits(model, fuses=False))
+    assert not torch.allclose(found, plain)
+
+
+def test_a_graph_of_one_layer_has_no_norm_of_the_next(sums, monkeypatch):
+    model = built("tiny")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    logits(model)
+    assert sums.count("sum") == len(model.decoder.layers), "in a graph of the whole forward"
+    for layer in model.decoder.layers:
+        layer.cudagraph_manager = None
+    logits(model)
+    assert sums.count("sum") == len(model.decoder.layers)

@@ -275,7 +275,7 @@ class SlotContext(ContextSeam, NoCache):
         """Also True after prefills, which megatron waits for. False between two chunks of a prompt: upstream ignores its hidden row and
         its blocks. False if all requests end: megatron would launch a forward for nothing, which delays the next request.
         """
-        prefills = self.num_prefill_requests
+        prefills: int = self.num_prefill_requests
         if self.chunked_prefill_request_id != -1 or (prefills and not self._prefills_may_decode):
             return False
         ends = self.get_active_sequence_lengths() + 1 >= self.get_max_sequence_lengths()
