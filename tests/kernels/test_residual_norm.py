@@ -32,29 +32,24 @@ def in_order(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("rows", "width"), [(0, 64), (5, 12), (3, 2688), (2, 4096)])
-@pytest.mark.parametrize(("multiplier", "of_weight"), [(1.0, None), (0.25, torch.float32)])
-def test_sum_and_norm(rows, width, multiplier, of_weight, dtype, device):
-    generator = torch.Generator().manual_seed(width)
-    x, residual, weight = ((1 + torch.randn(n, width, generator=generator)).to(dtype) for n in (rows, rows, 1))
+@pytest.mark.parametrize("of_weight", [None, torch.float32])
+def test_sum_and_norm(rows, width, of_weight, dtype, device):
+    generator, multiplier = torch.Generator().manual_seed(width), 0.22 if device == "cuda" else 0.25  # else rounds twice
+        torch.Generator().manual_seed(width),
+        0.25 if INTERPRETED else 0.22,
+    )  # whose fma rounds twice
+    x, residual, weight = ((1 + torch.randn(n, width, generator=generator)).to(device, dtype) for n in (rows, rows, 1))
     weight, apart = weight[0].to(of_weight or dtype), torch.add(residual, x, alpha=multiplier)
-    given = [each.to(device) for each in (x, residual, weight)]
+    given = x.clone(), residual, weight
     out = norm_of_sum(*given, 1e-3, multiplier)
-    assert torch.equal(given[0].cpu(), apart) and out.dtype == dtype
+    assert torch.equal(given[0], apart) and out.dtype == dtype
+    if device == "cuda" and of_weight in (None, dtype):
+        assert torch.equal(out, torch.nn.functional.rms_norm(apart, (width,), weight, 1e-3))
+    out, apart, weight = out.cpu(), apart.cpu(), weight.cpu()
     exact = naive.gated_rms_norm(apart.double(), weight.double(), None, 1e-3, width, True)
     bound = rounding.allowed(exact, rounding.gated_norm(exact, width), dtype)
-    rounding.check(out.cpu(), exact, bound)
+    rounding.check(out, exact, bound)
     if INTERPRETED and dtype is torch.float16:  # whose squares are float32 numbers
         assert torch.equal(out, in_order(apart, weight, 1e-3))
         wide = in_order(residual.float() + multiplier * x.float(), weight, 1e-3).half()
         assert not rows or not torch.equal(out, wide), "the norm is of the rounded sum"
-    if device == "cuda" and of_weight is None:
-        assert torch.equal(out, torch.nn.functional.rms_norm(given[0], (width,), given[2], 1e-3))
-
-
-@pytest.mark.gpu(gib=1)
-def test_multipliers_that_are_no_powers_of_two_have_the_bits_of_pytorchs_sum():
-    x, residual, weight = torch.randn(3, 512, 4096, device="cuda", dtype=torch.bfloat16).unbind()
-    apart = torch.add(residual, x, alpha=0.22)
-    out = norm_of_sum(x, residual, weight[0], 1e-5, 0.22)
-    assert torch.equal(x, apart)
-    assert torch.equal(out, torch.nn.functional.rms_norm(apart, (4096,), weight[0], 1e-5))
