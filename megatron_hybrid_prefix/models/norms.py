@@ -62,7 +62,6 @@ class SumAndNorm:
         self, add: Callable[..., torch.Tensor], output: Any, residual: torch.Tensor, dropout: float
     ) -> torch.Tensor:
         (x, bias), norm = output, self._norm
-        total: torch.Tensor = x  # megatron adds in place, too
         fits = bias is None and norm.eps is not None and x.dtype == residual.dtype and residual.is_contiguous()
         if not fits or not can_fuse(x, norm.weight):
             return add(output, residual, dropout)

@@ -60,8 +60,7 @@ def _norm_of_sum_kernel(
     """One program: a row, in parts of 128 x 4."""
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, 128)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    sums: tl.tuple = ()
-    squares = tl.zeros((128,), tl.float32)
+    sums, squares = (), tl.zeros((128,), tl.float32)
     for part in tl.static_range(PARTS):
         at = part * 512 + column
         x = tl.load(x_ptr + row + at, mask=at < WIDTH, other=0.0).to(tl.float32)
