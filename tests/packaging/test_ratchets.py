@@ -32,11 +32,11 @@ _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
     "lines: core": 9_575,
-    "lines: mcore": 6_751,
-    "lines: upstream and platform": 5_991,
+    "lines: mcore": 6_759,
+    "lines: upstream and platform": 5_992,
     "lines: serve, cli and console": 6_907,
-    "lines: package": 43_038,
-    "lines: tests": 49_103,
+    "lines: package": 43_049,
+    "lines: tests": 49_139,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,
