@@ -32,7 +32,8 @@ class HiddenRows:
 def decode_next(context: Any) -> None:
     """The rows that prefilled are decodes from now on; megatron does this once their forward is resolved."""
     if not context.prefilled:
-        _note_prefills(context, context.num_decode_requests)
+        rows = slice(context.total_request_count - context.num_prefill_requests, context.total_request_count)
+        _note_prefills(context, rows, context.num_decode_requests)
     context.num_prefill_requests = 0
     context._using_cuda_graph_this_step = False  # one of a prefill; the next forward finds its own
     context.request_in_prefill_status_tensor[: context.total_request_count].clamp_(max=0)
@@ -79,6 +80,7 @@ def resolve(
     count, first = context.hidden.count, context.total_request_count
     if not count:
         return of_megatron(mask)
+    _note_prefills(context, slice(first, first + count), context.hidden.decodes)  # before rows change their order
     new = torch.arange(first, first + count)
     if mask.any():
         finished, going_on = of_megatron(mask)
@@ -98,13 +100,11 @@ def end_step(context: Any) -> None:
     if context.hidden.count:
         hidden = show_prefills(context)
         context.request_in_prefill_status_tensor[context.total_request_count - hidden.count :][: hidden.count] = 1
-        _note_prefills(context, hidden.decodes)
 
 
-def _note_prefills(context: Any, first_token: int) -> None:
-    """Sets ``prefilled`` for the last rows, whose tokens in the forward begin here."""
-    if context.num_prefill_requests:
-        rows = slice(context.total_request_count - context.num_prefill_requests, context.total_request_count)
+def _note_prefills(context: Any, rows: slice, first_token: int) -> None:
+    """Sets ``prefilled`` for these rows, whose tokens in the forward begin here."""
+    if rows.start < rows.stop:
         columns = [context.request_ids, context.request_kv_length_offsets, context.request_query_lengths]
         ids, begun, lengths = (column[rows].tolist() for column in columns)
         marks = context.wrong_tokens[first_token : first_token + sum(lengths)].clone().split(lengths)

@@ -175,6 +175,7 @@ class ContextSeam(DynamicInferenceContext):
     admitted_chunk: AdmittedChunk | None = None
     prefilled: Mapping[int, tuple[int, torch.Tensor]] = MappingProxyType({})
     hidden = ahead.HiddenRows()
+    hides_again = False
     surviving_rows: torch.Tensor
     # Megatron's.
     is_tensor_state_allocated: bool
@@ -236,7 +237,7 @@ class ContextSeam(DynamicInferenceContext):
 
     def reset_metadata(self, *args: Any, **kwargs: Any) -> None:
         """It also writes to one tensor, which is not there if `has_tensors` is False."""
-        self.prefilled, self.hidden = {}, ahead.HiddenRows()
+        self.prefilled, self.hidden, self.hides_again = {}, ahead.HiddenRows(), False
         if self.has_tensors:
             super().reset_metadata(*args, **kwargs)
             return

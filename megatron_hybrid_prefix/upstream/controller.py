@@ -22,7 +22,6 @@ class ControllerSeam(TextGenerationController):
     """Megatron's controller; a subclass overrides the methods without an underscore."""
 
     _sampling: Sampling
-    _hides_prefills = False
 
     def _init_dynamic_sampling_tensors(self) -> None:
         """Our sampling is put around megatron's, which does not wait for the device then."""
@@ -127,17 +126,17 @@ class ControllerSeam(TextGenerationController):
         return input_ids, position_ids
 
     def _run_async_sched_publish_bookkeeping(self) -> Any:
-        self._hides_prefills = self._ours is not None and self._ours.hidden.count > 0
-        if self._hides_prefills:
+        if self._ours is not None and self._ours.hidden.count:
+            self._ours.hides_again = True
             ahead.show_prefills(self._ours)
             ahead.send_prefill_tokens(self._ours)
         return super()._run_async_sched_publish_bookkeeping()
 
     def _run_async_sched_forward(self, input_ids_gpu_view: torch.Tensor, position_ids_gpu_view: torch.Tensor) -> None:
         super()._run_async_sched_forward(input_ids_gpu_view, position_ids_gpu_view)
-        if self._hides_prefills:
+        if self._ours is not None and self._ours.hides_again:
+            self._ours.hides_again = False
             ahead.hide_prefills(self._ours)
-            self._hides_prefills = False
 
     def _run_async_sched_sample_mtp(self) -> Any:
         """Prefills accepted no drafts.

@@ -31,6 +31,7 @@ class EngineSeam(DynamicInferenceEngine):
 
     _epoch: int | None = None
     _takes_messages = False
+    _admits_ahead = False  # to a forward that does not wait for the last one, which has no chunks
     _most_tokens: int | None = None  # the step's budget, while a round of scheduling runs
     # A subclass sets these: whether a step did not come to its end; whether `tokens_of_chunk` says where the chunks of a prompt end, and
     # not the sizes of CUDA graphs.
@@ -141,7 +142,7 @@ class EngineSeam(DynamicInferenceEngine):
 
     def _find_cg_chunk_size(self, max_chunk_tokens: int) -> int | None:
         """Chunks end on the grid of the scans."""
-        return None if self.cuts_chunks else super()._find_cg_chunk_size(max_chunk_tokens)
+        return None if self.cuts_chunks or self._admits_ahead else super()._find_cg_chunk_size(max_chunk_tokens)
 
     @override
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
+from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
 from tests.engine.test_not_finite import BAD, embedding, without_bad
-from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, tokens
+from tests.harness.lifecycle_helpers import BLOCK, EngineHarness, raising, tokens
 
 
 def order_of(served: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -131,3 +133,119 @@ def test_a_bad_token_of_a_prompt_that_is_admitted_ahead(model, ends_after):
     assert max(node.depth_blocks for node in served.cache.nodes()) == 2
     served.check(*beside)
     served.check_drained()
+
+
+def ahead(served: EngineHarness, *prompts: list[int], count: int = 4, beside: int = 20) -> list[int]:
+    """Ids of a request that runs, and of others that were just admitted to a forward launched while its last one ran."""
+    ids = [served.add(without_bad(80, seed=5), count=beside)]
+    served.step(3)
+    ids += [served.add(prompt, count) for prompt in prompts]
+    served.step()
+    assert served.context.num_prefill_requests == len(prompts)
+    return ids
+
+
+def test_what_resumes_from_a_bad_prefix_restarts_also_if_it_was_admitted_ahead(model):
+    """It was launched before the first one is known to be bad: here only the first forward is."""
+    served = EngineHarness(model, async_sched_mode="async")
+    prompt = [*without_bad(BLOCK + 3, seed=2), BAD, *without_bad(4 * BLOCK, seed=3)]
+    with embedding(model, BAD, float("nan")):
+        beside, bad = ahead(served, prompt)
+    good = served.add([*prompt, *without_bad(20, seed=9)])
+    served.run()
+    assert served.finished[bad].failed()
+    served.check(beside, good)
+    served.check_drained()
+
+
+@pytest.mark.parametrize("then", ["an abort", "all end"])
+def test_a_bad_request_that_was_admitted_ahead_is_resolved_by_itself(model, then):
+    served = EngineHarness(model, async_sched_mode="async")
+    prompt = [*without_bad(3 * BLOCK - 1, seed=2), BAD, *without_bad(BLOCK, seed=3)]
+    with embedding(model, BAD, float("nan")):
+        beside, bad = ahead(served, prompt, count=1, beside=4 if then == "all end" else 20)
+        if then == "an abort":
+            served.engine.abort_request(beside)
+        served.run()
+    assert served.finished[bad].failed()
+    assert max(node.depth_blocks for node in served.cache.nodes()) == 2
+
+
+def test_marks_of_bad_tokens_are_those_of_their_request_if_rows_change_their_order(model):
+    """All others end, by an end token, in the step that admits two."""
+    running = without_bad(80, seed=5)
+    answer = list(EngineHarness(model, slots=None).send(running, count=12).generated_tokens)
+    served = EngineHarness(model, async_sched_mode="async", max_requests=6, retention_interval_tokens=BLOCK)
+    with embedding(model, BAD, float("nan")):
+        first = served.add(running, 12, params={"termination_id": answer[4]})
+        while len(served.engine.get_request(first).generated_tokens) < answer.index(answer[4]):
+            served.step()
+        prompt = [*without_bad(10, seed=2), BAD, *without_bad(4 * BLOCK, seed=3)]
+        served.add(without_bad(180, seed=8))
+        served.add(prompt)
+        served.step()
+        assert served.context.num_prefill_requests == 2
+        served.run()
+        assert served.send([*prompt, 7]).failed()
+
+
+@pytest.mark.parametrize("fails", ["_dynamic_step_forward_logits", "_dynamic_step_sample_logits"])
+def test_a_reset_forgets_what_was_ahead(model, fails, monkeypatch):
+    """Plans of a forward that fails after it was published are counted."""
+    served = EngineHarness(model, async_sched_mode="async")
+    if fails == "_dynamic_step_sample_logits":
+        ahead(served, tokens(2, 9, seed=2))
+    else:
+        served.add(tokens(1, 9, seed=1), count=8)
+        served.step(3)
+        served.add(tokens(2, 9, seed=2))
+    with monkeypatch.context() as patched:
+        patched.setattr(served.engine.controller, fails, raising(RuntimeError("a test")))
+        with pytest.raises(RuntimeError, match="a test"):
+            served.step()
+    served.engine.reset()
+    assert served.context.prefix_stats().fallbacks == {"forward_failed": 1}
+    number = served.send(tokens(1, 5, seed=7)).request_id
+    served.check(number)
+    served.check_drained()
+
+
+@pytest.mark.parametrize("slots", [None, 32])
+def test_a_request_for_no_token_that_fills_the_longest_sequence(model, slots):
+    """Its row has no room for a decode."""
+    served = EngineHarness(model, async_sched_mode="async", slots=slots, max_tokens=2048)
+    served.add(tokens(16, 0, seed=2), count=0)
+    number = served.add(tokens(1, 9, seed=1), count=12)
+    served.run()
+    served.check(number)
+
+
+@pytest.mark.parametrize("slots", [None, 32])
+def test_megatrons_own_controller_overlaps_as_megatron_does(model, slots):
+    served = EngineHarness(model, async_sched_mode="async", slots=slots)
+    own = served.engine.controller
+    controller = TextGenerationController(own.inference_wrapped_model, own.tokenizer)
+    served.engine = HybridPrefixEngine(controller, served.context)
+    first = served.add(tokens(1, 5, seed=7), count=40)
+    served.step(3)
+    second = served.add(tokens(1, 5, seed=8), count=2)
+    served.step(5)
+    assert second in served.finished
+    served.run()
+    served.check(first, second)
+
+
+def test_no_decode_comes_between_prompts_that_fill_a_step(model, monkeypatch):
+    served = EngineHarness(model, async_sched_mode="async", max_requests=8)
+    launched: list[int] = []
+    run = served.engine.controller.forward_launched
+    monkeypatch.setattr(
+        served.engine.controller,
+        "forward_launched",
+        lambda: (launched.append(served.context.num_prefill_requests), run())[1],
+    )
+    for seed in range(4):
+        served.add(tokens(14, 0, seed=seed), count=6)
+    served.run()
+    assert launched[:4] == [1] * 4
+    served.check()

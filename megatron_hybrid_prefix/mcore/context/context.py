@@ -349,7 +349,7 @@ class HybridPrefixContext(SlotContext):
         plans = len(self._step.parts)
         if self._can_be_published():
             self._publish(failed=set())
-            self._step.published_plans = plans
+            self._step.published_plans += plans
         self.moves.send()
 
     def log_probs_of(self, logits: torch.Tensor) -> torch.Tensor | None:
@@ -381,7 +381,8 @@ class HybridPrefixContext(SlotContext):
         """See upstream and `update_requests`. Called after a forward succeeded, with asynchronous scheduling."""
         self._publish_rest()
         finished, continuing = super().resolve_requests(active_requests_mask)
-        self._step.published_plans = 0
+        if not self.hidden.count:  # else those of a forward that was launched since
+            self._step.published_plans = 0
         return finished, continuing
 
     def forget_request(self, request_id: int) -> None:

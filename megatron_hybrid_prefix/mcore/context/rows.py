@@ -33,7 +33,7 @@ def wrong_from(context: ContextSeam, request_id: int) -> int:
     active = slice(context.paused_request_count, context.total_request_count)
     row = context.paused_request_count + context.request_ids[active].tolist().index(request_id)
     begun = int(context.request_kv_length_offsets[row])
-    if context.request_in_prefill_status_tensor[row]:
+    if request_id not in prefilled and context.request_in_prefill_status_tensor[row]:
         of_tokens = context.token_to_request_idx[: context.active_token_count] == row
         prefilled = {request_id: (begun, context.wrong_tokens[: context.active_token_count].cpu()[of_tokens])}
     if request_id in prefilled:

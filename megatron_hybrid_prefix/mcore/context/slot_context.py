@@ -281,6 +281,9 @@ class SlotContext(ContextSeam, NoCache):
         ends = self.get_active_sequence_lengths() + 1 >= self.get_max_sequence_lengths()
         if len(ends) and ends.all():
             return False
+        full = self.request_kv_block_counts[: self.total_request_count] >= self.request_to_kv_block_ids.shape[1]
+        if not self.paused_request_count and (full & self._get_async_sched_rows_requiring_new_block()).any():
+            return False
         self.num_prefill_requests = 0
         try:
             return bool(super().can_prepare_requests())

@@ -99,7 +99,7 @@ class HybridPrefixEngine(EngineSeam):
         self.cuts_chunks = self._cached.is_exact
         if self._cached.is_exact:
             make_exact(controller)
-        own = isinstance(controller, HybridPrefixController)
+        own = self._own = isinstance(controller, HybridPrefixController)
         if own:
             controller.records, controller.admit = self._records, self._admit_ahead
         super().__init__(controller, context)
@@ -459,13 +459,21 @@ class HybridPrefixEngine(EngineSeam):
         self._admits_ahead = False
         if self._rows_leave or self._cached.loads_wait:
             return False
-        if super().may_overlap_steps():
-            return True
-        context, ahead = self.context, self._cached.admits_ahead and self.has_pending_logits
-        if ahead and self.waiting_request_ids and context.can_prepare_requests():
-            head = self.get_request(self.waiting_request_ids[0])
-            self._admits_ahead = self._fits_whole(head, beside_tokens=context.total_request_count)
-        return self._admits_ahead
+        context, tokens = self.context, self.context.active_token_count
+        if context.num_prefill_requests:
+            if not self._own:
+                return False
+            context.active_token_count = context.total_request_count  # they have a token each in the next forward
+        try:
+            if super().may_overlap_steps():
+                return True
+            ahead = self._own and self._cached.admits_ahead and self.has_pending_logits
+            if ahead and self.waiting_request_ids and context.can_prepare_requests():
+                head = self.get_request(self.waiting_request_ids[0])
+                self._admits_ahead = self._fits_whole(head, beside_tokens=context.total_request_count)
+            return self._admits_ahead
+        finally:
+            context.active_token_count = tokens
 
     def _admit_ahead(self) -> None:
         if self._admits_ahead:
