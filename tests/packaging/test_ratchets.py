@@ -32,11 +32,11 @@ _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
     "lines: core": 9_575,
-    "lines: mcore": 6_759,
-    "lines: upstream and platform": 5_992,
+    "lines: mcore": 6_771,
+    "lines: upstream and platform": 5_993,
     "lines: serve, cli and console": 6_907,
-    "lines: package": 43_049,
-    "lines: tests": 49_139,
+    "lines: package": 43_062,
+    "lines: tests": 49_257,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,
