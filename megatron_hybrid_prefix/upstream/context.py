@@ -17,7 +17,6 @@ from megatron.core.inference.contexts.attention_context.mamba_metadata import Ma
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
 from megatron_hybrid_prefix.ops.elementwise import zero_wrong_rows
-from megatron_hybrid_prefix.upstream import ahead
 from megatron_hybrid_prefix.upstream.capabilities import form_of
 
 if TYPE_CHECKING:
@@ -167,16 +166,12 @@ class ContextSeam(DynamicInferenceContext):
         admitted_chunk: What the cache gave to the chunk whose row is being added; else None.
         prefilled: Requests whose prefill may still run while their first decode is prepared: where that prefill began, and its part
             of ``wrong_tokens``.
-        hidden: Rows that megatron does not see now; ``surviving_rows``: see `upstream.ahead`.
         wrong_tokens: (max_tokens,) int32 on the device: 1 for tokens of the step whose keys or values were not finite.
     """
 
     wrong_tokens: torch.Tensor
     admitted_chunk: AdmittedChunk | None = None
     prefilled: Mapping[int, tuple[int, torch.Tensor]] = MappingProxyType({})
-    hidden = ahead.HiddenRows()
-    hides_again = False
-    surviving_rows: torch.Tensor
     # Megatron's.
     is_tensor_state_allocated: bool
     num_prefill_requests: int
@@ -237,7 +232,7 @@ class ContextSeam(DynamicInferenceContext):
 
     def reset_metadata(self, *args: Any, **kwargs: Any) -> None:
         """It also writes to one tensor, which is not there if `has_tensors` is False."""
-        self.prefilled, self.hidden, self.hides_again = {}, ahead.HiddenRows(), False
+        self.prefilled = {}
         if self.has_tensors:
             super().reset_metadata(*args, **kwargs)
             return
@@ -285,14 +280,10 @@ class ContextSeam(DynamicInferenceContext):
             self.zero_live_states(live_indices)
 
     def resolve_requests(self, active_requests_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The forward that the next one did not wait for is over."""
+        """The forward that `decode_next` did not wait for is over."""
         self.prefilled = {}
-        return ahead.resolve(self, active_requests_mask, super().resolve_requests)
-
-    def commit_sampled_tokens(self, *args: Any, **kwargs: Any) -> None:
-        """The last call of a step that did not wait."""
-        super().commit_sampled_tokens(*args, **kwargs)
-        ahead.end_step(self)
+        resolved: tuple[torch.Tensor, torch.Tensor] = super().resolve_requests(active_requests_mask)
+        return resolved
 
     def _get_async_sched_rows_requiring_new_block(self) -> torch.Tensor:
         """Drafts past the end of an answer need no block."""
@@ -458,6 +449,18 @@ class ContextSeam(DynamicInferenceContext):
     def decoded_tokens(self) -> int:
         """Tokens of the step's decodes, drafts included; they come first."""
         return int(self.num_decode_requests * (self.num_speculative_tokens + 1))
+
+    def decode_next(self) -> None:
+        """The rows that prefilled are decodes from now on; megatron does this once their forward is resolved."""
+        if self.num_prefill_requests:
+            rows = slice(self.total_request_count - self.num_prefill_requests, self.total_request_count)
+            columns = [self.request_ids, self.request_kv_length_offsets, self.request_query_lengths]
+            ids, begun, lengths = (column[rows].tolist() for column in columns)
+            marks = self.wrong_tokens[self.num_decode_requests :][: sum(lengths)].clone().split(lengths)
+            self.prefilled = dict(zip(ids, zip(begun, marks, strict=True), strict=True))
+        self.num_prefill_requests = 0
+        self._using_cuda_graph_this_step = False  # one of a prefill; the next forward finds its own
+        self.request_in_prefill_status_tensor[: self.total_request_count].clamp_(max=0)
 
     def row_tensors(self) -> Sequence[torch.Tensor]:
         """All tensors with one row per request."""

@@ -11,7 +11,6 @@ from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
-from megatron_hybrid_prefix.upstream import ahead
 from megatron_hybrid_prefix.upstream.context import ContextSeam
 
 # Options of each request's log-probs: rows of the context's tables.
@@ -73,11 +72,8 @@ class ControllerSeam(TextGenerationController):
 
     def _compact_async_sched_logits(self, survivor_idxs: torch.Tensor) -> None:
         """The log-prob options move with the rows; megatron leaves them in place."""
-        context = self.inference_wrapped_model.inference_context
-        if self._ours is not None and self._ours.hidden.count:
-            survivor_idxs = self._ours.surviving_rows
         super()._compact_async_sched_logits(survivor_idxs)
-        wanted = context.active_request_metadata
+        wanted = self.inference_wrapped_model.inference_context.active_request_metadata
         rows = survivor_idxs.to("cpu")
         for field in _LOG_PROB_FIELDS:
             wanted[field][: len(rows)] = wanted[field][rows]  # indexing by a tensor copies
@@ -102,41 +98,12 @@ class ControllerSeam(TextGenerationController):
         finally:
             context.chunked_prefill_request_id = chunked
 
-    @property
-    def _ours(self) -> ContextSeam | None:
-        """The context, if it can be ahead of megatron, see `upstream.ahead`."""
-        context = self.inference_wrapped_model.inference_context
-        return context if isinstance(context, ContextSeam) else None
-
     async def _run_async_sched_step_overlap(self) -> Any:
         """Prefills may have run: megatron overlaps steps of decodes alone."""
-        if self._ours is not None:
-            ahead.decode_next(self._ours)
+        context = self.inference_wrapped_model.inference_context
+        if isinstance(context, ContextSeam):
+            context.decode_next()
         return await super()._run_async_sched_step_overlap()
-
-    def _run_async_sched_prepare(self) -> Any:
-        """The next forward also has what `admit_ahead` admits."""
-        if self._ours is None:
-            return super()._run_async_sched_prepare()
-        self._ours.prepare_requests()
-        self.admit_ahead()
-        input_ids, position_ids, _ = self._dynamic_step_context_init(transfer_bookkeeping_to_gpu=False)
-        if self._ours.num_prefill_requests:
-            ahead.hide_prefills(self._ours)
-        return input_ids, position_ids
-
-    def _run_async_sched_publish_bookkeeping(self) -> Any:
-        if self._ours is not None and self._ours.hidden.count:
-            self._ours.hides_again = True
-            ahead.show_prefills(self._ours)
-            ahead.send_prefill_tokens(self._ours)
-        return super()._run_async_sched_publish_bookkeeping()
-
-    def _run_async_sched_forward(self, input_ids_gpu_view: torch.Tensor, position_ids_gpu_view: torch.Tensor) -> None:
-        super()._run_async_sched_forward(input_ids_gpu_view, position_ids_gpu_view)
-        if self._ours is not None and self._ours.hides_again:
-            self._ours.hides_again = False
-            ahead.hide_prefills(self._ours)
 
     def _run_async_sched_sample_mtp(self) -> Any:
         """Prefills accepted no drafts.
@@ -170,9 +137,6 @@ class ControllerSeam(TextGenerationController):
     def sampling_around(self, backend: Sampling) -> Sampling:
         """The sampling backend to use in place of megatron's."""
         return backend
-
-    def admit_ahead(self) -> None:
-        """Called when the decodes of a forward are prepared that does not wait for the last one: requests may be admitted to it."""
 
     def forward_launched(self) -> None:
         """Called after a forward was launched, and its logits copied; the device may still run it."""

@@ -31,7 +31,6 @@ class EngineSeam(DynamicInferenceEngine):
 
     _epoch: int | None = None
     _takes_messages = False
-    _admits_ahead = False  # to a forward that does not wait for the last one, which has no chunks
     _most_tokens: int | None = None  # the step's budget, while a round of scheduling runs
     # A subclass sets these: whether a step did not come to its end; whether `tokens_of_chunk` says where the chunks of a prompt end, and
     # not the sizes of CUDA graphs.
@@ -142,7 +141,7 @@ class EngineSeam(DynamicInferenceEngine):
 
     def _find_cg_chunk_size(self, max_chunk_tokens: int) -> int | None:
         """Chunks end on the grid of the scans."""
-        return None if self.cuts_chunks or self._admits_ahead else super()._find_cg_chunk_size(max_chunk_tokens)
+        return None if self.cuts_chunks else super()._find_cg_chunk_size(max_chunk_tokens)
 
     @override
     def _add_request(self, request: DynamicInferenceRequest) -> asyncio.Future[DynamicInferenceRequest]:
@@ -323,14 +322,6 @@ class EngineSeam(DynamicInferenceEngine):
     def count_waits(self, requests: int) -> None:
         """Add to megatron's count of requests that waited for a prefix another request computes."""
         self._prefix_coordination_waits += requests
-
-    @property
-    def has_pending_logits(self) -> bool:
-        """Whether asynchronous scheduling has launched a forward that was not sampled yet. False with expert parallelism, whose ranks
-        would have to agree.
-        """
-        alone = self.controller.model_config.expert_model_parallel_size == 1
-        return bool(alone and self.controller._async_sched_logits.is_valid)
 
     def drop_pending_logits(self) -> None:
         """Drop the logits that asynchronous scheduling keeps for the next step: their rows are gone."""

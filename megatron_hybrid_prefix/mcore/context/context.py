@@ -381,8 +381,7 @@ class HybridPrefixContext(SlotContext):
         """See upstream and `update_requests`. Called after a forward succeeded, with asynchronous scheduling."""
         self._publish_rest()
         finished, continuing = super().resolve_requests(active_requests_mask)
-        if not self.hidden.count:  # else those of a forward that was launched since
-            self._step.published_plans = 0
+        self._step.published_plans = 0
         return finished, continuing
 
     def forget_request(self, request_id: int) -> None:
@@ -402,13 +401,9 @@ class HybridPrefixContext(SlotContext):
             if known.scored is not None and known.scored.waits_for_promises:
                 known.scored.lose_step()
                 failed.add(request_id)
-        hidden_ids = self.request_ids[self.total_request_count :][: self.hidden.count].tolist()
         for request_id in sorted(wrong_ids):
             self._step.parts.pop(request_id, None)
-            failed |= self.prefix_cache.withdraw(request_id, rows.wrong_from(self, request_id)) & {
-                *active_ids,
-                *hidden_ids,
-            }
+            failed |= self.prefix_cache.withdraw(request_id, rows.wrong_from(self, request_id)) & {*active_ids}
         return failed | {*wrong_ids}
 
     def _can_be_published(self) -> bool:
@@ -459,17 +454,6 @@ class HybridPrefixContext(SlotContext):
     @override
     def _prefills_may_decode(self) -> bool:
         return not self._step.parts and super()._prefills_may_decode  # else it is published once it is over
-
-    @property
-    @override
-    def admits_ahead(self) -> bool:
-        # Else plans of that forward would be left, to be published once it is over, when the last one is resolved.
-        return (
-            self.host_moves is None
-            and not self.prefix_config.verify_hits
-            and not self.is_exact
-            and super().admits_ahead
-        )
 
     def prepare_requests(self) -> None:
         """Attaches the blocks that it allocated to their requests."""

@@ -46,11 +46,6 @@ class NoCache:
         """
 
     @property
-    def admits_ahead(self) -> bool:
-        """Whether requests may be admitted to a forward that is launched while the last one still runs."""
-        return False
-
-    @property
     def loads_wait(self) -> bool:
         """Whether requests wait for the tier behind the host."""
         return False

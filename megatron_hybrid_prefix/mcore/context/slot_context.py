@@ -253,7 +253,6 @@ class SlotContext(ContextSeam, NoCache):
             result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
         if self.num_speculative_tokens:
             rows.find_blocks_of_tokens(self)
-        self.prefilled = {}
         return result
 
     @property
@@ -265,11 +264,6 @@ class SlotContext(ContextSeam, NoCache):
         return bool(
             self.config.materialize_only_last_token_logits or not wanted.any()
         )  # prompts' log-probs come from this forward
-
-    @property
-    @override
-    def admits_ahead(self) -> bool:
-        return not self.num_speculative_tokens and bool(self.config.materialize_only_last_token_logits)
 
     def can_prepare_requests(self) -> bool:
         """Also True after prefills, which megatron waits for. False between two chunks of a prompt: upstream ignores its hidden row and

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,9 +21,6 @@ class HybridPrefixController(ControllerSeam):
     # ask. Most steps have none.
     records: Mapping[int, RequestRecord] = MappingProxyType({})
 
-    # The engine sets it: admits waiting requests to a forward that is launched while the last one runs.
-    admit: Callable[[], None] = staticmethod(lambda: None)
-
     # Ids of requests for which nothing could be sampled in the last step: their logits were not finite.
     wrong_ids: frozenset[int] = frozenset()
     # (rows,) bool, on the device: rows of logits of the step that were not finite, so that the token means nothing.
@@ -32,9 +29,6 @@ class HybridPrefixController(ControllerSeam):
 
     def sampling_around(self, backend: Any) -> Any:
         return RowSampling(backend, self.sampling_rng, self)
-
-    def admit_ahead(self) -> None:
-        self.admit()
 
     def forward_launched(self) -> None:
         context = self.inference_wrapped_model.inference_context

@@ -84,8 +84,6 @@ class HybridPrefixEngine(EngineSeam):
         self._was_idle = False  # when the next request to be admitted came
         self._weights: WeightSamples | None = None
         self._announced = False  # new weights, since the engine was suspended
-        self._admits_ahead = False  # in the step that runs
-        self._restart_next: set[int] = set()  # requests of a forward that was launched since, with what has failed now
         check_overrides()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         self._cached = context if isinstance(context, NoCache) else NoCache()
@@ -101,7 +99,7 @@ class HybridPrefixEngine(EngineSeam):
             make_exact(controller)
         own = self._own = isinstance(controller, HybridPrefixController)
         if own:
-            controller.records, controller.admit = self._records, self._admit_ahead
+            controller.records = self._records
         super().__init__(controller, context)
         # That a request can have.
         self._most_blocks = min(block_counts(context.kv_block_allocator).active, self._cached.room_for(1))
@@ -127,7 +125,6 @@ class HybridPrefixEngine(EngineSeam):
         if isinstance(self.controller, HybridPrefixController):
             self.controller.clear_accepted_drafts()
         self.removals.clear()
-        self._restart_next.clear()
         self._records.clear()
         self.needs_reset = False
         context = self.context
@@ -452,11 +449,7 @@ class HybridPrefixEngine(EngineSeam):
         self._schedule(super().schedule_waiting_requests)
 
     def may_overlap_steps(self) -> bool:
-        """False if an aborted request must leave between two forwards, or a request waits for its load.
-
-        True if waiting requests can be admitted to a forward that is launched while the last one runs.
-        """
-        self._admits_ahead = False
+        """False if an aborted request must leave between two forwards, or a request waits for its load."""
         if self._rows_leave or self._cached.loads_wait:
             return False
         context, tokens = self.context, self.context.active_token_count
@@ -465,25 +458,9 @@ class HybridPrefixEngine(EngineSeam):
                 return False
             context.active_token_count = context.total_request_count  # they have a token each in the next forward
         try:
-            if super().may_overlap_steps():
-                return True
-            ahead = self._own and self._cached.admits_ahead and self.has_pending_logits
-            if ahead and self.waiting_request_ids and context.can_prepare_requests():
-                head = self.get_request(self.waiting_request_ids[0])
-                self._admits_ahead = self._fits_whole(head, beside_tokens=context.total_request_count)
-            return self._admits_ahead
+            return super().may_overlap_steps()
         finally:
             context.active_token_count = tokens
-
-    def _admit_ahead(self) -> None:
-        if self._admits_ahead:
-            self.schedule_waiting_requests()
-
-    def _fits_whole(self, request: DynamicInferenceRequest, *, beside_tokens: int) -> bool:
-        """Whether a forward can compute all of a prompt beside so many tokens."""
-        length = request.remaining_prompt_length
-        computed = length - self.context.skipped_tokens_of_chunk(request, length)
-        return beside_tokens + computed <= self.context.max_tokens
 
     async def async_step(self) -> Any:
         """A replica sends new tokens after a step: see `on_step` and `step_began_s`.
@@ -520,9 +497,7 @@ class HybridPrefixEngine(EngineSeam):
         stopped = super().take_stopped_ids(active_request_ids)
         wrong: frozenset[int] = getattr(self.controller, "wrong_ids", frozenset())
         self.removals.failing |= wrong - stopped
-        failed = (self._restart_next | self._cached.failed_requests(wrong, active_request_ids)) - stopped
-        self._restart_next = (failed - {*active_request_ids}) & self.requests.keys()
-        failed -= self._restart_next
+        failed = self._cached.failed_requests(wrong, active_request_ids) - stopped
         if failed:
             between_chunks = failed & {self.context.chunked_prefill_request_id}
             self.removals.restarting_between_chunks |= between_chunks
@@ -602,9 +577,7 @@ class HybridPrefixEngine(EngineSeam):
     # -- exactness -----------------------------------------------------------------------------------------------------
 
     def tokens_of_chunk(self, request: DynamicInferenceRequest) -> int | None:
-        """Where bits have to be equal, chunks end on the grid of the scans. A forward that does not wait for the last one has no chunks."""
-        if self._admits_ahead and not self._fits_whole(request, beside_tokens=self.context.active_token_count):
-            return 0
+        """Where bits have to be equal, chunks end on the grid of the scans."""
         return self.context.chunk_on_grid(request) if self.cuts_chunks else None
 
     # -- weights -------------------------------------------------------------------------------------------------------
