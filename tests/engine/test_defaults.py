@@ -38,6 +38,7 @@ BEST = {"async_sched_mode": "async", "num_cuda_graphs": 8}
     [
         ({}, {}, BEST, "asynchronous scheduling, CUDA graphs of the whole forward"),
         ({}, {"async_sched_mode": "legacy", "num_cuda_graphs": 3}, {}, None),
+        ({}, {"async_sched_mode": "legacy", "num_cuda_graphs": None}, {}, None),
         ({}, {"num_cuda_graphs": 3}, {"async_sched_mode": "async"}, "asynchronous scheduling"),
         ({"inference_cuda_graph_scope": InferenceCudaGraphScope.layer}, {}, BEST, "CUDA graphs of layers"),
         ({"cuda_graph_impl": "none"}, {}, {"async_sched_mode": "async"}, "asynchronous scheduling"),

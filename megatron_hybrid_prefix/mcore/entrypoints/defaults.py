@@ -35,7 +35,7 @@ def fastest_fields(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         why = "megatron records the routes of experts in no other" if config.moe_enable_routing_replay else None
         chosen["async_sched_mode"] = AsyncScheduleMode.ASYNC if why is None else AsyncScheduleMode.LEGACY
         words.append("asynchronous scheduling" if why is None else f"legacy scheduling: {why}")
-    if given.get("num_cuda_graphs") is None and config.cuda_graph_impl == "local":
+    if "num_cuda_graphs" not in given and config.cuda_graph_impl == "local":
         why = _graph_problem(model, config, int(given.get("num_speculative_tokens") or 0))
         if why is None:
             chosen["num_cuda_graphs"] = CUDA_GRAPHS
