@@ -32,10 +32,10 @@ _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
     "lines: core": 9_575,
-    "lines: mcore": 6_711,
+    "lines: mcore": 6_713,
     "lines: upstream and platform": 5_830,
     "lines: serve, cli and console": 6_907,
-    "lines: package": 42_839,
+    "lines: package": 42_841,
     "lines: tests": 49_133,
     "files: cold": 42,
     "files: hit": 42,

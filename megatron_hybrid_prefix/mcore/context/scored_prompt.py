@@ -36,7 +36,8 @@ class Scores(NamedTuple):
 
     def part(self, start: int, end: int) -> Scores:
         """Tokens [start, end), in memory of their own."""
-        return Scores._make(values[start:end].copy() for values in self)
+        tokens = slice(start, end)
+        return Scores(self.log_probs[tokens].copy(), self.top_values[tokens].copy(), self.top_ids[tokens].copy())
 
 
 class ScoredPrompt:
@@ -133,7 +134,7 @@ class ScoredPrompt:
         """Adds tokens: (tokens,), and their most likely ones, (tokens, top_n) each."""
         tops = values.to("cpu", torch.float32).numpy(), ids.to("cpu", torch.int32).numpy()
         more = np.asarray(log_probs, np.float32), *tops
-        self._scores = Scores._make(map(np.concatenate, zip(self._scores, more, strict=True)))
+        self._scores = Scores(*map(np.concatenate, zip(self._scores, more, strict=True)))
 
     def block(self, end_tokens: int, block_tokens: int) -> Scores | None:
         """Scores of the block that ends at a position; None if they are not there."""

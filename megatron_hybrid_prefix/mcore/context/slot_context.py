@@ -260,10 +260,14 @@ class SlotContext(ContextSeam, NoCache):
         """Whether the next forward may be prepared while the last one, which has prefills, still runs."""
         if self.num_speculative_tokens:
             return False
-        wanted = self.active_request_metadata["return_log_probs"][: self.total_request_count]
-        return bool(
-            self.config.materialize_only_last_token_logits or not wanted.any()
-        )  # prompts' log-probs come from this forward
+        rows = slice(0, self.total_request_count)
+        # A prompt of the longest sequence that wants no token has no room for one.
+        full = self.request_kv_block_counts[rows] >= self.request_to_kv_block_ids.shape[1]
+        if (full & (self.request_last_kv_block_offset[rows] + 1 >= self.block_size_tokens)).any():
+            return False
+        # Prompts' log-probs come from this forward.
+        wanted = self.active_request_metadata["return_log_probs"][rows]
+        return bool(self.config.materialize_only_last_token_logits or not wanted.any())
 
     def can_prepare_requests(self) -> bool:
         """Also True after prefills, which megatron waits for. False between two chunks of a prompt: upstream ignores its hidden row and
@@ -274,9 +278,6 @@ class SlotContext(ContextSeam, NoCache):
             return False
         ends = self.get_active_sequence_lengths() + 1 >= self.get_max_sequence_lengths()
         if len(ends) and ends.all():
-            return False
-        full = self.request_kv_block_counts[: self.total_request_count] >= self.request_to_kv_block_ids.shape[1]
-        if not self.paused_request_count and (full & self._get_async_sched_rows_requiring_new_block()).any():
             return False
         self.num_prefill_requests = 0
         try:
