@@ -69,6 +69,11 @@ def kinds_of_step(engine: DynamicInferenceEngine) -> Sequence[InferenceBatchDime
     return kinds
 
 
+def replay_none(engine: DynamicInferenceEngine) -> None:
+    """Every step launches its kernels from now on, until graphs are captured for a new context."""
+    engine.context.cuda_graph_batch_dimensions_list = []
+
+
 def kinds_to_compile(engine: DynamicInferenceEngine) -> Iterable[InferenceBatchDimensions]:
     """Of `kinds_of_step` those that have kernels of their own: Triton compiles apart for a number that is 1, and for multiples of 16.
 

@@ -306,3 +306,24 @@ def test_each_step_of_adamw_in_bf16_is_noticed():
         assert samples.changed(experts=False), step
         samples.take()
     assert max(changed) < 0.1
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize(("change", "kinds"), [(copy_in_place, ["a kind"]), (assign_data, [])])
+def test_graphs_that_read_old_weights_are_left(own_models, change, kinds, resumes, caplog):
+    model, trained = own_models("tiny")
+    served = EngineHarness(model)
+    served.send(PROMPT)
+    engine, context = served.engine, served.context
+    engine._captured_at, context.cuda_graph_batch_dimensions_list = engine._weights_at(), ["a kind"]
+    if resumes:
+        engine.suspend()
+    change(model, trained)
+    engine.invalidate()
+    if resumes:
+        engine.resume()
+    assert context.cuda_graph_batch_dimensions_list == kinds
+    assert ["without graphs" in record.message for record in caplog.records] == [True] * (not kinds)
+    context.cuda_graph_batch_dimensions_list = []
+    assert served.send(PROMPT).num_cached_tokens == 0
+    served.check(served.next_id)

@@ -32,11 +32,11 @@ _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
     "lines: core": 9_575,
-    "lines: mcore": 6_713,
-    "lines: upstream and platform": 5_830,
+    "lines: mcore": 6_732,
+    "lines: upstream and platform": 5_835,
     "lines: serve, cli and console": 6_907,
-    "lines: package": 42_841,
-    "lines: tests": 49_133,
+    "lines: package": 42_865,
+    "lines: tests": 49_155,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,

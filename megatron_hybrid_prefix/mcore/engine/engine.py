@@ -40,7 +40,7 @@ from megatron_hybrid_prefix.upstream.blocks import block_counts, blocks_up_to_th
 from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.coordinator import TELL_ABORT
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
-from megatron_hybrid_prefix.upstream.graphs import kinds_of_step, kinds_to_compile, launch_eagerly
+from megatron_hybrid_prefix.upstream.graphs import kinds_of_step, kinds_to_compile, launch_eagerly, replay_none
 from megatron_hybrid_prefix.upstream.moe import count_tokens_of_drafts
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
@@ -84,6 +84,7 @@ class HybridPrefixEngine(EngineSeam):
         self._was_idle = False  # when the next request to be admitted came
         self._weights: WeightSamples | None = None
         self._announced = False  # new weights, since the engine was suspended
+        self._captured_at: list[int] = []  # addresses of the weights; empty: no graphs
         check_overrides()
         check_described(controller.inference_wrapped_model.model, context.config.mamba_inference_state_config)
         self._cached = context if isinstance(context, NoCache) else NoCache()
@@ -177,6 +178,7 @@ class HybridPrefixEngine(EngineSeam):
             if self._announced:
                 self._read_new_weights()
         super().resume()
+        self._leave_wrong_graphs()
 
     def _check_not_suspended(self) -> None:
         if self._is_suspended:
@@ -200,7 +202,22 @@ class HybridPrefixEngine(EngineSeam):
                 with compiled_side_by_side() as without_launches:
                     for kind in kinds_to_compile(self):
                         launch_eagerly(self, kind, without_launches())
-        return super().create_cuda_graphs(*args, **kwargs)
+        captured = super().create_cuda_graphs(*args, **kwargs)
+        self._captured_at = self._weights_at() if kinds else []
+        return captured
+
+    def _weights_at(self) -> list[int]:
+        return [weight.data_ptr() for weight in self.controller.inference_wrapped_model.model.parameters()]
+
+    def _leave_wrong_graphs(self) -> None:
+        """Graphs read the weights where they were: if these lie elsewhere now, steps run without graphs."""
+        if self._captured_at and self._captured_at != self._weights_at():
+            logger.warning(
+                "the weights are in other memory than CUDA graphs were captured with: steps run without graphs; write new weights in "
+                "place (copy_, load_state_dict)"
+            )
+            replay_none(self)
+            self._captured_at = []
 
     def _prepare_for_reset(self) -> None:
         running = sorted(set(self.requests) - {*self.resume_request_ids, *self.failed_request_ids})
@@ -602,6 +619,8 @@ class HybridPrefixEngine(EngineSeam):
         if self._weights is not None:
             self._weights.take()
         self._announced = False
+        if not self._is_suspended:  # else when it has resumed, which may capture again
+            self._leave_wrong_graphs()
 
     def work_begins(self) -> None:
         """Looks at the weights."""
