@@ -100,9 +100,10 @@ def build_model(args: argparse.Namespace, config: HybridModelConfig, platform: A
     from megatron_hybrid_prefix import models
 
     overrides: dict[str, Any] = {}
-    if getattr(args, "cuda_graphs", None) is not None:
-        overrides["cuda_graph_impl"] = "local" if args.cuda_graphs else "none"
-    if getattr(args, "cuda_graphs", None) and getattr(args, "graph_scope", None) is not None:
+    graphs = getattr(args, "cuda_graphs", None)
+    if graphs is not None:
+        overrides["cuda_graph_impl"] = "local" if graphs else "none"
+    if graphs and getattr(args, "graph_scope", None) is not None:
         overrides["inference_cuda_graph_scope"] = args.graph_scope
     folder = folder_of(args)
     with (

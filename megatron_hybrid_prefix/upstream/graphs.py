@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import torch
 from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord, delete_cuda_graphs
 from megatron.core.transformer.enums import InferenceCudaGraphScope
-from megatron.core.transformer.module import GraphableMegatronModule
 
 if TYPE_CHECKING:
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -57,8 +56,12 @@ def captures_whole_forward(config: Any) -> bool:
 
 def has_graphs(model: Any) -> bool:
     """Whether an engine has captured graphs in a model: they are of that engine's memory."""
+    return any(manager.cudagraph_runners for manager in _managers(model))
+
+
+def _managers(model: Any) -> Iterator[CudaGraphManager]:
     managers = (getattr(module, "cudagraph_manager", None) for module in model.modules())
-    return any(manager is not None and manager.cudagraph_runners for manager in managers)
+    return (manager for manager in managers if manager is not None)
 
 
 def kinds_of_step(engine: DynamicInferenceEngine) -> Sequence[InferenceBatchDimensions]:
@@ -111,12 +114,9 @@ def delete_graphs_of(model: Any) -> None:
     """Delete the CUDA graphs of this process, and what they leave on the model."""
     delete_cuda_graphs()
     # Megatron leaves the emptied runners; each holds a reference to its engine's context.
-    module: GraphableMegatronModule
-    for module in model.modules():
-        manager: CudaGraphManager | None = getattr(module, "cudagraph_manager", None)
-        if manager is not None:
-            manager.cudagraph_runners.clear()
-            manager.custom_cudagraphs_lookup_table.clear()
+    for manager in _managers(model):
+        manager.cudagraph_runners.clear()
+        manager.custom_cudagraphs_lookup_table.clear()
 
 
 def captured_graphs() -> list[Any]:

@@ -32,10 +32,10 @@ _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
     "lines: core": 9_575,
-    "lines: mcore": 6_732,
+    "lines: mcore": 6_730,
     "lines: upstream and platform": 5_835,
-    "lines: serve, cli and console": 6_907,
-    "lines: package": 42_865,
+    "lines: serve, cli and console": 6_908,
+    "lines: package": 42_874,
     "lines: tests": 49_155,
     "files: cold": 42,
     "files: hit": 42,

@@ -33,6 +33,14 @@ class Summary(Scenario):
     short_answers: int = size(12, 256, "tokens of each of their answers")
 
     @property
+    def _batches(self) -> dict[str, tuple[int, int, int]]:
+        """Those that are sent at once: how many, tokens of a prompt, and of an answer."""
+        return {
+            "long": (self.long_requests, self.long_tokens, self.long_answers),
+            "short": (self.short_requests, self.short_tokens, self.short_answers),
+        }
+
+    @property
     def longest_tokens(self) -> int:
         return max(self.shared_tokens + self.own_tokens, self.long_tokens, self.short_tokens)
 
@@ -41,10 +49,10 @@ class Summary(Scenario):
         return max(self.long_answers, self.short_answers)
 
     def describe(self) -> str:
+        batches = (f"{count} x ({prompt} + {answer})" for count, prompt, answer in self._batches.values())
         return (
             f"{self.shared_tokens} shared + {self.own_tokens} own tokens, three times, and {self.own_tokens} alone; "
-            f"{self.long_requests} x ({self.long_tokens} + {self.long_answers}) tokens; "
-            f"{self.short_requests} x ({self.short_tokens} + {self.short_answers})"
+            f"{' tokens; '.join(batches)}"
         )
 
     def metrics(self) -> list[Metric]:
@@ -53,29 +61,31 @@ class Summary(Scenario):
             Metric("second_ms", "2nd sighting: first token, ms"),
             Metric("third_ms", "3rd sighting: first token, ms"),
             Metric("third_over_short", "... over a cold prompt of its own tokens", ratios=False, goal="<= 1.05"),
-            Metric("long_per_second", f"{self.long_requests} x ({self.long_tokens} + {self.long_answers}): tokens/s"),
-            Metric(
-                "short_per_second", f"{self.short_requests} x ({self.short_tokens} + {self.short_answers}): tokens/s"
+            *(
+                Metric(f"{name}_per_second", f"{count} x ({prompt} + {answer}): tokens/s")
+                for name, (count, prompt, answer) in self._batches.items()
             ),
             Metric("failed_requests", "failed requests", ratios=False),
         ]
 
     def workload(self, rng: random.Random, vocab_size: int) -> Any:
-        """See Scenario: the sightings and a short prompt, the long prompts, the short ones."""
+        """See Scenario: the sightings and a short prompt; the prompts of each batch."""
         shared = tokens(rng, vocab_size, self.shared_tokens)
         sightings = [shared + tokens(rng, vocab_size, self.own_tokens) for _ in range(3)]
         one_by_one = [*sightings, tokens(rng, vocab_size, self.own_tokens)]
-        long = [tokens(rng, vocab_size, self.long_tokens) for _ in range(self.long_requests)]
-        return one_by_one, long, [tokens(rng, vocab_size, self.short_tokens) for _ in range(self.short_requests)]
+        sizes = self._batches.items()
+        return one_by_one, {
+            name: [tokens(rng, vocab_size, long) for _ in range(count)] for name, (count, long, _) in sizes
+        }
 
     def play(self, contestant: Contestant, workload: Any) -> Sample:
-        one_by_one, long, short = workload
+        one_by_one, batches = workload
         results = [contestant.send([prompt], 2)[0][0] for prompt in one_by_one]
         cold_ms, second_ms, third_ms, short_ms = (MS * result.time_to_first_token_s for result in results)
         sample: Sample = {"cold_ms": cold_ms, "second_ms": second_ms, "third_ms": third_ms}
         sample["third_over_short"] = ratio(third_ms, short_ms)
-        for name, prompts, answers in (("long", long, self.long_answers), ("short", short, self.short_answers)):
-            batch, wall_s = contestant.send(prompts, answers)
+        for name, (_, _, answer_tokens) in self._batches.items():
+            batch, wall_s = contestant.send(batches[name], answer_tokens)
             sample[f"{name}_per_second"] = ratio(sums(batch)["generated_tokens"], wall_s)
             results += batch
         return sample | {"failed_requests": sums(results)["failed_requests"]}

@@ -260,13 +260,13 @@ class SlotContext(ContextSeam, NoCache):
         """Whether the next forward may be prepared while the last one, which has prefills, still runs."""
         if self.num_speculative_tokens:
             return False
-        rows = slice(0, self.total_request_count)
+        active = slice(0, self.total_request_count)
         # A prompt of the longest sequence that wants no token has no room for one.
-        full = self.request_kv_block_counts[rows] >= self.request_to_kv_block_ids.shape[1]
-        if (full & (self.request_last_kv_block_offset[rows] + 1 >= self.block_size_tokens)).any():
+        full = self.request_kv_block_counts[active] >= self.request_to_kv_block_ids.shape[1]
+        if (full & (self.request_last_kv_block_offset[active] + 1 >= self.block_size_tokens)).any():
             return False
         # Prompts' log-probs come from this forward.
-        wanted = self.active_request_metadata["return_log_probs"][rows]
+        wanted = self.active_request_metadata["return_log_probs"][active]
         return bool(self.config.materialize_only_last_token_logits or not wanted.any())
 
     def can_prepare_requests(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -50,8 +49,7 @@ class WeightSamples:
         Args:
             experts: Expert-parallel ranks call it, too, not only tensor- and pipeline-parallel ones.
         """
-        modules = _values(self._children)
-        replaced = len(modules) != len(self._modules) or not all(map(is_, modules, self._modules))
+        replaced = _values(self._children) != self._modules
         sums = self._sampled(self._tensors())
         if not max_over_model_ranks(int(replaced or sums != self._sums), self._groups, experts=experts):
             return None
