@@ -74,9 +74,7 @@ class HybridPrefixCache:
         self._stats = PrefixStats()
         self._device = device = DeviceTier(settings, self._stats)
         self._requests = RequestBook()
-        self._matcher = Matcher(
-            device.tree, (*device.below.values(),), device.ghosts, block_tokens=settings.block_tokens
-        )
+        self._matcher = Matcher(device, (*device.below.values(),))
         self._planner = StepPlanner(device)
         self.loads = Loads(device, self._requests, self._matcher)
         self.blocks = BlocksById(device, self._requests)
@@ -181,7 +179,7 @@ class HybridPrefixCache:
 
             shared   Blocks on the device that other requests may use, too. The request must not write to them. Between
                      S and J no state is kept, so the request computes these tokens again
-                     (`Match.lost_tokens_no_state`). It reads their KV from the shared blocks, as a hit does, and does
+                     (`PrefixStats.lost_tokens_no_state`). It reads their KV from the shared blocks, as a hit does, and does
                      not store it a second time (`Admission.stored_tokens`). After loaded blocks all blocks are new.
             loaded   Blocks allocated here, whose KV is on its way from the host.
             new      Blocks allocated here.
@@ -237,7 +235,7 @@ class HybridPrefixCache:
                     breakpoints=breakpoints,
                     counted_tokens=counted_tokens,
                 )
-            match = source.as_match(match, loading.slot, self.block_tokens)
+            match = source.as_match(match, loading.slot)
             beyond = device.tree.path([node.key for node in beyond])  # some may have gone for the slot
         self.loads.drop_swapped_out(request_id)
         block_ids += device.blocks.share(beyond)
@@ -279,7 +277,7 @@ class HybridPrefixCache:
             stored_tokens=live.stored_tokens,
             resume_tokens=match.resume_tokens,
             source_slot=match.source_slot,
-            lost_tokens_no_state=match.lost_tokens_no_state,
+            reuse=match.reuse,
             boundaries=live.boundaries,
             load=loading,
             live_slot=live.live_slot,
@@ -629,7 +627,12 @@ class HybridPrefixCache:
             stats.reused_tokens_device += match.resume_tokens
         else:
             stats.reused_tokens_host += match.resume_tokens
-        stats.lost_tokens_no_state += match.lost_tokens_no_state
+        reuse = match.reuse
+        stats.lost_tokens_no_state += max(0, reuse.kv_tokens - reuse.state_tokens)
+        if reuse.reason is not None:
+            stats.not_reused[reuse.reason] += 1
+        hit = match.resume_tokens > 0
+        self._device.starts.note(live.request_id, live.chain, reuse.reason, hit=hit, write=live.write)
 
     def _blocks_for(self, match: Match, length_tokens: int | None) -> int:
         return -(-(match.chain.tokens if length_tokens is None else length_tokens) // self.block_tokens)

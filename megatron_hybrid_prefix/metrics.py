@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
+
+
+class NoReuse(StrEnum):
+    """Why a prompt reused nothing, or less than is known to have been there: the first of these that holds."""
+
+    BELOW_ONE_BLOCK = "below_one_block"  # only whole blocks are cached, and the last token is always computed
+    NOT_READ = (
+        "not_read"  # ``cache_read`` is False, log-probs of the prompt are wanted and not kept, or the hit is verified
+    )
+    EPOCH = "epoch"  # it was cached under other weights
+    MEMORY = "memory"  # no room for a state, or for all that a hit needs; or a load would take longer than computing, or was late
+    STATES_GONE = "states_gone"  # KV is there, without a state: evicted, or never kept
+    KV_GONE = "kv_gone"  # evicted, not long ago
+    OTHER_SALT = "other_salt"  # cached for requests with another salt or adapter
+    NO_SUCH_PREFIX = "no_such_prefix"  # nobody had it, or nobody knows of it any more
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +83,7 @@ class PrefixStats:
             tokens before them on the device, too.
         recomputed_tokens: Tokens (of prompt and answer) that preempted requests, and those that start over, computed again.
         resumed_tokens: Tokens that these requests did not compute again after preemption: they were cached, or on the host.
+        not_reused: Prompts that reused nothing, or less than is known to have been there, by `NoReuse`.
         lost_tokens_no_state: Tokens whose KV matched, but that were recomputed because no state was kept that deep.
         lost_tokens_no_scores: Tokens that could be skipped, but were computed because the request wants the log-probs of its
             prompt, and they were not kept.
@@ -100,6 +117,7 @@ class PrefixStats:
     reused_tokens_host: int = 0
     recomputed_tokens: int = 0
     resumed_tokens: int = 0
+    not_reused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, NoReuse), 0))
     lost_tokens_no_state: int = 0
     lost_tokens_no_scores: int = 0
     checkpoints_published: int = 0
@@ -129,6 +147,7 @@ class PrefixStats:
         """A deep copy. Written out, because ``deepcopy`` takes five times as long."""
         return replace(
             self,
+            not_reused=dict(self.not_reused),
             checkpoints_by_reason=dict(self.checkpoints_by_reason),
             tiers={name: replace(tier, faults=dict(tier.faults)) for name, tier in self.tiers.items()},
             fallbacks=dict(self.fallbacks),

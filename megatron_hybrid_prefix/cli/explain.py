@@ -24,6 +24,7 @@ from typing import Any
 from megatron_hybrid_prefix.cli.serve import ADMIN_TOKEN
 from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
+from megatron_hybrid_prefix.metrics import NoReuse
 
 _WAIT_S = 60.0
 
@@ -99,6 +100,13 @@ _REFUSED = {
     "prompt_log_probs_gb": "The request asks for the log-probs of its prompt, and prompt_log_probs_gb=0 keeps none.",
     "verify_hits": "Every hit is computed again, to compare: verify_hits is 1.",
 }
+_WHY = {
+    NoReuse.BELOW_ONE_BLOCK: "The prompt is no longer than a block of {block_tokens} tokens, and its last token is computed.",
+    NoReuse.EPOCH: "The weights epoch is {epoch}: what was cached before it is gone.",
+    NoReuse.KV_GONE: "KV after token {kv:,} was evicted.",
+    NoReuse.OTHER_SALT: "Its start is cached with another salt or adapter: only requests with the same ones share.",
+    NoReuse.NO_SUCH_PREFIX: "Block {block} is on no tier: no earlier prompt had it, or it was evicted long ago.",
+}
 _TIERS = {"device": "the device", "host": "the host", "shared": "the shared tier"}
 
 
@@ -109,31 +117,23 @@ def sentences(found: dict[str, Any]) -> list[str]:
         found: Its fields.
     """
     resume, step, kv = found["resume_tokens"], found["block_tokens"], max(found["kv_tokens"].values())
-    most = found["limit_tokens"] // step * step
+    most, reason = found["limit_tokens"] // step * step, found["reason"]
     reused = f"from the state on {_TIERS[found['tier']]}" if resume else "nothing"
     said = [f"{resume:,} of the {found['prompt_tokens']:,} prompt tokens would be reused: {reused}."]
     if found["refused_by"]:
         said.append(_REFUSED[found["refused_by"]])
     elif not found["most_states"]:
         said.append("There is no room for a cached state: raise mamba_gb, or the memory.")
-    elif found["prompt_tokens"] < step:
-        said.append(f"The prompt is shorter than a block of {step} tokens, and only whole blocks are cached.")
-    elif resume < most:
+    elif resume < most or reason is not None:
         said += [
             f"KV goes to token {depth:,} on {_TIERS[tier]}." for tier, depth in found["kv_tokens"].items() if depth
         ]
         if kv > most:
             said.append(f"Tokens after {found['limit_tokens']:,} are always computed.")
-        elif found["seen_tokens"] > kv:
-            said.append(f"KV from token {kv:,} to token {found['seen_tokens']:,} was evicted.")
-        elif kv < most:
-            said.append(f"Block {kv // step + 1} is on no tier: no earlier prompt had it, or it was evicted.")
-        if kv < most and found["epoch"]:
-            said.append(f"The weights epoch is {found['epoch']}: what was cached before it is gone.")
-        if (plain := found["plain_kv_tokens"]) is not None:
-            said.append(
-                f"Without salt and adapter KV would go to token {plain:,}: only requests with the same ones share."
-            )
+        elif kv < most and reason not in _WHY:
+            reason = NoReuse.KV_GONE if found["seen_tokens"] > kv else NoReuse.NO_SUCH_PREFIX
+        if reason in _WHY:
+            said.append(_WHY[reason].format(kv=kv, block=kv // step + 1, **found))
         said += _about_states(found, min(kv, most))
     if not found["writes"]:
         said.append("This request would keep nothing: cache_write is false.")

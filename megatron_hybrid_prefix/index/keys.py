@@ -64,7 +64,11 @@ class KeyMaker:
             digest.update(self._adapter_secret)
         seed, private = digest.digest(), adapter is not None
         chain = KeyChain([], 0, epoch=epoch, maker=self, seed=seed, private=private, remember=remember)
-        chain.extend(tokens)
+        data = token_bytes(tokens)
+        chain.extend(data)
+        if chain.keys:
+            first = data[: self.block_tokens * TOKEN_BYTES].tobytes()
+            chain.starts = hash(first), hash((salt, adapter, first))
         return chain
 
     def forget(self) -> None:
@@ -143,6 +147,8 @@ class KeyChain:
         tokens: Length of the sequence.
         epoch: Weights epoch of the keys.
         private: Whether no other process can have these keys, because they are those of an adapter.
+        starts: Numbers of the first block: of its tokens alone, and with salt and adapter. None: it is not full, or not known. For
+            statistics: they are short, and mean nothing outside of this process.
 
     Args:
         maker: Computes the keys of appended tokens. None: the chain cannot grow.
@@ -150,7 +156,7 @@ class KeyChain:
         remember: See `KeyMaker.chain`.
     """
 
-    __slots__ = ("_maker", "_remember", "_seed", "_tail", "epoch", "keys", "private", "tokens")
+    __slots__ = ("_maker", "_remember", "_seed", "_tail", "epoch", "keys", "private", "starts", "tokens")
 
     def __init__(
         self,
@@ -167,6 +173,7 @@ class KeyChain:
         self.tokens = tokens
         self.epoch = epoch
         self.private = private
+        self.starts: tuple[int, int] | None = None
         self._maker = maker
         self._seed = seed
         self._remember = remember
@@ -199,7 +206,7 @@ class KeyChain:
             private=self.private,
             remember=self._remember,
         )
-        twin._tail = self._tail
+        twin._tail, twin.starts = self._tail, self.starts
         return twin
 
 

@@ -13,12 +13,17 @@ are. Three invariants keep everything else simple. ``check_integrity`` checks th
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import logging
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.metrics import NoReuse
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
+
+logger = logging.getLogger(__name__)
 
 NO_BLOCK = -1
 
@@ -180,3 +185,51 @@ class Ghosts:
     def clear(self) -> None:
         """Forgets all keys."""
         self._keys.clear()
+
+
+_STARTS = 2**14  # remembered ones
+_MISSES = 16  # in a row of prompts that begin alike: worth a line in the log
+
+
+class Starts:
+    """How the latest prompts began, bounded: what came last longest ago is forgotten first. Outlives the weights. See `KeyChain.starts`.
+
+    Attributes:
+        cached: Epoch and key of the first block when it was cached last: under its tokens, and under these with salt and adapter.
+        misses: Why the prompts that begin alike (whatever their salts) reused nothing since one of them hit, by the tokens.
+    """
+
+    def __init__(self) -> None:
+        self.cached: dict[int, tuple[int, bytes]] = {}
+        self.misses: dict[int, list[NoReuse]] = {}
+
+    def why_unknown(self, chain: KeyChain, tree: PrefixTree) -> NoReuse:
+        """Why nothing of a prompt is in the tree, as far as that is remembered."""
+        alike, same = map(self.cached.get, chain.starts or (0, 0))
+        if same is not None:
+            return NoReuse.KV_GONE if same[0] == chain.epoch else NoReuse.EPOCH
+        return NoReuse.OTHER_SALT if alike is not None and tree.get(alike[1]) else NoReuse.NO_SUCH_PREFIX
+
+    def note(self, request_id: int, chain: KeyChain, reason: NoReuse | None, *, hit: bool, write: bool) -> None:
+        """The first forward of a prompt is published; ``write``: what it computes is cached. Warns if hits fell to 0. O(1)."""
+        if chain.starts is None:
+            return
+        for start in chain.starts if write else ():
+            self.cached.pop(start, None)
+            self.cached[start] = chain.epoch, chain.keys[0]
+        start = chain.starts[0]
+        misses = self.misses.pop(start, None)
+        if hit:
+            self.misses[start] = []
+        elif misses is not None:
+            if reason not in (None, NoReuse.NOT_READ, NoReuse.BELOW_ONE_BLOCK):
+                misses.append(reason)
+            if len(misses) < _MISSES:
+                self.misses[start] = misses
+            else:
+                why = ", ".join(f"{count} {reason}" for reason, count in Counter(misses).items())
+                line = "the last %d prompts that begin like that of request %d reused nothing, earlier ones did: %s"
+                logger.warning(line, _MISSES, request_id, why)
+        for known in (self.cached, self.misses):
+            while len(known) > _STARTS:
+                del known[next(iter(known))]

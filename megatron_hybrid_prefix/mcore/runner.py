@@ -39,7 +39,7 @@ class RequestResult:
         status: "completed", "failed" (it cannot fit) or "stopped" (`should_stop` said so).
         computed_tokens: Prompt tokens that went through the model.
         reused_tokens: Prompt tokens that were skipped because the cache held them.
-        lost_tokens: Prompt tokens with cached KV that were computed because there was no state; 0 with other caches.
+        reuse: What it reused, and why not more, as fields of `Reuse`; None with other caches.
         recomputed_tokens: Tokens (prompt and answer so far) computed again after the engine preempted the request.
         generated: Token ids of the answer.
         log_probs: Natural-log probability of each generated token; empty unless requested.
@@ -54,7 +54,7 @@ class RequestResult:
     status: str
     computed_tokens: int = 0
     reused_tokens: int = 0
-    lost_tokens: int = 0
+    reuse: dict[str, Any] | None = None
     recomputed_tokens: int = 0
     generated: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -144,7 +144,6 @@ def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, Counte
     first: dict[int, DynamicInferenceRequest] = {}  # each request before any preemption
     add_request = context.add_request
     shadowed = vars(context).get("add_request")
-    lost_tokens = getattr(context, "lost_tokens", lambda req: 0)
 
     def counting(req: DynamicInferenceRequest, prefill_chunk_length: int | None = None) -> None:
         chunk_tokens = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
@@ -153,7 +152,6 @@ def count_prefill(context: DynamicInferenceContext) -> Iterator[dict[int, Counte
         computed_tokens = context.lifetime_prefill_token_count - before
         count = counts[req.request_id]
         if first.setdefault(req.request_id, req) is req:
-            count["lost_tokens"] = lost_tokens(req)
             count["computed_tokens"] += computed_tokens
             count["reused_tokens"] += chunk_tokens - computed_tokens
         else:
@@ -235,6 +233,7 @@ def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool 
         time_to_first_token_s=None if first_s is None else first_s - batch.added_s[record.request_id],
         tokens_per_second=(len(generated) - 1) / decode_s if len(generated) > 1 and decode_s > 0 else None,
         error=_error_of(request) if status == "failed" else None,
+        reuse=getattr(request.sampling_params, "cache_reuse", None),
         **batch.prefills[record.request_id],
     )
 

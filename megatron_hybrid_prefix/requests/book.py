@@ -9,7 +9,7 @@ from typing import Any
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
-from megatron_hybrid_prefix.requests.matcher import Match
+from megatron_hybrid_prefix.requests.matcher import Match, Reuse
 from megatron_hybrid_prefix.tiers.host import HostEntry
 from megatron_hybrid_prefix.tiers.units import LoadState
 
@@ -30,16 +30,15 @@ class LoadSource:
     pinned: tuple[HostEntry, ...] = ()
     private: tuple[HostEntry, ...] = ()
 
-    def as_match(self, match: Match, slot: int, block_tokens: int) -> Match:
+    def as_match(self, match: Match, slot: int) -> Match:
         """The match of a request that loads the state into ``slot``."""
-        usable_tokens = min(match.kv_depth_blocks, match.limit_tokens // block_tokens) * block_tokens
         return replace(
             match,
             resume_tokens=self.depth_tokens,
             source_slot=slot,
-            lost_tokens_no_state=max(0, usable_tokens - self.depth_tokens),
             loadable_blocks=0,
             lost_tokens_elsewhere=0,
+            reuse=match.reuse.from_below(self.depth_tokens),
         )
 
 
@@ -87,7 +86,7 @@ class Admission:
         resume_tokens: Prompt tokens skipped. The first forward starts at this position.
         source_slot: Slot of the state to start from, pinned until the first forward is published. None: start from
             zero.
-        lost_tokens_no_state: See `Match`.
+        reuse: See `Match`.
         load: What is on its way to its blocks and its source slot; None: nothing is loaded.
         boundaries: Positions of the prompt that get a checkpoint.
         live_slot: Slot of the request's own state until it is released. None: the engine has slots of its own for running
@@ -99,7 +98,7 @@ class Admission:
     stored_tokens: int
     resume_tokens: int
     source_slot: int | None
-    lost_tokens_no_state: int
+    reuse: Reuse
     boundaries: tuple[Boundary, ...]
     load: Load | None = None
     live_slot: int | None = None

@@ -7,10 +7,11 @@ on, or that waits for another process: of a tier below the host it has what this
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
+from megatron_hybrid_prefix.metrics import NoReuse
 from megatron_hybrid_prefix.policy.base import RemembersEvicted
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -32,6 +33,7 @@ class Explanation:
         block_tokens: Tokens per block.
         limit_tokens: The request resumes here or earlier: the tokens after it are always computed.
         epoch: Weights epoch. What was computed under others is not reused.
+        reason: Why the request reuses nothing, or less than is known to have been there, as its `Reuse` would say.
         resume_tokens: Tokens that the request skips; 0: it reuses nothing.
         tier: Tier of the state that it resumes from; None if it reuses nothing. Below the device it begins a load.
         kv_tokens: By tier: up to where KV is on this tier or on a faster one.
@@ -41,7 +43,6 @@ class Explanation:
         kept_tokens: Where the request would keep a state, guesses left out; ascending.
         writing_tokens: Where a running forward writes a state, ascending.
         scored_tokens: Where a request that wants the log-probs of its prompt may resume, ascending; None: it wants none.
-        plain_kv_tokens: Up to where KV is on the device for the same tokens without salt and adapter; None: it has neither.
         least_load_tokens: A load from the shared tier that saves fewer tokens does not begin.
         most_states: States that the device has room for.
         refused_by: The field or setting for which the request reuses nothing, whatever is cached; None: it reuses.
@@ -52,6 +53,7 @@ class Explanation:
     block_tokens: int
     limit_tokens: int
     epoch: int
+    reason: NoReuse | None
     resume_tokens: int
     tier: str | None
     kv_tokens: dict[str, int]
@@ -61,7 +63,6 @@ class Explanation:
     kept_tokens: tuple[int, ...]
     writing_tokens: tuple[int, ...]
     scored_tokens: tuple[int, ...] | None
-    plain_kv_tokens: int | None
     least_load_tokens: int
     most_states: int
     refused_by: str | None
@@ -82,7 +83,6 @@ class Question:
         write: Whether what it computes would be cached.
         resume_at: See `Match`.
         breakpoints: Positions up to which other prompts share this one.
-        plain: Keys of the same tokens without salt and adapter; None: the request has neither.
     """
 
     chain: KeyChain
@@ -90,7 +90,6 @@ class Question:
     write: bool = True
     resume_at: Collection[int] | None = None
     breakpoints: Sequence[int] = ()
-    plain: KeyChain | None = None
 
 
 class _Behind:
@@ -127,7 +126,7 @@ def explain(device: DeviceTier, planner: StepPlanner, asked: Question) -> Explan
         below[SHARED] = _Behind(behind)
     tiers = tuple(below.values())
     limit_tokens = chain.tokens - device.settings.min_computed_tokens
-    matcher = Matcher(device.tree, tiers, device.ghosts, block_tokens=block_tokens)
+    matcher = Matcher(device, tiers)
     match = matcher.match(chain, limit_tokens, True, asked.resume_at)
     on_device = len(device.tree.path(keys))
     kv = {tier: kv_depth(tiers[:number], keys, on_device) for number, tier in enumerate((DEVICE, *below))}
@@ -145,14 +144,15 @@ def explain(device: DeviceTier, planner: StepPlanner, asked: Question) -> Explan
     states = {tier: ends(has_state(tier, key) for key in keys[: match.kv_depth_blocks]) for tier in kv}
     used, source = match, source_below(device, match)
     if asked.refused_by:
-        used, source = replace(match, resume_tokens=0, kv_depth_blocks=0, seen_blocks=0), None
-    resume_tokens, from_tier = used.resume_tokens, DEVICE if used.resume_tokens else None
+        used, source = matcher.match(chain, limit_tokens, False), None
+    reuse, from_tier = used.reuse, DEVICE if used.resume_tokens else None
     if source is not None and room_for(device, match, source, ceil_div(chain.tokens, block_tokens)) is not None:
-        resume_tokens, from_tier = source.depth_tokens, HOST if source.depth_tokens in states[HOST] else SHARED
+        reuse = reuse.from_below(source.depth_tokens)
+        from_tier = HOST if source.depth_tokens in states[HOST] else SHARED
     kept = tuple(
         position
         for position, reason in (planner.boundaries(used, asked.breakpoints) if asked.write else ())
-        if reason != CheckpointReason.INTERVAL and position > resume_tokens and position not in states[DEVICE]
+        if reason != CheckpointReason.INTERVAL and position > reuse.resume_tokens and position not in states[DEVICE]
     )
     eviction = device.blocks.eviction
     evicted = {*eviction.evicted_keys()} if isinstance(eviction, RemembersEvicted) else ()
@@ -161,7 +161,8 @@ def explain(device: DeviceTier, planner: StepPlanner, asked: Question) -> Explan
         block_tokens=block_tokens,
         limit_tokens=limit_tokens,
         epoch=chain.epoch,
-        resume_tokens=resume_tokens,
+        reason=reuse.reason,
+        resume_tokens=reuse.resume_tokens,
         tier=from_tier,
         kv_tokens={tier: depth * block_tokens for tier, depth in kv.items()},
         state_tokens=states,
@@ -170,7 +171,6 @@ def explain(device: DeviceTier, planner: StepPlanner, asked: Question) -> Explan
         kept_tokens=kept,
         writing_tokens=ends(key in planner.writing for key in keys),
         scored_tokens=None if asked.resume_at is None else tuple(sorted(asked.resume_at)),
-        plain_kv_tokens=None if asked.plain is None else len(device.tree.path(asked.plain.keys)) * block_tokens,
         least_load_tokens=behind.least_blocks * block_tokens if behind.takes else 0,
         most_states=device.slots.most_cached,
         refused_by=asked.refused_by,

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.index.tree import Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import Node
+from megatron_hybrid_prefix.metrics import NoReuse
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import DepthTier
+from megatron_hybrid_prefix.tiers.device import DeviceTier
+
+
+class Reuse(NamedTuple):
+    """What a prompt reuses, and why not more. The depths are tokens of those that it may skip, and 0 if it may not read.
+
+    Attributes:
+        reason: Why it resumes at 0, or before ``seen_tokens``; None: it does neither.
+        seen_tokens: Up to where an earlier prompt began alike: KV that is there, or that is remembered as evicted.
+        kv_tokens: Up to where KV is, on any tier.
+        state_tokens: The deepest state that this KV reaches, on any tier.
+        resume_tokens: Prompt tokens that it skips.
+    """
+
+    reason: NoReuse | None
+    seen_tokens: int
+    kv_tokens: int
+    state_tokens: int
+    resume_tokens: int
+
+    def from_below(self, resume_tokens: int) -> Self:
+        """The same if it loads a state from below the device, and resumes there."""
+        lost = NoReuse.STATES_GONE if resume_tokens < self.kv_tokens else NoReuse.KV_GONE
+        reason = lost if resume_tokens < self.seen_tokens else None
+        return self._replace(reason=reason, resume_tokens=resume_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +52,13 @@ class Match:
         resume_tokens: Prompt tokens that are skipped. A block boundary, except for a swapped-out request that continues
             where it stopped.
         source_slot: Slot of the state at ``resume_tokens``; None if that is 0.
-        lost_tokens_no_state: Tokens whose KV is on the device, but that are recomputed because no state was kept that
-            deep.
         version: Version of the tree at the time of the match.
         resume_at: Positions where the request may resume; None: anywhere.
         lost_tokens_elsewhere: Tokens that could be skipped without ``resume_at``, but are computed: their state is elsewhere.
         seen_blocks: Number of leading blocks that an earlier prompt had, even if their KV was evicted since (`Ghosts`). 0:
             nothing was evicted.
         loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.
+        reuse: What comes of it without a load.
     """
 
     chain: KeyChain
@@ -43,12 +69,12 @@ class Match:
     path: tuple[Node, ...]
     resume_tokens: int
     source_slot: int | None
-    lost_tokens_no_state: int
     version: int
     resume_at: Collection[int] | None = None
     lost_tokens_elsewhere: int = 0
     seen_blocks: int = 0
     loadable_blocks: int = 0
+    reuse: Reuse
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -60,27 +86,23 @@ class Matcher:
     """Matches prompts, and repeats matches that are out of date.
 
     Args:
-        tree: The blocks and states on the device.
+        device: The blocks and states on the device, and what is remembered of others.
         tiers: Tiers below the device, nearest first.
-        ghosts: Keys of evicted blocks that are remembered.
-        block_tokens: Tokens per block.
     """
 
-    def __init__(
-        self, tree: PrefixTree, tiers: Sequence[DepthTier], ghosts: Container[bytes], *, block_tokens: int
-    ) -> None:
-        self._tree, self._tiers, self._ghosts, self._block_tokens = tree, tiers, ghosts, block_tokens
+    def __init__(self, device: DeviceTier, tiers: Sequence[DepthTier]) -> None:
+        self._device, self._tree, self._tiers = device, device.tree, tiers
+        self._block_tokens, self._least_tokens = device.settings.block_tokens, device.settings.min_computed_tokens
 
     def match(self, chain: KeyChain, limit_tokens: int, read: bool, resume_at: Collection[int] | None = None) -> Match:
         """Matches ``chain`` against the tree and the tiers below. O(blocks matched). The arguments: see `Match`."""
-        tree, tiers, ghosts, block_tokens = self._tree, self._tiers, self._ghosts, self._block_tokens
+        tree, tiers, ghosts, block_tokens = self._tree, self._tiers, self._device.ghosts, self._block_tokens
         read = read and chain.epoch == tree.epoch
         path = tree.path(chain.keys) if read else []
         cached_blocks = kv_depth(tiers, chain.keys, len(path)) if read else 0
         usable_blocks = min(cached_blocks, max(0, limit_tokens) // block_tokens)
-        device_blocks = min(len(path), usable_blocks)
         # The request resumes from the deepest state within the limit.
-        resume_blocks = device_blocks
+        resume_blocks = min(len(path), usable_blocks)
         while resume_blocks and path[resume_blocks - 1].slot == NO_SLOT:
             resume_blocks -= 1
         state_blocks, depths = resume_blocks, None
@@ -97,6 +119,13 @@ class Matcher:
                 (depth for depth in range(cached_blocks, len(chain.keys)) if chain.keys[depth] not in ghosts),
                 len(chain.keys),
             )
+        most_blocks = max(0, chain.tokens - self._least_tokens) // block_tokens
+        seen, kv = min(max(cached_blocks, seen_blocks), most_blocks), min(cached_blocks, most_blocks)
+        depths = (seen, kv, max(state_blocks, loadable_blocks), resume_blocks)
+        reuse = Reuse(None, *[depth * block_tokens for depth in depths])
+        if not resume_blocks or resume_blocks < seen:
+            loads = loadable_blocks > resume_blocks
+            reuse = reuse._replace(reason=self._why_not(chain, reuse, read=read, loads=loads, resume_at=resume_at))
         return Match(
             chain=chain,
             prompt_tokens=chain.tokens,
@@ -106,13 +135,27 @@ class Matcher:
             path=tuple(path[:resume_blocks]),
             resume_tokens=resume_blocks * block_tokens,
             source_slot=path[resume_blocks - 1].slot if resume_blocks else None,
-            lost_tokens_no_state=(device_blocks - state_blocks) * block_tokens,
             version=tree.version,
             resume_at=resume_at,
             lost_tokens_elsewhere=(state_blocks - resume_blocks) * block_tokens,
             seen_blocks=seen_blocks,
             loadable_blocks=loadable_blocks if loadable_blocks > resume_blocks else 0,
+            reuse=reuse,
         )
+
+    def _why_not(
+        self, chain: KeyChain, reuse: Reuse, *, read: bool, loads: bool, resume_at: Collection[int] | None
+    ) -> NoReuse:
+        """Why not more is reused, unless a load begins. Looks up no key but that of the first block."""
+        if chain.tokens - self._least_tokens < self._block_tokens:
+            return NoReuse.BELOW_ONE_BLOCK
+        if not read:
+            return NoReuse.NOT_READ if chain.epoch == self._tree.epoch else NoReuse.EPOCH
+        if reuse.kv_tokens > reuse.resume_tokens:
+            if resume_at is not None and not any(reuse.resume_tokens < at <= reuse.kv_tokens for at in resume_at):
+                return NoReuse.NOT_READ
+            return NoReuse.MEMORY if loads or not self._device.slots.most_cached else NoReuse.STATES_GONE
+        return NoReuse.KV_GONE if reuse.seen_tokens else self._device.starts.why_unknown(chain, self._tree)
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""
@@ -120,7 +163,7 @@ class Matcher:
 
     def fresh(self, match: Match) -> Match:
         """The match itself, or a new one with the same limit if it is out of date."""
-        if self.is_current(match):
+        if match.version == self._tree.version and match.prompt_tokens == match.chain.tokens:  # as in `is_current`
             return match
         return self.match(match.chain, match.limit_tokens, match.read, match.resume_at)
 

@@ -192,6 +192,7 @@ class Body(Fields, ABC):
     prompt_logprobs: TopCount | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    return_cache_reuse: bool = False
     add_special_tokens: bool | None = None  # None: to a text, but not to what a chat template made
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     cache_breakpoints: Breakpoints | None = None  # positions in tokens; in a chat, message numbers (None: all)

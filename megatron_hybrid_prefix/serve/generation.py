@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from megatron_hybrid_prefix.metrics import NoReuse
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
 from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, GenerateBody
 from megatron_hybrid_prefix.serve.detokenizer import (
@@ -55,6 +56,7 @@ class Choice:
             self.prompt_notes = prompt_notes(tokenizer, prompt.tokens, [], [])
         self.last_s: float | None = None  # when its last token arrived
         self.tokens = self.cached_tokens = 0
+        self.reuse: dict[str, Any] | None = None
         self.finish_reason: str | None = None
 
     def take(self, update: Update) -> tuple[str, list[TokenNote]]:
@@ -69,7 +71,7 @@ class Choice:
             raise ApiError(500, message, code="engine_failed")
         if update.reply is not None:
             raise update.reply
-        self.cached_tokens = update.cached_tokens
+        self.cached_tokens, self.reuse = update.cached_tokens, self.reuse or update.reuse
         if update.prompt_log_probs:
             self._take_prompt(update)
         text, ended = "", False
@@ -197,16 +199,17 @@ class Generation:
     # -- format for the API --------------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far. Each prompt counts once for any ``n``, with the cached tokens of its first answer."""
+        """Tokens so far. Each prompt counts once for any ``n``, with the cached tokens and the `Reuse` of its first answer."""
         prompt = sum(len(item.tokens) for item in self.request.prompts)
         completion = sum(choice.tokens for choice in self.choices)
+        first = self.choices[:: self.request.body.n]
+        asked = {"cache_reuse": [_shown(choice.reuse) for choice in first]}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(choice.cached_tokens for choice in self.choices[:: self.request.body.n])
-            },
+            "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first)}
+            | (asked if self.request.body.return_cache_reuse else {}),
         }
 
     async def response(self) -> dict[str, Any]:
@@ -304,6 +307,13 @@ class Generation:
         name = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         kind = {"request_id": self.id} if self._is_ids else {"object": name}
         return {"id": self.id, **kind, "created": self.created, "model": self._model, "choices": choices}
+
+
+def _shown(reuse: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A `Reuse` for clients. What others cached with their salts is nobody's business."""
+    if reuse is None or reuse["reason"] != NoReuse.OTHER_SALT:
+        return reuse
+    return reuse | {"reason": NoReuse.NO_SUCH_PREFIX}
 
 
 def _by_id(top: dict[str, float], count: int | None) -> dict[int, float]:

@@ -29,6 +29,7 @@ _KINDS: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFa
 _LABELLED = {
     "reused_tokens_": ("reused_tokens", "tier", "Prompt tokens skipped, by the tier of their state"),
     "lost_tokens_": ("lost_tokens", "reason", "Prompt tokens recomputed though their KV was cached, by reason"),
+    "not_reused": ("not_reused", "reason", "Prompts that reused nothing, or less than there was, by reason"),
     "checkpoints_by_": ("checkpoints", "reason", "States published, by reason"),
     "fallbacks": ("fallbacks", "reason", "Times the cache reused or kept less than planned, by reason"),
 }

@@ -17,7 +17,7 @@ from operator import attrgetter
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree
+from megatron_hybrid_prefix.index.tree import NO_BLOCK, Ghosts, Node, PrefixTree, Starts
 from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
 from megatron_hybrid_prefix.policy.base import SharesMemory
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
@@ -84,6 +84,7 @@ class DeviceTier:
         protected: Slots that `protect` pinned.
         slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
         ghosts: Keys of evicted blocks that a prompt still recognises.
+        starts: How the latest prompts began.
         on_move: Called at once when a cached block moves: (from block, to block).
     """
 
@@ -106,6 +107,7 @@ class DeviceTier:
         self.slots = slots = SlotPool(pages, settings.first_state_slot, settings.state_slots)
         self.slots_per_request = int(settings.live_states)
         self.ghosts = Ghosts(pages.total_blocks if isinstance(eviction, SharesMemory) else 0)
+        self.starts = Starts()
         self.blocks = KVBlocks(pages, slots, eviction)
         self.protected: list[int] = []
         self.on_move = settings.on_move

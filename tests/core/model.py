@@ -19,11 +19,12 @@ from typing import Any
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
+from megatron_hybrid_prefix.metrics import NoReuse
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
 from megatron_hybrid_prefix.requests.book import Admission, LiveRequest, Load, StepPlan
-from megatron_hybrid_prefix.requests.matcher import Match
+from megatron_hybrid_prefix.requests.matcher import Match, Reuse
 from megatron_hybrid_prefix.tiers.base import Entry
 from megatron_hybrid_prefix.tiers.behind import TierBehind
 from megatron_hybrid_prefix.tiers.settings import TierSettings
@@ -149,6 +150,7 @@ class ModelEngine:
         self.page_blocks, self.page_states = sizes.page_blocks, sizes.page_states
         self.pages = sizes.kv_blocks // sizes.page_blocks
         self.computed: set[Content] = set()  # all that was ever matchable
+        self.begun: dict[Any, Any] = {}  # last salt by the first block; last epoch by salt and first block
         self.decoded: dict[int, Content] = {}  # states that wait for their copy, by slot
         self.with_old_state: set[int] = set()  # blocks that hold bytes of a state
         self.is_copying = False
@@ -320,6 +322,35 @@ class ModelEngine:
                 return kv_depth, depth
         return kv_depth, 0
 
+    def expected_reuse(self, salt: Salt, tokens: list[int], match: Match, *, read: bool) -> Reuse:
+        """By the starts of what was published, and by what `oracle_match` has checked."""
+        sizes, size = self.cache.settings, self.block_tokens
+        most, resume = max(0, len(tokens) - sizes.min_computed_tokens) // size, match.resume_tokens // size
+        kv, seen = (
+            min(depth, most) for depth in (match.kv_depth_blocks, max(match.kv_depth_blocks, match.seen_blocks))
+        )
+        start = tuple(tokens[:size])
+
+        def first_key(salt: str | None, adapter: str | None) -> bytes:
+            return self.cache.chain(start, salt=salt, adapter=adapter, remember=False).keys[0]
+
+        last_salt, last = self.begun.get(start), self.begun.get((salt, start))
+        reasons = {
+            None: 0 < resume == seen,
+            NoReuse.BELOW_ONE_BLOCK: not most,
+            NoReuse.NOT_READ: not read,
+            NoReuse.MEMORY: kv > resume and (match.loadable_blocks > resume or sizes.state_slots == 0),
+            NoReuse.STATES_GONE: kv > resume,
+            NoReuse.KV_GONE: seen or last == self.cache.epoch,
+            NoReuse.EPOCH: last is not None,
+            NoReuse.OTHER_SALT: last_salt and self.cache.node(first_key(*last_salt)),
+            NoReuse.NO_SUCH_PREFIX: True,
+        }
+        reason = next(reason for reason, holds in reasons.items() if holds)
+        self.seen[f"reason {reason}"] += 1
+        depths = (seen, kv, max(resume, match.loadable_blocks), resume)
+        return Reuse(reason, *(depth * size for depth in depths))
+
     # -- what is kept, and what goes -----------------------------------------------------------------------------------
 
     def live(self, request: Request) -> LiveRequest:
@@ -352,8 +383,7 @@ class ModelEngine:
         limit = limit if max_resume_tokens is None else min(limit, max_resume_tokens)
         kv_depth, depth = self.oracle_match(salt, tokens, limit) if read else (0, 0)
         assert (match.kv_depth_blocks, match.resume_tokens) == (kv_depth, depth * self.block_tokens)
-        usable = min(self.device_depth(salt, tokens), max(0, limit) // self.block_tokens) if read else 0
-        assert match.lost_tokens_no_state == (usable - depth) * self.block_tokens
+        assert match.reuse == self.expected_reuse(salt, tokens, match, read=read)
         for index, block_id in enumerate(match.block_ids):
             assert self.blocks[block_id] == self.now(salt, tokens[: (index + 1) * self.block_tokens])
         if depth:
@@ -664,6 +694,9 @@ class ModelEngine:
             for name in ("resumed_tokens",) if request.counted_tokens else reused:
                 self.counted[name] += request.admission.resume_tokens
             self.counted["prompt_tokens"] += 0 if request.counted_tokens else request.prompt_tokens
+            if self.live(request).write and not request.counted_tokens and request.prompt_tokens >= self.block_tokens:
+                start = tuple(request.tokens[: self.block_tokens])
+                self.begun |= {start: request.salt, (request.salt, start): self.cache.epoch}
         self.cache.publish(plan)
         states = self.on_slots()
         for checkpoint in plan.checkpoints:

@@ -103,7 +103,7 @@ def test_no_slots_keeps_nothing_and_fails_nothing():
     model = engine(state_slots=0)
     for _ in range(3):
         request = run(model, tokens(1, 2, 3, rest=1), chunk=5)
-    assert (request.admission.resume_tokens, request.admission.lost_tokens_no_state) == (0, 12)
+    assert (request.admission.resume_tokens, request.admission.reuse.kv_tokens) == (0, 12)
     assert model.cache.stats().checkpoints_skipped == 0, "nothing is wanted where nothing can be kept"
 
 

@@ -22,8 +22,7 @@ OTHERS = [tokens(20 + number, 30 + number, 40 + number, rest=1) for number in ra
 def explain(model: ModelEngine, prompt: list[int], salt: str | None = None, **fields: Any) -> Explanation:
     """Explains a prompt, and checks that the whole cache is as before."""
     cache = model.cache
-    plain = None if salt is None else cache.chain(prompt)
-    question = Question(chain=cache.chain(prompt, salt=salt), plain=plain, **fields)
+    question = Question(chain=cache.chain(prompt, salt=salt), **fields)
     before = whole_state(cache)
     found = cache.explain(question)
     assert whole_state(cache) == before, "explaining changed something"
@@ -105,6 +104,7 @@ NOTHING: dict[str, Any] = {
     "block_tokens": 4,
     "limit_tokens": 12,
     "epoch": 0,
+    "reason": "no_such_prefix",
     "resume_tokens": 0,
     "tier": None,
     "kv_tokens": {"device": 0},
@@ -114,7 +114,6 @@ NOTHING: dict[str, Any] = {
     "kept_tokens": (12,),
     "writing_tokens": (),
     "scored_tokens": None,
-    "plain_kv_tokens": None,
     "least_load_tokens": 0,
     "most_states": 8,
     "refused_by": None,
@@ -122,7 +121,7 @@ NOTHING: dict[str, Any] = {
 }
 KV = {"kv_tokens": {"device": 12}, "seen_tokens": 12}
 STATE = KV | {"state_tokens": {"device": (12,)}, "kept_tokens": ()}
-HIT = STATE | {"resume_tokens": 12, "tier": "device"}
+HIT = STATE | {"reason": None, "resume_tokens": 12, "tier": "device"}
 ON_HOST = {
     "kv_tokens": {"device": 0, "host": 12},
     "state_tokens": {"device": (), "host": (12,)},
@@ -139,12 +138,12 @@ SITUATIONS: dict[str, tuple[Callable[[], Explanation], dict[str, Any]]] = {
     "a hit": (lambda: explain(filled(PROMPT), PROMPT), HIT),
     "shorter than a block": (
         lambda: explain(filled(PROMPT), tokens(rest=3)),
-        {"prompt_tokens": 3, "limit_tokens": 2, "kept_tokens": ()},
+        {"prompt_tokens": 3, "limit_tokens": 2, "kept_tokens": (), "reason": "below_one_block"},
     ),
     "nobody had it": (lambda: explain(filled(), PROMPT), {}),
     "the last token is computed": (
         lambda: explain(filled(PROMPT), PROMPT[:12]),
-        STATE | {"prompt_tokens": 12, "limit_tokens": 11, "kept_tokens": (8,)},
+        STATE | {"prompt_tokens": 12, "limit_tokens": 11, "kept_tokens": (8,), "reason": "states_gone"},
     ),
     "longer than what is cached": (
         lambda: explain(filled(PROMPT), tokens(1, 2, 3, 4, rest=1)),
@@ -152,45 +151,45 @@ SITUATIONS: dict[str, tuple[Callable[[], Explanation], dict[str, Any]]] = {
     ),
     "KV without a state": (
         lambda: explain(remembers(PROMPT), tokens(1, 2, 4, rest=1)),
-        {"kv_tokens": {"device": 8}, "seen_tokens": 8, "kept_tokens": (8, 12)},
+        {"kv_tokens": {"device": 8}, "seen_tokens": 8, "kept_tokens": (8, 12), "reason": "states_gone"},
     ),
     "the state was evicted": (
         lambda: explain(without_states(remembers(PROMPT, tokens(7, 8, rest=1))), tokens(7, 8, rest=1)),
         {
             **{"prompt_tokens": 9, "limit_tokens": 8, "kv_tokens": {"device": 8}},
-            **{"seen_tokens": 8, "evicted_tokens": (8,), "kept_tokens": (8,)},
+            **{"seen_tokens": 8, "evicted_tokens": (8,), "kept_tokens": (8,), "reason": "states_gone"},
         },
     ),
     "all was evicted": (
         lambda: explain(empty_device(remembers(PROMPT)), PROMPT),
-        {"seen_tokens": 12, "evicted_tokens": (12,)},
+        {"seen_tokens": 12, "evicted_tokens": (12,), "reason": "kv_gone"},
     ),
     "KV was evicted in part": (
         lambda: explain(without_last_block(remembers(PROMPT)), PROMPT),
-        {"kv_tokens": {"device": 8}, "seen_tokens": 12, "evicted_tokens": (12,)},
+        {"kv_tokens": {"device": 8}, "seen_tokens": 12, "evicted_tokens": (12,), "reason": "states_gone"},
     ),
     "no slots": (
         lambda: explain(filled(PROMPT, state_slots=0), PROMPT),
-        KV | {"most_states": 0, "kept_tokens": ()},
+        KV | {"most_states": 0, "kept_tokens": (), "reason": "memory"},
     ),
     "without a salt there is some": (
         lambda: explain(filled(PROMPT), PROMPT, salt="tenant"),
-        {"plain_kv_tokens": 12},
+        {"reason": "other_salt"},
     ),
-    "without a salt there is none": (lambda: explain(filled(), PROMPT, salt="tenant"), {"plain_kv_tokens": 0}),
-    "new weights": (lambda: explain(invalidated(filled(PROMPT)), PROMPT), {"epoch": 1}),
+    "without a salt there is none": (lambda: explain(filled(), PROMPT, salt="tenant"), {}),
+    "new weights": (lambda: explain(invalidated(filled(PROMPT)), PROMPT), {"epoch": 1, "reason": "epoch"}),
     "refuses to read": (
         lambda: explain(filled(PROMPT), PROMPT, refused_by="cache_read"),
-        STATE | {"refused_by": "cache_read"},
+        STATE | {"refused_by": "cache_read", "reason": "not_read"},
     ),
     "refuses to read, and there is nothing": (
         lambda: explain(filled(), PROMPT, refused_by="cache_read"),
-        {"refused_by": "cache_read"},
+        {"refused_by": "cache_read", "reason": "not_read"},
     ),
     "refuses to write": (lambda: explain(filled(), PROMPT, write=False), {"writes": False, "kept_tokens": ()}),
     "log-probs are not kept": (
         lambda: explain(filled(PROMPT), PROMPT, resume_at=()),
-        STATE | {"scored_tokens": ()},
+        STATE | {"scored_tokens": (), "reason": "not_read"},
     ),
     "log-probs are kept": (
         lambda: explain(filled(PROMPT), PROMPT, resume_at=(12,)),
@@ -200,24 +199,24 @@ SITUATIONS: dict[str, tuple[Callable[[], Explanation], dict[str, Any]]] = {
         lambda: explain(in_flight(), tokens(1, 2, rest=1)),
         {
             **{"prompt_tokens": 9, "limit_tokens": 8, "kv_tokens": {"device": 8}},
-            **{"seen_tokens": 8, "writing_tokens": (8,), "kept_tokens": (8,)},
+            **{"seen_tokens": 8, "writing_tokens": (8,), "kept_tokens": (8,), "reason": "states_gone"},
         },
     ),
     "on the host": (
         lambda: explain(empty_device(filled(PROMPT, host_pages=40)), PROMPT),
-        ON_HOST | {"resume_tokens": 12, "tier": "host", "kept_tokens": ()},
+        ON_HOST | {"resume_tokens": 12, "tier": "host", "kept_tokens": (), "reason": None},
     ),
     "on the host, no room": (
         lambda: explain(crowded(filled(PROMPT, kv_blocks=8, host_pages=40)), PROMPT),
-        ON_HOST,
+        ON_HOST | {"reason": "memory"},
     ),
     "on the shared tier": (
         lambda: explain(with_shared(0), PROMPT),
-        ON_SHARED | {"resume_tokens": 12, "tier": "shared", "kept_tokens": ()},
+        ON_SHARED | {"resume_tokens": 12, "tier": "shared", "kept_tokens": (), "reason": None},
     ),
     "on the shared tier, too few": (
         lambda: explain(with_shared(9), PROMPT),
-        ON_SHARED | {"least_load_tokens": 36},
+        ON_SHARED | {"least_load_tokens": 36, "reason": "states_gone"},
     ),
 }
 
@@ -253,7 +252,10 @@ def test_a_request_gets_what_was_explained(name, policy):
         loads = found.tier in ("host", "shared")
         request = model.admit_from_host(prompt) if loads else model.admit(prompt, read=read)
         if request is not None:
-            assert request.admission.resume_tokens == found.resume_tokens
+            assert (request.admission.reuse.reason, request.admission.resume_tokens) == (
+                found.reason,
+                found.resume_tokens,
+            )
             kept = {b.position_tokens for b in request.admission.boundaries if b.reason != CheckpointReason.INTERVAL}
             assert kept - {*found.state_tokens["device"]} == {*found.kept_tokens}
             seen.add(found.tier)

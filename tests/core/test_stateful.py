@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.settings import CacheSettings
+from megatron_hybrid_prefix.metrics import NoReuse
 from tests.core.model import ModelEngine, Request, tier_behind
 
 STEPS: Counter[str] = Counter()
@@ -308,6 +309,7 @@ HAPPENED = (
     *("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost", "junction"),
     *("interval", "readmitted", "shared beyond", "decoded states", "stored", "loaded", "swapped out", "withdrawn"),
     *("guess used", "shared beyond by a chunk", "breakpoint", "repeat", "skipped", "admitted from the host", "resumed"),
+    *(f"reason {reason}" for reason in (*NoReuse, None) if reason != NoReuse.NOT_READ),
     *("load failed", "load refused", "ghosts", "moved", "told of a move", "cleared", "one of a page's states"),
 )
 

@@ -34,15 +34,15 @@ def test_what_a_request_asks_for(tiny):
     assert reused.refused_by is None and explain(served, prompt, cache_read=False).refused_by == "cache_read"
     assert reused.writes and not explain(served, prompt, cache_write=False).writes
     for name in ("cache_salt", "cache_adapter"):
-        assert explain(served, prompt, **{name: "a"}).plain_kv_tokens == 2 * BLOCK
+        assert explain(served, prompt, **{name: "a"}).reason == "other_salt"
     wants_prompt = {"skip_prompt_log_probs": False, "top_n_logprobs": 2}
     without = explain(served, prompt, params=wants_prompt)
-    assert not without.resume_tokens and without.scored_tokens == () and without.state_tokens["device"]
+    assert without.reason == "not_read" and without.scored_tokens == () and without.state_tokens["device"]
     served.send(prompt, params=wants_prompt)
     assert explain(served, prompt, params=wants_prompt).resume_tokens == 2 * BLOCK
     served.engine.invalidate()
     gone = explain(served, prompt)
-    assert not gone.resume_tokens and gone.epoch == 1
+    assert not gone.resume_tokens and (gone.epoch, gone.reason) == (1, "epoch")
 
 
 def test_breakpoints_and_a_running_request(tiny):

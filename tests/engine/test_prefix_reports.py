@@ -209,10 +209,12 @@ def test_a_request_reports_tokens_lost_without_a_state(model):
     served.send(prompt)
     served.send(tokens(1, 5, seed=2))  # takes the slot
     (result,) = run_batch(served.engine, [prompt], greedy(3))
-    assert (result.reused_tokens, result.lost_tokens, result.computed_tokens) == (0, 3 * BLOCK, len(prompt))
+    assert (result.reused_tokens, result.computed_tokens) == (0, len(prompt))
+    lost = {"seen_tokens": 3 * BLOCK, "kv_tokens": 3 * BLOCK, "state_tokens": 0, "resume_tokens": 0}
+    assert result.reuse == lost | {"reason": "states_gone"}
     assert served.context.prefix_stats().lost_tokens_no_state == 3 * BLOCK
     (again,) = run_batch(served.engine, [prompt], greedy(3))
-    assert (again.reused_tokens, again.lost_tokens) == (3 * BLOCK, 0)
+    assert again.reuse == {"reason": None} | dict.fromkeys(lost, 3 * BLOCK)
 
 
 # -- mixers ------------------------------------------------------------------------------------------------------------

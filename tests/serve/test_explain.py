@@ -98,13 +98,13 @@ def test_the_command_says_it_in_sentences(server, say, tmp_path, monkeypatch):
 NOTHING: dict[str, Any] = {
     **{"prompt_tokens": 17, "block_tokens": 4, "limit_tokens": 16, "epoch": 0, "resume_tokens": 0, "tier": None},
     **{"kv_tokens": {"device": 0}, "state_tokens": {"device": []}, "evicted_tokens": [], "seen_tokens": 0},
-    **{"kept_tokens": [], "writing_tokens": [], "scored_tokens": None, "plain_kv_tokens": None},
+    **{"kept_tokens": [], "writing_tokens": [], "scored_tokens": None, "reason": "no_such_prefix"},
     **{"least_load_tokens": 0, "most_states": 8, "refused_by": None, "writes": True},
 }
-KV = {"kv_tokens": {"device": 16}, "seen_tokens": 16}
+KV = {"kv_tokens": {"device": 16}, "seen_tokens": 16, "reason": "states_gone"}
 STATE = KV | {"state_tokens": {"device": [8]}}
 SHARED = {"kv_tokens": {"device": 4, "host": 8, "shared": 16}, "state_tokens": {"host": [8], "shared": [16]}}
-SHARED |= {"seen_tokens": 16, "least_load_tokens": 36}
+SHARED |= {"seen_tokens": 16, "least_load_tokens": 36, "reason": "memory"}
 KV_GOES = "KV goes to token 16 on the device."
 
 
@@ -115,15 +115,21 @@ KV_GOES = "KV goes to token 16 on the device."
         ({"refused_by": "verify_hits"}, ["Every hit is computed again, to compare: verify_hits is 1."]),
         ({"refused_by": "prompt_log_probs_gb"}, ["The request asks for the log-probs of its prompt, and"]),
         ({"most_states": 0}, ["There is no room for a cached state: raise mamba_gb"]),
-        ({"prompt_tokens": 3, "limit_tokens": 2}, ["The prompt is shorter than a block of 4 tokens"]),
+        (
+            {"prompt_tokens": 4, "limit_tokens": 3, "reason": "below_one_block"},
+            ["The prompt is no longer than a block of 4 tokens"],
+        ),
         (KV, [KV_GOES, "Between 0 and 16 no state was kept, or it was evicted."]),
         (KV | {"limit_tokens": 15}, [KV_GOES, "Tokens after 15 are always computed.", "Between 0 and 12 no state"]),
-        ({"epoch": 2}, ["Block 1 is on no tier", "The weights epoch is 2: what was cached before it is gone."]),
-        ({"plain_kv_tokens": 8}, ["Block 1 is on no tier", "Without salt and adapter KV would go to token 8"]),
-        ({"seen_tokens": 12, "evicted_tokens": [8]}, ["KV from token 0 to token 12 was", "Evicted: the state at 8."]),
+        ({"epoch": 2, "reason": "epoch"}, ["The weights epoch is 2: what was cached before it is gone."]),
+        ({"reason": "other_salt"}, ["Its start is cached with another salt or adapter"]),
+        ({"reason": "kv_gone", "evicted_tokens": [8]}, ["KV after token 0 was evicted.", "Evicted: the state at 8."]),
         (KV | {"writing_tokens": [4, 8]}, [KV_GOES, "A running forward writes the states at 4, 8."]),
         (STATE, [KV_GOES, "The state at 8 is on the device, but the device has no room to load it now."]),
-        (STATE | {"scored_tokens": [4]}, [KV_GOES, "The state at 8 is on the device, but the log-probs of the prompt"]),
+        (
+            STATE | {"scored_tokens": [4], "reason": "not_read"},
+            [KV_GOES, "The state at 8 is on the device, but the log-probs of the prompt"],
+        ),
         (
             SHARED,
             [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest, StepState
+from megatron_hybrid_prefix.metrics import NoReuse
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
 from megatron_hybrid_prefix.upstream.names import (
@@ -35,7 +37,7 @@ class Admissions:
     def __init__(self, context: Any, cache: HybridPrefixCache, requests: KnownRequests, step: StepState) -> None:
         self._context, self._cache, self._requests, self._step = context, cache, requests, step
         self.may_start: Callable[[Any], bool] = lambda req: True
-        self._short_prompts = 0  # the first ones in a row
+        self._short_prompts = 0
 
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks:
         """Blocks that the next chunk of a prompt shares, and tokens that it skips."""
@@ -108,7 +110,8 @@ class Admissions:
         if source is not None and (not alone or cache.can_admit(match, length_tokens=length, load_of=request_id)):
             return match, source.depth_tokens, True
         if alone and match.source_slot is not None and not cache.can_admit(match, length_tokens=length):
-            match = cache.match(known.chain, read=False)
+            reuse = match.reuse._replace(reason=NoReuse.MEMORY, resume_tokens=0)
+            match = replace(cache.match(known.chain, read=False), reuse=reuse)
         return match, match.resume_tokens, False
 
     def _admit_first(self, req: DynamicInferenceRequest, known: PrefixRequest, length: int) -> AdmittedChunk:
@@ -126,7 +129,9 @@ class Admissions:
         )
         if admission is None:
             raise BlockOverflowError(req.request_id)
-        known.lost_tokens = admission.lost_tokens_no_state
+        if not known.counted_tokens:
+            # A client of the coordinator gets no other field that megatron does not know.
+            req.sampling_params.cache_reuse = admission.reuse._asdict()
         if known.top_n is not None:
             self._context.scored.begin(known, req.prompt_tokens, match, admission.resume_tokens)
             req.prompt_log_probs = req.prompt_top_n_logprobs = None  # the request may have started over
@@ -134,7 +139,8 @@ class Admissions:
             allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
             allocator.take_routing(admission.load.payloads)
             self._context.moves.launch()  # as early as can be
-        self._watch_lengths(known.chain.tokens)
+        if admission.reuse.reason is NoReuse.BELOW_ONE_BLOCK:
+            self._watch_lengths()
         return AdmittedChunk(
             shared=list(admission.block_ids[: admission.shared_blocks]),
             own=list(admission.block_ids[admission.shared_blocks :]),
@@ -143,18 +149,18 @@ class Admissions:
             resumes=admission.source_slot is not None,
         )
 
-    def _watch_lengths(self, prompt_tokens: int) -> None:
+    def _watch_lengths(self) -> None:
         """Warn once if all prompts are shorter than a block: such a workload never hits."""
-        if self._short_prompts < _SHORT_PROMPTS:
-            block_tokens = self._cache.block_tokens
-            self._short_prompts = self._short_prompts + 1 if prompt_tokens <= block_tokens else 2 * _SHORT_PROMPTS
-            if self._short_prompts == _SHORT_PROMPTS:
-                logger.warning(
-                    "the first %d prompts have at most %d tokens: none fills a block before its last token, nothing is "
-                    "reused; use a smaller block_size_tokens",
-                    _SHORT_PROMPTS,
-                    block_tokens,
-                )
+        self._short_prompts += 1
+        stats = self._cache.counters
+        only_short = stats.not_reused[NoReuse.BELOW_ONE_BLOCK] == sum(stats.not_reused.values())
+        if self._short_prompts == _SHORT_PROMPTS and only_short and not stats.reused_tokens:
+            logger.warning(
+                "the first %d prompts have at most %d tokens: none fills a block before its last token, nothing is "
+                "reused; use a smaller block_size_tokens",
+                _SHORT_PROMPTS,
+                self._cache.block_tokens,
+            )
 
     def _grow(self, req: DynamicInferenceRequest, length: int) -> AdmittedChunk:
         self._check_room(req, length)

@@ -261,10 +261,6 @@ class HybridPrefixContext(SlotContext):
     def explain(self, tokens: torch.Tensor, params: Any) -> Explanation:
         return self._requests.explain(tokens, params)
 
-    def lost_tokens(self, req: DynamicInferenceRequest) -> int:
-        """Prompt tokens with cached KV at admission that were computed because there was no state."""
-        return self.prefix_request(req).lost_tokens
-
     def blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> ChunkBlocks | None:
         return self._admissions.blocks_of_chunk(req, chunk_tokens)
 

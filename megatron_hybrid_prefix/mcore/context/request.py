@@ -11,6 +11,8 @@ through megatron's data-parallel coordinator:
 - ``cache_breakpoints``: a sequence of ints, positions in the prompt up to which other prompts share it (such as the end of a
   system prompt or document). The state there is checkpointed on first sight. Each is rounded down to the end of a block.
   Any order; positions beyond the prompt are ignored.
+
+The same way comes back, as ``cache_reuse``, what the request reused: a dict with the fields of `Reuse`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,6 @@ class PrefixRequest:
         take_sample: Called once, at the first hit: whether to recompute and compare this hit.
         verify_at_tokens: Position to verify; 0: none.
         last: The last match.
-        lost_tokens: Tokens with cached KV at admission that were computed because there was no state.
         top_n: The request wants the log-probs of its prompt, with so many most likely tokens per position; None: it does not,
             or none are kept.
         scores_version: Version of ``scores`` at the time of the last match.
@@ -74,7 +75,6 @@ class PrefixRequest:
     take_sample: Callable[[], bool] | None = None
     verify_at_tokens: int = 0
     last: Match | None = None
-    lost_tokens: int = 0
     top_n: int | None = None
     scores_version: int = 0
     scored: ScoredPrompt | None = None
@@ -188,7 +188,6 @@ class KnownRequests:
             ValueError: A cache option is invalid.
         """
         known = self._read(0, tokens, params, remember=False)
-        plain = [getattr(params, name, None) for name in ("cache_salt", "cache_adapter")] == [None, None]
         refused_by = None
         if not getattr(params, "cache_read", True):
             refused_by = "cache_read"
@@ -203,7 +202,6 @@ class KnownRequests:
                 write=known.write,
                 resume_at=None if known.top_n is None else self._scores.positions(known.chain, known.top_n),
                 breakpoints=known.breakpoints,
-                plain=None if plain else self._cache.chain(known.prompt, remember=False),
             )
         )
 
