@@ -147,7 +147,7 @@ def explain(device: DeviceTier, planner: StepPlanner, asked: Question) -> Explan
         used, source = matcher.match(chain, limit_tokens, False), None
     reuse, from_tier = used.reuse, DEVICE if used.resume_tokens else None
     if source is not None and room_for(device, match, source, ceil_div(chain.tokens, block_tokens)) is not None:
-        reuse = reuse.from_below(source.depth_tokens)
+        reuse = source.as_match(match, NO_SLOT).reuse
         from_tier = HOST if source.depth_tokens in states[HOST] else SHARED
     kept = tuple(
         position

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
@@ -21,7 +21,7 @@ class Reuse(NamedTuple):
         reason: Why it resumes at 0, or before ``seen_tokens``; None: it does neither.
         seen_tokens: Up to where an earlier prompt began alike: KV that is there, or that is remembered as evicted.
         kv_tokens: Up to where KV is, on any tier.
-        state_tokens: The deepest state that this KV reaches, on any tier.
+        state_tokens: The deepest state that this KV reaches, on any tier, with or without log-probs that the request wants.
         resume_tokens: Prompt tokens that it skips.
     """
 
@@ -30,12 +30,6 @@ class Reuse(NamedTuple):
     kv_tokens: int
     state_tokens: int
     resume_tokens: int
-
-    def from_below(self, resume_tokens: int) -> Self:
-        """The same if it loads a state from below the device, and resumes there."""
-        lost = NoReuse.STATES_GONE if resume_tokens < self.kv_tokens else NoReuse.KV_GONE
-        reason = lost if resume_tokens < self.seen_tokens else None
-        return self._replace(reason=reason, resume_tokens=resume_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +48,6 @@ class Match:
         source_slot: Slot of the state at ``resume_tokens``; None if that is 0.
         version: Version of the tree at the time of the match.
         resume_at: Positions where the request may resume; None: anywhere.
-        lost_tokens_elsewhere: Tokens that could be skipped without ``resume_at``, but are computed: their state is elsewhere.
         seen_blocks: Number of leading blocks that an earlier prompt had, even if their KV was evicted since (`Ghosts`). 0:
             nothing was evicted.
         loadable_blocks: Depth, in blocks, of a deeper state on a tier below the device; 0: there is none.
@@ -71,7 +64,6 @@ class Match:
     source_slot: int | None
     version: int
     resume_at: Collection[int] | None = None
-    lost_tokens_elsewhere: int = 0
     seen_blocks: int = 0
     loadable_blocks: int = 0
     reuse: Reuse
@@ -137,7 +129,6 @@ class Matcher:
             source_slot=path[resume_blocks - 1].slot if resume_blocks else None,
             version=tree.version,
             resume_at=resume_at,
-            lost_tokens_elsewhere=(state_blocks - resume_blocks) * block_tokens,
             seen_blocks=seen_blocks,
             loadable_blocks=loadable_blocks if loadable_blocks > resume_blocks else 0,
             reuse=reuse,

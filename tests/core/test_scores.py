@@ -51,7 +51,7 @@ class Prompts:
         admission = cache.admit(self.sent, match, load=True, length_tokens=len(tokens))
         cache.take_copies()
         assert admission is not None
-        self.lost_tokens += cache.live[self.sent].uncounted.lost_tokens_elsewhere
+        self.lost_tokens += admission.reuse.state_tokens - admission.reuse.resume_tokens
         blocks = admission.resume_tokens // BLOCK
         *scores, logits = self._take(chain, admission.resume_tokens, top_n) or (None,)
         if logits is not None:

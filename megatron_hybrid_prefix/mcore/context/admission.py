@@ -133,7 +133,7 @@ class Admissions:
             # A client of the coordinator gets no other field that megatron does not know.
             req.sampling_params.cache_reuse = admission.reuse._asdict()
         if known.top_n is not None:
-            self._context.scored.begin(known, req.prompt_tokens, match, admission.resume_tokens)
+            self._context.scored.begin(known, req.prompt_tokens, admission.reuse)
             req.prompt_log_probs = req.prompt_top_n_logprobs = None  # the request may have started over
         if admission.load is not None:
             allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator

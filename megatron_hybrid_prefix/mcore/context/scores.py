@@ -17,9 +17,9 @@ import torch
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
-from megatron_hybrid_prefix.metrics import PrefixStats
+from megatron_hybrid_prefix.metrics import NoReuse, PrefixStats
 from megatron_hybrid_prefix.requests.book import StepPlan
-from megatron_hybrid_prefix.requests.matcher import Match
+from megatron_hybrid_prefix.requests.matcher import Reuse
 from megatron_hybrid_prefix.requests.scores import Kept, ScoreTable
 
 
@@ -32,17 +32,18 @@ class ScoredPrompts:
         # Prompts of the last forward, by request id: those whose log-probs are wanted, and whose loads did not fail.
         self.of_step: dict[int, ScoredPrompt] = {}
 
-    def begin(self, known: PrefixRequest, tokens: torch.Tensor, match: Match, resume_tokens: int) -> None:
-        """A request that wants the log-probs of its prompt is admitted with ``match``, and resumes at ``resume_tokens``."""
+    def begin(self, known: PrefixRequest, tokens: torch.Tensor, reuse: Reuse) -> None:
+        """A request that wants the log-probs of its prompt is admitted."""
+        is_lost = not known.counted_tokens and reuse.reason is not NoReuse.MEMORY
         assert known.top_n is not None
         known.scored = ScoredPrompt(
             known.chain,
             tokens,
             known.top_n,
-            resume_tokens=resume_tokens,
-            kept=self._table.take(known.chain, resume_tokens, known.top_n),
+            resume_tokens=reuse.resume_tokens,
+            kept=self._table.take(known.chain, reuse.resume_tokens, known.top_n),
             keeps_log_probs=self._context.is_exact,
-            lost_tokens=0 if known.counted_tokens else match.lost_tokens_elsewhere,
+            lost_tokens=reuse.state_tokens - reuse.resume_tokens if is_lost else 0,
         )
 
     def capture(self, in_step: Collection[tuple[PrefixRequest, StepPlan]], logits: torch.Tensor) -> None:
