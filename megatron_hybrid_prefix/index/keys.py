@@ -64,10 +64,10 @@ class KeyMaker:
             digest.update(self._adapter_secret)
         seed, private = digest.digest(), adapter is not None
         chain = KeyChain([], 0, epoch=epoch, maker=self, seed=seed, private=private, remember=remember)
-        data = token_bytes(tokens)
-        chain.extend(data)
+        view = token_bytes(tokens)
+        chain.extend(view)
         if chain.keys:
-            first = data[: self.block_tokens * TOKEN_BYTES].tobytes()
+            first = bytes(view[: self.block_tokens * TOKEN_BYTES])
             chain.starts = hash(first), hash((salt, adapter, first))
         return chain
 
@@ -147,8 +147,7 @@ class KeyChain:
         tokens: Length of the sequence.
         epoch: Weights epoch of the keys.
         private: Whether no other process can have these keys, because they are those of an adapter.
-        starts: Numbers of the first block: of its tokens alone, and with salt and adapter. None: it is not full, or not known. For
-            statistics: they are short, and mean nothing outside of this process.
+        starts: Short hashes of the first block, without and with salt and adapter, for `Starts`; None: it is not full, or not known.
 
     Args:
         maker: Computes the keys of appended tokens. None: the chain cannot grow.

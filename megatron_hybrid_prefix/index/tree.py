@@ -192,23 +192,16 @@ _MISSES = 16  # in a row of prompts that begin alike: worth a line in the log
 
 
 class Starts:
-    """How the latest prompts began, bounded: what came last longest ago is forgotten first. Outlives the weights. See `KeyChain.starts`.
+    """How the latest prompts began (`KeyChain.starts`), bounded: the oldest is forgotten first. Outlives the weights.
 
     Attributes:
-        cached: Epoch and key of the first block when it was cached last: under its tokens, and under these with salt and adapter.
-        misses: Why the prompts that begin alike (whatever their salts) reused nothing since one of them hit, by the tokens.
+        cached: Epoch and key of the first block when it was cached last, by either hash.
+        misses: Why the prompts that begin alike, whatever their salts, reused nothing since one of them hit, by the first hash.
     """
 
     def __init__(self) -> None:
         self.cached: dict[int, tuple[int, bytes]] = {}
         self.misses: dict[int, list[NoReuse]] = {}
-
-    def why_unknown(self, chain: KeyChain, tree: PrefixTree) -> NoReuse:
-        """Why nothing of a prompt is in the tree, as far as that is remembered."""
-        alike, same = map(self.cached.get, chain.starts or (0, 0))
-        if same is not None:
-            return NoReuse.KV_GONE if same[0] == chain.epoch else NoReuse.EPOCH
-        return NoReuse.OTHER_SALT if alike is not None and tree.get(alike[1]) else NoReuse.NO_SUCH_PREFIX
 
     def note(self, request_id: int, chain: KeyChain, reason: NoReuse | None, *, hit: bool, write: bool) -> None:
         """The first forward of a prompt is published; ``write``: what it computes is cached. Warns if hits fell to 0. O(1)."""
@@ -217,8 +210,7 @@ class Starts:
         for start in chain.starts if write else ():
             self.cached.pop(start, None)
             self.cached[start] = chain.epoch, chain.keys[0]
-        start = chain.starts[0]
-        misses = self.misses.pop(start, None)
+        misses = self.misses.pop(start := chain.starts[0], None)
         if hit:
             self.misses[start] = []
         elif misses is not None:

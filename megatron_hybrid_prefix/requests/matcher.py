@@ -113,11 +113,11 @@ class Matcher:
             )
         most_blocks = max(0, chain.tokens - self._least_tokens) // block_tokens
         seen, kv = min(max(cached_blocks, seen_blocks), most_blocks), min(cached_blocks, most_blocks)
-        depths = (seen, kv, max(state_blocks, loadable_blocks), resume_blocks)
-        reuse = Reuse(None, *[depth * block_tokens for depth in depths])
+        blocks = seen, kv, max(state_blocks, loadable_blocks), resume_blocks
+        reuse = Reuse(None, *[each * block_tokens for each in blocks])
         if not resume_blocks or resume_blocks < seen:
             loads = loadable_blocks > resume_blocks
-            reuse = reuse._replace(reason=self._why_not(chain, reuse, read=read, loads=loads, resume_at=resume_at))
+            reuse = reuse._replace(reason=self._why_not(chain, reuse, read, loads, resume_at))
         return Match(
             chain=chain,
             prompt_tokens=chain.tokens,
@@ -134,19 +134,22 @@ class Matcher:
             reuse=reuse,
         )
 
-    def _why_not(
-        self, chain: KeyChain, reuse: Reuse, *, read: bool, loads: bool, resume_at: Collection[int] | None
-    ) -> NoReuse:
-        """Why not more is reused, unless a load begins. Looks up no key but that of the first block."""
+    def _why_not(self, chain: KeyChain, reuse: Reuse, read: bool, loads: bool, at: Collection[int] | None) -> NoReuse:
+        """Why not more is reused, unless a load begins; ``at``: `Match.resume_at`. Looks up no key but that of the first block."""
         if chain.tokens - self._least_tokens < self._block_tokens:
             return NoReuse.BELOW_ONE_BLOCK
         if not read:
             return NoReuse.NOT_READ if chain.epoch == self._tree.epoch else NoReuse.EPOCH
         if reuse.kv_tokens > reuse.resume_tokens:
-            if resume_at is not None and not any(reuse.resume_tokens < at <= reuse.kv_tokens for at in resume_at):
+            if at is not None and not any(reuse.resume_tokens < position <= reuse.kv_tokens for position in at):
                 return NoReuse.NOT_READ
             return NoReuse.MEMORY if loads or not self._device.slots.most_cached else NoReuse.STATES_GONE
-        return NoReuse.KV_GONE if reuse.seen_tokens else self._device.starts.why_unknown(chain, self._tree)
+        alike, same = map(self._device.starts.cached.get, chain.starts or (0, 0))
+        if reuse.seen_tokens or (same is not None and same[0] == chain.epoch):
+            return NoReuse.KV_GONE
+        if same is not None:
+            return NoReuse.EPOCH
+        return NoReuse.OTHER_SALT if alike is not None and self._tree.get(alike[1]) else NoReuse.NO_SUCH_PREFIX
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""

@@ -72,6 +72,8 @@ class Choice:
         if update.reply is not None:
             raise update.reply
         self.cached_tokens, self.reuse = update.cached_tokens, self.reuse or update.reuse
+        if self.reuse is not None and self.reuse["reason"] == NoReuse.OTHER_SALT:  # a client must not learn of others
+            self.reuse = self.reuse | {"reason": NoReuse.NO_SUCH_PREFIX}
         if update.prompt_log_probs:
             self._take_prompt(update)
         text, ended = "", False
@@ -203,13 +205,12 @@ class Generation:
         prompt = sum(len(item.tokens) for item in self.request.prompts)
         completion = sum(choice.tokens for choice in self.choices)
         first = self.choices[:: self.request.body.n]
-        asked = {"cache_reuse": [_shown(choice.reuse) for choice in first]}
+        asked = {"cache_reuse": [choice.reuse for choice in first]} if self.request.body.return_cache_reuse else {}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first)}
-            | (asked if self.request.body.return_cache_reuse else {}),
+            "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first)} | asked,
         }
 
     async def response(self) -> dict[str, Any]:
@@ -307,13 +308,6 @@ class Generation:
         name = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         kind = {"request_id": self.id} if self._is_ids else {"object": name}
         return {"id": self.id, **kind, "created": self.created, "model": self._model, "choices": choices}
-
-
-def _shown(reuse: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A `Reuse` for clients. What others cached with their salts is nobody's business."""
-    if reuse is None or reuse["reason"] != NoReuse.OTHER_SALT:
-        return reuse
-    return reuse | {"reason": NoReuse.NO_SUCH_PREFIX}
 
 
 def _by_id(top: dict[str, float], count: int | None) -> dict[int, float]:
