@@ -295,3 +295,35 @@ def test_old_blocks_are_not_remembered_for_longer():
     again = cache.chain(PROMPT, remember=False)
     assert whole_state(cache) == before
     assert cache.chain(PROMPT).keys == again.keys and whole_state(cache) != before
+
+
+def test_one_line_when_a_groups_hits_fall_to_0(caplog):
+    """Salts do not matter to a group. Requests that may not hit say nothing of it, and another hit begins anew."""
+    model = filled(PROMPT)
+    asked = [("tenant", True)] + [(None, False)] * 20 + [(f"other {number}", True) for number in range(20)]
+    for hits in (1, 2):
+        run(model, PROMPT)
+        for salt, read in asked:
+            run(model, PROMPT, salt=(salt, None), read=read, write=False)
+        lines = [record.getMessage() for record in caplog.records if "reused nothing" in record.getMessage()]
+        assert len(lines) == hits and lines[-1].endswith("reused nothing, earlier ones did: 16 other_salt")
+    for number in range(20):
+        run(model, tokens(50, 60 + number, rest=1))
+    assert len(caplog.records) == 2, "who never hit cannot fall"
+
+
+def test_what_is_forgotten_is_no_such_prefix(monkeypatch):
+    """Also without a policy that remembers what it evicts."""
+    monkeypatch.setattr("megatron_hybrid_prefix.index.tree._STARTS", 4)
+    model = empty_device(filled(PROMPT))
+    assert explain(model, PROMPT).reason == "kv_gone" and explain(invalidated(model), PROMPT).reason == "epoch"
+    run(model, OTHERS[0])
+    run(model, OTHERS[1])
+    assert explain(model, PROMPT).reason == "no_such_prefix" and explain(model, OTHERS[0]).reason is None
+    run(model, OTHERS[0])
+    run(model, OTHERS[2])
+    assert model.cache._device.starts.cached.keys() == {
+        *(start for other in (OTHERS[0], OTHERS[2]) for start in model.cache.chain(other).starts)
+    }
+    reasons = model.cache.stats().not_reused
+    assert sum(reasons.values()) == reasons["no_such_prefix"] == 4

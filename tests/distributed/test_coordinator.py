@@ -22,6 +22,11 @@ CACHED_TOKENS = {
     "b second": HIT, "no salt": 0, "number as salt": 0, "a with adapter": 0, "a without reading": 0, "a as text": 0,
     "a together": HIT, "b together": HIT, "c together": 0, "a not kept": 0, "a after not kept": 0,
 }  # fmt: skip
+REASONS = dict.fromkeys(CACHED_TOKENS, "other_salt") | {
+    **dict.fromkeys(["a first", "a as text", "a not kept", "a after not kept"], "no_such_prefix"),
+    **dict.fromkeys(["a second", "b second", "a together", "b together"]),
+    "a without reading": "not_read",
+}
 OTHER_PROMPTS = ("a as text", "a not kept", "a after not kept")
 
 
@@ -37,6 +42,9 @@ def test_a_salt_hits_what_it_left_and_nothing_else(behind):
     assert len({tuple(reply["tokens"]) for name, reply in replies.items() if name not in OTHER_PROMPTS}) == 1
     for name, reply in replies.items():
         assert reply["prompt_tokens"] == (random_tokens(HIT + 3, seed=5) if name == "a second" else None)
+    reuse = {name: reply["params"].pop("cache_reuse") for name, reply in replies.items()}
+    assert {name: found["reason"] for name, found in reuse.items()} == REASONS
+    assert reuse["a second"] == {"reason": None} | dict.fromkeys([*reuse["a second"]][1:], HIT)
     assert replies["a with adapter"]["params"] == {"cache_salt": "a", "cache_adapter": "x"}
     assert behind["empty_forwards"] == 0, "an engine without peers"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,28 +31,31 @@ def test_cached_tokens_counters_and_statistics_agree(model, chunked):
     served = EngineHarness(model, enable_chunked_prefill=chunked, max_tokens=(2 if chunked else 16) * BLOCK)
     shared = tokens(3, 0, seed=1)
     sent = [
-        (tokens(0, 9, seed=2), 0),
-        (shared + tokens(2, 20, seed=3), 0),
-        (shared + tokens(0, 20, seed=4), 0),  # KV without a state
-        (shared + tokens(0, 21, seed=5), 3 * BLOCK),
-        (shared + tokens(2, 20, seed=3), 5 * BLOCK),
-        (shared + tokens(2, 0, seed=3), 3 * BLOCK),  # a token has to be computed, so not from the state after 5 blocks
+        (tokens(0, 9, seed=2), 0, "below_one_block"),
+        (shared + tokens(2, 20, seed=3), 0, "no_such_prefix"),
+        (shared + tokens(0, 20, seed=4), 0, "states_gone"),
+        (shared + tokens(0, 21, seed=5), 3 * BLOCK, None),
+        (shared + tokens(2, 20, seed=3), 5 * BLOCK, None),
+        # A token has to be computed, so not from the state after 5 blocks.
+        (shared + tokens(2, 0, seed=3), 3 * BLOCK, "states_gone"),
     ]
     computed = []
-    for prompt, expected in sent:
+    for prompt, expected, reason in sent:
         before = served.context.lifetime_prefill_token_count
         request = served.send(prompt)
         computed.append(served.context.lifetime_prefill_token_count - before)
         assert (request.num_cached_tokens, computed[-1]) == (expected, len(prompt) - expected)
+        assert request.sampling_params.cache_reuse["reason"] == reason
     served.check()
     engine, stats = served.engine, served.context.prefix_stats().as_dict()
-    skipped = sum(expected for _, expected in sent)
-    hits = sum(expected > 0 for _, expected in sent)
+    skipped = sum(expected for _, expected, _ in sent)
+    hits = sum(expected > 0 for _, expected, _ in sent)
+    assert Counter(stats["not_reused"]) == Counter(reason for *_, reason in sent if reason)
     assert engine._prefix_cache_hits == hits
     assert engine._prefix_cache_blocks_matched == skipped // BLOCK
     assert engine._prefill_tokens_computed == stats["computed_prompt_tokens"] == sum(computed)
     assert engine._prefill_tokens_skipped == stats["reused_tokens"] == stats["reused_tokens_device"] == skipped
-    assert stats["prompt_tokens"] == sum(len(prompt) for prompt, _ in sent)
+    assert stats["prompt_tokens"] == sum(len(prompt) for prompt, *_ in sent)
     assert stats["slots_used"] == served.kept_states and stats["slots_total"] == 32
     assert stats["checkpoints_published"] == sum(stats["checkpoints_by_reason"].values()) == served.kept_states
     layout = served.context.layout

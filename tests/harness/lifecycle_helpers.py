@@ -150,6 +150,8 @@ class EngineHarness:
         # The longest first: the reference of what begins it is known then.
         for request in sorted(requests, key=lambda request: -request.prompt_tokens.numel()):
             assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate
+            if self.caching:
+                assert request.sampling_params.cache_reuse["resume_tokens"] == request.num_cached_tokens
             assert_matches(reference, request, tolerance)
 
     def check_integrity(self) -> None:

@@ -156,6 +156,10 @@ def cached(answer: Any) -> int:
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
+def why_not(answer: Any) -> list[str | None]:
+    return [found["reason"] for found in answer.usage.prompt_tokens_details.cache_reuse]
+
+
 def complete(client: Any, prompt: Any = PROMPT, *, extra: dict[str, Any] | None = None, **fields: Any) -> Any:
     fields = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0} | fields
     return client.completions.create(**fields, extra_body=extra or {})
@@ -211,7 +215,8 @@ def test_drafts_change_no_answer(tiny_nemotron_3, platform):
 @pytest.mark.parametrize("chat", [False, True])
 def test_streamed_text_is_the_unstreamed(server, salt, chat):
     client = server.client()
-    fields: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 40, "extra_body": salt, "n": 2}
+    extra = salt | {"return_cache_reuse": True}
+    fields: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 40, "extra_body": extra, "n": 2}
     if chat:
         create = client.chat.completions.create
         fields |= {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 2}
@@ -242,6 +247,7 @@ def test_streamed_text_is_the_unstreamed(server, salt, chat):
     assert not any(usages[:-1])
     assert usages[-1].completion_tokens == whole.usage.completion_tokens
     assert usages[-1].prompt_tokens_details.cached_tokens > 0
+    assert why_not(whole)[0] == "no_such_prefix" and why_not(chunk) == [None] * len(why_not(whole))
 
 
 def test_salts_share_nothing(server):
@@ -256,7 +262,11 @@ def test_tenants_share_nothing_whatever_their_salts(tiny):
     with running(tiny, keys={"key-a": "a", "key-b": "b", "key-a2": "a"}) as server:
         found = []
         for key, salt in (("key-a", "s"), ("key-b", "s"), ("key-a2", "s"), ("key-a", None), ("key-b", None)):
-            found.append(cached(complete(server.client(key), extra={"cache_salt": salt} if salt else {})))
+            extra = {"return_cache_reuse": True} | ({"cache_salt": salt} if salt else {})
+            answer = complete(server.client(key), extra=extra)
+            found.append(cached(answer))
+            assert why_not(answer) == [None if cached(answer) else "no_such_prefix"], "it says what others have"
+        assert server.metrics()[("not_reused_total", (("reason", "other_salt"),))] == 3
         # A tenant that knows how the server joins name and salt gains nothing by it.
         found.append(cached(complete(server.client("key-b"), extra={"cache_salt": '["a", "s"]'})))
         assert found == [0, 0, HIT, 0, 0, 0]
@@ -271,11 +281,11 @@ def test_tenants_share_nothing_whatever_their_salts(tiny):
 
 def test_reading_and_writing_can_be_switched_off(server, salt):
     client = server.client()
-    found = [
-        cached(complete(client, extra=salt | more))
-        for more in ({"cache_write": False}, {}, {"cache_read": False}, {"cache_read": True})
-    ]
-    assert found == [0, 0, 0, HIT]
+    asked = [{"cache_write": False}, {}, {"cache_read": False}, {"cache_read": True}]
+    answers = [complete(client, extra=salt | {"return_cache_reuse": True} | more) for more in asked]
+    assert [*map(cached, answers)] == [0, 0, 0, HIT]
+    assert [why_not(answer)[0] for answer in answers] == ["no_such_prefix"] * 2 + ["not_read", None]
+    assert "cache_reuse" not in complete(client, extra=salt).usage.prompt_tokens_details.model_dump()
 
 
 def test_breakpoints_of_a_prompt(server, salt):
@@ -415,7 +425,8 @@ def test_the_cache_can_be_reset_with_the_token(server, salt):
         assert_error(answer)
     assert cached(complete(client, extra=salt)) == HIT
     assert server.send("/admin/reset_cache", b"", ADMIN) == (200, {"status": "ok"})
-    assert [cached(complete(client, extra=salt)) for _ in range(2)] == [0, HIT]
+    asked = salt | {"return_cache_reuse": True}
+    assert [why_not(complete(client, extra=asked)) for _ in range(2)] == [["epoch"], [None]]
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------------
