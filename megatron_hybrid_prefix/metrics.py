@@ -9,7 +9,7 @@ from typing import Any
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 
 
-class NoReuse(StrEnum):
+class NotReused(StrEnum):
     """Why a prompt reused nothing, or less than is known to have been there: the first of these that holds."""
 
     BELOW_ONE_BLOCK = "below_one_block"  # only whole blocks are cached, and the last token is always computed
@@ -83,7 +83,7 @@ class PrefixStats:
             tokens before them on the device, too.
         recomputed_tokens: Tokens (of prompt and answer) that preempted requests, and those that start over, computed again.
         resumed_tokens: Tokens that these requests did not compute again after preemption: they were cached, or on the host.
-        not_reused: Prompts that reused nothing, or less than is known to have been there, by `NoReuse`.
+        not_reused: Prompts that reused nothing, or less than is known to have been there, by `NotReused`.
         lost_tokens_no_state: Tokens whose KV matched, but that were recomputed because no state was kept that deep.
         lost_tokens_no_scores: Tokens that could be skipped, but were computed because the request wants the log-probs of its
             prompt, and they were not kept.
@@ -117,7 +117,7 @@ class PrefixStats:
     reused_tokens_host: int = 0
     recomputed_tokens: int = 0
     resumed_tokens: int = 0
-    not_reused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, NoReuse), 0))
+    not_reused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, NotReused), 0))
     lost_tokens_no_state: int = 0
     lost_tokens_no_scores: int = 0
     checkpoints_published: int = 0

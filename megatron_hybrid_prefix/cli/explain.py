@@ -24,7 +24,7 @@ from typing import Any
 from megatron_hybrid_prefix.cli.serve import ADMIN_TOKEN
 from megatron_hybrid_prefix.console import terminal
 from megatron_hybrid_prefix.console.terminal import ArgumentParser, InputError, Interrupt, as_main
-from megatron_hybrid_prefix.metrics import NoReuse
+from megatron_hybrid_prefix.metrics import NotReused
 
 _WAIT_S = 60.0
 
@@ -99,13 +99,14 @@ _REFUSED = {
     "cache_read": "The request reuses nothing: cache_read is false.",
     "prompt_log_probs_gb": "The request asks for the log-probs of its prompt, and prompt_log_probs_gb=0 keeps none.",
     "verify_hits": "Every hit is computed again, to compare: verify_hits is 1.",
+    None: "There is no room for a cached state: raise mamba_gb, or the memory.",
 }
 _WHY = {
-    NoReuse.BELOW_ONE_BLOCK: "The prompt is no longer than a block of {block_tokens} tokens, and its last token is computed.",
-    NoReuse.EPOCH: "The weights epoch is {epoch}: what was cached before it is gone.",
-    NoReuse.KV_GONE: "KV after token {kv:,} was evicted.",
-    NoReuse.OTHER_SALT: "Its start is cached with another salt or adapter: only requests with the same ones share.",
-    NoReuse.NO_SUCH_PREFIX: "Block {block} is on no tier: no earlier prompt had it, or it was evicted long ago.",
+    NotReused.BELOW_ONE_BLOCK: "The prompt is no longer than a block of {block_tokens} tokens, and its last token is computed.",
+    NotReused.EPOCH: "The weights epoch is {epoch}: what was cached before it is gone.",
+    NotReused.KV_GONE: "KV after token {kv:,} was evicted.",
+    NotReused.OTHER_SALT: "Its start is cached with another salt or adapter: only requests with the same ones share.",
+    NotReused.NO_SUCH_PREFIX: "Block {block} is on no tier: no earlier prompt had it, or it was evicted long ago.",
 }
 _TIERS = {"device": "the device", "host": "the host", "shared": "the shared tier"}
 
@@ -120,10 +121,8 @@ def sentences(found: dict[str, Any]) -> list[str]:
     most, reason = found["limit_tokens"] // step * step, found["reason"]
     reused = f"from the state on {_TIERS[found['tier']]}" if resume else "nothing"
     said = [f"{resume:,} of the {found['prompt_tokens']:,} prompt tokens would be reused: {reused}."]
-    if found["refused_by"]:
+    if found["refused_by"] or not found["most_states"]:
         said.append(_REFUSED[found["refused_by"]])
-    elif not found["most_states"]:
-        said.append("There is no room for a cached state: raise mamba_gb, or the memory.")
     elif resume < most or reason is not None:
         said += [
             f"KV goes to token {depth:,} on {_TIERS[tier]}." for tier, depth in found["kv_tokens"].items() if depth
@@ -131,7 +130,7 @@ def sentences(found: dict[str, Any]) -> list[str]:
         if kv > most:
             said.append(f"Tokens after {found['limit_tokens']:,} are always computed.")
         elif kv < most and reason not in _WHY:
-            reason = NoReuse.KV_GONE if found["seen_tokens"] > kv else NoReuse.NO_SUCH_PREFIX
+            reason = NotReused.KV_GONE if found["seen_tokens"] > kv else NotReused.NO_SUCH_PREFIX
         if reason in _WHY:
             said.append(_WHY[reason].format(kv=kv, block=kv // step + 1, **found))
         said += _about_states(found, min(kv, most))

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.metrics import NoReuse
+from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 
@@ -201,9 +201,9 @@ class Starts:
 
     def __init__(self) -> None:
         self.cached: dict[int, tuple[int, bytes]] = {}
-        self.misses: dict[int, list[NoReuse]] = {}
+        self.misses: dict[int, list[NotReused]] = {}
 
-    def note(self, request_id: int, chain: KeyChain, reason: NoReuse | None, *, hit: bool, write: bool) -> None:
+    def note(self, request_id: int, chain: KeyChain, reason: NotReused | None, *, hit: bool, write: bool) -> None:
         """The first forward of a prompt is published; ``write``: what it computes is cached. Warns if hits fell to 0. O(1)."""
         if chain.starts is None:
             return
@@ -214,7 +214,7 @@ class Starts:
         if hit:
             self.misses[start] = []
         elif misses is not None:
-            if reason not in (None, NoReuse.NOT_READ, NoReuse.BELOW_ONE_BLOCK):
+            if reason not in (None, NotReused.NOT_READ, NotReused.BELOW_ONE_BLOCK):
                 misses.append(reason)
             if len(misses) < _MISSES:
                 self.misses[start] = misses

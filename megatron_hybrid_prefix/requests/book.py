@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
-from megatron_hybrid_prefix.metrics import NoReuse
+from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.policy.boundaries import Boundary, CheckpointReason
 from megatron_hybrid_prefix.requests.matcher import Match, Reuse
 from megatron_hybrid_prefix.tiers.host import HostEntry
@@ -34,13 +34,13 @@ class LoadSource:
     def as_match(self, match: Match, slot: int) -> Match:
         """The match of a request that loads the state into ``slot``."""
         reuse, depth = match.reuse, self.depth_tokens
-        lost = NoReuse.STATES_GONE if depth < reuse.kv_tokens else NoReuse.KV_GONE
+        lost = NotReused.STATES_GONE if depth < reuse.kv_tokens else NotReused.KV_GONE
         return replace(
             match,
             resume_tokens=depth,
             source_slot=slot,
             loadable_blocks=0,
-            reuse=reuse._replace(reason=lost if depth < reuse.seen_tokens else None, resume_tokens=depth),
+            reuse=replace(reuse, reason=lost if depth < reuse.seen_tokens else None, resume_tokens=depth),
         )
 
 

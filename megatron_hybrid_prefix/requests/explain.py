@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
-from megatron_hybrid_prefix.metrics import NoReuse
+from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.policy.base import RemembersEvicted
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
@@ -53,7 +53,7 @@ class Explanation:
     block_tokens: int
     limit_tokens: int
     epoch: int
-    reason: NoReuse | None
+    reason: NotReused | None
     resume_tokens: int
     tier: str | None
     kv_tokens: dict[str, int]

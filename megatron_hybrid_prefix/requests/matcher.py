@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
-from megatron_hybrid_prefix.metrics import NoReuse
+from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.pool.slots import NO_SLOT
 from megatron_hybrid_prefix.tiers.base import DepthTier
 from megatron_hybrid_prefix.tiers.device import DeviceTier
 
 
-class Reuse(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Reuse:
     """What a prompt reuses, and why not more. The depths are tokens of those that it may skip, and 0 if it may not read.
 
     Attributes:
@@ -25,7 +25,7 @@ class Reuse(NamedTuple):
         resume_tokens: Prompt tokens that it skips.
     """
 
-    reason: NoReuse | None
+    reason: NotReused | None
     seen_tokens: int
     kv_tokens: int
     state_tokens: int
@@ -116,8 +116,8 @@ class Matcher:
         blocks = seen, kv, max(state_blocks, loadable_blocks), resume_blocks
         reuse = Reuse(None, *[each * block_tokens for each in blocks])
         if not resume_blocks or resume_blocks < seen:
-            loads = loadable_blocks > resume_blocks
-            reuse = reuse._replace(reason=self._why_not(chain, reuse, read, loads, resume_at))
+            why = self._why_not(chain, reuse, read, loadable_blocks > resume_blocks, resume_at)
+            reuse = replace(reuse, reason=why)
         return Match(
             chain=chain,
             prompt_tokens=chain.tokens,
@@ -134,22 +134,22 @@ class Matcher:
             reuse=reuse,
         )
 
-    def _why_not(self, chain: KeyChain, reuse: Reuse, read: bool, loads: bool, at: Collection[int] | None) -> NoReuse:
+    def _why_not(self, chain: KeyChain, reuse: Reuse, read: bool, loads: bool, at: Collection[int] | None) -> NotReused:
         """Why not more is reused, unless a load begins; ``at``: `Match.resume_at`. Looks up no key but that of the first block."""
         if chain.tokens - self._least_tokens < self._block_tokens:
-            return NoReuse.BELOW_ONE_BLOCK
+            return NotReused.BELOW_ONE_BLOCK
         if not read:
-            return NoReuse.NOT_READ if chain.epoch == self._tree.epoch else NoReuse.EPOCH
+            return NotReused.NOT_READ if chain.epoch == self._tree.epoch else NotReused.EPOCH
         if reuse.kv_tokens > reuse.resume_tokens:
             if at is not None and not any(reuse.resume_tokens < position <= reuse.kv_tokens for position in at):
-                return NoReuse.NOT_READ
-            return NoReuse.MEMORY if loads or not self._device.slots.most_cached else NoReuse.STATES_GONE
+                return NotReused.NOT_READ
+            return NotReused.MEMORY if loads or not self._device.slots.most_cached else NotReused.STATES_GONE
         alike, same = map(self._device.starts.cached.get, chain.starts or (0, 0))
         if reuse.seen_tokens or (same is not None and same[0] == chain.epoch):
-            return NoReuse.KV_GONE
+            return NotReused.KV_GONE
         if same is not None:
-            return NoReuse.EPOCH
-        return NoReuse.OTHER_SALT if alike is not None and self._tree.get(alike[1]) else NoReuse.NO_SUCH_PREFIX
+            return NotReused.EPOCH
+        return NotReused.OTHER_SALT if alike is not None and self._tree.get(alike[1]) else NotReused.NO_SUCH_PREFIX
 
     def is_current(self, match: Match) -> bool:
         """Whether matching again would give the same result."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from megatron_hybrid_prefix.metrics import NoReuse
+from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.serve.backend import Backend, GenerationTask, Update
 from megatron_hybrid_prefix.serve.bodies import ChatBody, CompletionBody, GenerateBody
 from megatron_hybrid_prefix.serve.detokenizer import (
@@ -72,8 +72,8 @@ class Choice:
         if update.reply is not None:
             raise update.reply
         self.cached_tokens, self.reuse = update.cached_tokens, self.reuse or update.reuse
-        if self.reuse is not None and self.reuse["reason"] == NoReuse.OTHER_SALT:  # a client must not learn of others
-            self.reuse = self.reuse | {"reason": NoReuse.NO_SUCH_PREFIX}
+        if self.reuse is not None and self.reuse["reason"] == NotReused.OTHER_SALT:  # a client must not learn of others
+            self.reuse = self.reuse | {"reason": NotReused.NO_SUCH_PREFIX}
         if update.prompt_log_probs:
             self._take_prompt(update)
         text, ended = "", False

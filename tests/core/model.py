@@ -19,7 +19,7 @@ from typing import Any
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import NO_BLOCK, Node
-from megatron_hybrid_prefix.metrics import NoReuse
+from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.policy.boundaries import CheckpointReason
 from megatron_hybrid_prefix.policy.needs import is_guess
 from megatron_hybrid_prefix.pool.slots import NO_SLOT, SlotState
@@ -337,14 +337,14 @@ class ModelEngine:
         last_salt, last = self.begun.get(start), self.begun.get((salt, start))
         reasons = {
             None: 0 < resume == seen,
-            NoReuse.BELOW_ONE_BLOCK: not most,
-            NoReuse.NOT_READ: not read,
-            NoReuse.MEMORY: kv > resume and (match.loadable_blocks > resume or sizes.state_slots == 0),
-            NoReuse.STATES_GONE: kv > resume,
-            NoReuse.KV_GONE: seen or last == self.cache.epoch,
-            NoReuse.EPOCH: last is not None,
-            NoReuse.OTHER_SALT: last_salt and self.cache.node(first_key(*last_salt)),
-            NoReuse.NO_SUCH_PREFIX: True,
+            NotReused.BELOW_ONE_BLOCK: not most,
+            NotReused.NOT_READ: not read,
+            NotReused.MEMORY: kv > resume and (match.loadable_blocks > resume or sizes.state_slots == 0),
+            NotReused.STATES_GONE: kv > resume,
+            NotReused.KV_GONE: seen or last == self.cache.epoch,
+            NotReused.EPOCH: last is not None,
+            NotReused.OTHER_SALT: last_salt and self.cache.node(first_key(*last_salt)),
+            NotReused.NO_SUCH_PREFIX: True,
         }
         reason = next(reason for reason, holds in reasons.items() if holds)
         self.seen[f"reason {reason}"] += 1

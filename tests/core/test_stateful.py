@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.settings import CacheSettings
-from megatron_hybrid_prefix.metrics import NoReuse
+from megatron_hybrid_prefix.metrics import NotReused
 from tests.core.model import ModelEngine, Request, tier_behind
 
 STEPS: Counter[str] = Counter()
@@ -309,7 +309,7 @@ HAPPENED = (
     *("hits", "misses", "refused", "preempted", "aborted in flight", "evictions", "kv evictions", "lost", "junction"),
     *("interval", "readmitted", "shared beyond", "decoded states", "stored", "loaded", "swapped out", "withdrawn"),
     *("guess used", "shared beyond by a chunk", "breakpoint", "repeat", "skipped", "admitted from the host", "resumed"),
-    *(f"reason {reason}" for reason in (*NoReuse, None) if reason != NoReuse.NOT_READ),
+    *(f"reason {reason}" for reason in (*NotReused, None) if reason != NotReused.NOT_READ),
     *("load failed", "load refused", "ghosts", "moved", "told of a move", "cleared", "one of a page's states"),
 )
 

@@ -284,7 +284,9 @@ def test_a_request_that_fits_an_empty_memory_runs(tiny_large_states):
     longest = tokens(5, -4, seed=1)
     served.send(longest[: BLOCK + 9])
     assert served.kept_states
-    assert served.send(longest).num_cached_tokens == 0
+    request = served.send(longest)
+    found = request.sampling_params.cache_reuse
+    assert (request.num_cached_tokens, found["reason"], found["state_tokens"]) == (0, "memory", BLOCK)
     served.finish()
 
 

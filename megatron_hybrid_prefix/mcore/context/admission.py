@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest, StepState
-from megatron_hybrid_prefix.metrics import NoReuse
+from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
 from megatron_hybrid_prefix.upstream.names import (
@@ -110,7 +110,7 @@ class Admissions:
         if source is not None and (not alone or cache.can_admit(match, length_tokens=length, load_of=request_id)):
             return match, source.depth_tokens, True
         if alone and match.source_slot is not None and not cache.can_admit(match, length_tokens=length):
-            reuse = match.reuse._replace(reason=NoReuse.MEMORY, resume_tokens=0)
+            reuse = replace(match.reuse, reason=NotReused.MEMORY, resume_tokens=0)
             match = replace(cache.match(known.chain, read=False), reuse=reuse)
         return match, match.resume_tokens, False
 
@@ -131,7 +131,7 @@ class Admissions:
             raise BlockOverflowError(req.request_id)
         if not known.counted_tokens:
             # A client of the coordinator gets no other field that megatron does not know.
-            req.sampling_params.cache_reuse = admission.reuse._asdict()
+            req.sampling_params.cache_reuse = asdict(admission.reuse)
         if known.top_n is not None:
             self._context.scored.begin(known, req.prompt_tokens, admission.reuse)
             req.prompt_log_probs = req.prompt_top_n_logprobs = None  # the request may have started over
@@ -139,7 +139,7 @@ class Admissions:
             allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
             allocator.take_routing(admission.load.payloads)
             self._context.moves.launch()  # as early as can be
-        if admission.reuse.reason is NoReuse.BELOW_ONE_BLOCK:
+        if admission.reuse.reason is NotReused.BELOW_ONE_BLOCK:
             self._watch_lengths()
         return AdmittedChunk(
             shared=list(admission.block_ids[: admission.shared_blocks]),
@@ -153,7 +153,7 @@ class Admissions:
         """Warn once if all prompts are shorter than a block: such a workload never hits."""
         self._short_prompts += 1
         stats = self._cache.counters
-        only_short = stats.not_reused[NoReuse.BELOW_ONE_BLOCK] == sum(stats.not_reused.values())
+        only_short = stats.not_reused[NotReused.BELOW_ONE_BLOCK] == sum(stats.not_reused.values())
         if self._short_prompts == _SHORT_PROMPTS and only_short and not stats.reused_tokens:
             logger.warning(
                 "the first %d prompts have at most %d tokens: none fills a block before its last token, nothing is "

@@ -17,7 +17,7 @@ import torch
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.mcore.context.request import PrefixRequest
 from megatron_hybrid_prefix.mcore.context.scored_prompt import ScoredPrompt
-from megatron_hybrid_prefix.metrics import NoReuse, PrefixStats
+from megatron_hybrid_prefix.metrics import NotReused, PrefixStats
 from megatron_hybrid_prefix.requests.book import StepPlan
 from megatron_hybrid_prefix.requests.matcher import Reuse
 from megatron_hybrid_prefix.requests.scores import Kept, ScoreTable
@@ -34,7 +34,7 @@ class ScoredPrompts:
 
     def begin(self, known: PrefixRequest, tokens: torch.Tensor, reuse: Reuse) -> None:
         """A request that wants the log-probs of its prompt is admitted."""
-        is_lost = not known.counted_tokens and reuse.reason is not NoReuse.MEMORY
+        is_lost = not known.counted_tokens and reuse.reason is not NotReused.MEMORY
         assert known.top_n is not None
         known.scored = ScoredPrompt(
             known.chain,
