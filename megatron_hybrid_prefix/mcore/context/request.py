@@ -11,8 +11,7 @@ through megatron's data-parallel coordinator:
 - ``cache_breakpoints``: a sequence of ints, positions in the prompt up to which other prompts share it (such as the end of a
   system prompt or document). The state there is checkpointed on first sight. Each is rounded down to the end of a block.
   Any order; positions beyond the prompt are ignored.
-
-The same way comes back, as ``cache_reuse``, what the request reused: a dict with the fields of `Reuse`.
+- ``cache_reuse``: no option, but what comes back the same way: what the request reused, as a dict with the fields of `Reuse`.
 """
 
 from __future__ import annotations
