@@ -202,7 +202,7 @@ def crashed_engines(bench: Bench) -> list[str]:
 def print_report(console: Console, bench: Bench, report: dict[str, Any]) -> None:
     """Prints the workload, the tables, each engine's capacity, and the crashes."""
     args, scenario = bench.args, bench.scenario
-    graphs = f"{args.cuda_graphs} CUDA graphs" if args.cuda_graphs else "no CUDA graphs"
+    graphs = _graphs(args)
     console.print(f"{scenario.name}: {scenario.describe()}", markup=False, soft_wrap=True)
     console.print(f"{args.preset}, {graphs}; rounds: 1 warm-up, {args.repeats} timed", markup=False, soft_wrap=True)
     if bench.plain_metrics:
@@ -214,6 +214,11 @@ def print_report(console: Console, bench: Bench, report: dict[str, Any]) -> None
         settings = f" ({engine['kind']} with {' '.join(args.versus)})" if name == "versus" else ""
         line = f"engine {name}{settings}{room}{';' if room and crash else ''}{crash}"
         console.print(terminal.printable(line), markup=False, soft_wrap=True)
+
+
+def _graphs(args: argparse.Namespace) -> str:
+    count = {0: "no ", -1: ""}.get(args.cuda_graphs, f"{args.cuda_graphs} ")
+    return f"{count}CUDA graphs"
 
 
 def _room(engine: dict[str, Any]) -> str:
@@ -233,7 +238,7 @@ def draw(path: Path, bench: Bench, report: dict[str, Any]) -> None:
     """
     args, engines, metrics = bench.args, list(bench.samples), [report["metrics"][name] for name in bench.scenario.drawn]
     machine = report["hardware"].get("gpu") or report["hardware"]["processor"]
-    graphs = f"{args.cuda_graphs} CUDA graphs" if args.cuda_graphs else "no CUDA graphs"
+    graphs = _graphs(args)
     versus = f" versus: {bench.engines['versus']['kind']} with {' '.join(args.versus)}." if args.versus else ""
     draw_bars(
         path,

@@ -46,7 +46,8 @@ from megatron_hybrid_prefix.support.arithmetic import ceil_div
 
 EXIT_CRASHED = 1
 DEFAULT_PRESET = {"cpu": "tiny", "cuda": "hybrid-4b"}
-DEFAULT_CUDA_GRAPHS = {"cpu": 0, "cuda": 8}
+DEFAULT_CUDA_GRAPHS = {"cpu": 0, "cuda": -1}  # -1: sizes as this package chooses them
+MEGATRONS_CUDA_GRAPHS = 8
 # What may differ between engines of a run.
 VERSUS = {"cache_gb", "mamba_gb", "host_gb", "shared", "state_dtype", "exact", "max_tokens", "chunked_prefill"}
 VERSUS |= {"async_scheduling", "graph_scope"}
@@ -115,6 +116,7 @@ def _as_of(name: str, args: argparse.Namespace) -> argparse.Namespace:
     if name == "ours":
         return args
     megatrons = {"graph_scope": args.graph_scope or "layer", "async_scheduling": bool(args.async_scheduling)}
+    megatrons["cuda_graphs"] = MEGATRONS_CUDA_GRAPHS if args.cuda_graphs < 0 else args.cuda_graphs
     return argparse.Namespace(**vars(args) | megatrons)
 
 

@@ -247,7 +247,7 @@ _ENGINE: dict[str, Option] = {
         "help": "launch the next step while one runs, megatron-core's asynchronous scheduling (default: on a GPU, where it can be)",
     },
     "--cuda-graphs": _option(
-        "sizes of a step to capture CUDA graphs for; 0: none (default: 8 on GPU, where they can be)",
+        "sizes of a step to capture CUDA graphs for; 0: none (default: chosen on a GPU, where they can be)",
         type=whole_number,
         metavar="N",
     ),

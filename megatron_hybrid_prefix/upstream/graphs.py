@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
+from megatron.core.inference.config import CudaGraphSizingDistribution
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord, delete_cuda_graphs
 from megatron.core.transformer.enums import InferenceCudaGraphScope
 
 if TYPE_CHECKING:
+    from megatron.core.inference.config import InferenceConfig
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
 BLOCK = InferenceCudaGraphScope.block.name
@@ -70,6 +73,46 @@ def kinds_of_step(engine: DynamicInferenceEngine) -> Sequence[InferenceBatchDime
         return ()
     kinds: Sequence[InferenceBatchDimensions] = engine.context.cuda_graph_batch_dimensions_list
     return kinds
+
+
+def sizes_of_prefills(longest: int) -> list[int]:
+    """Sizes of steps with prefills, in tokens: from 256 tokens on a step is padded by a third at most. Shorter ones take as long.
+
+    Megatron halves them: a step of 300 tokens would compute 512.
+    """
+    sizes = [128, *(256 * 2**band * part // 4 for band in range(longest.bit_length()) for part in (4, 5, 6))]
+    return [*(size for size in sizes if size < longest), longest]
+
+
+def finer_kinds(context: DynamicInferenceContext, config: InferenceConfig, tp: int) -> list[InferenceBatchDimensions]:
+    """The kinds of step to capture if a config leaves their number to megatron (``num_cuda_graphs=-1``).
+
+    They replace megatron's kinds of step with prefills: more sizes, for fewer numbers of prompts. The kinds that only decode stay.
+
+    Args:
+        context: It has megatron's kinds.
+        config: Its config.
+        tp: Tensor-parallel size; divides each size.
+    """
+    kinds: list[InferenceBatchDimensions] = context.cuda_graph_batch_dimensions_list
+    decodes = [kind for kind in kinds if not kind.prefill_req_count]
+    if config.num_cuda_graphs != -1 or len(decodes) == len(kinds):
+        return kinds
+    if config.cuda_graph_sizing_distribution is not CudaGraphSizingDistribution.EXPONENTIAL:
+        return kinds
+    requests, drafts = context.max_requests, context.num_speculative_tokens
+    longest = context.max_tokens if config.cuda_graph_all_prefills else config.cuda_graph_max_tokens
+    longest = min(max(longest, requests * (drafts + 1)), context.max_tokens)
+    found = set()
+    for size in sizes_of_prefills(longest):
+        tokens = size // tp * tp
+        for prompts in sorted({1, 2, *(4**n for n in range(1, 8)), requests}):
+            if prompts <= min(tokens, requests if tokens <= 512 else 16):
+                rows = min((tokens - prompts) // (drafts + 1), requests - prompts)
+                found.add(InferenceBatchDimensions(tokens, prompts, rows))
+    valid = [kind for kind in found if kind.is_valid(requests, context.max_sequence_length, drafts)]
+    # The order in which megatron captures: the largest first, whose memory the others share.
+    return sorted(valid, key=lambda kind: (kind.token_count, kind.prefill_req_count), reverse=True) + decodes
 
 
 def replay_none(engine: DynamicInferenceEngine) -> None:

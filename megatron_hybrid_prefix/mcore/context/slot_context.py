@@ -24,7 +24,7 @@ from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.config import InferenceConfig
 from megatron_hybrid_prefix.upstream.context import ContextSeam, one_thread
-from megatron_hybrid_prefix.upstream.graphs import block_problem
+from megatron_hybrid_prefix.upstream.graphs import block_problem, finer_kinds
 from megatron_hybrid_prefix.upstream.mixer import replays_chunks
 from megatron_hybrid_prefix.upstream.names import DynamicInferenceRequest
 
@@ -84,6 +84,8 @@ class SlotContext(ContextSeam, NoCache):
         self.live_states, self.next_prompt_token = False, 0
         super().__init__(model_config=model_config, inference_config=inference_config)
         self._model_groups = model_groups(inference_config.pg_collection)
+        tp = model_config.tensor_model_parallel_size
+        self.cuda_graph_batch_dimensions_list = finer_kinds(self, inference_config, tp)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

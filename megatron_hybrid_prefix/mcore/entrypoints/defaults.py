@@ -12,8 +12,8 @@ from megatron_hybrid_prefix.upstream.graphs import block_problem, captures_whole
 
 logger = logging.getLogger(__name__)
 
-CUDA_GRAPHS = 8
-"""Sizes of a step for which graphs are captured."""
+GRAPHS = {"num_cuda_graphs": -1, "cuda_graph_max_tokens": 2048}
+"""Kinds of step are chosen by `finer_kinds`. A step of more tokens keeps the GPU busy for as long as its kernels are launched."""
 
 
 def fastest_fields(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,10 +35,10 @@ def fastest_fields(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         why = "megatron records the routes of experts in no other" if config.moe_enable_routing_replay else None
         chosen["async_sched_mode"] = AsyncScheduleMode.ASYNC if why is None else AsyncScheduleMode.LEGACY
         words.append("asynchronous scheduling" if why is None else f"legacy scheduling: {why}")
-    if "num_cuda_graphs" not in given and config.cuda_graph_impl == "local":
+    if given.get("num_cuda_graphs", -1) == -1 and config.cuda_graph_impl == "local":
         why = _graph_problem(model, config, int(given.get("num_speculative_tokens") or 0))
         if why is None:
-            chosen["num_cuda_graphs"] = CUDA_GRAPHS
+            chosen |= {name: value for name, value in GRAPHS.items() if name not in given}
         what = "the whole forward" if captures_whole_forward(config) else "layers"
         words.append(f"CUDA graphs of {what}" if why is None else f"no CUDA graphs: {why}")
     if words:
