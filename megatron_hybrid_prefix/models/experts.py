@@ -87,7 +87,7 @@ class GroupedExperts(torch.nn.Module):
             probs: (rows,), what the router multiplies each row's output by; or (tokens, experts).
 
         Returns:
-            (rows, hidden), this tensor-parallel rank's part of a sum; and no bias.
+            (rows, hidden), this tensor-parallel rank's part of a sum, which for tokens is over their experts, too; and no bias.
         """
         if not len(rows):
             return rows, None
@@ -383,10 +383,10 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
     @override
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The sum of each token's experts, and of all tensor-parallel ranks' parts, in the shape that came in."""
-        rows = hidden_states
+        sums = hidden_states
         if self._order is not None:
-            rows = torch.empty_like(rows).index_copy_(0, self._order, rows)
-        sums = rows.view(-1, self.config.moe_router_topk, rows.shape[-1]).sum(1)
+            rows = torch.empty_like(sums).index_copy_(0, self._order, sums)
+            sums = rows.view(-1, self.config.moe_router_topk, rows.shape[-1]).sum(1)
         if self._shares > 1:
             every = sums.new_zeros(math.prod(self._shape[:-1]), sums.shape[1])
             self._own(every).copy_(sums)

@@ -23,7 +23,7 @@ def can_run(tokens: torch.Tensor) -> bool:
 def experts_of_few(
     x: torch.Tensor, chosen: torch.Tensor, probs: torch.Tensor, up: torch.Tensor, down: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """Squared ReLU of ``x @ up.T`` times the router's weight, times ``down.T``: of each token and each of its experts.
+    """Squared ReLU of ``x @ up.T`` times the router's weight, times ``down.T``: the sum over each token's experts.
 
     Args:
         x: (tokens, hidden), see `can_run`.
@@ -34,7 +34,7 @@ def experts_of_few(
         top_k: Experts of a token.
 
     Returns:
-        (tokens x top_k, hidden), the dtype of x: a token's experts in the order of their numbers.
+        (tokens, hidden), the dtype of x: experts are rounded, then added in the order of their numbers.
     """
     experts, width, hidden = up.shape
     counts = torch.empty(experts, dtype=torch.int32, device=x.device)
@@ -48,7 +48,7 @@ def experts_of_few(
         grid = (experts * triton.cdiv(weight.shape[1], 64),)
         lists = counts, pairs, probs, len(x), experts
         _product_kernel[grid](rows, weight, products, *lists, *weight.shape[1:], EACH=each, UP=each > 1, **sizes)
-    return out
+    return out.view(-1, top_k, hidden).sum(1)
 
 
 @jit(do_not_specialize=["tokens"])

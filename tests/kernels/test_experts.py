@@ -35,17 +35,18 @@ def made(tokens, device, favourite=None):
 
 
 def reference(x, chosen, probs, up, down, _):
-    """Outputs in float64, token by token, and their weighted conditions (see `rounding`)."""
-    inner_roundings = 1 + rounding.unit_roundoff(x.dtype) / rounding.unit_roundoff(torch.float32)
-    outputs, conditions = [], []
-    for token, expert in chosen.nonzero().tolist():
-        of_token, first, second = x[token].double(), up[expert].double(), down[expert].double()
-        inner = (first @ of_token).relu()
-        off = 2 * inner * (first.abs() @ of_token.abs()) * (HIDDEN + 1) + 2 * inner.square()
-        inner, off = (part * probs[token, expert].double() for part in (inner.square(), off))
-        outputs.append(second @ inner)
-        conditions.append(second.abs() @ (off + inner * (WIDTH + 1 + inner_roundings)))
-    return torch.stack(outputs), torch.stack(conditions)
+    """Outputs in float64, expert by expert, and their weighted conditions (see `rounding`)."""
+    rounded = 1 + rounding.unit_roundoff(x.dtype) / rounding.unit_roundoff(torch.float32)
+    output, condition = torch.zeros_like(x, dtype=torch.float64), torch.zeros_like(x, dtype=torch.float64)
+    for expert in chosen.any(0).nonzero().flatten().tolist():
+        tokens = chosen[:, expert]
+        rows, first, second = x[tokens].double(), up[expert].double().T, down[expert].double().T
+        inner, prob = (rows @ first).relu(), probs[tokens, expert, None].double()
+        off = 2 * inner * (rows.abs() @ first.abs()) * (len(first) + 1) + 2 * inner.square()
+        inner = inner.square() * prob
+        output[tokens] += inner @ second
+        condition[tokens] += (off * prob + inner * (len(second) + 1 + 2 * rounded + TOP_K)) @ second.abs()
+    return output, condition
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -69,10 +70,9 @@ def test_every_token_goes_through_its_experts(tokens, favourite, mutant, device)
 @pytest.mark.gpu(gib=1)  # the interpreter's products are BLAS's
 def test_bits_of_a_token_do_not_depend_on_the_others():
     x, chosen, probs, *weights = made(150, "cuda", 0)
-    together = experts.experts_of_few(x, chosen, probs, *weights).view(150, TOP_K, HIDDEN)
+    together = experts.experts_of_few(x, chosen, probs, *weights)
     for some in (slice(0, 1), slice(70, 75), slice(100, 140)):
-        apart = experts.experts_of_few(x[some], chosen[some], probs[some], *weights)
-        assert torch.equal(apart.view(-1, TOP_K, HIDDEN), together[some])
+        assert torch.equal(experts.experts_of_few(x[some], chosen[some], probs[some], *weights), together[some])
 
 
 @pytest.mark.parametrize("device", DEVICES)
