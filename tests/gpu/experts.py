@@ -1,6 +1,6 @@
 """Decode of a model with experts: ours, PyTorch's grouped products, and those of megatron's inference-optimized layers. On an idle GPU::
 
-    python -m tests.gpu.experts [--preset nemotron-3-nano-30b-a3b] [--rows 32,64,128,256] [--ways ours,grouped,...]
+    python -m tests.gpu.experts [--preset nemotron-3-nano-30b-a3b] [--rows 32,64,128,256] [--ways ours,...]
 
 ``floor``: bytes that a step must move (experts that the rows touch, other weights, states, KV), at the bandwidth of a plain copy.
 ``step``: a whole step, asynchronous, in graphs of the forward. ``experts``: one layer's, sorting and sums included, in a graph of all
