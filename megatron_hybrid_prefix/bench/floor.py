@@ -30,16 +30,17 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.numel() / best_s
 
 
-def floor_bytes(engine: Any, rows: int, tokens: int) -> int:
+def floor_bytes(engine: Any, rows: int, tokens: int, touched: float = 1.0) -> int:
     """Bytes that a decode step of an engine must read and write on this rank.
 
     These are its weights once, without the input embedding unless it is tied to the output; each row's state, read and
-    written; each row's keys and values. All experts count, so with few rows a model with experts may need less.
+    written; each row's keys and values.
 
     Args:
         engine: Any engine.
         rows: Requests that decode.
         tokens: Of each, in the KV cache.
+        touched: Share of the experts that the rows go through. All count by default: few rows may need less.
     """
     from megatron_hybrid_prefix.mcore.state.layout import states_of_config
     from megatron_hybrid_prefix.upstream.config import get_attr_wrapped_model
@@ -47,6 +48,8 @@ def floor_bytes(engine: Any, rows: int, tokens: int) -> int:
     model = engine.controller.inference_wrapped_model.model
     model = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
     weights: int = sum(weight.nbytes for weight in model.parameters())
+    of_experts = sum(weight.nbytes for name, weight in model.named_parameters() if ".experts." in name)
+    weights -= round((1 - touched) * of_experts)
     if model.pre_process and not (model.post_process and model.share_embeddings_and_output_weights):
         weights -= model.embedding.word_embeddings.weight.nbytes
     states = engine.context.config.mamba_inference_state_config

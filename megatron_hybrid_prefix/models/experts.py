@@ -1,7 +1,8 @@
 """A mixture-of-experts layer for inference: all experts in two grouped matrix products, without Transformer Engine.
 
 `ExpertsLayer` is megatron's ``MoELayer`` with parts of ours. `ExpertDispatcher` sorts the tokens by expert;
-`GroupedExperts` computes all experts of this rank with ``torch.nn.functional.grouped_mm``. With latent experts
+`GroupedExperts` computes all experts of this rank with ``torch.nn.functional.grouped_mm``, or those of few tokens, unsorted,
+with kernels that read a weight only where a token goes (`experts_of_few`). With latent experts
 (``moe_latent_size``) a `LatentProjection` comes before them, and one after. Router and shared expert are megatron's.
 
 Host synchronisation: with expert-parallel size 1 there is none in bfloat16 on a Hopper or Blackwell GPU, so a CUDA graph
@@ -22,6 +23,8 @@ from typing import Any, override
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid_prefix.ops.elementwise import squared_relu
+from megatron_hybrid_prefix.ops.experts import can_run, experts_of_few
 from megatron_hybrid_prefix.upstream import moe
 from megatron_hybrid_prefix.upstream.check import check_overrides
 
@@ -69,21 +72,28 @@ class GroupedExperts(torch.nn.Module):
         self.linear_fc1_weight = _weights(config, config.init_method, num_local_experts, first, hidden)
         self.linear_fc2_weight = _weights(config, config.output_layer_init_method, num_local_experts, hidden, width)
 
+    def takes_unsorted(self, tokens: torch.Tensor) -> bool:
+        """Whether `forward` takes these tokens, (tokens, hidden), as `experts_of_few` does."""
+        return self.config.activation_func is squared_relu and not self.config.gated_linear_unit and can_run(tokens)
+
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Every row through its expert.
 
         Args:
-            rows: (rows, hidden), those of the first expert first.
-            tokens_per_expert: (experts,) integers, rows of each; their sum is the number of rows.
-            probs: (rows,), what the router multiplies each row's output by.
+            rows: (rows, hidden), those of the first expert first; or tokens, see `takes_unsorted`.
+            tokens_per_expert: (experts,) integers, rows of each; their sum is the number of rows. Or the routing map of tokens.
+            probs: (rows,), what the router multiplies each row's output by; or (tokens, experts).
 
         Returns:
-            (rows, hidden), this tensor-parallel rank's part of a sum; and no bias.
+            (rows, hidden), this tensor-parallel rank's part of a sum, which for tokens is over their experts, too; and no bias.
         """
         if not len(rows):
             return rows, None
+        if tokens_per_expert.dtype == torch.bool:
+            weights = self.linear_fc1_weight, self.linear_fc2_weight
+            return experts_of_few(rows, tokens_per_expert, probs, *weights, self.config.moe_router_topk), None
         ends = tokens_per_expert.to(rows.device).cumsum(0).to(torch.int32)
         inner = F.grouped_mm(rows, self.linear_fc1_weight.transpose(1, 2), offs=ends)
         if self.config.gated_linear_unit:
@@ -288,10 +298,12 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
     Args:
         config: Megatron's ``TransformerConfig``.
         pg_collection: Process groups; ``ep``, ``tp`` and ``expt_tp`` are used.
+        experts: The layer's; few tokens go unsorted to those that take them.
     """
 
-    def __init__(self, config: Any, pg_collection: Any) -> None:
+    def __init__(self, config: Any, pg_collection: Any, experts: Any) -> None:
         super().__init__(config, pg_collection)
+        self._takes_unsorted = getattr(experts, "takes_unsorted", lambda tokens: False)
         self._layer_group = pg_collection.tp
         self._shares = pg_collection.tp.size() // self.tp_size
         self._share = pg_collection.tp.rank() // self.tp_size
@@ -300,7 +312,7 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sort this rank's tokens by expert.
+        """Sort this rank's tokens by expert, unless the experts do.
 
         Args:
             tokens: (..., hidden).
@@ -312,8 +324,12 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
             probs: (own tokens x top-k,), the weight of each row.
         """
         self._shape = tokens.shape
+        self._order: torch.Tensor | None = None
         tokens = self._own(tokens.reshape(-1, tokens.shape[-1]))
         routing_map, probs = self._own(routing_map), self._own(probs)
+        if self.ep_size == 1 and self._takes_unsorted(tokens):
+            self._counts = routing_map
+            return tokens, probs
         top_k, num_experts = self.config.moe_router_topk, routing_map.shape[1]
         # The same number of experts for every token, so no size depends on the routing; in the order of their numbers,
         # so that a token's sum does not depend on the batch.
@@ -367,8 +383,10 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
     @override
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The sum of each token's experts, and of all tensor-parallel ranks' parts, in the shape that came in."""
-        rows = torch.empty_like(hidden_states).index_copy_(0, self._order, hidden_states)
-        sums = rows.view(-1, self.config.moe_router_topk, rows.shape[-1]).sum(1)
+        sums = hidden_states
+        if self._order is not None:
+            rows = torch.empty_like(sums).index_copy_(0, self._order, sums)
+            sums = rows.view(-1, self.config.moe_router_topk, rows.shape[-1]).sum(1)
         if self._shares > 1:
             every = sums.new_zeros(math.prod(self._shape[:-1]), sums.shape[1])
             self._own(every).copy_(sums)
@@ -431,7 +449,7 @@ class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
             self.fc1_latent_proj = LatentProjection(config, config.init_method, latent, hidden)
             self.fc2_latent_proj = LatentProjection(config, config.output_layer_init_method, hidden, latent)
         if _dispatches(vars(config)):
-            self.token_dispatcher = ExpertDispatcher(config, groups)
+            self.token_dispatcher = ExpertDispatcher(config, groups, self.experts)
 
 
 def check_layer(fields: Mapping[str, Any]) -> None:
