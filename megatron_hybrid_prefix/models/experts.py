@@ -73,8 +73,10 @@ class GroupedExperts(torch.nn.Module):
         self.linear_fc2_weight = _weights(config, config.output_layer_init_method, num_local_experts, hidden, width)
 
     def takes_unsorted(self, tokens: torch.Tensor) -> bool:
-        """Whether `forward` takes these tokens, (tokens, hidden), as `experts_of_few` does."""
-        return self.config.activation_func is squared_relu and not self.config.gated_linear_unit and can_run(tokens)
+        """Whether `forward` takes these tokens, (tokens, hidden), as `experts_of_few` does; one of somebody else's does not."""
+        activation = self.config.activation_func is (F.silu if self.config.gated_linear_unit else squared_relu)
+        own = type(self).forward is GroupedExperts.forward and "forward" not in vars(self)
+        return activation and own and not (self._forward_pre_hooks or self._forward_hooks) and can_run(tokens)
 
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -298,12 +300,12 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
     Args:
         config: Megatron's ``TransformerConfig``.
         pg_collection: Process groups; ``ep``, ``tp`` and ``expt_tp`` are used.
-        experts: The layer's; few tokens go unsorted to those that take them.
+        layer: Few tokens go unsorted to its experts, where these take them.
     """
 
-    def __init__(self, config: Any, pg_collection: Any, experts: Any) -> None:
+    def __init__(self, config: Any, pg_collection: Any, layer: Any) -> None:
         super().__init__(config, pg_collection)
-        self._takes_unsorted = getattr(experts, "takes_unsorted", lambda tokens: False)
+        self._layer = layer
         self._layer_group = pg_collection.tp
         self._shares = pg_collection.tp.size() // self.tp_size
         self._share = pg_collection.tp.rank() // self.tp_size
@@ -327,7 +329,8 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         self._order: torch.Tensor | None = None
         tokens = self._own(tokens.reshape(-1, tokens.shape[-1]))
         routing_map, probs = self._own(routing_map), self._own(probs)
-        if self.ep_size == 1 and self._takes_unsorted(tokens):
+        experts = self._layer.experts
+        if self.ep_size == 1 and isinstance(experts, GroupedExperts) and experts.takes_unsorted(tokens):
             self._counts = routing_map
             return tokens, probs
         top_k, num_experts = self.config.moe_router_topk, routing_map.shape[1]
@@ -449,7 +452,7 @@ class ExpertsLayer(moe.MoELayer):  # type: ignore[misc]
             self.fc1_latent_proj = LatentProjection(config, config.init_method, latent, hidden)
             self.fc2_latent_proj = LatentProjection(config, config.output_layer_init_method, hidden, latent)
         if _dispatches(vars(config)):
-            self.token_dispatcher = ExpertDispatcher(config, groups, self.experts)
+            self.token_dispatcher = ExpertDispatcher(config, groups, self)
 
 
 def check_layer(fields: Mapping[str, Any]) -> None:

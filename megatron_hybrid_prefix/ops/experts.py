@@ -1,7 +1,7 @@
 """Experts of few tokens, as fast as memory gives their weights: each weight is read once, and only where a token goes.
 
 Tensor cores multiply tiles of an expert's weights, as rows, by its tokens, as columns. A token's sums are one chain over ascending
-channels in float32 whatever the batch, and squared ReLU and the router's weight are applied before they are rounded, once.
+channels in float32 whatever the batch, and the activation and the router's weight are applied before they are rounded, once.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def can_run(tokens: torch.Tensor) -> bool:
 def experts_of_few(
     x: torch.Tensor, chosen: torch.Tensor, probs: torch.Tensor, up: torch.Tensor, down: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """Squared ReLU of ``x @ up.T`` times the router's weight, times ``down.T``: the sum over each token's experts.
+    """The activation of ``x @ up.T`` times the router's weight, times ``down.T``: the sum over each token's experts.
 
     Args:
         x: (tokens, hidden), see `can_run`.
         chosen: (tokens, experts) bool, ``top_k`` of them True for each token.
         probs: (tokens, experts), the router's weights.
-        up: (experts, width, hidden), the dtype of x.
+        up: (experts, width, hidden), the dtype of x: squared ReLU. (experts, 2 x width, hidden), gates first: SwiGLU.
         down: (experts, hidden, width), likewise.
         top_k: Experts of a token.
 
     Returns:
         (tokens, hidden), the dtype of x: experts are rounded, then added in the order of their numbers.
     """
-    experts, width, hidden = up.shape
+    experts, hidden, width = down.shape
     counts = torch.empty(experts, dtype=torch.int32, device=x.device)
     pairs = torch.empty(experts, len(x), dtype=torch.int32, device=x.device)
     chosen, probs, x = chosen.contiguous(), probs.contiguous(), x.contiguous()
@@ -47,9 +47,12 @@ def experts_of_few(
     inner, out = (x.new_empty(len(x) * top_k, columns) for columns in (width, hidden))
     rows = min(max(triton.next_power_of_2(2 * len(inner) // experts), 16), 64)  # twice the mean of an expert
     for given, weight, products, each in ((x, up, inner, top_k), (inner, down, out, 1)):
-        grid = (experts * triton.cdiv(weight.shape[1], _TILE["COLUMNS"]),)
-        sizes = len(x), experts, *weight.shape[1:]
-        _product_kernel[grid](given, weight, products, counts, pairs, probs, *sizes, each, each > 1, rows, **_TILE)
+        columns, parts = products.shape[1], weight.shape[1] // products.shape[1]
+        grid = (experts * triton.cdiv(columns * parts, _TILE["COLUMNS"]),)
+        sizes = len(x), experts, columns, weight.shape[2]
+        _product_kernel[grid](
+            given, weight, products, counts, pairs, probs, *sizes, each, each > 1, parts, rows, **_TILE
+        )
     return out.view(-1, top_k, hidden).sum(1)
 
 
@@ -80,7 +83,7 @@ def _sort_kernel(
 @jit(do_not_specialize=["tokens"])
 def _product_kernel(
     x_ptr: tl.tensor,  # (pairs / EACH, depth)
-    weight_ptr: tl.tensor,  # (experts, columns, depth)
+    weight_ptr: tl.tensor,  # (experts, PARTS x columns, depth)
     out_ptr: tl.tensor,  # (pairs, columns)
     counts_ptr: tl.tensor,  # of `_sort_kernel`, as pairs_ptr
     pairs_ptr: tl.tensor,
@@ -91,14 +94,17 @@ def _product_kernel(
     depth: tl.tensor,
     EACH: tl.constexpr,
     UP: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> None:
-    """One program: COLUMNS outputs of an expert's tokens, ROWS tokens at a time."""
-    expert, tile = tl.program_id(0) // tl.cdiv(columns, COLUMNS), tl.program_id(0) % tl.cdiv(columns, COLUMNS)
-    column, feature = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    weight_at = weight_ptr + (expert.to(tl.int64) * columns + column) * depth
+    """One program: COLUMNS outputs of an expert's tokens, ROWS tokens at a time; half of them gates where there are PARTS."""
+    WIDTH: tl.constexpr = COLUMNS // PARTS
+    expert, tile = tl.program_id(0) // tl.cdiv(columns, WIDTH), tl.program_id(0) % tl.cdiv(columns, WIDTH)
+    place, feature = tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    column = tile * WIDTH + place % WIDTH
+    weight_at = weight_ptr + ((expert.to(tl.int64) * PARTS + place // WIDTH) * columns + column) * depth
     count = tl.load(counts_ptr + expert)
     for start in range(0, count, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -111,9 +117,15 @@ def _product_kernel(
             weight = tl.load(weight_at[:, None] + (first + feature)[None, :], mask=mask, other=0.0)
             x = tl.load(x_at[None, :] + (first + feature)[:, None], mask=inside[:, None], other=0.0)
             total = tl.dot(weight, x, total, input_precision="ieee")
-        if UP:
+        if PARTS == 2:
+            gate, total = tl.split(total.reshape(2, WIDTH, ROWS).permute(1, 2, 0))
+            total = gate / (1.0 + tl.exp(-gate)) * total
+        elif UP:
             total = tl.where(total < 0.0, 0.0, total)  # NaN stays NaN
-            prob = tl.load(probs_ptr + pair // EACH * experts + expert).to(tl.float32)
-            total = total * total * prob[None, :]
-        out_at = out_ptr + pair.to(tl.int64)[None, :] * columns + column[:, None]
-        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=(column < columns)[:, None] & (row < count)[None, :])
+            total = total * total
+        if UP:
+            total *= tl.load(probs_ptr + pair // EACH * experts + expert).to(tl.float32)[None, :]
+        column_out = tile * WIDTH + tl.arange(0, WIDTH)
+        out_at = out_ptr + pair.to(tl.int64)[None, :] * columns + column_out[:, None]
+        mask = (column_out < columns)[:, None] & (row < count)[None, :]
+        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=mask)

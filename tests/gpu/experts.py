@@ -10,6 +10,7 @@ Transformer Engine; their products do not, and take the place of ours in our lay
 
 from __future__ import annotations
 
+import gc
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -127,6 +128,8 @@ def main(args: Any) -> None:
         hook.remove()
         release_engine(engine.engine)
         del engine, maps, keep
+        gc.collect()  # else the next model finds no room
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

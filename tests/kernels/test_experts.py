@@ -18,13 +18,13 @@ DEVICES = [
 EXPERTS, TOP_K, HIDDEN, WIDTH = 11, 3, 88, 72
 
 
-def made(tokens, device, favourite=None):
+def made(tokens, device, favourite=None, parts=1):
     """Inputs of `experts_of_few`; an expert that no token goes to has NaN for weights."""
     generator = torch.Generator().manual_seed(tokens)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16  # the interpreter knows no bfloat16
     x, up, down = (
         torch.randn(*shape, generator=generator).to(device, dtype)
-        for shape in ((tokens, HIDDEN), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
+        for shape in ((tokens, HIDDEN), (EXPERTS, parts * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
     )
     scores = torch.rand(tokens, EXPERTS, generator=generator)
     if favourite is not None:
@@ -41,24 +41,33 @@ def reference(x, chosen, probs, up, down, _):
     for expert in chosen.any(0).nonzero().flatten().tolist():
         tokens = chosen[:, expert]
         rows, first, second = x[tokens].double(), up[expert].double().T, down[expert].double().T
-        inner, prob = (rows @ first).relu(), probs[tokens, expert, None].double()
-        off = 2 * inner * (rows.abs() @ first.abs()) * (len(first) + 1) + 2 * inner.square()
-        inner = inner.square() * prob
+        inner, prob = rows @ first, probs[tokens, expert, None].double()
+        off = (rows.abs() @ first.abs()) * (len(first) + 1)
+        if len(second) < first.shape[1]:
+            (gate, inner), (gate_off, up_off) = inner.chunk(2, 1), off.chunk(2, 1)
+            silu = gate * gate.sigmoid()  # nowhere steeper than 1.1
+            off = inner.abs() * (1.1 * gate_off + rounding.SILU * silu.abs()) + silu.abs() * up_off
+            inner = silu * inner
+        else:
+            inner = inner.relu()
+            inner, off = inner.square(), 2 * inner * off + inner.square()
+        off, inner = off + inner.abs(), inner * prob
         output[tokens] += inner @ second
-        condition[tokens] += (off * prob + inner * (len(second) + 1 + 2 * rounded + TOP_K)) @ second.abs()
+        condition[tokens] += (off * prob + inner.abs() * (len(second) + 1 + 2 * rounded + TOP_K)) @ second.abs()
     return output, condition
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("tokens", "favourite"), [(1, None), (5, None), (40, None), (40, 7), (150, 0)])
-@pytest.mark.parametrize("mutant", [None, "another's token", "another's probability", "without squares"])
-def test_every_token_goes_through_its_experts(tokens, favourite, mutant, device):
-    given = made(tokens, device, favourite)
+@pytest.mark.parametrize("parts", [1, 2], ids=["squared ReLU", "SwiGLU"])
+@pytest.mark.parametrize("mutant", [None, "another's token", "another's probability", "another sign"])
+def test_every_token_goes_through_its_experts(tokens, favourite, parts, mutant, device):
+    given = made(tokens, device, favourite, parts)
     exact, condition = reference(*given)
     changed = {
         "another's token": lambda x, *rest: (x.roll(1, 1), *rest),
         "another's probability": lambda x, chosen, probs, *rest: (x, chosen, probs.roll(1, 1), *rest),
-        "without squares": lambda x, chosen, probs, up, *rest: (x, chosen, probs, -up, *rest),
+        "another sign": lambda x, chosen, probs, up, *rest: (x, chosen, probs, -up, *rest),
     }.get(mutant, lambda *same: same)(*given)
     with torch.inference_mode():
         assert experts.can_run(given[0])
@@ -68,8 +77,9 @@ def test_every_token_goes_through_its_experts(tokens, favourite, mutant, device)
 
 
 @pytest.mark.gpu(gib=1)  # the interpreter's products are BLAS's
-def test_bits_of_a_token_do_not_depend_on_the_others():
-    x, chosen, probs, *weights = made(150, "cuda", 0)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_bits_of_a_token_do_not_depend_on_the_others(parts):
+    x, chosen, probs, *weights = made(150, "cuda", 0, parts)
     together = experts.experts_of_few(x, chosen, probs, *weights)
     for some in (slice(0, 1), slice(70, 75), slice(100, 140)):
         assert torch.equal(experts.experts_of_few(x[some], chosen[some], probs[some], *weights), together[some])
@@ -86,10 +96,10 @@ def test_what_is_left_to_products_of_many_rows(device):
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles for a GPU")
 @pytest.mark.parametrize("rows", [16, 64])
-@pytest.mark.parametrize("up", [True, False])
-def test_the_products_compile_to_tensor_cores(rows, up, tmp_path):
+@pytest.mark.parametrize(("up", "parts"), [(True, 1), (True, 2), (False, 1)])
+def test_the_products_compile_to_tensor_cores(rows, up, parts, tmp_path):
     kinds = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16", "probs_ptr": "*fp32"}
-    constants = {"EACH": 6 if up else 1, "UP": up, "ROWS": rows, "COLUMNS": 128, "DEPTH": 64}
+    constants = {"EACH": 6 if up else 1, "UP": up, "PARTS": parts, "ROWS": rows, "COLUMNS": 128, "DEPTH": 64}
 
     def types(name):
         return kinds.get(name, "*i32" if name.endswith("_ptr") else "i32")

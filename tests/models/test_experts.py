@@ -253,6 +253,50 @@ def test_a_forward_of_latent_experts_waits_for_no_value(latent, monkeypatch):
     assert run_without_values(latent, 9, monkeypatch) == [16, 16]
 
 
+@pytest.mark.parametrize("whose", ["ours", "subclass", "instance", "hook", "pre-hook", "gelu", "wrapped"])
+def test_few_tokens_go_unsorted_to_experts_of_ours_alone(latent, tiny_nemotron_3, monkeypatch, whose):
+    given, called, own = [], [], latent.experts
+
+    def of_few(x, chosen, probs, up, down, top_k):
+        assert chosen.shape == probs.shape == (40, 16) and int(chosen.sum()) == 40 * top_k
+        given.append(len(x))
+        inner = F.relu(torch.einsum("th,ewh->tew", x, up)) ** 2 * (probs * chosen)[..., None]
+        return torch.einsum("tew,ehw->th", inner, down)
+
+    class Other(experts.GroupedExperts):
+        def forward(self, rows, *others):
+            called.append(len(rows))
+            return super().forward(rows, *others)
+
+    class Wrapped(torch.nn.Module):
+        def forward(self, *rows):
+            called.append(len(rows[0]))
+            return own(*rows)
+
+    monkeypatch.setattr(experts, "experts_of_few", of_few)
+    monkeypatch.setattr(experts, "can_run", lambda tokens: len(tokens) == 40)
+    hook = None
+    if whose == "subclass":
+        monkeypatch.setattr(own, "__class__", Other)
+    elif whose == "instance":
+        monkeypatch.setattr(own, "forward", lambda *rows: called.append(len(rows[0])) or type(own).forward(own, *rows))
+    elif whose == "wrapped":
+        wrapped = Wrapped()
+        wrapped._parameters = own._parameters
+        monkeypatch.setitem(latent._modules, "experts", wrapped)
+    elif whose == "gelu":
+        monkeypatch.setattr(latent.config, "activation_func", lambda x: called.append(len(x)) or F.relu(x) ** 2)
+    elif "hook" in whose:
+        register = own.register_forward_hook if whose == "hook" else own.register_forward_pre_hook
+        hook = register(lambda _, rows, *output: called.append(len(rows[0])))
+    try:
+        assert latent_gap(latent, tiny_nemotron_3) <= 1e-5
+    finally:
+        if hook:
+            hook.remove()
+    assert (given, called) == (([40], []) if whose == "ours" else ([], [160]))
+
+
 def test_a_latent_size_that_grouped_products_do_not_take_works_one_by_one(platform):
     changes = {"layer_pattern": "*E", "moe_latent_size": 30}
     config = get_preset("tiny-nemotron-3", **changes)
