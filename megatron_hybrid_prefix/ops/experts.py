@@ -42,8 +42,8 @@ def experts_of_few(
     counts = torch.empty(experts, dtype=torch.int32, device=x.device)
     pairs = torch.empty(experts, len(x), dtype=torch.int32, device=x.device)
     chosen, probs, x = chosen.contiguous(), probs.contiguous(), x.contiguous()
-    sizes = {"EXPERTS": experts, "BLOCK": triton.next_power_of_2(experts), "TOP_K": top_k}
-    _sort_kernel[(experts,)](chosen.view(torch.uint8), counts, pairs, len(x), **sizes)
+    block = triton.next_power_of_2(experts)
+    _sort_kernel[(experts,)](chosen.view(torch.uint8), counts, pairs, len(x), EXPERTS=experts, BLOCK=block, TOP_K=top_k)
     inner, out = (x.new_empty(len(x) * top_k, columns) for columns in (width, hidden))
     rows = min(max(triton.next_power_of_2(2 * len(inner) // experts), 16), 64)  # twice the mean of an expert
     for given, weight, products, each in ((x, up, inner, top_k), (inner, down, out, 1)):
