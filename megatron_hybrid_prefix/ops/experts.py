@@ -46,13 +46,12 @@ def experts_of_few(
     _sort_kernel[(experts,)](chosen.view(torch.uint8), counts, pairs, len(x), EXPERTS=experts, BLOCK=block, TOP_K=top_k)
     inner, out = (x.new_empty(len(x) * top_k, columns) for columns in (width, hidden))
     rows = min(max(triton.next_power_of_2(2 * len(inner) // experts), 16), 64)  # twice the mean of an expert
+    lists = counts, pairs, probs, len(x), experts
     for given, weight, products, each in ((x, up, inner, top_k), (inner, down, out, 1)):
         columns, parts = products.shape[1], weight.shape[1] // products.shape[1]
         grid = (experts * triton.cdiv(columns * parts, _TILE["COLUMNS"]),)
-        sizes = len(x), experts, columns, weight.shape[2]
-        _product_kernel[grid](
-            given, weight, products, counts, pairs, probs, *sizes, each, each > 1, parts, rows, **_TILE
-        )
+        sizes = *lists, columns, weight.shape[2], each, weight is up, parts, rows
+        _product_kernel[grid](given, weight, products, *sizes, **_TILE)
     return out.view(-1, top_k, hidden).sum(1)
 
 

@@ -57,21 +57,24 @@ def reference(x, chosen, probs, up, down, _):
     return output, condition
 
 
+MUTANTS = {
+    None: lambda *same: same,
+    "another channel": lambda x, *rest: (x.roll(1, 1), *rest),
+    "another's probability": lambda x, chosen, probs, *rest: (x, chosen, probs.roll(1, 1), *rest),
+    "another sign": lambda x, chosen, probs, up, *rest: (x, chosen, probs, -up, *rest),
+}
+CASES = [(1, None, None), (5, None, None), (40, 7, None), (150, 0, None), *((40, None, mutant) for mutant in MUTANTS)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("tokens", "favourite"), [(1, None), (5, None), (40, None), (40, 7), (150, 0)])
+@pytest.mark.parametrize(("tokens", "favourite", "mutant"), CASES)
 @pytest.mark.parametrize("parts", [1, 2], ids=["squared ReLU", "SwiGLU"])
-@pytest.mark.parametrize("mutant", [None, "another's token", "another's probability", "another sign"])
-def test_every_token_goes_through_its_experts(tokens, favourite, parts, mutant, device):
+def test_every_token_goes_through_its_experts(tokens, favourite, mutant, parts, device):
     given = made(tokens, device, favourite, parts)
     exact, condition = reference(*given)
-    changed = {
-        "another's token": lambda x, *rest: (x.roll(1, 1), *rest),
-        "another's probability": lambda x, chosen, probs, *rest: (x, chosen, probs.roll(1, 1), *rest),
-        "another sign": lambda x, chosen, probs, up, *rest: (x, chosen, probs, -up, *rest),
-    }.get(mutant, lambda *same: same)(*given)
     with torch.inference_mode():
         assert experts.can_run(given[0])
-        out = experts.experts_of_few(*changed)
+        out = experts.experts_of_few(*MUTANTS[mutant](*given))
     with rounding.only(mutant):
         rounding.check(out, exact, rounding.allowed(exact, condition, out.dtype))
 
