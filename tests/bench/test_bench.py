@@ -24,6 +24,7 @@ from megatron_hybrid_prefix.bench.scenarios import SCENARIOS
 from megatron_hybrid_prefix.bench.stats import Metric, median, percentile, ratio, rotated, summarise
 from megatron_hybrid_prefix.cli import bench
 from megatron_hybrid_prefix.console.terminal import InputError
+from megatron_hybrid_prefix.models import build_hybrid_model, get_preset
 from tests.harness.engine_helpers import LOG_PROB_NOISE, greedy
 from tests.harness.workers.launch import COMMAND, environments_of, run_prepared
 
@@ -349,8 +350,8 @@ def test_decode(measure):
     assert floors["off"] == floors["ours"] and floors["versus"][0] < floors["off"][0]
 
 
-def test_what_a_decode_step_must_move(tiny):
-    """Weights without the input embedding; two rows' states twice and keys and values of 40 tokens."""
+def test_what_a_decode_step_must_move(tiny, platform):
+    """Weights without the input embedding; two rows' states twice and keys and values of 40 tokens. Experts that are touched."""
     from megatron_hybrid_prefix.mcore import build_engine
     from tests.harness.engine_helpers import state_bytes
 
@@ -358,6 +359,10 @@ def test_what_a_decode_step_must_move(tiny):
     config = tiny.hybrid_config
     token = 2 * config.count("*") * config.num_query_groups * config.kv_channels * 4
     assert floor_bytes(build_engine(tiny), 2, 40) == weights + 2 * (2 * state_bytes(tiny) + 40 * token)
+    config = get_preset("tiny-moe")
+    engine = build_engine(build_hybrid_model(config, platform=platform))
+    idle = 2 * config.count("E") * 2 * config.hidden_size * config.ffn_hidden_size * 4  # two of four in each layer
+    assert floor_bytes(engine, 2, 40) - floor_bytes(engine, 2, 40, touched=0.5) == idle
 
 
 def assert_same_memory(data):
