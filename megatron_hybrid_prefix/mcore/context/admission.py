@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest, StepState
 from megatron_hybrid_prefix.requests.matcher import Match
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk, ChunkBlocks
@@ -131,8 +130,6 @@ class Admissions:
             self._context.scored.begin(known, req.prompt_tokens, match, admission.resume_tokens)
             req.prompt_log_probs = req.prompt_top_n_logprobs = None  # the request may have started over
         if admission.load is not None:
-            allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
-            allocator.take_routing(admission.load.payloads)
             self._context.moves.launch()  # as early as can be
         self._watch_lengths(known.chain.tokens)
         return AdmittedChunk(
