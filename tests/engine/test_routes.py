@@ -49,7 +49,7 @@ def traffic(model: Any, drafts: int, seed: int) -> tuple[EngineHarness, Counter[
     sizes = {"block_tokens": BLOCK, "max_requests": 4, "speculative_tokens": drafts}
     served = EngineHarness(
         model,
-        cache_gb=cache_gb_for(model, 14, states=6, **sizes),
+        cache_gb=cache_gb_for(model, 12, states=6, **sizes),
         host_gb=HOST_GB,
         enable_chunked_prefill=True,
         max_tokens=2 * BLOCK,
