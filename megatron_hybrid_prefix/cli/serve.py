@@ -104,6 +104,8 @@ def make_parser() -> ArgumentParser:
     add("--no-cache", action="store_true", help="compute every prompt whole, and keep no state: for comparisons")
     text = "allow 'prompt_logprobs', and 'echo' with 'logprobs'; takes memory for the logits of all tokens of a step"
     add("--prompt-log-probs", action="store_true", help=text)
+    text = "return 'routed_experts' in choices: which experts each token went through, as vLLM does"
+    add("--enable-return-routed-experts", action="store_true", help=text)
     text = "most host memory for the log-probs of cached prompts, so that prompts that want them can skip tokens "
     text += "(default: %(default)s)"
     add("--prompt-log-probs-gb", type=options.positive_float, default=0.25, metavar="GIB", help=text)
@@ -136,6 +138,8 @@ def check_options(args: argparse.Namespace) -> Any:
         given = ("mamba_gb", "host_gb", "shared", "verify_hits")
         for name in (name for name in given if getattr(args, name)):
             raise InputError(f"--no-cache: leaves nothing for --{name.replace('_', '-')} to do")
+    if args.enable_return_routed_experts and not config.has_experts:
+        raise InputError("--enable-return-routed-experts: the model has no experts")
     if args.port > 65535:
         raise InputError(f"--port: {args.port} is above 65535")
     args.host = args.host.removeprefix("[").removesuffix("]")  # as an IPv6 address stands in a URL

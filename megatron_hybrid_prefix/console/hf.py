@@ -105,6 +105,8 @@ def build_model(args: argparse.Namespace, config: HybridModelConfig, platform: A
         overrides["cuda_graph_impl"] = "local" if graphs else "none"
     if graphs and getattr(args, "graph_scope", None) is not None:
         overrides["inference_cuda_graph_scope"] = args.graph_scope
+    if getattr(args, "enable_return_routed_experts", False):
+        overrides["moe_enable_routing_replay"] = True
     folder = folder_of(args)
     with (
         as_input_errors(ValueError, PlatformError, OSError),

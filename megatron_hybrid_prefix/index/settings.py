@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_hybrid_prefix.index.tree import KeyedValues
 from megatron_hybrid_prefix.policy.boundaries import BoundaryRule, prompt_boundaries
@@ -39,10 +37,6 @@ class CacheSettings:
         behind: The tier below the host. Needs a host tier.
         boundary_rule: Chooses which boundaries of a prompt get a checkpoint.
         beside: Values that the caller keeps with the blocks, by their keys. The cache says which have to go.
-        on_move: Called at once when a cached block moves: (from block, to block). For what the engine keeps by block id on the
-            host; the copy of the KV itself comes with `take_copies`.
-        routing_of: Returns the routing of a KV block, which moves with the block (`Admission.payloads`); None if it has none.
-            Without it no block has one.
 
     Raises:
         ValueError: A number is out of range.
@@ -66,8 +60,6 @@ class CacheSettings:
     behind: TierBehind | None = None
     boundary_rule: BoundaryRule = prompt_boundaries
     beside: KeyedValues | None = None
-    on_move: Callable[[int, int], None] = lambda source, target: None
-    routing_of: Callable[[int], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.min_computed_tokens < 1:

@@ -44,6 +44,7 @@ class RequestResult:
         generated: Token ids of the answer.
         log_probs: Natural-log probability of each generated token; empty unless requested.
         top_n_log_probs: For each generated token: text and log-probability of the most likely tokens; empty unless requested.
+        routing_indices: (tokens - 1, layers, experts of a token) int16: which experts each but the last went through; None unless recorded.
         text: The answer, decoded.
         time_to_first_token_s: Seconds from `add_request` to the end of the step that gave the first token.
         tokens_per_second: Generated tokens after the first, divided by their seconds; None for fewer than two tokens.
@@ -59,6 +60,7 @@ class RequestResult:
     generated: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     top_n_log_probs: list[dict[str, float]] = field(default_factory=list)
+    routing_indices: Any = None
     text: str = ""
     time_to_first_token_s: float | None = None
     tokens_per_second: float | None = None
@@ -229,6 +231,7 @@ def _result(record: DynamicInferenceRequestRecord, batch: _Batch, stopped: bool 
         # Upstream cuts a stop word off the tokens, but not off the log-probs of earlier steps.
         log_probs=[float(value) for value in request.generated_log_probs or ()][: len(generated)],
         top_n_log_probs=list(request.generated_top_n_logprobs or ())[: len(generated)],
+        routing_indices=request.routing_indices,
         text=request.generated_text or "",
         time_to_first_token_s=None if first_s is None else first_s - batch.added_s[record.request_id],
         tokens_per_second=(len(generated) - 1) / decode_s if len(generated) > 1 and decode_s > 0 else None,

@@ -27,6 +27,7 @@ from megatron_hybrid_prefix.ops.elementwise import squared_relu
 from megatron_hybrid_prefix.ops.experts import can_run, experts_of_few
 from megatron_hybrid_prefix.upstream import moe
 from megatron_hybrid_prefix.upstream.check import check_overrides
+from megatron_hybrid_prefix.upstream.overrides import is_known
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,7 @@ class GroupedExperts(torch.nn.Module):
     def takes_unsorted(self, tokens: torch.Tensor) -> bool:
         """Whether `forward` takes these tokens, (tokens, hidden), as `experts_of_few` does; one of somebody else's does not."""
         activation = self.config.activation_func is (F.silu if self.config.gated_linear_unit else squared_relu)
-        own = type(self).forward is GroupedExperts.forward and "forward" not in vars(self)
-        return activation and own and not (self._forward_pre_hooks or self._forward_hooks) and can_run(tokens)
+        return activation and is_known(self, "forward") and can_run(tokens)
 
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor

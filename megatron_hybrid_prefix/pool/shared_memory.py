@@ -37,16 +37,25 @@ class BlockShape:
         before: Dimensions before the blocks: (2, attention layers), or (attention layers,) for a compressed KV cache.
         after: Dimensions after them: (tokens, heads, channels), or (tokens, width).
         dtype: Type of keys and values.
+        routes: (tokens, layers with experts, experts of a token) behind them: which experts the tokens went through. Or nothing.
+        routes_dtype: Type of the experts' numbers.
     """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
     dtype: torch.dtype
+    routes: tuple[int, ...] = (0,)
+    routes_dtype: torch.dtype = torch.int16
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of its keys and values, aligned."""
+        return round_up(math.prod(self.before) * math.prod(self.after) * self.dtype.itemsize, ALIGNMENT_BYTES)
 
     @property
     def bytes(self) -> int:
         """Bytes of a block, aligned."""
-        return round_up(math.prod(self.before) * math.prod(self.after) * self.dtype.itemsize, ALIGNMENT_BYTES)
+        return self.kv_bytes + round_up(math.prod(self.routes) * self.routes_dtype.itemsize, ALIGNMENT_BYTES)
 
 
 def slot_bytes(layout: SlotLayout) -> int:
@@ -68,6 +77,7 @@ class SharedMemory:
     Attributes:
         buffer: (bytes,) uint8.
         kv: (*block.before, blocks with the dummy block, *block.after); not without ``layout``.
+        routes: (blocks with the dummy block, *block.routes); not without ``layout``. They are part of a block, so they go where it goes.
         states: By component name, (layers of its kind, rows, *component shape).
         drafted: Likewise, (layers, rows, drafts + 1, *shape): at the row of an own slot its states after each token of the
             last forward. Empty without drafts.
@@ -77,6 +87,7 @@ class SharedMemory:
     """
 
     kv: torch.Tensor
+    routes: torch.Tensor
     kv_rows: torch.Tensor
 
     def __init__(
@@ -103,6 +114,8 @@ class SharedMemory:
         self.buffer = torch.zeros(pages_bytes + blocks * step_bytes, dtype=torch.uint8, device=device)
         if block is not None:
             self.kv = _view(self.buffer, block.dtype, pages_bytes, block.before, (blocks, step_bytes), block.after)
+            begin = pages_bytes + block.kv_bytes
+            self.routes = _view(self.buffer, block.routes_dtype, begin, (), (blocks, step_bytes), block.routes)
             self.kv_rows = self.buffer.as_strided((1, blocks, block.bytes), (0, step_bytes, 1), pages_bytes)
         rows = (len(self.buffer) - state_bytes) // self._row_bytes + 1
         self.state_rows = self.buffer.as_strided((1, rows, state_bytes), (0, self._row_bytes, 1))

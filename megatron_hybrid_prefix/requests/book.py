@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from megatron_hybrid_prefix.index.keys import KeyChain
 from megatron_hybrid_prefix.index.tree import Node
@@ -59,7 +58,6 @@ class Load:
         private: See `LoadSource`; dropped when it ends.
         coming: Those of ``pinned`` that are being read from the tier below.
         slot: Slot on the device that the state goes to; below 0: none, it is a fetch.
-        payloads: Payload (routing) of each loaded KV block, or None, by block id.
     """
 
     load_id: int
@@ -70,7 +68,6 @@ class Load:
     private: tuple[HostEntry, ...] = ()
     coming: tuple[HostEntry, ...] = ()
     slot: int = -1
-    payloads: dict[int, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Load({self.load_id} of request {self.request_id}: {self.state})"

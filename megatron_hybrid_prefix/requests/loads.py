@@ -128,7 +128,7 @@ class Loads:
         # Of a preempted request the entries of shared blocks are pinned, too.
         entries = (*load.pinned[shared_blocks:], *load.private) if load.private else load.pinned
         for entry, block_id in zip(entries[:-1], block_ids, strict=False):
-            load.payloads[block_id] = self._host.load(entry, block_id, load.load_id)
+            self._host.load(entry, block_id, load.load_id)
         self._host.load(entries[-1], load.slot, load.load_id)
 
     def fetch(self, request_id: int, match: Match) -> Load | None:

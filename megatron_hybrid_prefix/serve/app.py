@@ -106,6 +106,7 @@ def make_app(
         tokenizer=tokenizer,
         check_fits=partial(check_fits, engine),
         limit_tokens=min(context.max_sequence_length, kv_tokens),
+        gives_routes=context.moe_enable_routing_replay,
         gives_prompt_log_probs=not context.config.materialize_only_last_token_logits,
         has_drafts=engine.num_speculative_tokens > 0,
         **options,

@@ -25,6 +25,7 @@ class Update:
         prompt_top_log_probs: The same of the likeliest tokens.
         cached_tokens: Prompt tokens that were skipped.
         reuse: Of the first update: the fields of a `Reuse`.
+        routes: (tokens but the last one, layers, experts of a token); in the last update, if the engine records them.
         finished: Whether this is the last update.
         error: Why the task failed; set only in the last update. For the log: it may name what clients must not see.
         reply: In place of it: what the client is told of a task that ended for a reason outside of it.
@@ -37,6 +38,7 @@ class Update:
     prompt_top_log_probs: Sequence[dict[str, float]] = ()
     cached_tokens: int = 0
     reuse: dict[str, Any] | None = None
+    routes: Any = None
     finished: bool = False
     error: str | None = None
     reply: ApiError | None = None
@@ -179,6 +181,7 @@ def new_output(parts: Sequence[Any], seen_tokens: int, prompt_tokens: int) -> di
         "prompt_top_log_probs": tops_of_prompt,
         "cached_tokens": int(parts[0].num_cached_tokens),
         "reuse": None if seen_tokens else getattr(parts[0].sampling_params, "cache_reuse", None),
+        "routes": parts[-1].routing_indices,
     }
 
 

@@ -191,6 +191,8 @@ class Body(Fields, ABC):
     ignore_eos: bool = False
     prompt_logprobs: TopCount | None = None
     return_token_ids: bool = False
+    return_routed_experts: bool | None = None  # None: if the server records them
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] = 0
     return_tokens_as_token_ids: bool = False
     return_cache_reuse: bool = False
     add_special_tokens: bool | None = None  # None: to a text, but not to what a chat template made

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import logging
 import time
 import uuid
@@ -58,6 +60,7 @@ class Choice:
         self.tokens = self.cached_tokens = 0
         self.reuse: dict[str, Any] | None = None
         self.finish_reason: str | None = None
+        self.routes: str | None = None  # as `routed_experts` has them
 
     def take(self, update: Update) -> tuple[str, list[TokenNote]]:
         """Adds an update. Returns its text and tokens. Sets ``finish_reason`` when the answer ends.
@@ -90,6 +93,10 @@ class Choice:
             text += self.text.finish()
             at_end = not self.text.stopped and self.tokens >= self._most_tokens
             self.finish_reason = "length" if at_end and not ended else "stop"
+        if update.routes is not None and self._request.has_routes:
+            # A request for no tokens has computed one.
+            routes = update.routes[: len(self.prompt.tokens) + self.tokens - 1]
+            self.routes = _npy(routes[self._request.body.routed_experts_prompt_start :])
         return text, self.text.notes(last=self.finish_reason is not None or self._is_ids)
 
     def _take_prompt(self, update: Update) -> None:
@@ -184,8 +191,8 @@ class Generation:
             choice, update = await self._updates.get()
             if choice not in left:
                 continue  # it ended at a stop string or token
-            # Log-probs of a prompt take a while: the loop serves others meanwhile.
-            in_thread = bool(update.prompt_log_probs)
+            # Log-probs of a prompt, and routes, take a while: the loop serves others meanwhile.
+            in_thread = bool(update.prompt_log_probs) or update.routes is not None
             text, notes = await asyncio.to_thread(choice.take, update) if in_thread else choice.take(update)
             if update.tokens:
                 now_s = time.perf_counter()
@@ -267,6 +274,8 @@ class Generation:
         name = ("delta" if self.request.body.stream else "message") if self._is_chat else "text"
         entry: dict[str, Any] = {"index": choice.index} | ({} if self._is_ids else {name: said})
         entry |= {"logprobs": self._logprobs(choice, notes, is_first=is_first), "finish_reason": finish_reason}
+        if finish_reason is not None and self.request.has_routes:
+            entry["routed_experts"] = choice.routes
         return entry | self._ids(notes) | (self._prompt_ids(choice, of_choice=True) if is_first else {})
 
     def _chunk(
@@ -308,6 +317,15 @@ class Generation:
         name = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         kind = {"request_id": self.id} if self._is_ids else {"object": name}
         return {"id": self.id, **kind, "created": self.created, "model": self._model, "choices": choices}
+
+
+def _npy(array: Any) -> str:
+    """A numpy file of int32 in base64, as vLLM returns arrays."""
+    import numpy as np
+
+    file = io.BytesIO()
+    np.save(file, array.astype(np.int32))
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _by_id(top: dict[str, float], count: int | None) -> dict[int, float]:

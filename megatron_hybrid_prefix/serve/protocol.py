@@ -56,6 +56,7 @@ class GenerationRequest:
         stop: Stop strings.
         stop_tokens: Tokens that end an answer without being part of its text, beside ``sampling["termination_id"]``.
         tenant: Name of the API key.
+        has_routes: Whether its choices have the routes of experts.
     """
 
     body: CompletionBody | ChatBody | GenerateBody
@@ -65,6 +66,7 @@ class GenerationRequest:
     stop: list[str]
     stop_tokens: frozenset[int]
     tenant: str | None
+    has_routes: bool
 
     def sampling_of(self, number: int) -> dict[str, Any]:
         """The sampling fields for one of the prompts."""
@@ -89,6 +91,7 @@ class ServedModel:
         check_fits: Raises ValueError if this many prompt tokens and generated tokens never fit.
         limit_tokens: Longest prompt and answer together.
         gives_prompt_log_probs: Whether the engine computes log-probs of prompts.
+        gives_routes: Whether the engine records the routes of experts.
         default_sampling: ``temperature``, ``top_k``, ``top_p`` and ``min_p`` of requests that set none of these; other fields, such
             as ``repetition_penalty``, of requests that do not set them.
         caches: False: no request reads or writes the cache, whatever it asks for.
@@ -103,6 +106,7 @@ class ServedModel:
     limit_tokens: int
     add_bos: bool = False
     gives_prompt_log_probs: bool = False
+    gives_routes: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     caches: bool = True
     has_drafts: bool = False
@@ -169,6 +173,11 @@ def read_request(
             f"{name} needs log-probs of the prompt, for which this server was not started (--prompt-log-probs).",
             param.strip("'"),
         )
+    if (body.return_routed_experts or body.routed_experts_prompt_start) and not served.gives_routes:
+        name = "return_routed_experts" if body.return_routed_experts else "routed_experts_prompt_start"
+        raise bad(
+            f"'{name}': this server does not record the routes of experts (--enable-return-routed-experts).", name
+        )
     stop_tokens = frozenset([*body.stop_token_ids, *(() if body.ignore_eos else other_ends(served.tokenizer))])
     sampling = _sampling(body, served, tenant, stop_tokens)
     take_places(len(read) * body.n)
@@ -176,6 +185,9 @@ def read_request(
     for make in read:
         check()
         prompt = make()
+        if body.routed_experts_prompt_start > len(prompt.tokens):
+            name = "routed_experts_prompt_start"
+            raise bad(f"'{name}' is above the prompt's {len(prompt.tokens)} tokens.", name)
         prompts.append(prompt)
         least = int(not sampling["return_log_probs"])  # without, the engine has nothing to do for 0 tokens
         most_tokens.append(_most_tokens(body.most_tokens, prompt, param, served, least))
@@ -187,6 +199,7 @@ def read_request(
         stop=body.stops + (served.chat.stop if isinstance(body, ChatBody) else []),
         stop_tokens=stop_tokens,
         tenant=tenant,
+        has_routes=served.gives_routes and body.return_routed_experts is not False,
     )
 
 

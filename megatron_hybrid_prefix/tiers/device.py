@@ -85,7 +85,6 @@ class DeviceTier:
         slots_per_request: Slots that a running request takes: 0 if the engine has slots of its own for their states.
         ghosts: Keys of evicted blocks that a prompt still recognises.
         starts: How the latest prompts began.
-        on_move: Called at once when a cached block moves: (from block, to block).
     """
 
     def __init__(self, settings: CacheSettings, stats: PrefixStats) -> None:
@@ -110,7 +109,6 @@ class DeviceTier:
         self.starts = Starts()
         self.blocks = KVBlocks(pages, slots, eviction)
         self.protected: list[int] = []
-        self.on_move = settings.on_move
         self._moved_blocks = self._blocked_slots = 0
 
     def has_room(
@@ -387,9 +385,7 @@ class DeviceTier:
         if slot is None and self.pages.can_be_emptied():
             _, moves = self.pages.empty()
             self.blocks.move(moves)
-            for source, target in moves:
-                self.copies.append(BlockMove(source_block=source, target_block=target))
-                self.on_move(source, target)
+            self.copies += [BlockMove(source_block=source, target_block=target) for source, target in moves]
             self._moved_blocks += len(moves)
             self.tree.version += 1
             slot = self.slots.reserve()

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_hybrid_prefix.errors import CacheCorruptionError
 from megatron_hybrid_prefix.index.settings import CacheSettings
@@ -36,14 +35,12 @@ class HostEntry:
     Attributes:
         tag: Name of its content.
         pages: Its pages, in the order of the bytes; none: it has left the host.
-        payload: Extra data stored with it (the routing of a KV block), or None.
         pins: Loads and preempted requests that need it.
         is_coming: It is being read from the tier below. All ranks agree on whether it has arrived (`Loads.end_fetch`).
     """
 
     tag: Tag
     pages: tuple[int, ...]
-    payload: Any = None
     pins: int = 0
     is_coming: bool = False
 
@@ -88,7 +85,6 @@ class HostTier(TierIndex[Node]):
         self.total_pages = settings.host_pages
         self.pages_of = {EntryKind.KV: settings.host_kv_pages, EntryKind.STATE: settings.host_state_pages}
         self._block_tokens = settings.block_tokens
-        self._routing_of = settings.routing_of or (lambda block_id: None)
         self.behind = settings.behind or END_OF_CHAIN
         self.page_tokens = 0.0
         self.kv: dict[Node, HostEntry] = {}
@@ -160,9 +156,6 @@ class HostTier(TierIndex[Node]):
             entry = self._put(node, self._store(node.block_id, self._tag(EntryKind.KV, node)))
         elif node in self.users and not forced:
             self.drop_kv(node)  # the only copy soon
-        payload = self._routing_of(node.block_id)
-        if payload is not None:
-            entry.payload = payload
         return True
 
     def store_state(self, node: Node) -> bool:
@@ -234,8 +227,6 @@ class HostTier(TierIndex[Node]):
             return None
         entry = self._store(device_id, tag)
         self.private.add(entry)
-        if tag.kind == EntryKind.KV:
-            entry.payload = self._routing_of(device_id)
         return entry
 
     # -- from the tier below ------------------------------------------------------------------------------------------
@@ -292,11 +283,10 @@ class HostTier(TierIndex[Node]):
 
     # -- back to the device --------------------------------------------------------------------------------------------
 
-    def load(self, entry: HostEntry, device_id: int, load_id: int) -> Any:
-        """Queues the copy of a pinned entry into a block or slot. Returns the entry's payload."""
+    def load(self, entry: HostEntry, device_id: int, load_id: int) -> None:
+        """Queues the copy of a pinned entry into a block or slot."""
         self._copies.append(BlockTransfer(HOST, DEVICE, entry.pages, entry.tag, device_id, load_id, entry.is_coming))
         self._figures.loads += 1
-        return entry.payload
 
     def use_state(self, node: Node) -> None:
         """Marks the node's state as used, after a request resumed from it on any tier."""
@@ -466,11 +456,8 @@ class HostTier(TierIndex[Node]):
         self._offer(state)
 
     def _offer(self, entry: HostEntry) -> None:
-        """Offers an entry to the tier below.
-
-        A KV block with a payload is not offered, because the payload cannot go with it.
-        """
-        if entry.payload is None and not self.behind.contains(entry.tag.kind, entry.tag.key):
+        """Offers an entry to the tier below."""
+        if not self.behind.contains(entry.tag.kind, entry.tag.key):
             self._copies.append(BlockTransfer(HOST, SHARED, entry.pages, entry.tag))
             self._stats.tiers[SHARED].stores += 1
 

@@ -41,6 +41,8 @@ CAPABILITIES: Mapping[str, Forms] = {
     "events of cached KV": Forms("yes", f"{_CONTEXTS}.dynamic_context:DynamicInferenceContext.dynamo_helper"),
     # Whether clients can abort a request, and get its new tokens.
     "aborts and new tokens": Forms("yes", f"{_INFERENCE}.headers:Request.ABORT_REQUEST"),
+    # Messages of the coordinator: one frame; or one that it reads and others that it passes on (its main, from September 2026).
+    "coordinator's messages": Forms("of several frames", f"{_INFERENCE}.messages", "of one frame"),
     "trainers look requests up": Forms("yes", f"{_ENGINE}._send_request_records_to_coordinator"),
     # Recurrent layers of all kinds split a step into rows in one base class; or each class does.
     "steps of recurrent layers": Forms("shared", f"{_SSM}.ssm_inference", "by class"),

@@ -1,7 +1,8 @@
 """Whether megatron-core has the methods that this package overrides. Else an override would silently never be called.
 
 The classes of this package say what they override. A method that calls megatron's (``super().NAME``) extends it, one marked
-``@override`` takes its place, and `only_in` marks what megatron has in some versions only. Constructors are left to Python.
+``@override`` takes its place, and `only_in` marks what megatron has in some versions only. ``__needs__`` of a class are the forms
+of capabilities that it can use alone. Constructors are left to Python.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from inspect import Parameter
 from typing import Any
 
 from megatron_hybrid_prefix.errors import UpstreamDriftError
-from megatron_hybrid_prefix.upstream.capabilities import is_there
+from megatron_hybrid_prefix.upstream.capabilities import form_of, is_there
 from megatron_hybrid_prefix.upstream.overrides import calls_super
 from megatron_hybrid_prefix.upstream.version import RUN, check_version
 
@@ -45,7 +46,7 @@ def check_overrides(*classes: type) -> None:
     is_first, wanted = not _checked, {*(classes or _imported())} - _checked
     if problems := sorted({problem for cls in wanted for problem in _problems(cls)}):
         raise UpstreamDriftError(
-            f"{version} differs from what this package expects in {len(problems)} methods: {'; '.join(problems)}. "
+            f"{version} differs from what this package expects in {len(problems)} places: {'; '.join(problems)}. "
             f"To fix this, use one that the tests were run with: {run}"
         )
     _checked.update(wanted)
@@ -63,6 +64,9 @@ def _problems(cls: type) -> Iterator[str]:
     for place, ours in enumerate(cls.__mro__, 1):
         behind = cls.__mro__[place:]
         bases = [base for base in behind if base.__module__.startswith("megatron.")]
+        for capability, form in vars(ours).get("__needs__", {}).items():
+            if form_of(capability) != form:
+                yield f"{bases[0].__name__}, which {ours.__name__} extends: {capability}: expected {form}, found {form_of(capability)}"
         for name, value in vars(ours).items() if bases and ours.__module__.startswith(_PACKAGE) else ():
             function, problem = getattr(value, "fget", value), None
             if not inspect.isfunction(function) or name == "__init__":

@@ -84,6 +84,7 @@ class CoordinatorSeam(DataParallelInferenceCoordinator):
             a busy server may queue during one long step.
     """
 
+    __needs__ = {"coordinator's messages": "of one frame"}  # noqa: RUF012
     router_socket: Any
     client_request_to_request_id: dict[Any, int]  # where clients can abort
     _handlers: dict[Headers, Callable[..., bool | None]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, override
 
+import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.inference.contexts.routing_metadata import RoutingMetadata
 from megatron.core.inference.utils import set_moe_metadata_sync
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import all_to_all, reduce_from_tensor_model_parallel_region
@@ -17,6 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher_inference import InferenceAl
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from megatron_hybrid_prefix.upstream.capabilities import form_of
+from megatron_hybrid_prefix.upstream.state_config import decoder
 
 TRAINING_COUNTERS = frozenset(
     ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb_beta_accum", "qb_beta_count")
@@ -48,6 +51,47 @@ def count_tokens_of_drafts(model: Any) -> None:
     dispatcher: InferenceAllGatherDispatcherBase
     for dispatcher in [*decoders, *drafting]:
         dispatcher._runs_metadata_sync = dispatcher in [*decoders[:1], *drafting]
+
+
+def routers_of(model: Any) -> list[TopKRouter]:
+    """The routers of a model's decoder on this pipeline stage, in their order."""
+    return [module for module in decoder(model).modules() if isinstance(module, TopKRouter)]
+
+
+class ModelRoutes(RoutingMetadata):
+    """Megatron's record of the experts that tokens went through, of one model's decoder.
+
+    Megatron reads all routers of the process: those of other models, too, and of layers that draft, which see other tokens.
+    """
+
+    def __init__(self, context: Any, model: Any) -> None:
+        routers = routers_of(model)
+        super().__init__(context, routers[0].topk)
+        self._replays = [router.router_replay for router in routers]
+
+    @override
+    def enable_static_buffer_recording(self) -> None:
+        if self.routing_indices_buffer is None:
+            sizes = self.max_tokens, len(self._replays), self.moe_router_topk
+            self.routing_indices_buffer = torch.empty(sizes, dtype=torch.int32, device=self.device)
+        for layer, replay in enumerate(self._replays):
+            replay.set_static_buffer(self.routing_indices_buffer[:, layer])
+
+    @override
+    def disable_static_buffer_recording(self) -> None:
+        for replay in self._replays:
+            replay.clear_static_buffer()
+
+    @override
+    def get_routing_indices(self) -> torch.Tensor | None:
+        """(tokens of this rank with padding, layers, experts of a token); None: a router recorded nothing."""
+        tokens, buffer = self.context.padded_active_token_count, self.routing_indices_buffer
+        if self.context.using_cuda_graph_this_step():
+            return None if buffer is None else buffer[:tokens]
+        recorded = [replay.get_recorded_indices() for replay in self._replays]
+        if any(rows is None for rows in recorded):
+            return None
+        return torch.stack([rows[:tokens] for rows in recorded], dim=1)
 
 
 def keep_router_buffers(model: Any) -> None:

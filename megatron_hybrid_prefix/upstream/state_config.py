@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 RECURRENT = Symbols.MAMBA
 """Symbol of the layers that megatron's context gives live states."""
+WITH_EXPERTS = Symbols.MOE
+"""Symbol of the layers with experts."""
 _NOT_IN_DYNAMIC_INFERENCE = Symbols.GDN
 
 

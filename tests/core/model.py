@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -154,7 +154,7 @@ class ModelEngine:
         self.decoded: dict[int, Content] = {}  # states that wait for their copy, by slot
         self.with_old_state: set[int] = set()  # blocks that hold bytes of a state
         self.is_copying = False
-        cache._device.on_move = self.on_move
+        self.move, cache._device.blocks.move = cache._device.blocks.move, self.on_moves
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.host: dict[tuple[int, ...], Content] = {}  # by pages
@@ -222,9 +222,10 @@ class ModelEngine:
                 if self.host[unit.pages] == GARBAGE and load is not None:
                     self.bad_loads.add(load)
 
-    def on_move(self, source: int, target: int) -> None:
-        assert source not in self.held_blocks() and target not in self.held_blocks(), "a held block moves"
-        self.seen["told of a move"] += 1
+    def on_moves(self, moves: list[tuple[int, int]]) -> None:
+        assert self.held_blocks().isdisjoint(chain(*moves)), "a held block moves"
+        self.seen["told of a move"] += len(moves)
+        self.move(moves)
 
     def blocks_of(self, page: int) -> range:
         return range(page * self.page_blocks, (page + 1) * self.page_blocks)

@@ -75,6 +75,15 @@ def test_what_is_not_finite_fails_alone(behind):
     assert good is None and "not finite" in bad
 
 
+def test_megatrons_own_client_has_the_routes_of_a_hit(behind):
+    first, *hits = behind["routes"]
+    routes, dtype, cached_tokens = first
+    assert (
+        dtype == "int16" and cached_tokens == 0 and len(routes) > HIT + 3 and len(routes[0]) == 2 == len(routes[0][0])
+    )
+    assert hits == [[routes, dtype, HIT]] * 3
+
+
 def test_megatrons_own_client_streams_and_aborts(behind):
     """Aborted requests that wait compute nothing, and a trainer finds all."""
     if "streamed" not in behind:

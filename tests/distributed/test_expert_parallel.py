@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core import parallel_state
 
-from megatron_hybrid_prefix.models import load_checkpoint, save_checkpoint
+from megatron_hybrid_prefix.models import build_hybrid_model, load_checkpoint, save_checkpoint
 from tests.harness.engine_helpers import assert_matches, random_tokens, unequal
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, tokens
 from tests.harness.naive_model import NaiveHybridModel
@@ -74,6 +75,15 @@ def session(mode: str, *before: Any, cached: bool = True, only_first: bool = Fal
     own = CACHE if cached else {"slots": None}
     engine = SIZES | {"async_sched_mode": mode} | own | fields
     return {"engine": engine, "events": {str(rank): events(rank) for rank in range(2)}}
+
+
+def with_routes(_: Any, given: dict[str, Any], rank: int | None = None, **fields: Any) -> list[Any]:
+    """Answers of a data-parallel rank's first requests (by default of this one), with the routes of experts."""
+    model = build_hybrid_model(
+        named(**given), transformer_impl="local", cuda_graph_impl="none", moe_enable_routing_replay=True
+    )
+    rank = parallel_state.get_data_parallel_rank() if rank is None else rank
+    return scenario.play(model, **session("legacy", only_first=True, **fields), rank=rank)["answers"]
 
 
 def refit() -> dict[str, Any]:
@@ -150,6 +160,7 @@ def ranks_of(alone, tmp_path_factory):
                 "shard": ["shard"],
                 "unequal": ["checkpoint", str(folder / "checkpoint"), LAYOUTS[layout]],
                 "noticed": refit(),
+                "routes": ["tests.distributed.test_expert_parallel:with_routes", LAYOUTS[layout]],
             },
         }
         return run_play(folder, play, ranks), folder / "checkpoint-again"
@@ -222,6 +233,14 @@ def test_what_is_wrong_is_seen(layout, alone, ranks_of):
                 wrong = name != "mutant states" or (number // tp == last // tp and answer["cached_tokens"] > 0)
                 gap = max(abs(a - b) for a, b in zip(answer["log_probs"], reference["log_probs"], strict=True))
                 assert (gap >= 1e-3) == wrong, (name, number, gap)
+
+
+def test_routes_of_ranks_are_those_of_one_without_a_cache(layout, ranks_of):
+    """Each rank has the routes of its own requests: of all tokens, wherever a token's experts are."""
+    for number, rank in enumerate(ranks_of(layout)[0]):
+        right = with_routes(None, LAYOUTS[layout], number // layout[0], cached=False)
+        assert [answer["routes"] for answer in rank["routes"]] == [answer["routes"] for answer in right]
+        assert all(answer["cached_tokens"] >= 3 * BLOCK for answer in rank["routes"][1:]) and right[0]["routes"]
 
 
 def test_new_weights_of_one_rank_are_noticed_by_all(layout, ranks_of):

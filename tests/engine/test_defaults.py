@@ -43,7 +43,12 @@ BEST = {"async_sched_mode": "async"} | GRAPHS
         ({}, {"async_sched_mode": "legacy", "num_cuda_graphs": 3}, {}, None),
         ({}, {"async_sched_mode": "legacy", "num_cuda_graphs": None}, {}, None),
         ({}, {"num_cuda_graphs": 3}, {"async_sched_mode": "async"}, "asynchronous scheduling"),
-        ({}, {"num_cuda_graphs": -1, "async_sched_mode": "legacy"}, {"cuda_graph_max_tokens": 2048}, "CUDA graphs of the whole forward"),
+        (
+            {},
+            {"num_cuda_graphs": -1, "async_sched_mode": "legacy"},
+            {"cuda_graph_max_tokens": 2048},
+            "CUDA graphs of the whole forward",
+        ),
         (
             {},
             {"cuda_graph_max_tokens": 512, "async_sched_mode": "legacy"},
@@ -119,9 +124,7 @@ def test_a_step_is_padded_by_a_third_at_most(longest):
         assert padded <= max(256, tokens * 4 / 3 + 1), (tokens, padded)
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"cuda_graph_all_prefills": True}, {"max_requests": 3}]
-)
+@pytest.mark.parametrize("fields", [{}, {"cuda_graph_all_prefills": True}, {"max_requests": 3}])
 def test_kinds_of_step_left_to_megatron_are_finer(model, fields):
     """Every step of the sizes has a kind, which megatron takes; the kinds of decodes are megatron's."""
     own = EngineHarness(model, **(fields | {"num_cuda_graphs": -1, "max_tokens": 1024})).context

@@ -1,4 +1,4 @@
-"""Reports about requests and the cache: cached tokens, counters, logs, expert routing, budgets, mixers."""
+"""Reports about requests and the cache: cached tokens, counters, logs, budgets, mixers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.inference.engines import dynamic_engine
@@ -105,43 +104,6 @@ def test_counters_start_again_with_the_engine(model):
     engine = served.engine
     assert (engine._prefix_cache_hits, engine._prefix_cache_blocks_matched) == (0, 0)
     assert (engine._prefill_tokens_computed, engine._prefill_tokens_skipped) == (BLOCK + 5, 0)
-
-
-# -- routing of experts ------------------------------------------------------------------------------------------------
-
-
-def routing_of(token_ids: Any, positions: Any) -> np.ndarray:
-    """The forced routing of tokens at these positions: (tokens, 2 layers, top 3)."""
-    values = np.asarray(token_ids)[:, None] * 7 + np.asarray(positions)[:, None] * 13
-    return (values + np.arange(6)).reshape(-1, 2, 3).astype(np.int16)
-
-
-def test_routing_is_complete_after_a_hit(model, monkeypatch):
-    """Megatron keeps routing by KV block. Skipped tokens have the routing of the request that computed them."""
-    served = EngineHarness(model, blocks=12, enable_chunked_prefill=True, max_tokens=2 * BLOCK)
-    context = served.context
-
-    def routed() -> np.ndarray:
-        count = context.active_token_count
-        return routing_of(context.token_to_input_ids[:count], context.token_to_pos_ids[:count])
-
-    monkeypatch.setattr(served.engine.controller, "_router_record_bookkeeping", routed)
-    prefix = tokens(2, 0, seed=1)
-    first = served.send(prefix + tokens(0, 20, seed=2))
-    turn = prefix + tokens(0, 20, seed=2) + list(first.generated_tokens) + tokens(0, 60, seed=3)
-    pair = [served.add(turn, 9), served.add(prefix + tokens(2, 3, seed=4), 70)]  # the second one chunked
-    served.run()
-    assert [served.finished[number].num_cached_tokens for number in pair] == [2 * BLOCK] * 2
-    for seed in range(10, 14):  # turn all blocks over
-        served.send(tokens(3, 1, seed=seed))
-    evicted = served.cache.stats().kv_evictions
-    again = served.send(turn), served.send(turn)
-    assert evicted > 0 and [request.num_cached_tokens for request in again] == [0, 3 * BLOCK]
-    for request in served.finished.values():
-        sequence = request.prompt_tokens.tolist() + list(request.generated_tokens)
-        # The last token was never put in.
-        assert np.array_equal(request.routing_indices, routing_of(sequence[:-1], range(len(sequence) - 1)))
-    served.finish()
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def main(arguments) -> None:
         for name, work, steps, extra in cases:
             build, of_case = build_engine if "prefix" in extra else plain, model
             if arguments.graphs and name != "alone":  # they are tied to the modules that they were captured on
-                of_case, extra = source.build(cuda_graph_impl="local"), extra | {"num_cuda_graphs": 8}
+                of_case, extra = source.build(cuda_graph_impl="local"), extra | {"num_cuda_graphs": -1}
             engine = build(of_case, **(fields | extra))
             counts = count_steps(engine.context)
             rows[name], report[f"tokens_{name}"] = next_log_probs(engine, work, sampling, steps)

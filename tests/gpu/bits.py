@@ -141,7 +141,7 @@ def main(options):
         "eager": (plenty, {}),
         "async": (plenty, {"async_sched_mode": "async"}),
         "tight": (tight, {}),
-        "graphs": (plenty, {"num_cuda_graphs": 8, "async_sched_mode": "async"}),
+        "graphs": (plenty, {"num_cuda_graphs": -1, "async_sched_mode": "async"}),
         "control": (plenty, {}),
     }
     if not cuda:

@@ -53,7 +53,7 @@ def run(preset, *, graphs, mode="legacy", together=True, cached=True, answers=No
     model = built(preset, **({"cuda_graph_impl": "local"} if graphs else {}))
     config = model.hybrid_config
     if graphs:
-        fields["num_cuda_graphs"] = 8
+        fields["num_cuda_graphs"] = -1
     drafts = fields.get("num_speculative_tokens", 0)
     sizes = {"block_tokens": BLOCK_TOKENS, "max_requests": MAX_REQUESTS, "speculative_tokens": drafts}
     few = tight and config.dtype == "float32"

@@ -55,7 +55,7 @@ def synchronize() -> None:
 def graph_fields(graphs: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of `build_hybrid_model` and of `build_engine` for CUDA graphs; none without a GPU."""
     return (
-        ({"cuda_graph_impl": "local"}, {"num_cuda_graphs": 8})
+        ({"cuda_graph_impl": "local"}, {"num_cuda_graphs": -1})
         if graphs and ON_GPU
         else ({"cuda_graph_impl": "none"}, {})
     )

@@ -100,6 +100,7 @@ def described(finished: dict[int, Any]) -> list[dict[str, Any]]:
             "tokens": list(map(int, request.generated_tokens)),
             "log_probs": list(request.generated_log_probs or ()),
             "cached_tokens": request.num_cached_tokens,
+            "routes": None if request.routing_indices is None else request.routing_indices.tolist(),
             "failed": request.failed(),
             "prompt_log_probs": request.prompt_log_probs,
             "prompt_top_n_logprobs": request.prompt_top_n_logprobs,

@@ -23,31 +23,34 @@ PROMPTS, SAMPLES = 4, 8  # of a round; of a prompt
 SHARED, OWN, ANSWER = 600, 50, 6  # tokens that all prompts share, of one prompt alone, of an answer
 
 
-def rl_engine(
-    model: Any, prefix: HybridPrefixConfig | None = None, assigned: dict[str, torch.dtype] | None = None, **fields: Any
-) -> Any:
-    """An engine as NeMo-RL's worker makes it, with ``install``.
+def rl_engine(model: Any, prefix: HybridPrefixConfig | None = None, *given: Any, **fields: Any) -> Any:
+    """An engine of `worker_engine`, with ``install``."""
+    with installed(prefix):
+        return worker_engine(model, *given, **fields)
+
+
+def worker_engine(model: Any, assigned: dict[str, torch.dtype] | None = None, **fields: Any) -> Any:
+    """An engine as NeMo-RL's worker makes it.
 
     ``assigned`` are dtypes of states that are assigned after ``from_model``, ``fields`` are in place of the worker's.
     """
-    with installed(prefix):
-        states = MambaInferenceStateConfig.from_model(model)
-        for name, dtype in (assigned or {}).items():
-            setattr(states, name, dtype)
-        of_the_worker = {
-            "block_size_tokens": BLOCK, "buffer_size_gb": 0.05, "num_cuda_graphs": 4, "max_tokens": 2048,
-            "max_sequence_length": 1024, "use_cuda_graphs_for_non_decode_steps": True,
-            "use_flashinfer_fused_rope": False, "use_synchronous_zmq_collectives": True,
-            "materialize_only_last_token_logits": True, "enable_chunked_prefill": True, "enable_prefix_caching": True,
-            "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy("first_prefix_block"),
-            "pg_collection": get_attr_wrapped_model(model, "pg_collection"),
-            "mamba_inference_state_config": states, "mamba_memory_ratio": 0.1, "logging_step_interval": 0,
-            "num_speculative_tokens": 0, "logprobs_mode": "processed_logprobs", "max_requests": None,
-        }  # fmt: skip
-        context = DynamicInferenceContext(model.config, InferenceConfig(**of_the_worker | fields))
-        wrapped = GPTInferenceWrapper(model, context)
-        controller = TextGenerationController(inference_wrapped_model=wrapped, tokenizer=ByteTokenizer(512))
-        return DynamicInferenceEngine(controller, context)
+    states = MambaInferenceStateConfig.from_model(model)
+    for name, dtype in (assigned or {}).items():
+        setattr(states, name, dtype)
+    of_the_worker = {
+        "block_size_tokens": BLOCK, "buffer_size_gb": 0.05, "num_cuda_graphs": 4, "max_tokens": 2048,
+        "max_sequence_length": 1024, "use_cuda_graphs_for_non_decode_steps": True,
+        "use_flashinfer_fused_rope": False, "use_synchronous_zmq_collectives": True,
+        "materialize_only_last_token_logits": True, "enable_chunked_prefill": True, "enable_prefix_caching": True,
+        "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy("first_prefix_block"),
+        "pg_collection": get_attr_wrapped_model(model, "pg_collection"),
+        "mamba_inference_state_config": states, "mamba_memory_ratio": 0.1, "logging_step_interval": 0,
+        "num_speculative_tokens": 0, "logprobs_mode": "processed_logprobs", "max_requests": None,
+    }  # fmt: skip
+    context = DynamicInferenceContext(model.config, InferenceConfig(**of_the_worker | fields))
+    wrapped = GPTInferenceWrapper(model, context)
+    controller = TextGenerationController(inference_wrapped_model=wrapped, tokenizer=ByteTokenizer(512))
+    return DynamicInferenceEngine(controller, context)
 
 
 def sampling(count: int = ANSWER, **fields: Any) -> SamplingParams:

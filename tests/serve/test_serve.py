@@ -769,6 +769,7 @@ def test_a_chat_template_cannot_leave_its_sandbox(template):
     [
         (["--tp", "2"], "tp=2"),
         (["--port", "99999"], "above 65535"),
+        (["--enable-return-routed-experts"], "the model has no experts"),
         (["--api-keys", "nowhere"], "cannot read nowhere"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
         (["--host", "a" * 300 + ".."], "cannot listen on aaa"),

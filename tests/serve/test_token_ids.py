@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_hybrid_prefix.models import build_hybrid_model
 from megatron_hybrid_prefix.serve.chat_template import load_chat_form
 from megatron_hybrid_prefix.serve.protocol import read_request
 from megatron_hybrid_prefix.text.tokenizer import HuggingFaceTokenizer
@@ -334,3 +338,54 @@ def test_ten_turns_of_an_agent(server: Server) -> None:
         assert len(hits) == TURNS - 1 and all(hit <= most for hit, most in zip(hits, able, strict=True))
     assert lost["ids"] == 0
     assert lost["text"] > 0
+
+
+# --- Routes of experts -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def routed(platform: Any) -> Iterator[Server]:
+    model = build_hybrid_model("tiny-moe", seed=0, platform=platform, moe_enable_routing_replay=True)
+    with running(model, engine_fields={"block_size_tokens": SHORT}) as server:
+        yield server
+
+
+def routes_in(choice: Any) -> np.ndarray:
+    return np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+
+
+@pytest.mark.parametrize("kind", ["generate", *ROUTES])
+def test_routes_of_a_hit_are_those_of_a_cold_run(routed: Server, kind: str) -> None:
+    """Of all tokens but the last, in whole answers and in the last chunk of a stream; ``routed_experts_prompt_start`` leaves some out."""
+    path, told = ROUTES.get(kind, GENERATE), {"max_tokens": 9, "ignore_eos": True, "temperature": 0, "cache_salt": kind}
+    told |= {"chat": {"messages": [{"role": "user", "content": PROMPT}]}, "completion": {"prompt": PROMPT}}.get(
+        kind, {"token_ids": [5, 6, 7] * 40}
+    )
+    cold = ask(routed, path, **told | {"cache_read": False})
+    hit = ask(routed, path, **told, n=2)
+    assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    length, right = cold["usage"]["total_tokens"], routes_in(cold["choices"][0])
+    assert right.shape == (length - 1, 2, 2) and right.dtype == np.int32 and 0 < right.max() < 4
+    assert all(np.array_equal(routes_in(choice), right) for choice in hit["choices"])
+    start = {"routed_experts_prompt_start": length - 9}
+    answers = ask(routed, path, **told, **start if kind != "generate" else {"sampling_params": start})
+    assert np.array_equal(routes_in(answers["choices"][0]), right[length - 9 :])
+    *_, last = chunks(routed, path, **told)
+    assert np.array_equal(routes_in(last["choices"][0]), right)
+    without = ask(routed, path, **told, return_routed_experts=False)["choices"][0]
+    assert "routed_experts" not in without
+
+
+def test_routes_that_cannot_be_returned(routed: Server, server: Server) -> None:
+    asked: Any
+    for asked in ({"return_routed_experts": True}, {"routed_experts_prompt_start": 1}):
+        status, answer = server.send(GENERATE, {"model": "tiny", "token_ids": [5], "max_tokens": 1} | asked)
+        (name,) = asked
+        assert status == 400 and answer["error"]["param"] == name
+        assert "does not record the routes of experts (--enable-return-routed-experts)" in answer["error"]["message"]
+    for start in (-1, 3, True):
+        body = {"model": "tiny", "token_ids": [5, 6], "max_tokens": 1, "routed_experts_prompt_start": start}
+        status, answer = routed.send(GENERATE, body)
+        assert status == 400 and answer["error"]["param"] == "routed_experts_prompt_start"
+    (choice,) = ask(routed, GENERATE, token_ids=[5, 6], max_tokens=1, routed_experts_prompt_start=2)["choices"]
+    assert routes_in(choice).shape == (0, 2, 2)

@@ -174,6 +174,16 @@ def test_what_a_form_lacks_is_not_missed(monkeypatch):
         assert ("method_of_a_form" in problem_of(EngineSeam)) is ((form == "one pool") is is_installed)
 
 
+def test_messages_that_the_coordinator_cannot_read_are_one_line(monkeypatch):
+    """Megatron's functions and their types are the same then: only the bytes differ, and its processes would wait for each other."""
+    from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
+
+    assert not problem_of(PrefixCoordinator)
+    monkeypatch.setattr(check, "form_of", lambda capability: "of several frames")
+    said = problem_of(PrefixCoordinator)
+    assert "CoordinatorSeam extends: coordinator's messages: expected of one frame, found of several frames. To" in said
+
+
 # -- the check before the first engine -----------------------------------------------------------------------------------
 
 
@@ -194,7 +204,7 @@ def test_all_that_is_wrong_is_one_error(gone):
     with pytest.raises(UpstreamDriftError) as raised:
         check_overrides()
     assert str(raised.value) == (
-        f"{version.check_version()} differs from what this package expects in 2 methods: "
+        f"{version.check_version()} differs from what this package expects in 2 places: "
         "DynamicInferenceContext.gone_too, which ContextSeam overrides: found nothing; "
         "DynamicInferenceEngine.gone, which EngineSeam overrides: found nothing. "
         f"To fix this, use one that the tests were run with: {', '.join(version.RUN)}"

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
-from megatron_hybrid_prefix.mcore.context.blocks import HybridPrefixBlockAllocator
 from megatron_hybrid_prefix.mcore.context.request import KnownRequests, PrefixRequest, StepState
 from megatron_hybrid_prefix.metrics import NotReused
 from megatron_hybrid_prefix.requests.matcher import Match
@@ -136,8 +135,6 @@ class Admissions:
             self._context.scored.begin(known, req.prompt_tokens, admission.reuse)
             req.prompt_log_probs = req.prompt_top_n_logprobs = None  # the request may have started over
         if admission.load is not None:
-            allocator: HybridPrefixBlockAllocator = self._context.kv_block_allocator
-            allocator.take_routing(admission.load.payloads)
             self._context.moves.launch()  # as early as can be
         if admission.reuse.reason is NotReused.BELOW_ONE_BLOCK:
             self._watch_lengths()

@@ -6,14 +6,16 @@ held and cached.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, override
 
+import numpy as np
 import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
 from megatron_hybrid_prefix.index.settings import CacheSettings
 from megatron_hybrid_prefix.index.tree import NO_BLOCK
+from megatron_hybrid_prefix.pool.shared_memory import SharedMemory
 from megatron_hybrid_prefix.upstream.blocks import BlockAllocatorSeam, block_counts
 from megatron_hybrid_prefix.upstream.context import AdmittedChunk
 
@@ -80,16 +82,31 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         counts[:-1] = torch.frombuffer(bytearray(self.cache.blocks.ref_counts()), dtype=torch.int32)
         return counts
 
-    def take_routing(self, routing: Mapping[int, Any]) -> None:
-        """Set the routing of KV blocks that were loaded back, by block id; None: the block has no routing."""
-        self._forget_routing(routing)
-        self.block_routing.update({block_id: found for block_id, found in routing.items() if found is not None})
+    @override
+    def store_routing_per_block(self, flat_routing: np.ndarray | None) -> None:
+        """Routes are kept in the blocks themselves, and go with them to other blocks and tiers.
 
-    def move_routing(self, source: int, target: int) -> None:
-        """A KV block moves in shared memory: its routing moves with it."""
-        self._forget_routing([target])
-        if source in self.block_routing:
-            self.block_routing[target] = self.block_routing.pop(source)
+        Raises:
+            RuntimeError: A router recorded nothing.
+        """
+        memory: SharedMemory | None = getattr(self.context, "shared_memory", None)
+        if memory is None or not self.context.moe_enable_routing_replay or memory.layout is None:
+            super().store_routing_per_block(flat_routing)
+            return
+        count = self.context.active_token_count
+        if flat_routing is None or len(flat_routing) != count:
+            raise RuntimeError(
+                "moe_enable_routing_replay=True: a router did not record the experts of this step's tokens"
+            )
+        of_tokens = self.context.token_to_block_idx, self.context.token_to_local_position_within_kv_block
+        blocks, positions = (each[:count].to(memory.routes.device, torch.int64) for each in of_tokens)
+        memory.routes[blocks, positions] = torch.from_numpy(flat_routing).to(memory.routes)
+
+    def routes_of(self, block_ids: torch.Tensor) -> np.ndarray:
+        """Routes of a request's blocks, in their order: (tokens, layers with experts, experts of a token) int16, as megatron's."""
+        routes: torch.Tensor = self.context.shared_memory.routes
+        found = routes[block_ids.to(routes.device, torch.int64)].flatten(0, 1)
+        return found.to(torch.int16).cpu().numpy()
 
     @override
     def allocate_memory_blocks(self, num_blocks: int) -> torch.Tensor | None:
@@ -101,7 +118,6 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         own = self.cache.blocks.allocate(num_blocks) if chunk is None else chunk.own
         if own is None:
             return None
-        self._forget_routing(own)
         block_ids = own if chunk is None else chunk.block_ids
         assert len(block_ids) == num_blocks, (len(block_ids), num_blocks)
         return torch.tensor(block_ids, dtype=torch.int32)
@@ -116,7 +132,3 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         """Drop all blocks and states."""
         self.cache.reset()
         self.block_routing.clear()
-
-    def _forget_routing(self, block_ids: Iterable[int]) -> None:
-        for block_id in block_ids:
-            self.block_routing.pop(block_id, None)

@@ -144,8 +144,6 @@ class HybridPrefixContext(SlotContext):
                 eviction_policy=prefix.eviction_policy,
                 retention_interval_tokens=prefix.retention_interval_tokens,
                 beside=self._events,
-                on_move=lambda source, target: self.kv_block_allocator.move_routing(source, target),
-                routing_of=lambda block_id: self.kv_block_allocator.block_routing.get(block_id),
                 host_pages=sizes.pages,
                 host_kv_pages=sizes.pages_of[EntryKind.KV],
                 host_state_pages=sizes.pages_of[EntryKind.STATE],
@@ -170,7 +168,7 @@ class HybridPrefixContext(SlotContext):
     def allocate_kv(self) -> bool:
         """KV is a view of the memory that it shares with the states."""
         before, after = self.kv_shape
-        block = BlockShape(before=before, after=after, dtype=self.params_dtype)
+        block = BlockShape(before=before, after=after, dtype=self.params_dtype, **self.routes_shape)
         if not self._is_made:
             self.layout, self.live_states = self._agree_on_budget(block)
         try:
@@ -368,6 +366,8 @@ class HybridPrefixContext(SlotContext):
         """
         self._publish_rest()
         self._follow_decodes()
+        if self.moe_enable_routing_replay:  # before their blocks are released
+            self.finished_routes = rows.routes_of_finished(self, active_requests_mask)
         result = super().update_requests(active_requests_mask, new_tokens, new_speculative_tokens)
         rows.attach_blocks(self, self.prefix_cache)
         self._step.published_plans = 0
@@ -406,7 +406,7 @@ class HybridPrefixContext(SlotContext):
         """Whether what a forward that was just launched computes may be matched.
 
         False if something about it is known, or kept, only once it is over: whether loads were right, hits that are verified, log-probs
-        of prompts, routing of experts. Also False while CUDA graphs are captured: that forward is of no request.
+        of prompts, routes of experts. Also False while CUDA graphs are captured: that forward is of no request.
         """
         if self.prefix_config.verify_hits or self.moe_enable_routing_replay or self.is_creating_cuda_graphs:
             return False

@@ -25,6 +25,7 @@ class NoCache:
     Attributes:
         states: The recurrent states, or None.
         scored: Prompts whose log-probs are wanted.
+        finished_routes: Routes of the requests that the last step finished, by id.
         is_exact: Whether steps are exact bit for bit.
         prompts_on_host: Whether the tokens of prompts stay on the host, and megatron does not hash them.
         samples_weights: Whether weights are looked at, in case they change and nobody says so.
@@ -35,6 +36,7 @@ class NoCache:
 
     states: Any = None
     scored: Any = _NoScores()
+    finished_routes: Mapping[int, Any] = MappingProxyType({})
     is_exact = prompts_on_host = samples_weights = keeps_on_resume = False
 
     def serve(self, model: Any, *, may_start: Any) -> None:

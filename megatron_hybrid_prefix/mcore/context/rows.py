@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from megatron_hybrid_prefix.cache import HybridPrefixCache
@@ -42,6 +43,15 @@ def wrong_from(context: ContextSeam, request_id: int) -> int:
         first = min_over_model_ranks(int(own[0, 0]) if len(own) else none, context.config.pg_collection)
         return begun + first % none  # what comes before is right
     return max(0, begun - context.num_speculative_tokens - 1)  # the next forward may be prepared
+
+
+def routes_of_finished(context: ContextSeam, active_mask: torch.Tensor) -> dict[int, np.ndarray]:
+    """Routes of the blocks of each request that a step finished, by id: see `HybridPrefixBlockAllocator.routes_of`."""
+    found = {}
+    for row in ((active_mask == 0).nonzero().flatten() + context.paused_request_count).tolist():
+        blocks = context.request_to_kv_block_ids[row]
+        found[int(context.request_ids[row])] = context.kv_block_allocator.routes_of(blocks[blocks >= 0])
+    return found
 
 
 def take_out_waiting_row(context: ContextSeam, row: int) -> None:

@@ -16,7 +16,7 @@ from megatron_hybrid_prefix.layers.step import PrefillSpan, PrefillStep
 from megatron_hybrid_prefix.mcore.context import rows
 from megatron_hybrid_prefix.mcore.context.no_cache import NoCache
 from megatron_hybrid_prefix.mcore.ranks.agreement import max_on_device, model_groups
-from megatron_hybrid_prefix.mcore.state.layout import ModelStates, states_of_config, with_state_dtype
+from megatron_hybrid_prefix.mcore.state.layout import ModelStates, routes_of_block, states_of_config, with_state_dtype
 from megatron_hybrid_prefix.mcore.state.memory import StateMemory
 from megatron_hybrid_prefix.platform.sizes import check_sizes
 from megatron_hybrid_prefix.pool.layout import SlotLayout
@@ -44,11 +44,12 @@ class SlotContext(ContextSeam, NoCache):
         model_states: What the states of the model's recurrent layers are, if it has any.
         states: The recurrent states, a `StateMemory`, or None.
         shared_memory: The memory of the states, or None.
+        routes_shape: Fields of `BlockShape` for the routes of tokens; none unless megatron is told to record them.
         live_states: Whether a cache gives slots of it to running requests.
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
     Raises:
-        ValueError: The config describes not all recurrent layers, or the model has layers that do not support the requested
+        ValueError: The config describes not all recurrent layers, or routes of experts cannot be recorded, or the model has layers that do not support the requested
             speculative decoding, block size or CUDA graphs.
         PlatformError: The model was made for other parallel sizes than those that run.
     """
@@ -73,6 +74,7 @@ class SlotContext(ContextSeam, NoCache):
             state_config = with_state_dtype(state_config, None)
             inference_config = dataclasses.replace(inference_config, mamba_inference_state_config=state_config)
             self.model_states = states_of_config(state_config)
+            self.routes_shape = routes_of_block(model_config, inference_config)
             self.model_states.check(
                 block_tokens=inference_config.block_size_tokens,
                 cuda_graph_impl=model_config.cuda_graph_impl if captures else "none",

@@ -41,7 +41,7 @@ from megatron_hybrid_prefix.upstream.check import check_overrides
 from megatron_hybrid_prefix.upstream.coordinator import TELL_ABORT
 from megatron_hybrid_prefix.upstream.engine import EngineSeam
 from megatron_hybrid_prefix.upstream.graphs import kinds_of_step, kinds_to_compile, launch_eagerly, replay_none
-from megatron_hybrid_prefix.upstream.moe import count_tokens_of_drafts
+from megatron_hybrid_prefix.upstream.moe import ModelRoutes, count_tokens_of_drafts
 from megatron_hybrid_prefix.upstream.names import (
     BlockOverflowError,
     DynamicInferenceContext,
@@ -91,6 +91,8 @@ class HybridPrefixEngine(EngineSeam):
         if self._cached.states is not None:
             use_slot_mixers(controller.inference_wrapped_model.model)
         count_tokens_of_drafts(controller.inference_wrapped_model.model)
+        if self._cached.states is not None and context.moe_enable_routing_replay:
+            context.moe_routing_metadata = ModelRoutes(context, controller.inference_wrapped_model.model)
         with_cache = isinstance(context, HybridPrefixContext)
         self._schedule = PrefixScheduling(self, context).schedule if with_cache else lambda admit: admit()
         self.removals = Removals(self, self._cached)
@@ -584,6 +586,10 @@ class HybridPrefixEngine(EngineSeam):
                 scored.collect(request.request_id, of_rows[row], tops_of_rows.get(row))
             for record in result[1]:
                 cut_to_tokens(record)  # log-probs of a stop word that ended the request
+        for record in result[1]:
+            if (routes := self._cached.finished_routes.get(record.request_id)) is not None:
+                last = record[-1]  # of a preempted request: its prompt has all parts before
+                last.routing_indices = routes[: len(last.prompt_tokens) + len(last.generated_tokens) - 1]
         if restarting:
             self.removals.requeue(restarting)
         self.removals.aborting.intersection_update(self.requests)  # ids of those that finished may be reused

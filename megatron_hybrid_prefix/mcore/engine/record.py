@@ -62,9 +62,12 @@ class RequestRecord(DynamicInferenceRequestRecord):
         self.continued(old, new)
 
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
-        """Drops the remaining prompt tokens, so that the reply does not carry them."""
+        """Drops the remaining prompt tokens, so that the reply does not carry them; routes are of the tokens that are left."""
         merged = super().merge(tokenizer)
         merged.remaining_prompt_tokens = None
+        if merged.routing_indices is not None:
+            length = len(merged.prompt_tokens) + len(merged.generated_tokens) - 1
+            merged.routing_indices = merged.routing_indices[:length]
         return merged
 
 

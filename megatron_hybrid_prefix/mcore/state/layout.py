@@ -16,8 +16,10 @@ from megatron_hybrid_prefix.layers.mamba2 import KIND as MAMBA2
 from megatron_hybrid_prefix.mcore.ranks.agreement import of_all_stages, stage_count
 from megatron_hybrid_prefix.pool.layout import SlotLayout, StateComponent, StateLayout
 from megatron_hybrid_prefix.support.arithmetic import ceil_div
+from megatron_hybrid_prefix.upstream.moe import routers_of
 from megatron_hybrid_prefix.upstream.state_config import (
     RECURRENT,
+    WITH_EXPERTS,
     RecurrentStateConfig,
     decoder,
     decoder_layers,
@@ -29,7 +31,9 @@ from megatron_hybrid_prefix.upstream.state_config import (
 )
 
 if TYPE_CHECKING:
-    from megatron_hybrid_prefix.upstream.config import MambaInferenceStateConfig
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_hybrid_prefix.upstream.config import InferenceConfig, MambaInferenceStateConfig
 
 
 DESCRIBE_ALL = "use build_engine, or call install() before the InferenceConfig is made"
@@ -44,11 +48,13 @@ class ModelStates:
         slots: The contents of a slot; kinds that only other stages have are there with 0 layers.
         quanta: Chunk quantum of each kind, in tokens.
         kind_of_layer: Kind of each recurrent layer of this stage, in their order.
+        routers: Number of layers with experts.
     """
 
     slots: SlotLayout
     quanta: tuple[int, ...]
     kind_of_layer: tuple[str, ...]
+    routers: int = 0
 
     @property
     def uncaptured(self) -> list[str]:
@@ -97,7 +103,31 @@ def states_of_config(config: MambaInferenceStateConfig) -> ModelStates:
         slots=SlotLayout((StateLayout(kind=MAMBA2.name, layers=layers, components=components),)),
         quanta=(config.mamba_chunk_size,),
         kind_of_layer=(MAMBA2.name,) * layers,
+        routers=list(config.layer_type_list).count(WITH_EXPERTS),
     )
+
+
+def routes_of_block(model_config: TransformerConfig, inference_config: InferenceConfig) -> dict[str, Any]:
+    """Fields of `BlockShape` for the routes of its tokens; none unless megatron is told to record them.
+
+    Raises:
+        ValueError: The model has no experts, or its pipeline stages would record each their own.
+    """
+    if not model_config.moe_enable_routing_replay:
+        return {}
+    stages = model_config.pipeline_model_parallel_size
+    routers = states_of_config(inference_config.mamba_inference_state_config).routers
+    problem = (
+        "the model has no experts"
+        if not routers
+        else f"each of {stages} pipeline stages would record only its own layers"
+    )
+    if stages > 1 or not routers:
+        raise ValueError(f"moe_enable_routing_replay=True: no routes of experts can be returned: {problem}; use False")
+    return {
+        "routes": (inference_config.block_size_tokens, routers, model_config.moe_router_topk),
+        "routes_dtype": torch.uint8 if model_config.num_moe_experts <= 2**8 else torch.int16,
+    }
 
 
 def mamba_state_config(
@@ -159,6 +189,7 @@ def mamba_state_config(
         slots=SlotLayout(tuple(layouts)),
         quanta=tuple(found[name][1] for name in names),
         kind_of_layer=tuple(kind_of_layer),
+        routers=len(routers_of(model)),
     )
     return RecurrentStateConfig(layer_type_list=symbols, states=states, **_fields_for_megatron(states))
 

@@ -164,7 +164,19 @@ async def talk(llm, count):
     return found
 
 
-async def behind_a_coordinator(model, count):
+async def routes(llm):
+    """Routes of a prompt, of its hit, and of its hit by two at a time, as megatron's client has them; and cached tokens."""
+    from tests.harness.bad_requests import BLOCK, params
+    from tests.harness.engine_helpers import random_tokens
+
+    prompt = random_tokens(2 * BLOCK + 3, seed=5)
+    replies = [reply for count in (1, 1, 2) for reply in await llm.generate([prompt] * count, params({}))]
+    return [
+        (reply.routing_indices.tolist(), str(reply.routing_indices.dtype), reply.num_cached_tokens) for reply in replies
+    ]
+
+
+async def behind_a_coordinator(model, talk):
     """The same through megatron's own API."""
     from megatron.core.inference.apis import MegatronAsyncLLM
     from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
@@ -175,7 +187,7 @@ async def behind_a_coordinator(model, count):
     install(HybridPrefixConfig(mamba_gb=0.01))
     config = InferenceConfig(mamba_inference_state_config=MambaInferenceStateConfig.from_model(model), **fields())
     async with MegatronAsyncLLM(model=model, tokenizer=ByteTokenizer(512), inference_config=config) as llm:
-        return await talk(llm, count)
+        return await talk(llm)
 
 
 def main(out, count):
@@ -185,7 +197,10 @@ def main(out, count):
 
     model = build_hybrid_model("tiny", seed=0, platform=ensure_platform(device="cpu"))
     answers = alone(model)
-    write_findings(out, asyncio.run(behind_a_coordinator(model, count)) | {"alone": answers})
+    found = asyncio.run(behind_a_coordinator(model, lambda llm: talk(llm, count)))
+    routed = build_hybrid_model("tiny-moe", seed=0, moe_enable_routing_replay=True)
+    found["routes"] = asyncio.run(behind_a_coordinator(routed, routes))
+    write_findings(out, found | {"alone": answers})
     shut_down()
 
 
