@@ -177,6 +177,15 @@ class ContextSeam(DynamicInferenceContext):
     num_prefill_requests: int
     dynamo_helper: Any
 
+    @staticmethod
+    def should_enable_mtp_kv_cache(*config: Any) -> bool:
+        """Megatron asks it where it can keep KV of layers that draft (main, from September 2026): pages here have no room for it.
+
+        Drafts are then made as before it could, which changes how many are accepted, and no answer.
+        """
+        del config
+        return False
+
     # -- methods of a subclass -----------------------------------------------------------------------------------------
 
     def allocate_kv(self) -> bool:

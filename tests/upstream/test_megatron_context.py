@@ -39,6 +39,17 @@ def test_chunks_over_megatrons_context(tiny, mode):
     assert list(finished[1].generated_tokens) == list(right[1].generated_tokens)
 
 
+def test_layers_that_draft_get_no_kv_where_megatron_could_keep_it(monkeypatch):
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    from megatron_hybrid_prefix.mcore import HybridPrefixContext
+
+    asked = staticmethod(lambda model_config, states, drafts: drafts > 0)
+    monkeypatch.setattr(DynamicInferenceContext, "should_enable_mtp_kv_cache", asked, raising=False)
+    assert DynamicInferenceContext.should_enable_mtp_kv_cache(None, None, 2)
+    assert not HybridPrefixContext.should_enable_mtp_kv_cache(None, None, 2)
+
+
 def test_megatrons_own_cache_of_a_model_without_recurrent_layers(platform):
     """On a prompt's second sighting it computes as few tokens as with megatron's engine."""
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
