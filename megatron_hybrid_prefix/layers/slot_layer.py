@@ -60,6 +60,10 @@ class SlotLayer:
             return self.slot_outputs(prefilled if decoded is None else decoded)
         return self.slot_outputs(merge_rows(decoded, prefilled, rows.counts, rows.tokens))
 
+    def supports_split_output_projection(self) -> bool:
+        """Megatron's main may run a layer in two parts, around its `forward`. This one is run as a whole."""
+        return False
+
     def slot_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The recurrence's input of each token: (tokens, 1, width). By default the hidden states."""
         return hidden_states

@@ -39,6 +39,8 @@ CAPABILITIES: Mapping[str, Forms] = {
     # One pool of KV blocks, with a limit of what paused requests keep; or a pool for each kind of request.
     "KV blocks": Forms("one pool", f"{_CONTEXTS}.kv_block_allocator:KVBlockAllocator.pool_size", "two pools"),
     "events of cached KV": Forms("yes", f"{_CONTEXTS}.dynamic_context:DynamicInferenceContext.dynamo_helper"),
+    # Whether layers that draft have KV of their own; `ContextSeam` leaves it off.
+    "KV of layers that draft": Forms("yes", f"{_CONTEXTS}.mtp_context_mixin"),
     # Whether clients can abort a request, and get its new tokens.
     "aborts and new tokens": Forms("yes", f"{_INFERENCE}.headers:Request.ABORT_REQUEST"),
     # Messages of the coordinator: one frame; or one that it reads and others that it passes on (its main, from September 2026).

@@ -177,6 +177,15 @@ class ContextSeam(DynamicInferenceContext):
     num_prefill_requests: int
     dynamo_helper: Any
 
+    @staticmethod
+    def should_enable_mtp_kv_cache(*config: Any) -> bool:
+        """Megatron asks it where it can keep KV of layers that draft (main, from September 2026): pages here have no room for it.
+
+        Drafts are then made as before it could, which changes how many are accepted, and no answer.
+        """
+        del config
+        return False
+
     # -- methods of a subclass -----------------------------------------------------------------------------------------
 
     def allocate_kv(self) -> bool:
@@ -316,13 +325,10 @@ class ContextSeam(DynamicInferenceContext):
 
     # -- megatron's private state --------------------------------------------------------------------------------------
 
-    def new_blocks_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> int:
-        """Number of KV blocks that the next chunk of a prompt needs beyond those it holds or shares."""
-        return self._compute_prefix_match(req, chunk_tokens)[1]
-
-    def skipped_tokens_of_chunk(self, req: DynamicInferenceRequest, chunk_tokens: int) -> int:
-        """Number of leading tokens of the next chunk of a prompt that need not be computed."""
-        return self._compute_prefix_match(req, chunk_tokens)[4]
+    def chunk_needs(self, req: DynamicInferenceRequest, chunk_tokens: int) -> tuple[int, int]:
+        """Of the next chunk of a prompt: KV blocks beyond those it holds or shares; leading tokens that need not be computed."""
+        match = self._compute_prefix_match(req, chunk_tokens)
+        return match[1], match[4]
 
     def make_state_metadata(self) -> None:
         """Make the metadata of the recurrent layers, in megatron's buffers. It notifies this context of prefills."""

@@ -323,7 +323,7 @@ def test_graphs_that_read_old_weights_are_left(own_models, change, kinds, resume
     if resumes:
         engine.resume()
     assert context.cuda_graph_batch_dimensions_list == kinds
-    assert ["without graphs" in record.message for record in caplog.records] == [True] * (not kinds)
+    assert sum("without graphs" in message for message in caplog.messages) == (not kinds)
     context.cuda_graph_batch_dimensions_list = []
     assert served.send(PROMPT).num_cached_tokens == 0
     served.check(served.next_id)

@@ -175,13 +175,13 @@ def test_what_a_form_lacks_is_not_missed(monkeypatch):
 
 
 def test_messages_that_the_coordinator_cannot_read_are_one_line(monkeypatch):
-    """Megatron's functions and their types are the same then: only the bytes differ, and its processes would wait for each other."""
+    """Names and signatures are the same then, and its processes would wait for each other."""
     from megatron_hybrid_prefix.mcore.ranks.coordinator import PrefixCoordinator
 
-    assert not problem_of(PrefixCoordinator)
-    monkeypatch.setattr(check, "form_of", lambda capability: "of several frames")
-    said = problem_of(PrefixCoordinator)
-    assert "CoordinatorSeam extends: coordinator's messages: expected of one frame, found of several frames. To" in said
+    monkeypatch.setattr(check, "form_of", lambda capability: "other")
+    assert "CoordinatorSeam extends: coordinator's messages: expected of one frame, found other. To" in problem_of(
+        PrefixCoordinator
+    )
 
 
 # -- the check before the first engine -----------------------------------------------------------------------------------

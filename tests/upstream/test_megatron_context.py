@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_hybrid_prefix import build_engine
+from megatron_hybrid_prefix.layers.gated_delta_net import GatedDeltaNetBySlots
 from megatron_hybrid_prefix.mcore.context.slot_context import SlotContext
 from megatron_hybrid_prefix.mcore.engine.controller import HybridPrefixController
 from megatron_hybrid_prefix.mcore.engine.engine import HybridPrefixEngine
@@ -37,6 +38,17 @@ def test_chunks_over_megatrons_context(tiny, mode):
     ours.add_request(1, random_tokens(150, seed=1), greedy(4))
     run_to_end(ours, right)
     assert list(finished[1].generated_tokens) == list(right[1].generated_tokens)
+
+
+@pytest.mark.parametrize(
+    ("ours", "name"),
+    [(SlotContext, "should_enable_mtp_kv_cache"), (GatedDeltaNetBySlots, "supports_split_output_projection")],
+)
+def test_what_main_could_do_by_itself_is_left_off(ours, name, monkeypatch):
+    """KV of layers that draft, for which pages have no room; a layer in two parts, around its ``forward``."""
+    theirs = next(base for base in ours.__mro__ if base.__module__.startswith("megatron."))
+    monkeypatch.setattr(theirs, name, lambda *asked: True, raising=False)
+    assert getattr(theirs, name)(None) and not getattr(ours, name)(None)
 
 
 def test_megatrons_own_cache_of_a_model_without_recurrent_layers(platform):

@@ -52,7 +52,7 @@ class Admissions:
         rows = rows and self.may_start(req)
         if req.finished_chunk_token_count:
             tokens = context.active_token_count + length <= context.max_tokens
-            return rows, tokens, context.new_blocks_of_chunk(req, length) <= self._cache.blocks.available_count
+            return rows, tokens, context.chunk_needs(req, length)[0] <= self._cache.blocks.available_count
         match, resume_tokens, loads = self._match(req, length)
         tokens = context.active_token_count + length - resume_tokens <= context.max_tokens
         load_of = req.request_id if loads else None

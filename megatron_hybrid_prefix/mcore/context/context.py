@@ -288,7 +288,7 @@ class HybridPrefixContext(SlotContext):
         length, start = req.remaining_prompt_length, req.finished_chunk_token_count
         end = start + length
         if not start:
-            start = self.skipped_tokens_of_chunk(req, length)
+            start = self.chunk_needs(req, length)[1]
         budget = self.max_tokens - self.active_token_count
         last = end_on_grid(start=start, budget=budget, end=end, quantum=math.lcm(*self.model_states.quanta))
         return None if last == end else last - start
