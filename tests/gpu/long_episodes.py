@@ -37,6 +37,7 @@ LIMIT = 1e-3  # the chance that an engine as right as caching off is called wron
 # Fields of an engine (``enable_prefix_caching``: megatron's own) and of `HybridPrefixConfig`; ``every``: only each so many turns, of two agents.
 ENGINES: dict[str, dict[str, Any]] = {
     "off": {"every": 10},
+    "megatron, off": {"every": 10},
     "megatron": {"enable_prefix_caching": True, "every": 4},
     "megatron, states": {"enable_prefix_caching": True, "prefix_caching_mamba_gb": True, "every": 4},
     "ours": {},
@@ -154,10 +155,10 @@ def built(name: str, model: Any, agents: list[Agent], form: Form) -> Any:
         "enable_chunked_prefill": True,
     }
     if not name.startswith("ours"):
-        fields |= graph_fields(True)[1]
         if own.get("prefix_caching_mamba_gb"):
             own["prefix_caching_mamba_gb"] = 64 * state_bytes(model) / 2**30
-        return build_upstream_engine(model, **fields, **own, **kv_budget(model, roomy, **sizes))
+        build = build_engine if name == "off" else build_upstream_engine
+        return build(model, **fields, **own, **kv_budget(model, roomy, **sizes))
     tight = max(all_blocks * 5 // 8, form.longest // form.block + 2 * AGENTS)
     memory = {"cache_gb": cache_gb_for(model, tight, states=AGENTS, **sizes)}
     if own.get("host_gb"):
@@ -249,7 +250,7 @@ def table(tails: dict[str, Any]) -> str:
     lines = [
         f"{'':18}{'tokens':>8}"
         + "".join(f"{'> ' + str(nats):>10}" for nats in ABOVE)
-        + "   largest   above 1 nat by position, %"
+        + "   largest  exp(it)   above 1 nat by position, %"
     ]
     for name, bins in tails.items():
         every = bins["position"]
@@ -258,7 +259,9 @@ def table(tails: dict[str, Any]) -> str:
         by_place = " ".join(f"{100 * one['above'][2] / one['tokens']:.2g}" if one["tokens"] else "-" for one in every)
         largest = max(one["largest"] for one in every)
         lines.append(
-            f"{name:18}{tokens:8}" + "".join(f"{share:10.2%}" for share in shares) + f"{largest:10.2e}   {by_place}"
+            f"{name:18}{tokens:8}"
+            + "".join(f"{share:10.2%}" for share in shares)
+            + f"{largest:10.2e}{math.exp(min(largest, 700)):9.1e}   {by_place}"
         )
     return "\n".join(lines)
 
@@ -287,7 +290,7 @@ def main(args: Any) -> dict[str, Any]:
         def measured(name: str = name) -> dict[str, Any]:
             gc.collect()
             began_s = time.perf_counter()
-            model = source.build(**(graph_fields(True)[0] if "bits" not in name else {}))
+            model = source.build(**(graph_fields(True)[0] if name in ("ours", "ours, host") else {}))
             engine = built(name, model, agents, form)
             found = play(engine, agents, ENGINES[name].get("every", 1))
             stats = getattr(engine.context, "prefix_stats", dict)()
