@@ -377,15 +377,12 @@ def test_routes_of_a_hit_are_those_of_a_cold_run(routed: Server, kind: str) -> N
 
 
 def test_routes_that_cannot_be_returned(routed: Server, server: Server) -> None:
-    asked: Any
-    for asked in ({"return_routed_experts": True}, {"routed_experts_prompt_start": 1}):
-        status, answer = server.send(GENERATE, {"model": "tiny", "token_ids": [5], "max_tokens": 1} | asked)
-        (name,) = asked
-        assert status == 400 and answer["error"]["param"] == name
-        assert "does not record the routes of experts (--enable-return-routed-experts)" in answer["error"]["message"]
+    body = {"model": "tiny", "token_ids": [5, 6], "max_tokens": 1}
+    status, answer = server.send(GENERATE, body | {"return_routed_experts": True})
+    assert status == 400 and answer["error"]["param"] == "return_routed_experts"
+    assert "does not record the routes of experts (--enable-return-routed-experts)" in answer["error"]["message"]
     for start in (-1, 3, True):
-        body = {"model": "tiny", "token_ids": [5, 6], "max_tokens": 1, "routed_experts_prompt_start": start}
-        status, answer = routed.send(GENERATE, body)
+        status, answer = routed.send(GENERATE, body | {"routed_experts_prompt_start": start})
         assert status == 400 and answer["error"]["param"] == "routed_experts_prompt_start"
     (choice,) = ask(routed, GENERATE, token_ids=[5, 6], max_tokens=1, routed_experts_prompt_start=2)["choices"]
     assert routes_in(choice).shape == (0, 2, 2)
