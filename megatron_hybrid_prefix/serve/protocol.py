@@ -173,10 +173,12 @@ def read_request(
             f"{name} needs log-probs of the prompt, for which this server was not started (--prompt-log-probs).",
             param.strip("'"),
         )
-    if (body.return_routed_experts or body.routed_experts_prompt_start) and not served.gives_routes:
-        name = "return_routed_experts" if body.return_routed_experts else "routed_experts_prompt_start"
+    if (
+        body.return_routed_experts and not served.gives_routes
+    ):  # clients send `routed_experts_prompt_start` to any server
         raise bad(
-            f"'{name}': this server does not record the routes of experts (--enable-return-routed-experts).", name
+            "'return_routed_experts': this server does not record the routes of experts (--enable-return-routed-experts).",
+            "return_routed_experts",
         )
     stop_tokens = frozenset([*body.stop_token_ids, *(() if body.ignore_eos else other_ends(served.tokenizer))])
     sampling = _sampling(body, served, tenant, stop_tokens)

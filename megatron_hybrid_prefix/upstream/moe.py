@@ -64,6 +64,8 @@ class ModelRoutes(RoutingMetadata):
     Megatron reads all routers of the process: those of other models, too, and of layers that draft, which see other tokens.
     """
 
+    routing_indices_buffer: torch.Tensor | None
+
     def __init__(self, context: Any, model: Any) -> None:
         routers = routers_of(model)
         super().__init__(context, routers[0].topk)

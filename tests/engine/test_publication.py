@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hybrid_prefix.models import build_hybrid_model
-from tests.engine.test_prefix_host import HOST_GB, push_out, small
+from tests.engine.test_prefix_host import push_out, small
 from tests.harness.engine_helpers import random_tokens
 from tests.harness.lifecycle_helpers import BLOCK, MODES, EngineHarness, raising, tokens
 
@@ -96,20 +95,6 @@ def test_what_is_known_after_the_forward_only_is_published_then(model, mode, wha
         "log-probs of the prompt": stats.scores_bytes_used,
     }[what]
     served.finish()
-
-
-def test_blocks_whose_routes_are_kept_after_the_forward_are_published_then(tmp_path, monkeypatch):
-    """Megatron records the routes of experts once the forward is launched."""
-    monkeypatch.setenv("HYBRID_PREFIX_SECRET", 32 * "s")
-    model = build_hybrid_model("tiny-moe", seed=0, moe_enable_routing_replay=True)
-    served = EngineHarness(model, host_gb=HOST_GB, shared=f"file://{tmp_path}?gb=1&min_tokens={BLOCK}")
-    order = noted(served, monkeypatch)
-    request = served.send(tokens(3, 9, seed=1), count=1)
-    assert order[:3] == ["forward", "bookkeeping", "publish"]
-    assert len(request.routing_indices) == 3 * BLOCK + 9
-    stats = served.context.prefix_stats()
-    assert stats.tiers["host"].stores == 4 == stats.tiers["shared"].stores
-    served.check()
 
 
 @each_mode

@@ -205,6 +205,7 @@ def test_tokens_of_a_request_that_replays_its_answer_are_sent_once():
         prompt_log_probs=None,
         prompt_tokens=[1, 2],
         num_cached_tokens=0,
+        routing_indices=None,
     )
     rank, sent = RankEngine.__new__(RankEngine), []
     rank._seen_tokens = {}

@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -350,42 +351,35 @@ def routed(platform: Any) -> Iterator[Server]:
         yield server
 
 
-def routes_in(choice: Any) -> np.ndarray:
-    return np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+def routes_in(answer: Any) -> list[np.ndarray]:
+    return [np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))) for choice in answer["choices"]]
 
 
 @pytest.mark.parametrize("kind", ["generate", *ROUTES])
 def test_routes_of_a_hit_are_those_of_a_cold_run(routed: Server, kind: str) -> None:
-    """Of all tokens but the last, in whole answers and in the last chunk of a stream; ``routed_experts_prompt_start`` leaves some out."""
-    path, told = ROUTES.get(kind, GENERATE), {"max_tokens": 9, "ignore_eos": True, "temperature": 0, "cache_salt": kind}
+    """Of all tokens but the last, in whole answers and in the last chunk of a stream; or of those that are asked for."""
+    told = {"max_tokens": 9, "ignore_eos": True, "temperature": 0, "cache_salt": kind}
     told |= {"chat": {"messages": [{"role": "user", "content": PROMPT}]}, "completion": {"prompt": PROMPT}}.get(
         kind, {"token_ids": [5, 6, 7] * 40}
     )
-    cold = ask(routed, path, **told | {"cache_read": False})
-    hit = ask(routed, path, **told, n=2)
+    send = partial(ask, routed, ROUTES.get(kind, GENERATE), **told)
+    cold, hit = send(cache_read=False), send(n=2)
     assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    length, right = cold["usage"]["total_tokens"], routes_in(cold["choices"][0])
+    length, (right,) = cold["usage"]["total_tokens"], routes_in(cold)
     assert right.shape == (length - 1, 2, 2) and right.dtype == np.int32 and 0 < right.max() < 4
-    assert all(np.array_equal(routes_in(choice), right) for choice in hit["choices"])
-    start = {"routed_experts_prompt_start": length - 9}
-    answers = ask(routed, path, **told, **start if kind != "generate" else {"sampling_params": start})
-    assert np.array_equal(routes_in(answers["choices"][0]), right[length - 9 :])
-    *_, last = chunks(routed, path, **told)
-    assert np.array_equal(routes_in(last["choices"][0]), right)
-    without = ask(routed, path, **told, return_routed_experts=False)["choices"][0]
-    assert "routed_experts" not in without
+    *_, last = chunks(routed, ROUTES.get(kind, GENERATE), **told)
+    for found in (*routes_in(hit), *routes_in(last)):
+        assert np.array_equal(found, right)
+    assert np.array_equal(*routes_in(send(routed_experts_prompt_start=length - 9)), right[length - 9 :])
+    assert "routed_experts" not in send(return_routed_experts=False)["choices"][0]
 
 
 def test_routes_that_cannot_be_returned(routed: Server, server: Server) -> None:
-    asked: Any
-    for asked in ({"return_routed_experts": True}, {"routed_experts_prompt_start": 1}):
-        status, answer = server.send(GENERATE, {"model": "tiny", "token_ids": [5], "max_tokens": 1} | asked)
-        (name,) = asked
+    body = {"model": "tiny", "token_ids": [5, 6], "max_tokens": 1}
+    for to, name, value in (
+        (server, "return_routed_experts", True),
+        *((routed, "routed_experts_prompt_start", start) for start in (-1, 3, True)),
+    ):
+        status, answer = to.send(GENERATE, body | {name: value})
         assert status == 400 and answer["error"]["param"] == name
-        assert "does not record the routes of experts (--enable-return-routed-experts)" in answer["error"]["message"]
-    for start in (-1, 3, True):
-        body = {"model": "tiny", "token_ids": [5, 6], "max_tokens": 1, "routed_experts_prompt_start": start}
-        status, answer = routed.send(GENERATE, body)
-        assert status == 400 and answer["error"]["param"] == "routed_experts_prompt_start"
-    (choice,) = ask(routed, GENERATE, token_ids=[5, 6], max_tokens=1, routed_experts_prompt_start=2)["choices"]
-    assert routes_in(choice).shape == (0, 2, 2)
+    assert routes_in(ask(routed, GENERATE, **body, routed_experts_prompt_start=2))[0].shape == (0, 2, 2)

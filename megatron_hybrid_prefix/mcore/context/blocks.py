@@ -83,7 +83,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         return counts
 
     @override
-    def store_routing_per_block(self, flat_routing: np.ndarray | None) -> None:
+    def store_routing_per_block(self, flat_routing: np.ndarray[Any, Any] | None) -> None:
         """Routes are kept in the blocks themselves, and go with them to other blocks and tiers.
 
         Raises:
@@ -102,7 +102,7 @@ class HybridPrefixBlockAllocator(BlockAllocatorSeam):
         blocks, positions = (each[:count].to(memory.routes.device, torch.int64) for each in of_tokens)
         memory.routes[blocks, positions] = torch.from_numpy(flat_routing).to(memory.routes)
 
-    def routes_of(self, block_ids: torch.Tensor) -> np.ndarray:
+    def routes_of(self, block_ids: torch.Tensor) -> np.ndarray[Any, Any]:
         """Routes of a request's blocks, in their order: (tokens, layers with experts, experts of a token) int16, as megatron's."""
         routes: torch.Tensor = self.context.shared_memory.routes
         found = routes[block_ids.to(routes.device, torch.int64)].flatten(0, 1)

@@ -406,9 +406,9 @@ class HybridPrefixContext(SlotContext):
         """Whether what a forward that was just launched computes may be matched.
 
         False if something about it is known, or kept, only once it is over: whether loads were right, hits that are verified, log-probs
-        of prompts, routes of experts. Also False while CUDA graphs are captured: that forward is of no request.
+        of prompts. Also False while CUDA graphs are captured: that forward is of no request.
         """
-        if self.prefix_config.verify_hits or self.moe_enable_routing_replay or self.is_creating_cuda_graphs:
+        if self.prefix_config.verify_hits or self.is_creating_cuda_graphs:
             return False
         return all(known.scored is None and plan.load is None for known, plan in self._step.parts.values())
 

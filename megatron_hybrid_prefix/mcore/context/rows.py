@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ def wrong_from(context: ContextSeam, request_id: int) -> int:
     return max(0, begun - context.num_speculative_tokens - 1)  # the next forward may be prepared
 
 
-def routes_of_finished(context: ContextSeam, active_mask: torch.Tensor) -> dict[int, np.ndarray]:
+def routes_of_finished(context: ContextSeam, active_mask: torch.Tensor) -> dict[int, np.ndarray[Any, Any]]:
     """Routes of the blocks of each request that a step finished, by id: see `HybridPrefixBlockAllocator.routes_of`."""
     found = {}
     for row in ((active_mask == 0).nonzero().flatten() + context.paused_request_count).tolist():
