@@ -37,10 +37,10 @@ AGENTS, BINS, ABOVE = 8, 16, (0.01, 0.1, 1.0, 3.0)
 LIMIT = 1e-3  # the chance that an engine as right as caching off is called wrong, over all bins
 # Fields of an engine (``enable_prefix_caching``: megatron's own) and of `HybridPrefixConfig`; ``every``: only each so many turns, of two agents.
 ENGINES: dict[str, dict[str, Any]] = {
-    "off": {"every": 10},
-    "megatron, off": {"every": 10},
-    "megatron": {"enable_prefix_caching": True, "every": 4},
-    "megatron, states": {"enable_prefix_caching": True, "prefix_caching_mamba_gb": True, "every": 4},
+    "off": {"every": 10 if ON_GPU else 1},
+    "megatron, off": {"every": 10 if ON_GPU else 1},
+    "megatron": {"enable_prefix_caching": True, "every": 4 if ON_GPU else 1},
+    "megatron, states": {"enable_prefix_caching": True, "prefix_caching_mamba_gb": True, "every": 4 if ON_GPU else 1},
     "ours": {},
     "ours, host": {"host_gb": True},
     "ours, bits": {"exact": "bits"},
@@ -267,6 +267,14 @@ def table(tails: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def model_of(source: Source, **fields: Any) -> Any:
+    """The model; of random weights with logits as far apart as a trained one's, so that a wrong state is seen in them."""
+    model = source.build(**fields)
+    if source.folder is None:
+        model.output_layer.weight.data.mul_(4)
+    return model
+
+
 def half(number: int, position: int) -> int:
     """Of the drafts after a position, how many are right."""
     return (7 * number + position) % 3
@@ -282,14 +290,14 @@ def main(args: Any) -> dict[str, Any]:
     print(f"{form}; {[(len(agent.tokens), len(agent.turns)) for agent in agents]}", flush=True)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    right = kept(out / "right.json", lambda: in_one_forward(source.build(), agents, form))
+    right = kept(out / "right.json", lambda: in_one_forward(model_of(source), agents, form))
     tails = {}
     for name in args.engines.split("; "):
 
         def measured(name: str = name) -> dict[str, Any]:
             gc.collect()
             began_s = time.perf_counter()
-            model = source.build(**(graph_fields(True)[0] if name in ("ours", "ours, host") else {}))
+            model = model_of(source, **(graph_fields(True)[0] if name in ("ours", "ours, host") else {}))
             engine = built(name, model, agents, form)
             found = play(engine, agents, ENGINES[name].get("every", 1))
             stats = getattr(engine.context, "prefix_stats", dict)()
