@@ -31,6 +31,7 @@ DOCS = ROOT / "docs"
 FIRST_TOKEN = Path("data/first_token_h200.json")
 DEMO = Path("data/demo_cpu.json")
 POLICIES = Path("data/policy_reuse.json")
+EPISODES = Path("data/long_episodes.json")  # `tail.json` of tests/gpu/long_episodes.py
 
 
 def take(source: Path, folder: Path) -> None:
@@ -57,6 +58,8 @@ def draw(folder: Path) -> list[Path]:
     """
     drawn = [folder / "images" / "first_token.png", folder / "policy_reuse.png", folder / "images" / "demo.png"]
     draw_first_token(drawn[0], json.loads((folder / FIRST_TOKEN).read_text(encoding="utf-8")))
+    drawn.append(folder / "images" / "long_episodes.png")
+    draw_episodes(drawn[-1], json.loads((folder / EPISODES).read_text(encoding="utf-8")))
     draw_policies(drawn[1], json.loads((folder / POLICIES).read_text(encoding="utf-8")))
     demo = json.loads((folder / DEMO).read_text(encoding="utf-8"))
     draw_demo(drawn[2], demo["parts"], demo["workload"])
@@ -111,6 +114,34 @@ def draw_policies(path: Path, replayed: dict[str, Any]) -> None:
         axis.minorticks_off()
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axis.set_xlabel("state slots (checkpoints that fit)")
+
+
+def draw_episodes(path: Path, measured: dict[str, Any]) -> None:
+    """Of each engine, the share of sampled tokens whose log-prob is off by more than 1 nat, by position."""
+    form, above = measured["form"], measured["above"].index(1.0)
+    told = f"{measured['model']}, {form['longest']:,} tokens in chunks of {form['chunk']:,}, blocks of {form['block']}; 8 agents share a start and branch; "
+    told += "beside one plain forward"
+    engines = {"off": "off", "upstream": "megatron", "ours": "ours"}
+    with page(
+        path,
+        title="Sampled tokens whose log-prob is off by more than 1 nat",
+        subtitle=told,
+        height=2.1,
+        engines=list(engines),
+    ) as axis:
+        for engine, name in engines.items():
+            bins = measured["tails"][name]["position"]
+            places = [(number + 0.5) * form["longest"] / len(bins) for number, one in enumerate(bins) if one["tokens"]]
+            shares = [one["above"][above] / one["tokens"] for one in bins if one["tokens"]]
+            width = 5 if engine == "off" else 2  # two lines lie on each other
+            axis.plot(
+                places, shares, color=ENGINE_STYLES[engine].colour, linewidth=width, marker="o", markersize=width + 2
+            )
+        axis.grid(axis="y", color=GRID, linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.set_ylim(bottom=-0.01)
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axis.set_xlabel("position in the episode, tokens")
 
 
 def main() -> int:

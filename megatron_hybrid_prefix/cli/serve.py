@@ -102,13 +102,11 @@ def make_parser() -> ArgumentParser:
     text = "share of the hits, 0 to 1, to compute without the cache, too, and compare (default: %(default)s)"
     add("--verify-hits", type=share, default=0.0, metavar="SHARE", help=text)
     add("--no-cache", action="store_true", help="compute every prompt whole, and keep no state: for comparisons")
-    text = "allow 'prompt_logprobs', and 'echo' with 'logprobs'; takes memory for the logits of all tokens of a step"
-    add("--prompt-log-probs", action="store_true", help=text)
+    text = "allow 'prompt_logprobs', and 'echo' with 'logprobs'; takes memory for the logits of all tokens of a step, and so much "
+    text += "host memory at most for those of cached prompts, so that prompts that want them can skip tokens (default: %(const)s)"
+    add("--prompt-log-probs", nargs="?", type=options.positive_float, const=0.25, metavar="GIB", help=text)
     text = "return 'routed_experts' in choices: which experts each token went through, as vLLM does"
     add("--enable-return-routed-experts", action="store_true", help=text)
-    text = "most host memory for the log-probs of cached prompts, so that prompts that want them can skip tokens "
-    text += "(default: %(default)s)"
-    add("--prompt-log-probs-gb", type=options.positive_float, default=0.25, metavar="GIB", help=text)
     text = "compute each prompt in one step; prompts longer than --max-tokens are then refused"
     add("--no-chunked-prefill", action="store_false", dest="chunked_prefill", help=text)
     return parser
@@ -179,7 +177,7 @@ def cache_config(args: argparse.Namespace, budgets: options.Budgets) -> HybridPr
         mamba_gb=0.0 if args.no_cache else args.mamba_gb,
         state_dtype=args.state_dtype,
         verify_hits=args.verify_hits,
-        prompt_log_probs_gb=0.0 if args.no_cache else args.prompt_log_probs_gb,
+        prompt_log_probs_gb=0.0 if args.no_cache else args.prompt_log_probs or 0.0,
     )
 
 

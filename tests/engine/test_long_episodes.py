@@ -7,8 +7,18 @@ import math
 import pytest
 import torch
 
-from tests.gpu.long_episodes import ENGINES, Form, agents_of, built, in_one_forward, model_of, play, tail_of, worse
-from tests.gpu.models import Source
+from tests.gpu.long_episodes import (
+    ENGINES,
+    Form,
+    agents_of,
+    built,
+    in_one_forward,
+    model_of,
+    play,
+    source_of,
+    tail_of,
+    worse,
+)
 from tests.harness.naive_model import NaiveHybridModel
 
 FORM = Form(longest=1024, block=16, chunk=128, answer=8, turns=200)
@@ -17,7 +27,7 @@ FORM = Form(longest=1024, block=16, chunk=128, answer=8, turns=200)
 @pytest.fixture(scope="module")
 def tails(platform):
     """Tails of engines, and the plain forward's log-probs of the first agent."""
-    source = Source("tiny")
+    source = source_of("tiny", None, FORM)
     agents = agents_of(FORM, source)
     right = in_one_forward(model_of(source), agents, FORM)
 
@@ -35,7 +45,7 @@ def largest(tail):
 
 def test_the_plain_forward_is_a_loop_over_tokens(tails):
     _, _, agent, right = tails
-    model = model_of(Source("tiny"))
+    model = model_of(source_of("tiny", None, FORM))
     exact = NaiveHybridModel(model, model.hybrid_config).log_probs(agent.tokens)[:-1]
     own = exact.gather(1, torch.tensor(agent.tokens[1:])[:, None])[:, 0]
     assert (own - torch.tensor(right)).abs().max() < 1e-3

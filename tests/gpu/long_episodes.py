@@ -157,7 +157,7 @@ def built(name: str, model: Any, agents: list[Agent], form: Form) -> Any:
     }
     if not name.startswith("ours"):
         if own.get("prefix_caching_mamba_gb"):
-            own["prefix_caching_mamba_gb"] = 64 * state_bytes(model) / 2**30
+            own["prefix_caching_mamba_gb"] = all_blocks * state_bytes(model) / 2**30
         build = build_engine if name == "off" else build_upstream_engine
         return build(model, **fields, **own, **kv_budget(model, roomy, **sizes))
     tight = max(all_blocks * 5 // 8, form.longest // form.block + 2 * AGENTS)
@@ -267,6 +267,15 @@ def table(tails: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def source_of(preset: str, hf: str | None, form: Form) -> Source:
+    """A preset is made to remember for long, and computes in chunks that fit into blocks, as megatron's cache with states needs."""
+    source = Source(preset, hf)
+    if hf is None:
+        fields = {"max_sequence_length": form.longest + form.block, "long_memory": True}
+        source.config = replace(source.config, chunk_size=min(source.config.chunk_size, form.block), **fields)
+    return source
+
+
 def model_of(source: Source, **fields: Any) -> Any:
     """The model; of random weights with logits as far apart as a trained one's, so that a wrong state is seen in them."""
     model = source.build(**fields)
@@ -283,9 +292,7 @@ def half(number: int, position: int) -> int:
 def main(args: Any) -> dict[str, Any]:
     longest = args.longest
     form = Form(longest, args.block, args.chunk, args.answer, args.turns)
-    source = Source(args.preset, args.hf)
-    if args.hf is None:
-        source.config = replace(source.config, max_sequence_length=longest + form.block, long_memory=True)
+    source = source_of(args.preset, args.hf, form)
     agents = agents_of(form, source)
     print(f"{form}; {[(len(agent.tokens), len(agent.turns)) for agent in agents]}", flush=True)
     out = Path(args.out)
@@ -340,10 +347,11 @@ if __name__ == "__main__":
         out="out/episodes",
         engines="off; megatron; ours; ours, host",
         tp=1,
+        ep=1,
         hf=None,
         answer=8,
         turns=200,
         **SIZES,
-        sizes=lambda args: {"tp": args.tp},
+        sizes=lambda args: {"tp": args.tp, "ep": args.ep},
     ) as arguments:
         main(arguments)
