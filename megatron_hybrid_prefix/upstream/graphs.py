@@ -110,7 +110,10 @@ def finer_kinds(context: DynamicInferenceContext, config: InferenceConfig, tp: i
             if prompts <= min(tokens, requests if tokens <= 512 else 16):
                 rows = min((tokens - prompts) // (drafts + 1), requests - prompts)
                 found.add(InferenceBatchDimensions(tokens, prompts, rows))
-    valid = [kind for kind in found if kind.is_valid(requests, context.max_sequence_length, drafts)]
+    # Megatron cannot capture a prefill of one token alone.
+    valid = [
+        kind for kind in found if kind.token_count > 1 and kind.is_valid(requests, context.max_sequence_length, drafts)
+    ]
     # The order in which megatron captures: the largest first, whose memory the others share.
     return sorted(valid, key=lambda kind: (kind.token_count, kind.prefill_req_count), reverse=True) + decodes
 

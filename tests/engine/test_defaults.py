@@ -40,6 +40,12 @@ BEST = {"async_sched_mode": "async"} | GRAPHS
     ("config", "given", "chosen", "said"),
     [
         ({}, {}, BEST, "asynchronous scheduling, CUDA graphs of the whole forward"),
+        (
+            {},
+            {"materialize_only_last_token_logits": False},
+            {"async_sched_mode": "async", "num_cuda_graphs": -1},
+            "asynchronous scheduling, CUDA graphs",
+        ),
         ({}, {"async_sched_mode": "legacy", "num_cuda_graphs": 3}, {}, None),
         ({}, {"async_sched_mode": "legacy", "num_cuda_graphs": None}, {}, None),
         ({}, {"num_cuda_graphs": 3}, {"async_sched_mode": "async"}, "asynchronous scheduling"),

@@ -38,7 +38,8 @@ def fastest_fields(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("num_cuda_graphs", -1) == -1 and config.cuda_graph_impl == "local":
         why = _graph_problem(model, config, int(given.get("num_speculative_tokens") or 0))
         if why is None:
-            chosen |= {name: value for name, value in GRAPHS.items() if name not in given}
+            few = given.get("materialize_only_last_token_logits", True)  # else a graph has logits of all its tokens
+            chosen |= {name: value for name, value in GRAPHS.items() if name not in given and (few or value < 0)}
         what = "the whole forward" if captures_whole_forward(config) else "layers"
         words.append(f"CUDA graphs of {what}" if why is None else f"no CUDA graphs: {why}")
     if words:
