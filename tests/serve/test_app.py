@@ -199,6 +199,7 @@ def test_the_end_of_a_stream_is_told_when_sending_raises():
 def test_tokens_of_a_request_that_replays_its_answer_are_sent_once():
     """With ``exact="bits"``, a preempted request has no tokens until it has decoded them again."""
     part = SimpleNamespace(
+        sampling_params=None,
         generated_tokens=[],
         generated_log_probs=None,
         generated_top_n_logprobs=None,
