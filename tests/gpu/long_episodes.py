@@ -17,6 +17,8 @@ import json
 import math
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +46,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours, host": {"host_gb": True},
     "ours, bits": {"exact": "bits"},
-    "ours, drafts": {"num_speculative_tokens": 2},
+    "ours, drafts": {"num_speculative_tokens": 2, "async_sched_mode": "legacy"},
 }
 
 
@@ -142,6 +144,32 @@ def in_one_forward(model: Any, agents: list[Agent], form: Form) -> list[list[flo
     return found
 
 
+@contextmanager
+def forced(engine: Any, truth: dict[int, list[int]], answers: list[list[int]]) -> Iterator[None]:
+    """A context in which requests say what is given; of drafts none, some or all are right."""
+    drafts = engine.controller.num_speculative_tokens
+    if not drafts:
+        with forced_answers(engine, answers):
+            yield
+        return
+    context, sampling = engine.context, engine.controller._sampling
+    sample = sampling.sample_speculative
+
+    def sample_and_force(logits: Any, decodes: int, prefills: int, *args: Any, **kwargs: Any) -> Any:
+        sampled, wanted = sample(logits, decodes, prefills, *args, **kwargs), []
+        rows = slice(context.paused_request_count, context.total_request_count)
+        columns = (context.request_ids, context.request_kv_length_offsets, context.request_query_lengths)
+        for row, (number, first, count) in enumerate(zip(*(each[rows].tolist() for each in columns), strict=True)):
+            next_tokens = (truth[number] + [0] * count)[first + 1 : first + 1 + count]
+            wanted += next_tokens if row < decodes else next_tokens[-1:]
+        sampled[: len(wanted)] = torch.tensor(wanted, device=sampled.device)
+        return sampled
+
+    sampling.sample_speculative = sample_and_force
+    with forced_drafts(engine, truth, lambda number, position: (7 * number + position) % (drafts + 1)):
+        yield
+
+
 def built(name: str, model: Any, agents: list[Agent], form: Form) -> Any:
     """An engine of `ENGINES`. Memory of ours is tight: for less than two thirds of what the agents have in the end."""
     own = {field: value for field, value in ENGINES[name].items() if field != "every"}
@@ -180,7 +208,7 @@ def play(engine: Any, agents: list[Agent], every: int = 1, seed: int = 0) -> lis
     running: dict[int, tuple[int, int]] = {}
     due = {number: 0 for number in range(AGENTS if every == 1 else 2)}
     turn_of = dict.fromkeys(due, 0)
-    with forced_drafts(engine, truth, half) if engine.num_speculative_tokens else forced_answers(engine, answers):
+    with forced(engine, truth, answers):
         while due or running:
             if not running:
                 clock = max(clock, min(due.values()))
@@ -282,11 +310,6 @@ def model_of(source: Source, **fields: Any) -> Any:
     if source.folder is None:
         model.output_layer.weight.data.mul_(4)
     return model
-
-
-def half(number: int, position: int) -> int:
-    """Of the drafts after a position, how many are right."""
-    return (7 * number + position) % 3
 
 
 def main(args: Any) -> dict[str, Any]:
