@@ -105,6 +105,8 @@ class Matcher:
         loadable_blocks = resume_blocks
         for tier in tiers:
             loadable_blocks = _state_depth(tier, chain.keys, loadable_blocks, usable_blocks, depths)
+            if depths is not None:
+                state_blocks = _state_depth(tier, chain.keys, state_blocks, usable_blocks, None)
         seen_blocks = 0
         if ghosts and read:
             seen_blocks = next(

@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from megatron_hybrid_prefix.metrics import PrefixStats, TierStats
+from megatron_hybrid_prefix.metrics import NotReused, PrefixStats, TierStats
 
 PREFIX = "hybrid_prefix"
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -145,7 +145,9 @@ def prefix_samples(stats: dict[str, Any]) -> Iterator[Sample]:
         start = next((start for start in _LABELLED if name.startswith(start)), None)
         if start is not None and not name.endswith(_LEVELS):
             metric, label, _ = _LABELLED[start]
-            values = value if isinstance(value, dict) else {name.removeprefix(start): value}
+            values = dict(value) if isinstance(value, dict) else {name.removeprefix(start): value}
+            if NotReused.OTHER_SALT in values:  # a client must not learn of others, and may read the metrics
+                values[NotReused.NO_SUCH_PREFIX] += values.pop(NotReused.OTHER_SALT)
             yield from (("counter", metric, count, {label: str(key)}) for key, count in values.items())
         elif name == "tiers":
             for tier, figures in value.items():

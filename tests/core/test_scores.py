@@ -193,6 +193,14 @@ def test_random_prompts(seed, host_pages):
     assert (prompts.table.evictions > 0) == (budget < 5000)
 
 
+def test_a_state_on_the_host_without_scores_is_lost_for_them():
+    prompts = Prompts(kv_blocks=8, state_slots=2, host_pages=60, retention_interval_tokens=0, scores_bytes=10_000)
+    for number in range(1, 6):  # pushes the first one to the host
+        prompts.send([number] * (2 * BLOCK + 1), None)
+    assert prompts.send([1] * (2 * BLOCK + 1), 1) == 0
+    assert (prompts.lost_tokens, prompts.cache.stats().lost_tokens_no_state) == (2 * BLOCK, 0)
+
+
 def test_a_hit_on_the_host_uses_its_scores():
     """With room for the scores of two prompts, those that came back from the host stay; those of another prompt go."""
     each = 2 * SCORES * 2 + LOGITS  # two blocks with one likeliest token, and the logits of one boundary
