@@ -329,8 +329,8 @@ class ExpertDispatcher(moe.MoETokenDispatcher):  # type: ignore[misc]
         self._order: torch.Tensor | None = None
         tokens = self._own(tokens.reshape(-1, tokens.shape[-1]))
         routing_map, probs = self._own(routing_map), self._own(probs)
-        experts = self._layer.experts
-        if self.ep_size == 1 and isinstance(experts, GroupedExperts) and experts.takes_unsorted(tokens):
+        experts, whole = self._layer.experts, self.ep_size == 1 and not moe.replays(self._layer.router)
+        if whole and isinstance(experts, GroupedExperts) and experts.takes_unsorted(tokens):
             self._counts = routing_map
             return tokens, probs
         top_k, num_experts = self.config.moe_router_topk, routing_map.shape[1]

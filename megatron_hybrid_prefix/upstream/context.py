@@ -178,12 +178,12 @@ class ContextSeam(DynamicInferenceContext):
     dynamo_helper: Any
 
     @staticmethod
-    def should_enable_mtp_kv_cache(*config: Any) -> bool:
+    def should_enable_mtp_kv_cache(*config: Any, **named: Any) -> bool:
         """Megatron asks it where it can keep KV of layers that draft (main, from September 2026): pages here have no room for it.
 
         Drafts are then made as before it could, which changes how many are accepted, and no answer.
         """
-        del config
+        del config, named
         return False
 
     # -- methods of a subclass -----------------------------------------------------------------------------------------

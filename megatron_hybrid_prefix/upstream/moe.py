@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.moe.token_dispatcher_inference import InferenceAllGatherDispatcherBase
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
@@ -56,6 +57,12 @@ def count_tokens_of_drafts(model: Any) -> None:
 def routers_of(model: Any) -> list[TopKRouter]:
     """The routers of a model's decoder on this pipeline stage, in their order."""
     return [module for module in decoder(model).modules() if isinstance(module, TopKRouter)]
+
+
+def replays(router: Any) -> bool:
+    """Whether a router takes routes that it is given. They may name an expert twice, as zeros for padding do."""
+    replay = getattr(router, "router_replay", None)
+    return replay is not None and replay.router_replay_action not in (None, RouterReplayAction.RECORD)
 
 
 class ModelRoutes(RoutingMetadata):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from megatron_hybrid_prefix.models import build as models_build
@@ -295,6 +296,20 @@ def test_few_tokens_go_unsorted_to_experts_of_ours_alone(latent, tiny_nemotron_3
         if hook:
             hook.remove()
     assert (given, called) == (([40], []) if whose == "ours" else ([], [160]))
+
+
+def test_replayed_routes_that_name_an_expert_twice_are_sorted(platform, monkeypatch):
+    """Zeros for padding do. The kernels of few tokens would add what was in memory before for such a token."""
+    layer = layer_of(build_hybrid_model("tiny-moe", seed=0, platform=platform, moe_enable_routing_replay=True))
+    monkeypatch.setattr(experts, "can_run", lambda tokens: True)
+    monkeypatch.setattr(experts, "experts_of_few", lambda x, *_: torch.full_like(x, torch.nan))
+    replay, outputs = layer.router.router_replay, []
+    replay.set_target_indices(torch.zeros(9, layer.config.moe_router_topk, dtype=torch.int64))
+    for action in (RouterReplayAction.RECORD, RouterReplayAction.REPLAY_FORWARD):
+        replay.set_router_replay_action(action)
+        with torch.inference_mode():
+            outputs.append(layer(torch.ones(9, 1, layer.config.hidden_size))[0])
+    assert outputs[0].isnan().all() and outputs[1].isfinite().all()
 
 
 def test_a_latent_size_that_grouped_products_do_not_take_works_one_by_one(platform):
