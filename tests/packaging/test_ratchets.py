@@ -31,12 +31,12 @@ _TOOL = 3  # of sys.monitoring: none that Python names
 _ROOT = Path(megatron_hybrid_prefix.__file__).parent
 LOOK_AT_WEIGHTS = {"mcore/state/weights.py", "ops/samples.py"}  # once after idle time, whatever the prompt
 MOST = {
-    "lines: core": 9_654,
-    "lines: mcore": 6_798,
-    "lines: upstream and platform": 5_941,
-    "lines: serve, cli and console": 6_961,
-    "lines: package": 43_362,
-    "lines: tests": 50_324,
+    "lines: core": 9_656,
+    "lines: mcore": 6_799,
+    "lines: upstream and platform": 5_951,
+    "lines: serve, cli and console": 6_963,
+    "lines: package": 43_377,
+    "lines: tests": 50_381,
     "files: cold": 42,
     "files: hit": 42,
     "files: host": 50,
