@@ -262,12 +262,21 @@ def worse(own: dict[str, Any], off: dict[str, Any]) -> list[str]:
     found = []
     for number, (one, other) in enumerate(zip(own["position"], off["position"], strict=True)):
         for nats, count, others in zip(ABOVE, one["above"], other["above"], strict=True):
-            share = one["tokens"] / max(1, one["tokens"] + other["tokens"])
+            if not count or not other["tokens"]:
+                continue
+            share, wrong = one["tokens"] / (one["tokens"] + other["tokens"]), count + others
             # Of so many wrong tokens at least so many in this engine, if both have the same share.
             chance = sum(
-                math.comb(count + others, k) * share**k * (1 - share) ** (count + others - k) for k in range(count, count + others + 1)
-            ) if count + others < 900 else float(count * other["tokens"] <= 1.5 * others * one["tokens"])  # fmt: skip
-            if count and chance < LIMIT / BINS / len(ABOVE):
+                math.exp(
+                    math.lgamma(wrong + 1)
+                    - math.lgamma(k + 1)
+                    - math.lgamma(wrong - k + 1)
+                    + k * math.log(share)
+                    + (wrong - k) * math.log1p(-share)
+                )
+                for k in range(count, wrong + 1)
+            )
+            if chance < LIMIT / BINS / len(ABOVE):
                 found.append(
                     f"bin {number}: {count} of {one['tokens']} above {nats} nats, off {others} of {other['tokens']}"
                 )
@@ -312,9 +321,8 @@ def model_of(source: Source, **fields: Any) -> Any:
     return model
 
 
-def main(args: Any) -> dict[str, Any]:
-    longest = args.longest
-    form = Form(longest, args.block, args.chunk, args.answer, args.turns)
+def main(args: Any) -> None:
+    form = Form(args.longest, args.block, args.chunk, args.answer, args.turns)
     source = source_of(args.preset, args.hf, form)
     agents = agents_of(form, source)
     print(f"{form}; {[(len(agent.tokens), len(agent.turns)) for agent in agents]}", flush=True)
@@ -333,7 +341,7 @@ def main(args: Any) -> dict[str, Any]:
             stats = getattr(engine.context, "prefix_stats", dict)()
             print(f"{name}: {len(found)} turns, {time.perf_counter() - began_s:.0f} s; {stats}"[:1500], flush=True)
             release_engine(engine)
-            return tail_of(found, agents, right, longest)
+            return tail_of(found, agents, right, form.longest)
 
         tails[name] = kept(out / f"{name.replace(', ', '-')}.json", measured)
     print(table(tails))
@@ -347,7 +355,6 @@ def main(args: Any) -> dict[str, Any]:
         "tails": tails,
     }
     (out / "tail.json").write_text(json.dumps(about, indent=1))
-    return about
 
 
 def kept(path: Path, make: Any) -> Any:

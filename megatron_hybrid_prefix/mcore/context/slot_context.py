@@ -49,8 +49,8 @@ class SlotContext(ContextSeam, NoCache):
         next_prompt_token: The prompt token after the latest chunk that did not finish its prompt.
 
     Raises:
-        ValueError: The config describes not all recurrent layers, or routes of experts cannot be recorded, or the model has layers that do not support the requested
-            speculative decoding, block size or CUDA graphs.
+        ValueError: The config describes not all recurrent layers, or routes of experts cannot be recorded, or the model has layers
+            that do not support the requested speculative decoding, block size or CUDA graphs.
         PlatformError: The model was made for other parallel sizes than those that run.
     """
 
