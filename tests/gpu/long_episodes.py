@@ -266,16 +266,9 @@ def worse(own: dict[str, Any], off: dict[str, Any]) -> list[str]:
                 continue
             share, wrong = one["tokens"] / (one["tokens"] + other["tokens"]), count + others
             # Of so many wrong tokens at least so many in this engine, if both have the same share.
-            chance = sum(
-                math.exp(
-                    math.lgamma(wrong + 1)
-                    - math.lgamma(k + 1)
-                    - math.lgamma(wrong - k + 1)
-                    + k * math.log(share)
-                    + (wrong - k) * math.log1p(-share)
-                )
-                for k in range(count, wrong + 1)
-            )
+            ways = [math.lgamma(wrong + 1) - math.lgamma(k + 1) - math.lgamma(wrong - k + 1) for k in range(wrong + 1)]
+            each = (ways[k] + k * math.log(share) + (wrong - k) * math.log1p(-share) for k in range(count, wrong + 1))
+            chance = sum(map(math.exp, each))
             if chance < LIMIT / BINS / len(ABOVE):
                 found.append(
                     f"bin {number}: {count} of {one['tokens']} above {nats} nats, off {others} of {other['tokens']}"
