@@ -27,6 +27,7 @@ import torch
 
 from megatron_hybrid_prefix import HybridPrefixConfig, build_engine
 from megatron_hybrid_prefix.bench.forced import forced_answers
+from megatron_hybrid_prefix.layers.kinds import invalidate_layers, recurrent_modules
 from megatron_hybrid_prefix.mcore.entrypoints.build import build_upstream_engine
 from megatron_hybrid_prefix.mcore.runner import release_engine
 from tests.gpu.measure import ON_GPU, graph_fields, started
@@ -307,10 +308,13 @@ def source_of(preset: str, hf: str | None, form: Form) -> Source:
 
 
 def model_of(source: Source, **fields: Any) -> Any:
-    """The model; of random weights with logits as far apart as a trained one's, so that a wrong state is seen in them."""
+    """The model; random weights as trained ones: logits far apart, and states that remember for as long as an episode."""
     model = source.build(**fields)
     if source.folder is None:
         model.output_layer.weight.data.mul_(4)
+        for _, layer in recurrent_modules(model):
+            layer.A_log.data.sub_(math.log(max(1.0, source.config.max_sequence_length / 1024)))
+        invalidate_layers(model)
     return model
 
 
