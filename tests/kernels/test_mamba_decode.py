@@ -18,7 +18,6 @@ from megatron_hybrid_prefix.ops.mamba_decode import (
     convolve_tokens,
     flush_states,
     flush_windows,
-    tile_of,
     update_states,
 )
 from megatron_hybrid_prefix.ops.rings import RingRows, ring_entries, ring_tokens
@@ -285,6 +284,176 @@ def test_any_update(case, sizes, gate, wide_D, kept):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_update(shape, dtype, kept, device):
     check_update(CASE, shape, dtype == kept, kept == DTYPES[1], dtype=dtype, kept=kept, device=device)
+
+
+def draw(shape, rows, device, R=16, dtype=FLOAT32, tokens=1, kept=None):
+    """``xBC``, ``dt``, states and rings in as many slots, at all phases of R; and the other arguments."""
+    heads, groups, P, N = shape
+    xBC, dt = rand(0, rows, tokens, heads * P + 2 * groups * N), rand(1, rows, tokens, heads)
+    entries, order = ring_entries(R, tokens), torch.arange(rows, device=device)
+    inputs, steps = rand(6, rows, entries, heads * P + groups * N), -rand(7, rows, entries, 2, heads).abs()
+    args = {"A": -rand(3, heads).abs().float() - 0.1, "D": rand(4, heads).float(), "dt_bias": rand(5, heads).float()}
+    positions = 3 * R + order % R
+    origins = torch.where(order % R < 2, positions - R, torch.full_like(order, 3 * R))
+    at = RingRows(order, order, positions.int(), origins.int(), torch.full_like(origins, 3 * R).int(), order * 0 - 1)
+    rings = {"inputs": inputs.to(dtype).to(device), "steps": steps.float().to(device)}
+    states = rand(2, rows, heads, P, N).to(kept or dtype).to(device)
+    return xBC.to(dtype).to(device), dt.to(dtype).to(device), states, at, rings, {
+        name: x.to(device) for name, x in args.items()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kept", DTYPES)
+def test_a_row_has_the_same_bits_alone_and_among_others(device, kept):
+    count, shape = (3, (2, 1, 64, 64)) if INTERPRETED else (24, (16, 2, 64, 128))
+    xBC, dt, states, rows, rings, args = draw(shape, count, device, kept=kept)
+    before = states.clone(), {name: x.clone() for name, x in rings.items()}
+    together = update_states(xBC, dt, states, rows, **rings, **args)
+    for row in (0, 1, count - 1):
+        own, state = slice(row, row + 1), before[0].clone()
+        alone = RingRows(*(field[own] for field in rows))
+        rings = {name: x.clone() for name, x in before[1].items()}
+        assert torch.equal(update_states(xBC[own], dt[own], state, alone, **rings, **args)[0], together[row])
+        assert torch.equal(state[row], states[row])
+
+
+def decode_that_writes_each_token(x, B, C, step, A, state, kept):
+    """Outputs and the last state of a decode in float32 that rounds its state to ``kept`` after each token, and reads that."""
+    outputs, state = [], state.to(kept)
+    for t in range(len(x)):
+        h = state.to(x.dtype) * torch.exp(step[t] * A)[:, None, None] + (step[t][:, None] * x[t])[:, :, None] * B[t]
+        outputs.append((h * C[t]).sum(-1).flatten())
+        state = h.to(kept)
+    return torch.stack(outputs), state
+
+
+@pytest.mark.skipif(INTERPRETED, reason="4096 tokens")
+@pytest.mark.parametrize("kept", DTYPES)
+def test_no_further_from_float64_than_a_decode_that_writes_each_token(kept):
+    """Over 4,096 tokens of heads that forget after 3 to 3,000."""
+    heads, P, N, tokens, R = 8, 8, 16, 4096, 16
+    A = -torch.logspace(-3.5, -0.5, heads).float()
+    xBC, dt = rand(1, 1, tokens, heads * P + 2 * N).float(), rand(2, 1, tokens, heads).float()
+    step, start = torch.nn.functional.softplus(dt[0].double()), rand(3, 1, heads, P, N)
+    x, B, C = xBC[0].split([heads * P, N, N], -1)
+    sequence = [x.unflatten(1, (heads, P)), B[:, None, None], C[:, None, None], step.float(), A, start[0].float()]
+    exact, last = decode_that_writes_each_token(*(each.double() for each in sequence), torch.float64)
+    old, old_last = decode_that_writes_each_token(*sequence, kept)
+    states, outputs = start.to(kept), []
+    rings = {"inputs": torch.full((1, R + 7, heads * P + N), NAN), "steps": torch.full((1, R + 7, 2, heads), NAN)}
+    one, origin = torch.zeros(1, dtype=torch.int64), 0
+    args = {"A": A, "D": torch.zeros(heads), "dt_bias": torch.zeros(heads)}
+    for at in range(0, tokens + 1, 4):
+        rows = RingRows(one, one, one + at, one + origin, one + at // R * R, one - 1)
+        if at < tokens:
+            own = slice(at, at + 4)
+            outputs.append(update_states(xBC[:, own].contiguous(), dt[:, own], states, rows, **rings, **args)[0])
+        else:
+            flush_states(states, **rings, rows=rows)
+        origin = at // R * R
+    ring = torch.cat(outputs)
+
+    def error(got, exact):
+        return (got.double() - exact).square().mean().sqrt()
+
+    assert error(states[0], last) <= error(old_last, last) and error(ring, exact) <= error(old, exact)
+
+
+def test_tokens_of_a_ring():
+    """At the fewest bytes, and a divisor of the block."""
+    bytes_of = {2: 128 * 64 * 128 * 2, 4: 128 * 64 * 128 * 4}
+    assert [ring_tokens(bytes_of[size], 18500, 256) for size in (2, 4)] == [16, 16]
+    assert [ring_tokens(2**20, entry, 256) for entry in (2**9, 2**19, 10)] == [64, 8, 64]
+    assert [ring_tokens(2**20, 2**10, block) for block in (96, 16, 12, 5)] == [32, 16, 4, 1]
+
+
+def test_no_rows():
+    xBC, dt, states, rows, rings, args = draw((2, 1, 8, 8), 1, "cpu")
+    none = RingRows(*(field[:0] for field in rows))
+    assert update_states(xBC[:0], dt[:0], states, none, **rings, **args).shape == (0, 1, 16)
+    weight, windows, recent = torch.zeros(4, 4), torch.zeros(2, 4, 4), torch.zeros(1, 4, 4)
+    out = convolve_tokens(torch.zeros(0, 1, 4), windows, weight, None, recent=recent, rows=none)
+    assert out.shape == (0, 1, 4)
+
+
+def of_rows(change):
+    """A mutant that changes the rows."""
+
+    def update(xBC, dt, states, rows, **args):
+        return update_states(xBC, dt, states, rows._replace(**change(rows)), **args)
+
+    return update
+
+
+def one_short(rows):
+    return {"ends": torch.where(rows.ends > rows.origins, rows.ends - 1, rows.ends)}
+
+
+def of_next_slot(rows):
+    return {"slots": torch.where(rows.slots < 0, rows.slots, (rows.slots + 1) % SLOTS)}
+
+
+def a_stale_entry(rows):
+    earlier = rows.origins - 1
+    return {"origins": earlier, "ends": torch.where(rows.ends > rows.origins, rows.ends, earlier)}
+
+
+def not_rounded(xBC, dt, states, rows, *, inputs, steps, **args):
+    wide = states.float()
+    y = update_states(xBC, dt, wide, rows, inputs=inputs, steps=steps, **args)
+    states.copy_(wide)
+    return y
+
+
+def decays_off_by_one(*rest, **args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mamba_decode, "sums_after", lambda x: (x.sum(1), x.flip(1).cumsum(1).flip(1)))
+        return update_states(*rest, **args)
+
+
+def sums_in_bfloat16(*rest, **args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mamba_decode, "compute_dtype", lambda tensor: torch.bfloat16)
+        return update_states(*rest, **args)
+
+
+MUTANTS = {
+    "a stale entry": of_rows(a_stale_entry),
+    "flushed one entry short": of_rows(one_short),
+    "another slot": of_rows(of_next_slot),
+    "padding updates": of_rows(lambda rows: {"slots": rows.slots.abs()}),
+    "an entry missing": of_rows(lambda rows: {"positions": torch.maximum(rows.positions - 1, rows.ends)}),
+    "nothing kept": of_rows(lambda rows: {"kept": torch.full_like(rows.kept, -1)}),
+    "not rounded": not_rounded,
+    "no decay": lambda *rest, A, **args: update_states(*rest, A=0 * A, **args),
+    "no D": lambda *rest, D, **args: update_states(*rest, D=0 * D, **args),
+    "no bias": lambda *rest, dt_bias, **args: update_states(*rest, dt_bias=0 * dt_bias, **args),
+    "no gate": lambda *rest, z, **args: update_states(*rest, z=None, **args),
+    "rounded inputs": lambda xBC, *rest, **args: update_states(xBC * (1 + 2**-12), *rest, **args),
+}
+OF_PYTORCH = {"decays off by one": decays_off_by_one, "sums in bfloat16": sums_in_bfloat16}
+if not INTERPRETED:
+    MUTANTS |= OF_PYTORCH
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_checks_see(name):
+    with pytest.raises(AssertionError):
+        check_update(CASE, (4, 2, 16, 16), gate=True, kept=torch.bfloat16, update=MUTANTS[name])
+
+
+@pytest.mark.parametrize("name", ["a dropped tap", "no bias", "another slot", "another window", "a stale input"])
+def test_the_checks_of_a_convolution_see(name):
+    changes = {"another slot": of_next_slot, "another window": one_short, "a stale input": a_stale_entry}
+
+    def mutant(inputs, windows, weight, bias, *, recent, rows):
+        weight = weight * torch.tensor([0.0, 1, 1, 1]) if name == "a dropped tap" else weight
+        rows = rows._replace(**changes[name](rows)) if name in changes else rows
+        return convolve_tokens(inputs, windows, weight, None if name == "no bias" else bias, recent=recent, rows=rows)
+
+    with pytest.raises(AssertionError):
+        check_convolution(CASE, 4, convolve=mutant)
 
 
 @pytest.fixture
