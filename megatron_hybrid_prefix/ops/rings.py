@@ -1,0 +1,74 @@
+"""Rings of a decode: what was input since the position of the state in a slot.
+
+A decode reads a state, its *origin*'s, and what came since; it writes the state where the position passes a multiple of R tokens
+alone (it *flushes*). An entry of position q is at q modulo its ring's entries. A rejected draft is overwritten, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl
+
+
+class RingRows(NamedTuple):
+    """The rows of a decode step, each (rows,) and on the device.
+
+    Rows share no slot and no ring. What a ring holds outside [origin, position) is stale, and may be NaN.
+    """
+
+    slots: torch.Tensor
+    """int64: the row's state in a layer's tensors of states. Negative: the row is padding, and zero in results."""
+    rings: torch.Tensor
+    """int64: the row's ring in a layer's tensors of rings."""
+    positions: torch.Tensor
+    """int32: tokens before the row's first of this step."""
+    origins: torch.Tensor
+    """int32: the position of the state in the slot."""
+    ends: torch.Tensor
+    """int32: where the state is advanced to and written, before this step's tokens; the origin: nowhere."""
+    kept: torch.Tensor
+    """int64: another slot that gets the state and the window at ``ends``, whether or not they are the slot's. Negative: none."""
+
+    def where(self, which: torch.Tensor) -> RingRows:
+        """Those of ``which``, (rows,) bool, with int64 everywhere: for the PyTorch versions."""
+        return RingRows(*(field[which].long() for field in self))
+
+    def keep(self, pool: torch.Tensor) -> None:
+        """Copies what is in slots to those that get it, too: for the PyTorch versions."""
+        own = self.where((self.slots >= 0) & (self.kept >= 0))
+        pool[own.kept] = pool[own.slots]
+
+
+def ring_tokens(state_bytes: int, entry_bytes: int, block_tokens: int) -> int:
+    """R: tokens between two writes of a state, a divisor of the block.
+
+    A state is written once in R steps, and R / 2 entries are read in each: the bytes are fewest at sqrt(2 state / entry). The
+    power of two next to that, from 8 to 64; fewer only where the block demands it.
+    """
+    best = (2 * state_bytes / entry_bytes) ** 0.5
+    choices = [tokens for tokens in (8, 16, 32, 64) if block_tokens % tokens == 0]
+    return min(choices, key=lambda tokens: abs(tokens - best)) if choices else block_tokens & -block_tokens
+
+
+def ring_entries(tokens: int, step_tokens: int) -> int:
+    """Entries of a ring that is flushed at multiples of ``tokens``: a step overwrites none that it, or the next, reads."""
+    return tokens + 2 * step_tokens - 1
+
+
+def sums_after(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Along dimension 1: the sum of all, and of what comes after each.
+
+    Sums of decays' logarithms. As a difference of sums from the first on, a small one would lose what a large one has rounded off.
+    """
+    sums = values.flip(1).cumsum(1).flip(1)
+    return sums[:, 0], torch.cat([sums[:, 1:], torch.zeros_like(sums[:, :1])], 1)
+
+
+@jit
+def entry_at(position: tl.tensor, number: tl.tensor, entries: tl.tensor) -> tl.tensor:
+    """Where in a ring of so many entries that of ``position + number`` is; ``number`` from 0 to ``entries``."""
+    at = position % entries + number
+    return tl.where(at < entries, at, at - entries)
