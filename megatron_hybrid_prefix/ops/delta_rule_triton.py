@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_hybrid_prefix.ops.rings import RingRows
 from megatron_hybrid_prefix.ops.triton_or_torch import jit, tl, triton
 
 CHUNK = 64
@@ -30,7 +31,8 @@ EPSILON = 1e-6
 PART = 16
 """Rows of the diagonal blocks that are inverted by substitution."""
 
-_COLUMNS = 32  # of a state, that a program updates in a decode: the fastest tried on an H200 with heads of 128 x 128
+_COLUMNS = 64  # of a state, that a program of a decode reads
+_TOGETHER = 16  # entries of a ring that it reads at once
 
 
 class Launch(NamedTuple):
@@ -181,48 +183,57 @@ def update_by_kernel(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
     states: torch.Tensor,
-    slots: torch.Tensor,
+    rows: RingRows,
     *,
+    keys: torch.Tensor,
+    written: torch.Tensor,
+    decays: torch.Tensor,
     normalise: bool,
-    after: torch.Tensor | None,
 ) -> torch.Tensor:
     """`update_delta_rule` on a GPU."""
-    rows, tokens, heads, value_size = v.shape
-    key_heads, key_size = q.shape[2:]
+    count, tokens, heads, value_size = v.shape
     outputs = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if not rows:
+    if not count:
         return outputs
     q, k, v = (contiguous_from(tensor, 2) for tensor in (q, k, v))
-    assert states[0].is_contiguous() and (after is None or after[0, 0].is_contiguous())
-    block_v = min(_COLUMNS, triton.next_power_of_2(value_size))
-    _update_kernel[(triton.cdiv(value_size, block_v), heads, rows)](
+    assert all(tensor[0].is_contiguous() for tensor in (states, keys, written, decays))
+    options = update_options(k.shape[3], value_size, tokens)
+    _update_kernel[(triton.cdiv(value_size, options["BLOCK_V"]), heads, count)](
         q,
         k,
         v,
         log_decay.contiguous(),
         beta.contiguous(),
         states,
-        slots,
-        states if after is None else after,
+        keys,
+        written,
+        decays,
         outputs,
+        *rows,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        states.stride(0),
-        *((0, 0) if after is None else after.stride()[:2]),
-        tokens,
+        *(tensor.stride(0) for tensor in (states, keys, written, decays)),
         heads,
-        key_heads,
-        key_size,
-        value_size,
-        key_size**-0.5,
+        k.shape[2],
+        k.shape[3] ** -0.5,
         EPSILON,
+        ENTRIES=keys.shape[1],
         NORMALISE=normalise,
-        AFTER=after is not None,
-        BLOCK_K=triton.next_power_of_2(key_size),
-        BLOCK_V=block_v,
+        **options,
     )
     return outputs
+
+
+def update_options(key_size: int, value_size: int, tokens: int) -> dict[str, Any]:
+    """Tiles and warps of a decode: the same for any number of rows, so that a row's sums are."""
+    tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(1, triton.next_power_of_2(tokens))}
+    tile |= {"BLOCK_K": max(16, triton.next_power_of_2(key_size)), "BLOCK_E": _TOGETHER}
+    return tile | {
+        "BLOCK_V": max(16, min(_COLUMNS, triton.next_power_of_2(value_size))),
+        "num_warps": 4,
+        "num_stages": 1,
+    }
 
 
 def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -489,16 +500,62 @@ def _pass_kernel(
 
 
 @jit
+def _entries(
+    back: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    keys_ptr: tl.tensor,  # of the head in the row's ring, as the other two
+    written_ptr: tl.tensor,
+    decays_ptr: tl.tensor,
+    key_stride: tl.tensor,
+    written_stride: tl.tensor,
+    heads: tl.tensor,
+    in_k: tl.tensor,
+    in_v: tl.tensor,
+    ENTRIES: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """BLOCK_E entries of positions [first, last), from the ``back``-th before the last one backwards.
+
+    Returns:
+        Keys (BLOCK_E, K) and what is written along them (BLOCK_E, V), float32; the sum of the decays after each entry among
+        these, (BLOCK_E,), and of all of these, without that of ``first``. All are zero where there is no entry.
+    """
+    at = last - 1 - back - tl.arange(0, BLOCK_E)
+    mask = at >= first
+    entry = at % ENTRIES
+    keys = tl.load(
+        keys_ptr + entry[:, None] * key_stride + in_k[None, :], mask=mask[:, None] & (in_k < K)[None, :], other=0.0
+    )
+    written = tl.load(
+        written_ptr + entry[:, None] * written_stride + in_v[None, :],
+        mask=mask[:, None] & (in_v < V)[None, :],
+        other=0.0,
+    )
+    after = tl.load(decays_ptr + (at + 1) % ENTRIES * heads, mask=mask & (at + 1 < last), other=0.0)
+    return keys.to(tl.float32), written.to(tl.float32), tl.cumsum(after, 0), tl.sum(after, 0)
+
+
+@jit
 def _update_kernel(
-    q_ptr: tl.tensor,  # (rows, tokens, key heads, K), strided over rows and tokens
+    q_ptr: tl.tensor,  # (rows, TOKENS, key heads, K), strided over rows and tokens
     k_ptr: tl.tensor,
-    v_ptr: tl.tensor,  # (rows, tokens, heads, V), likewise
-    log_decay_ptr: tl.tensor,  # (rows, tokens, heads) float32, contiguous
-    beta_ptr: tl.tensor,  # (rows, tokens, heads), contiguous
+    v_ptr: tl.tensor,  # (rows, TOKENS, heads, V), likewise
+    log_decay_ptr: tl.tensor,  # (rows, TOKENS, heads) float32, contiguous
+    beta_ptr: tl.tensor,  # (rows, TOKENS, heads), contiguous
     states_ptr: tl.tensor,  # (slots, heads, K, V), strided over slots
-    slots_ptr: tl.tensor,  # (rows,)
-    after_ptr: tl.tensor,  # (slots, tokens, heads, K, V), strided over slots and tokens
-    out_ptr: tl.tensor,  # (rows, tokens, heads, V), contiguous
+    keys_ptr: tl.tensor,  # (rings, ENTRIES, key heads, K), strided over rings
+    written_ptr: tl.tensor,  # (rings, ENTRIES, heads, V), likewise
+    decays_ptr: tl.tensor,  # (rings, ENTRIES, heads) float32, likewise
+    out_ptr: tl.tensor,  # (rows, TOKENS, heads, V), contiguous
+    slots_ptr: tl.tensor,  # (rows,), as the next ones: `RingRows`
+    rings_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    origins_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
     stride_q_row: tl.int64,
     stride_q_token: tl.int64,
     stride_k_row: tl.int64,
@@ -506,52 +563,104 @@ def _update_kernel(
     stride_v_row: tl.int64,
     stride_v_token: tl.int64,
     stride_slot: tl.int64,
-    stride_after_slot: tl.int64,
-    stride_after_token: tl.int64,
-    tokens: tl.tensor,
+    stride_keys: tl.int64,
+    stride_written: tl.int64,
+    stride_decays: tl.int64,
     heads: tl.tensor,
     key_heads: tl.tensor,
-    key_size: tl.tensor,
-    value_size: tl.tensor,
     scale: tl.tensor,
     epsilon: tl.tensor,
+    ENTRIES: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    TOKENS: tl.constexpr,
     NORMALISE: tl.constexpr,
-    AFTER: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V columns of one head's state, along the tokens of one row."""
+    """One program: BLOCK_V columns of one head's state, and the tokens of one row.
+
+    A step's entries are not among those that it reads. The keys are written by the first of a key head's programs, the decays
+    by the first of a head's.
+    """
     column, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    in_k, in_v = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V)
-    k_mask, v_mask = in_k < key_size, in_v < value_size
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    in_k, in_v, in_t = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_T)
+    k_mask, v_mask = in_k < K, in_v < V
+    of_out = out_ptr + (row * TOKENS * heads + head) * V + in_v
+    slot = tl.load(slots_ptr + row)
     if slot < 0:
-        for token in range(tokens):
-            out = ((row * tokens + token) * heads + head) * value_size + in_v
-            tl.store(out_ptr + out, tl.zeros([BLOCK_V], dtype=out_ptr.dtype.element_ty), mask=v_mask)
+        for t in range(TOKENS):
+            tl.store(of_out + t * heads * V, tl.zeros([BLOCK_V], dtype=out_ptr.dtype.element_ty), mask=v_mask)
         return
+    dtype = states_ptr.dtype.element_ty
     mask = k_mask[:, None] & v_mask[None, :]
-    in_state = head.to(tl.int64) * key_size * value_size + in_k[:, None] * value_size + in_v[None, :]
-    key_head = head // (heads // key_heads)
-    state = tl.load(states_ptr + slot * stride_slot + in_state, mask=mask, other=0.0).to(tl.float32)
-    for token in range(tokens):
-        of_key = key_head * key_size + in_k
-        q = tl.load(q_ptr + row * stride_q_row + token * stride_q_token + of_key, mask=k_mask, other=0.0)
-        k = tl.load(k_ptr + row * stride_k_row + token * stride_k_token + of_key, mask=k_mask, other=0.0)
-        q, k = q.to(tl.float32), k.to(tl.float32)
-        if NORMALISE:
-            q = q / tl.sqrt(tl.sum(q * q, 0) + epsilon)
-            k = k / tl.sqrt(tl.sum(k * k, 0) + epsilon)
-        of_value = row * stride_v_row + token * stride_v_token + head * value_size + in_v
-        v = tl.load(v_ptr + of_value, mask=v_mask, other=0.0).to(tl.float32)
-        gate = (row * tokens + token) * heads + head
-        state = tl.exp(tl.load(log_decay_ptr + gate)) * state
-        missing = tl.load(beta_ptr + gate).to(tl.float32) * (v - tl.sum(state * k[:, None], 0))
-        state += k[:, None] * missing[None, :]
-        out = tl.sum(state * (q * scale)[:, None], 0)
-        in_out = ((row * tokens + token) * heads + head) * value_size + in_v
-        tl.store(out_ptr + in_out, out.to(out_ptr.dtype.element_ty), mask=v_mask)
-        if AFTER:
-            after = after_ptr + slot * stride_after_slot + token * stride_after_token + in_state
-            tl.store(after, state.to(after_ptr.dtype.element_ty), mask=mask)
-    tl.store(states_ptr + slot * stride_slot + in_state, state.to(states_ptr.dtype.element_ty), mask=mask)
+    in_states = states_ptr + head.to(tl.int64) * K * V + in_k[:, None] * V + in_v[None, :]
+    state = tl.load(in_states + slot * stride_slot, mask=mask, other=0.0)
+    ring, position = tl.load(rings_ptr + row), tl.load(positions_ptr + row)
+    origin, end, kept = tl.load(origins_ptr + row), tl.load(ends_ptr + row), tl.load(kept_ptr + row)
+    repeat = heads // key_heads
+    of_keys = keys_ptr + ring * stride_keys + head // repeat * K
+    of_written, of_decays = written_ptr + ring * stride_written + head * V, decays_ptr + ring * stride_decays + head
+    if end > origin:
+        added, later = tl.zeros([BLOCK_K, BLOCK_V], tl.float32), 0.0
+        for back in range(0, end - origin, BLOCK_E):
+            keys, written, after, total = _entries(
+                back, origin, end, of_keys, of_written, of_decays, key_heads * K, heads * V, heads,
+                in_k, in_v, ENTRIES, K, V, BLOCK_E,
+            )  # fmt: skip
+            added = tl.dot(tl.trans(keys), written * tl.exp(later + after)[:, None], added, input_precision="tf32x3")
+            later += total
+        later += tl.load(of_decays + origin % ENTRIES * heads)
+        state = (state.to(tl.float32) * tl.exp(later) + added).to(dtype)
+        tl.store(in_states + slot * stride_slot, state, mask=mask)
+    if kept >= 0:
+        tl.store(in_states + kept * stride_slot, state, mask=mask)
+    of_k, of_q = k_ptr + row * stride_k_row + head // repeat * K, q_ptr + row * stride_q_row + head // repeat * K
+    of_v, of_gates = v_ptr + row * stride_v_row + head * V + in_v, row * TOKENS * heads + head
+    # What the tokens of this step write, and the sum of decays after it: none is read again from the ring.
+    own_written, own_after, passed = tl.zeros([BLOCK_T, BLOCK_V], tl.float32), tl.zeros([BLOCK_T], tl.float32), 0.0
+    for t in range(TOKENS):
+        given_k = tl.load(of_k + t * stride_k_token + in_k, mask=k_mask, other=0.0)
+        k, q = given_k.to(tl.float32), tl.load(of_q + t * stride_q_token + in_k, mask=k_mask, other=0.0).to(tl.float32)
+        v = tl.load(of_v + t * stride_v_token, mask=v_mask, other=0.0).to(tl.float32)
+        decay = tl.load(log_decay_ptr + of_gates + t * heads)
+        beta = tl.load(beta_ptr + of_gates + t * heads).to(tl.float32)
+        passed += decay
+        own_after += decay
+        later = passed
+        known, out = tl.zeros([BLOCK_V], tl.float32), tl.zeros([BLOCK_V], tl.float32)
+        for back in range(0, position - end, BLOCK_E):
+            keys, written, after, total = _entries(
+                back, end, position, of_keys, of_written, of_decays, key_heads * K, heads * V, heads,
+                in_k, in_v, ENTRIES, K, V, BLOCK_E,
+            )  # fmt: skip
+            left = tl.exp(later + after)
+            known += tl.sum(written * (left * tl.sum(keys * k[None, :], 1))[:, None], 0)
+            out += tl.sum(written * (left * tl.sum(keys * q[None, :], 1))[:, None], 0)
+            later += total
+        later += tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
+        if TOKENS > 1:
+            in_own = in_t[:, None] * stride_k_token + in_k[None, :]
+            keys = tl.load(of_k + in_own, mask=(in_t < t)[:, None] & k_mask[None, :], other=0.0).to(tl.float32)
+            left = tl.exp(own_after)
+            known += tl.sum(own_written * (left * tl.sum(keys * k[None, :], 1))[:, None], 0)
+            out += tl.sum(own_written * (left * tl.sum(keys * q[None, :], 1))[:, None], 0)
+        faded = tl.exp(later)
+        known += faded * tl.sum(state.to(tl.float32) * k[:, None], 0)
+        out += faded * tl.sum(state.to(tl.float32) * q[:, None], 0)
+        unit_k = 1 / tl.sqrt(tl.sum(k * k, 0) + epsilon) if NORMALISE else 1.0
+        unit_q = 1 / tl.sqrt(tl.sum(q * q, 0) + epsilon) if NORMALISE else 1.0
+        new = (beta * (v - unit_k * known) * unit_k).to(written_ptr.dtype.element_ty)
+        out = (out + tl.sum(k * q, 0) * new.to(tl.float32)) * unit_q * scale
+        tl.store(of_out + t * heads * V, out.to(out_ptr.dtype.element_ty), mask=v_mask)
+        entry = (position + t) % ENTRIES
+        tl.store(of_written + entry * heads * V + in_v, new, mask=v_mask)
+        if column == 0:
+            tl.store(of_decays + entry * heads, decay)
+            first = k_mask & (head % repeat == 0)
+            tl.store(of_keys + entry * key_heads * K + in_k, given_k.to(keys_ptr.dtype.element_ty), mask=first)
+        if TOKENS > 1:
+            own_written = tl.where((in_t == t)[:, None], new.to(tl.float32)[None, :], own_written)
+            own_after = tl.where(in_t == t, 0.0, own_after)
