@@ -227,13 +227,10 @@ def update_by_kernel(
 
 def update_options(key_size: int, value_size: int, tokens: int) -> dict[str, Any]:
     """Tiles and warps of a decode: the same for any number of rows, so that a row's sums are."""
-    tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(1, triton.next_power_of_2(tokens))}
-    tile |= {"BLOCK_K": max(16, triton.next_power_of_2(key_size)), "BLOCK_E": _TOGETHER}
-    return tile | {
-        "BLOCK_V": max(16, min(_COLUMNS, triton.next_power_of_2(value_size))),
-        "num_warps": 4,
-        "num_stages": 1,
-    }
+    tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(8, triton.next_power_of_2(tokens))}
+    tile |= {"BLOCK_K": max(16, triton.next_power_of_2(key_size)), "BLOCK_E": _TOGETHER, "PART_V": 16}
+    columns = max(16, min(_COLUMNS, triton.next_power_of_2(value_size)))
+    return tile | {"BLOCK_V": columns, "num_warps": 4, "num_stages": 1}
 
 
 def contiguous_from(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -500,6 +497,16 @@ def _pass_kernel(
 
 
 @jit
+def _times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Their product with the accuracy of float32: of 16 bits as they are, of others in three parts."""
+    if a.dtype != b.dtype or a.dtype == tl.float32:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
+    else:
+        product = tl.dot(a, b)
+    return product
+
+
+@jit
 def _entries(
     back: tl.tensor,
     first: tl.tensor,
@@ -507,35 +514,29 @@ def _entries(
     keys_ptr: tl.tensor,  # of the head in the row's ring, as the other two
     written_ptr: tl.tensor,
     decays_ptr: tl.tensor,
-    key_stride: tl.tensor,
-    written_stride: tl.tensor,
     heads: tl.tensor,
+    key_heads: tl.tensor,
     in_k: tl.tensor,
     in_v: tl.tensor,
-    ENTRIES: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    ENTRIES: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """BLOCK_E entries of positions [first, last), from the ``back``-th before the last one backwards.
+    """BLOCK_E entries of positions [first, last), from the ``back``-th before the last one backwards; zero where there is none.
 
     Returns:
-        Keys (BLOCK_E, K) and what is written along them (BLOCK_E, V), float32; the sum of the decays after each entry among
-        these, (BLOCK_E,), and of all of these, without that of ``first``. All are zero where there is no entry.
+        Keys (BLOCK_E, K); what is written along them, (BLOCK_E, V) float32; the sum of the decays after each entry among
+        these, (BLOCK_E,); and the sum of all of these but that of ``first``, so that no small sum is a difference of large ones.
     """
     at = last - 1 - back - tl.arange(0, BLOCK_E)
-    mask = at >= first
-    entry = at % ENTRIES
-    keys = tl.load(
-        keys_ptr + entry[:, None] * key_stride + in_k[None, :], mask=mask[:, None] & (in_k < K)[None, :], other=0.0
-    )
-    written = tl.load(
-        written_ptr + entry[:, None] * written_stride + in_v[None, :],
-        mask=mask[:, None] & (in_v < V)[None, :],
-        other=0.0,
-    )
+    mask, entry = at >= first, at % ENTRIES
+    of_keys = keys_ptr + entry[:, None] * (key_heads * K) + in_k[None, :]
+    keys = tl.load(of_keys, mask=mask[:, None] & (in_k < K)[None, :], other=0.0)
+    of_written = written_ptr + entry[:, None] * (heads * V) + in_v[None, :]
+    written = tl.load(of_written, mask=mask[:, None] & (in_v < V)[None, :], other=0.0)
     after = tl.load(decays_ptr + (at + 1) % ENTRIES * heads, mask=mask & (at + 1 < last), other=0.0)
-    return keys.to(tl.float32), written.to(tl.float32), tl.cumsum(after, 0), tl.sum(after, 0)
+    return keys, written.to(tl.float32), tl.cumsum(after, 0), tl.sum(after, 0)
 
 
 @jit
@@ -579,88 +580,92 @@ def _update_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PART_V: tl.constexpr,
 ) -> None:
     """One program: BLOCK_V columns of one head's state, and the tokens of one row.
 
-    A step's entries are not among those that it reads. The keys are written by the first of a key head's programs, the decays
-    by the first of a head's.
+    Keys and queries are one operand of 2 BLOCK_T rows. The entries of this step are not among those that it reads; keys are
+    written by the first of a key head's programs, decays by the first of a head's.
     """
     column, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     in_k, in_v, in_t = tl.arange(0, BLOCK_K), column * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_T)
-    k_mask, v_mask = in_k < K, in_v < V
-    of_out = out_ptr + (row * TOKENS * heads + head) * V + in_v
+    both = tl.arange(0, 2 * BLOCK_T)
+    token, is_query = both % BLOCK_T, both >= BLOCK_T
+    k_mask, v_mask, filled = in_k < K, in_v < V, token < TOKENS
+    of_gates = row * TOKENS * heads + head
+    of_out = out_ptr + (of_gates + token * heads)[:, None] * V + in_v[None, :]
+    out_mask = (is_query & filled)[:, None] & v_mask[None, :]
     slot = tl.load(slots_ptr + row)
     if slot < 0:
-        for t in range(TOKENS):
-            tl.store(of_out + t * heads * V, tl.zeros([BLOCK_V], dtype=out_ptr.dtype.element_ty), mask=v_mask)
+        tl.store(of_out, tl.zeros([2 * BLOCK_T, BLOCK_V], dtype=out_ptr.dtype.element_ty), mask=out_mask)
         return
     dtype = states_ptr.dtype.element_ty
-    mask = k_mask[:, None] & v_mask[None, :]
-    in_states = states_ptr + head.to(tl.int64) * K * V + in_k[:, None] * V + in_v[None, :]
-    state = tl.load(in_states + slot * stride_slot, mask=mask, other=0.0)
     ring, position = tl.load(rings_ptr + row), tl.load(positions_ptr + row)
     origin, end, kept = tl.load(origins_ptr + row), tl.load(ends_ptr + row), tl.load(kept_ptr + row)
-    repeat = heads // key_heads
-    of_keys = keys_ptr + ring * stride_keys + head // repeat * K
-    of_written, of_decays = written_ptr + ring * stride_written + head * V, decays_ptr + ring * stride_decays + head
-    if end > origin:
-        added, later = tl.zeros([BLOCK_K, BLOCK_V], tl.float32), 0.0
-        for back in range(0, end - origin, BLOCK_E):
-            keys, written, after, total = _entries(
-                back, origin, end, of_keys, of_written, of_decays, key_heads * K, heads * V, heads,
-                in_k, in_v, ENTRIES, K, V, BLOCK_E,
-            )  # fmt: skip
-            added = tl.dot(tl.trans(keys), written * tl.exp(later + after)[:, None], added, input_precision="tf32x3")
-            later += total
-        later += tl.load(of_decays + origin % ENTRIES * heads)
-        state = (state.to(tl.float32) * tl.exp(later) + added).to(dtype)
-        tl.store(in_states + slot * stride_slot, state, mask=mask)
-    if kept >= 0:
-        tl.store(in_states + kept * stride_slot, state, mask=mask)
-    of_k, of_q = k_ptr + row * stride_k_row + head // repeat * K, q_ptr + row * stride_q_row + head // repeat * K
-    of_v, of_gates = v_ptr + row * stride_v_row + head * V + in_v, row * TOKENS * heads + head
-    # What the tokens of this step write, and the sum of decays after it: none is read again from the ring.
-    own_written, own_after, passed = tl.zeros([BLOCK_T, BLOCK_V], tl.float32), tl.zeros([BLOCK_T], tl.float32), 0.0
-    for t in range(TOKENS):
-        given_k = tl.load(of_k + t * stride_k_token + in_k, mask=k_mask, other=0.0)
-        k, q = given_k.to(tl.float32), tl.load(of_q + t * stride_q_token + in_k, mask=k_mask, other=0.0).to(tl.float32)
-        v = tl.load(of_v + t * stride_v_token, mask=v_mask, other=0.0).to(tl.float32)
-        decay = tl.load(log_decay_ptr + of_gates + t * heads)
+    key_head = head // (heads // key_heads)
+    of_keys, of_decays = keys_ptr + ring * stride_keys + key_head * K, decays_ptr + ring * stride_decays + head
+    of_written = written_ptr + ring * stride_written + head * V
+    in_states = states_ptr + head.to(tl.int64) * K * V + in_k[:, None] * V
+    if (end > origin) | (kept >= 0):
+        # In parts: it needs no more registers than what all rows do, and its result is read again.
+        for first in range(column * BLOCK_V, column * BLOCK_V + BLOCK_V, PART_V):
+            part = first + tl.arange(0, PART_V)
+            mask, of_part = k_mask[:, None] & (part < V)[None, :], in_states + part[None, :]
+            state = tl.load(of_part + slot * stride_slot, mask=mask, other=0.0)
+            if end > origin:
+                added, later = tl.zeros([BLOCK_K, PART_V], tl.float32), 0.0
+                for back in range(0, end - origin, BLOCK_E):
+                    keys, written, after, total = _entries(
+                        back, origin, end, of_keys, of_written, of_decays, heads, key_heads, in_k, part,
+                        K, V, ENTRIES, BLOCK_E,
+                    )  # fmt: skip
+                    added += _times(tl.trans(keys), written * tl.exp(later + after)[:, None])
+                    later += total
+                later += tl.load(of_decays + origin % ENTRIES * heads)
+                state = (state.to(tl.float32) * tl.exp(later) + added).to(dtype)
+                tl.store(of_part + slot * stride_slot, state, mask=mask)
+            if kept >= 0:
+                tl.store(of_part + kept * stride_slot, state, mask=mask)
+        tl.debug_barrier()
+    if TOKENS == 0:
+        return
+    state = tl.load(in_states + slot * stride_slot + in_v[None, :], mask=k_mask[:, None] & v_mask[None, :], other=0.0)
+    of_k = k_ptr + row * stride_k_row + token * stride_k_token
+    of_both = tl.where(is_query, q_ptr + row * stride_q_row + token * stride_q_token, of_k) + key_head * K
+    x = tl.load(of_both[:, None] + in_k[None, :], mask=filled[:, None] & k_mask[None, :], other=0.0)
+    decay = tl.load(log_decay_ptr + of_gates + in_t * heads, mask=in_t < TOKENS, other=0.0)
+    passed = tl.sum(tl.where(in_t[None, :] <= token[:, None], decay[None, :], 0.0), 1)
+    sums, later = tl.zeros([2 * BLOCK_T, BLOCK_V], tl.float32), 0.0
+    for back in range(0, position - end, BLOCK_E):
+        keys, written, after, total = _entries(
+            back, end, position, of_keys, of_written, of_decays, heads, key_heads, in_k, in_v, K, V, ENTRIES, BLOCK_E
+        )
+        sums += _times(_times(x, tl.trans(keys)) * tl.exp(passed[:, None] + (later + after)[None, :]), written)
+        later += total
+    later += tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
+    sums += tl.exp(passed + later)[:, None] * _times(x, state)
+    unit = tl.full([2 * BLOCK_T], 1.0, tl.float32)
+    if NORMALISE:
+        unit = 1 / tl.sqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + epsilon)
+    sums *= unit[:, None]
+    meets = _times(x, tl.trans(x)) * unit[:, None]
+    entry = (position + token) % ENTRIES
+    for t in tl.static_range(TOKENS):
+        v = tl.load(v_ptr + row * stride_v_row + t * stride_v_token + head * V + in_v, mask=v_mask, other=0.0)
         beta = tl.load(beta_ptr + of_gates + t * heads).to(tl.float32)
-        passed += decay
-        own_after += decay
-        later = passed
-        known, out = tl.zeros([BLOCK_V], tl.float32), tl.zeros([BLOCK_V], tl.float32)
-        for back in range(0, position - end, BLOCK_E):
-            keys, written, after, total = _entries(
-                back, end, position, of_keys, of_written, of_decays, key_heads * K, heads * V, heads,
-                in_k, in_v, ENTRIES, K, V, BLOCK_E,
-            )  # fmt: skip
-            left = tl.exp(later + after)
-            known += tl.sum(written * (left * tl.sum(keys * k[None, :], 1))[:, None], 0)
-            out += tl.sum(written * (left * tl.sum(keys * q[None, :], 1))[:, None], 0)
-            later += total
-        later += tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
-        if TOKENS > 1:
-            in_own = in_t[:, None] * stride_k_token + in_k[None, :]
-            keys = tl.load(of_k + in_own, mask=(in_t < t)[:, None] & k_mask[None, :], other=0.0).to(tl.float32)
-            left = tl.exp(own_after)
-            known += tl.sum(own_written * (left * tl.sum(keys * k[None, :], 1))[:, None], 0)
-            out += tl.sum(own_written * (left * tl.sum(keys * q[None, :], 1))[:, None], 0)
-        faded = tl.exp(later)
-        known += faded * tl.sum(state.to(tl.float32) * k[:, None], 0)
-        out += faded * tl.sum(state.to(tl.float32) * q[:, None], 0)
-        unit_k = 1 / tl.sqrt(tl.sum(k * k, 0) + epsilon) if NORMALISE else 1.0
-        unit_q = 1 / tl.sqrt(tl.sum(q * q, 0) + epsilon) if NORMALISE else 1.0
-        new = (beta * (v - unit_k * known) * unit_k).to(written_ptr.dtype.element_ty)
-        out = (out + tl.sum(k * q, 0) * new.to(tl.float32)) * unit_q * scale
-        tl.store(of_out + t * heads * V, out.to(out_ptr.dtype.element_ty), mask=v_mask)
-        entry = (position + t) % ENTRIES
-        tl.store(of_written + entry * heads * V + in_v, new, mask=v_mask)
-        if column == 0:
-            tl.store(of_decays + entry * heads, decay)
-            first = k_mask & (head % repeat == 0)
-            tl.store(of_keys + entry * key_heads * K + in_k, given_k.to(keys_ptr.dtype.element_ty), mask=first)
-        if TOKENS > 1:
-            own_written = tl.where((in_t == t)[:, None], new.to(tl.float32)[None, :], own_written)
-            own_after = tl.where(in_t == t, 0.0, own_after)
+        beta *= tl.sum(tl.where(both == t, unit, 0.0), 0)
+        missing = v.to(tl.float32) - tl.sum(tl.where((both == t)[:, None], sums, 0.0), 0)
+        new = (beta * missing).to(written_ptr.dtype.element_ty)
+        tl.store(of_written + (position + t) % ENTRIES * (heads * V) + in_v, new, mask=v_mask)
+        since = (in_t > t)[None, :] & (in_t[None, :] <= token[:, None])
+        left = tl.exp(tl.sum(tl.where(since, decay[None, :], 0.0), 1))
+        left *= tl.sum(tl.where((both == t)[None, :], meets, 0.0), 1)
+        sums += tl.where((token > t) | is_query & (token == t), left, 0.0)[:, None] * new.to(tl.float32)[None, :]
+    tl.store(of_out, (sums * scale).to(out_ptr.dtype.element_ty), mask=out_mask)
+    if column == 0:
+        tl.store(of_decays + (position + in_t) % ENTRIES * heads, decay, mask=in_t < TOKENS)
+        first = filled & (token == both) & (head % (heads // key_heads) == 0)
+        x_mask = first[:, None] & k_mask[None, :]
+        tl.store(
+            of_keys + entry[:, None] * (key_heads * K) + in_k[None, :], x.to(keys_ptr.dtype.element_ty), mask=x_mask
+        )
