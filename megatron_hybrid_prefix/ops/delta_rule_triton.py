@@ -228,7 +228,7 @@ def update_by_kernel(
 def update_options(key_size: int, value_size: int, tokens: int) -> dict[str, Any]:
     """Tiles and warps of a decode: the same for any number of rows, so that a row's sums are."""
     tile = {"K": key_size, "V": value_size, "TOKENS": tokens, "BLOCK_T": max(8, triton.next_power_of_2(tokens))}
-    tile |= {"BLOCK_K": max(16, triton.next_power_of_2(key_size)), "BLOCK_E": _TOGETHER, "PART_V": 16}
+    tile |= {"BLOCK_K": max(16, triton.next_power_of_2(key_size)), "BLOCK_E": _TOGETHER, "PART_K": 16, "PART_V": 16}
     columns = max(16, min(_COLUMNS, triton.next_power_of_2(value_size)))
     return tile | {"BLOCK_V": columns, "num_warps": 4, "num_stages": 1}
 
@@ -498,11 +498,16 @@ def _pass_kernel(
 
 @jit
 def _times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Their product with the accuracy of float32: of 16 bits as they are, of others in three parts."""
-    if a.dtype != b.dtype or a.dtype == tl.float32:
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
-    else:
+    """Their product with the accuracy of float32. What has 16 bits is multiplied as it is, float32 by it in three parts."""
+    if a.dtype == b.dtype and a.dtype != tl.float32:
         product = tl.dot(a, b)
+    elif a.dtype == tl.bfloat16 and b.dtype == tl.float32:
+        high = b.to(tl.bfloat16)
+        rest = b - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        product = tl.dot(a, high) + tl.dot(a, middle) + tl.dot(a, (rest - middle.to(tl.float32)).to(tl.bfloat16))
+    else:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
     return product
 
 
@@ -580,6 +585,7 @@ def _update_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PART_K: tl.constexpr,
     PART_V: tl.constexpr,
 ) -> None:
     """One program: BLOCK_V columns of one head's state, and the tokens of one row.
@@ -629,7 +635,6 @@ def _update_kernel(
         tl.debug_barrier()
     if TOKENS == 0:
         return
-    state = tl.load(in_states + slot * stride_slot + in_v[None, :], mask=k_mask[:, None] & v_mask[None, :], other=0.0)
     of_k = k_ptr + row * stride_k_row + token * stride_k_token
     of_both = tl.where(is_query, q_ptr + row * stride_q_row + token * stride_q_token, of_k) + key_head * K
     x = tl.load(of_both[:, None] + in_k[None, :], mask=filled[:, None] & k_mask[None, :], other=0.0)
@@ -643,7 +648,13 @@ def _update_kernel(
         sums += _times(_times(x, tl.trans(keys)) * tl.exp(passed[:, None] + (later + after)[None, :]), written)
         later += total
     later += tl.load(of_decays + end % ENTRIES * heads, mask=end < position, other=0.0)
-    sums += tl.exp(passed + later)[:, None] * _times(x, state)
+    of_state, known = states_ptr + slot * stride_slot + head.to(tl.int64) * K * V, tl.zeros_like(sums)
+    for first in tl.range(0, BLOCK_K, PART_K, num_stages=BLOCK_K // PART_K):  # all are loaded at once, to shared memory
+        part = first + tl.arange(0, PART_K)
+        x_part = tl.load(of_both[:, None] + part[None, :], mask=filled[:, None] & (part < K)[None, :], other=0.0)
+        of_part = of_state + part[:, None] * V + in_v[None, :]
+        known += _times(x_part, tl.load(of_part, mask=(part < K)[:, None] & v_mask[None, :], other=0.0))
+    sums += tl.exp(passed + later)[:, None] * known
     unit = tl.full([2 * BLOCK_T], 1.0, tl.float32)
     if NORMALISE:
         unit = 1 / tl.sqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + epsilon)
@@ -664,8 +675,8 @@ def _update_kernel(
     tl.store(of_out, (sums * scale).to(out_ptr.dtype.element_ty), mask=out_mask)
     if column == 0:
         tl.store(of_decays + (position + in_t) % ENTRIES * heads, decay, mask=in_t < TOKENS)
-        first = filled & (token == both) & (head % (heads // key_heads) == 0)
-        x_mask = first[:, None] & k_mask[None, :]
+        mine = filled & (token == both) & (head % (heads // key_heads) == 0)
+        x_mask = mine[:, None] & k_mask[None, :]
         tl.store(
             of_keys + entry[:, None] * (key_heads * K) + in_k[None, :], x.to(keys_ptr.dtype.element_ty), mask=x_mask
         )
